@@ -1,0 +1,139 @@
+"""Checks of arguments. Each returns the value in its proper type or raises an error that says where, what,
+what was expected, and why."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from rlkit.errors import ConfigError, DataError, RlkitError
+
+_SHOWN = 60
+
+
+def shown(value: object) -> str:
+    """``value`` as it stands in an error message: short, with its type."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    if len(text) > _SHOWN:
+        text = text[: _SHOWN - 3] + "..."
+    return text if value is None else f"{text} ({type(value).__name__})"
+
+
+def problem(where: str, what: str, expected: str, why: str = "") -> str:
+    """The one form of message: ``where: what; expected ... (why)``."""
+    return f"{where}: {what}; expected {expected}" + (f" ({why})" if why else "")
+
+
+def integer(
+    where: str,
+    value: Any,
+    *,
+    low: int | None = None,
+    high: int | None = None,
+    why: str = "",
+    error: type[RlkitError] = ConfigError,
+) -> int:
+    """``value`` as an int in [low, high]; booleans and floats are refused."""
+    expected = "an integer" + _interval(low, high)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise error(problem(where, f"got {shown(value)}", expected, why))
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise error(problem(where, f"got {value}", expected, why))
+    return int(value)
+
+
+def real(
+    where: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    why: str = "",
+    error: type[RlkitError] = ConfigError,
+) -> float:
+    """``value`` as a finite float in [low, high], or in the open interval (above, below)."""
+    bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
+    bounds += [f"<= {high}"] * (high is not None) + [f"< {below}"] * (below is not None)
+    expected = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise error(problem(where, f"got {shown(value)}", expected, why))
+    number = float(value)
+    inside = (
+        math.isfinite(number)
+        and (low is None or number >= low)
+        and (high is None or number <= high)
+        and (above is None or number > above)
+        and (below is None or number < below)
+    )
+    if not inside:
+        raise error(problem(where, f"got {value}", expected, why))
+    return number
+
+
+def flag(where: str, value: Any, *, error: type[RlkitError] = ConfigError) -> bool:
+    """``value`` as a bool; 0, 1 and None are refused."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise error(problem(where, f"got {shown(value)}", "True or False"))
+    return bool(value)
+
+
+def choice(where: str, value: Any, options: tuple[str, ...], *, error: type[RlkitError] = ConfigError) -> str:
+    """``value`` as one of ``options``."""
+    if not isinstance(value, str) or value not in options:
+        raise error(problem(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options))))
+    return value
+
+
+def token_ids(where: str, value: Any, *, vocab_size: int | None = None, low_length: int = 0) -> np.ndarray:
+    """``value`` as a read-only int64 array [T] of non-negative ids; text, floats and booleans are refused."""
+    if isinstance(value, (str, bytes)):
+        raise DataError(problem(where, f"got text {shown(value)}", "token ids", "encode it with the tokenizer"))
+    array = as_array(where, value, "a 1-D sequence of token ids")
+    if array.ndim == 1 and array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(problem(where, f"got {shown(array)}", "a 1-D sequence of integers"))
+    if array.size < low_length:
+        raise DataError(problem(where, f"has length {array.size}", f"at least {low_length} token(s)"))
+    high = (vocab_size if vocab_size is not None else 2**63) - 1
+    bad = np.flatnonzero((array < 0) | (array > high))
+    if bad.size:
+        bound = f"an id in [0, {high}]" if vocab_size is not None else "an id >= 0"
+        raise DataError(problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", bound, "the tokenizer has no such token"))
+    return frozen(array.astype(np.int64))
+
+
+def as_array(where: str, value: Any, expected: str) -> np.ndarray:
+    """``value`` as an array of numbers; ragged lists, None and objects are refused."""
+    if value is None:
+        raise DataError(problem(where, "is None", expected))
+    detach = getattr(value, "detach", None)  # a torch tensor, without importing torch
+    try:
+        array = np.asarray(detach().cpu().numpy() if detach is not None else value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(problem(where, f"got {shown(value)}", expected, str(error))) from error
+    if array.dtype.kind not in "iufb":
+        raise DataError(problem(where, f"got {shown(value)}", expected))
+    return array
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A read-only copy, so that what was checked stays as it was."""
+    array = np.array(array)
+    array.flags.writeable = False
+    return array
+
+
+def _interval(low: int | None, high: int | None) -> str:
+    if low is not None and high is not None:
+        return f" in [{low}, {high}]"
+    if low is not None:
+        return f" >= {low}"
+    return f" <= {high}" if high is not None else ""

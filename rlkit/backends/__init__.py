@@ -1,0 +1,58 @@
+"""``connect``: a trainer by name, and ``sampler``: a frozen policy without a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
+from rlkit.errors import ConfigError
+from rlkit.registry import Registry
+
+__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend", "backends", "connect", "sampler"]
+
+backends = Registry("backend", entry_point_group="rlkit.backends")
+backends.update(
+    toy="rlkit.backends.toy:ToyBackend",
+    local="rlkit.backends.local:LocalBackend",
+)
+
+
+def connect(name: str, **options: Any) -> TrainerBackend:
+    """A trainer: ``"toy"``, ``"local"``, or what an installed package adds to the group ``rlkit.backends``.
+
+    Common options, each backend's docstring has its own beside them:
+        model: what to train.
+        lora: ``rlkit.Lora``, None for its defaults.
+        seed: of everything random in it; None for a fresh one.
+        folder: where ``save`` writes.
+        resume_from: a saved path, weights and optimizer.
+        init_from: a saved path, weights only; the adapter's shape comes from there.
+
+    Raises:
+        UnknownNameError: no such backend.
+        ConfigError: an option is unknown, of the wrong type or out of range.
+
+    >>> with rlkit.connect("toy", seed=0) as policy:
+    ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))
+    'hello'
+    """
+    backend: TrainerBackend = backends.resolve(name)(**options)
+    return backend
+
+
+def sampler(name: str, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
+    """A frozen policy without a trainer: a teacher, a reference, a finished policy.
+
+    Args:
+        name: as in ``connect``.
+        model: the base model.
+        path: what ``save`` returned; None is the base model itself.
+        options: as in ``connect``, without ``init_from`` and ``resume_from``.
+    """
+    taken = {"init_from", "resume_from"} & options.keys()
+    if taken:
+        raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
+    if model is not None:
+        options["model"] = model
+    backend = connect(name, **options) if path is None else connect(name, init_from=path, **options)
+    return (backend.base_sampler() if path is None else backend.sampler()).result()

@@ -1,0 +1,139 @@
+"""The protocol that every backend implements, and the small ones beside it.
+
+Calls return at once and take effect in the order in which they were made. ``.result()`` or ``await`` a future to
+read it; both keep further work in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from rlkit.futures import Future
+from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
+
+__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend"]
+
+LossLike: TypeAlias = str | Callable[..., Any]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back, without a batch dimension."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The model's end tokens; there may be several."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are in [0, vocab_size)."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own template, or None."""
+
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """int64 [T]. Special-token strings in ``text`` become control tokens only with ``special=True``."""
+
+    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+        """The text of int [T]."""
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> np.ndarray:
+        """int64 [T]: the messages as the model's template renders them."""
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A frozen policy (rule R5). A context manager; freed on ``close()`` or when it is forgotten."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt + completion, in tokens."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind this snapshot."""
+
+    def sample(
+        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+    ) -> Future[list[Sample]]:
+        """``n`` completions of ``prompt`` (1-D ints, not text), each with a random stream of its own.
+
+        Sample i of a request with ``seed`` draws from SeedSequence([seed, i]); without one the request takes the
+        next seed of the backend's own stream, in call order.
+        """
+
+    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """float32 [T]: log p(token i | tokens before i); entry 0 is 0."""
+
+    def close(self) -> None:
+        """Frees the snapshot; later calls raise."""
+
+    def __enter__(self) -> Sampler: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class TrainerBackend(Protocol):
+    """A policy that can be trained. A context manager."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest datum, in tokens."""
+
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss: LossLike | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        want: Sequence[str] = (),
+    ) -> Future[ForwardBackwardOutput]:
+        """Logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: LossLike,
+        *,
+        config: Mapping[str, Any] | None = None,
+        want: Sequence[str] = (),
+    ) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of the summed loss to what is accumulated, all or nothing.
+
+        A name means the backend's native implementation, a callable exactly that code (rule R4). ``config`` sets
+        the loss's keyword-only settings.
+        """
+
+    def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
+        """Applies the accumulated gradient and clears it; "grad_norm:mean" where known."""
+
+    def sampler(self) -> Future[Sampler]:
+        """A snapshot of the policy as of this call."""
+
+    def base_sampler(self) -> Future[Sampler]:
+        """The base model, without what was trained."""
+
+    def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
+        """Writes the state; ``name`` is a label, the returned path is unique and the only handle."""
+
+    def close(self) -> None:
+        """Ends the backend; what was submitted is finished first."""
+
+    def __enter__(self) -> TrainerBackend: ...
+
+    def __exit__(self, *exc: object) -> None: ...

@@ -1,0 +1,60 @@
+"""The error tree. Every error rlkit raises on its own behalf is an ``RlkitError``.
+
+Foreign errors stay attached as ``__cause__``; an exception raised by the user's own function passes
+through unchanged. All of them can be pickled.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendError",
+    "BackendTimeout",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "RlkitError",
+    "StepOutcomeUnknown",
+    "TrainerFailed",
+    "UnknownNameError",
+    "UnsupportedError",
+]
+
+
+class RlkitError(Exception):
+    """Base of everything that rlkit raises."""
+
+
+class DataError(RlkitError, ValueError):
+    """A datum, prompt, reward or other piece of data does not have the required form."""
+
+
+class ConfigError(RlkitError, ValueError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
+
+
+class UnknownNameError(RlkitError, LookupError):
+    """A registry has nothing of that name; the message lists what it has."""
+
+
+class UnsupportedError(RlkitError, NotImplementedError):
+    """The backend cannot give what was asked for; the message names the alternative."""
+
+
+class BackendError(RlkitError, RuntimeError):
+    """A backend could not do what it had accepted."""
+
+
+class BackendTimeout(BackendError, TimeoutError):
+    """Waiting was given up; the work itself goes on."""
+
+
+class StepOutcomeUnknown(BackendError):
+    """An optimizer step may or may not have been applied: reload the last saved state, never repeat it."""
+
+
+class TrainerFailed(BackendError):
+    """Refused because an earlier training call failed; ``__cause__`` is that failure."""
+
+
+class CheckpointError(BackendError):
+    """A saved state could not be written, or is missing, damaged or of another kind."""

@@ -1,0 +1,113 @@
+"""``Future``: what every backend call returns. ``.result()`` in a notebook, ``await`` in asynchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from rlkit import _check
+from rlkit.errors import BackendTimeout
+
+__all__ = ["Future"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Future(Generic[T]):
+    """A value that is on its way.
+
+    There is no ``cancel()``: cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the
+    waiting and never the work, so that a training call can not be lost from the middle of a sequence.
+
+    >>> Future.of(3).result()
+    3
+    """
+
+    __slots__ = ("_convert", "_inner", "_on_error")
+
+    def __init__(
+        self,
+        inner: concurrent.futures.Future[Any],
+        *,
+        convert: Callable[[Any], T] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._inner = inner
+        self._convert = convert
+        self._on_error = on_error
+
+    @classmethod
+    def of(cls, value: T) -> Future[T]:
+        """A future that is done already."""
+        inner: concurrent.futures.Future[T] = concurrent.futures.Future()
+        inner.set_result(value)
+        return cls(inner)
+
+    @classmethod
+    def wrap(
+        cls,
+        inner: concurrent.futures.Future[Any],
+        *,
+        convert: Callable[[Any], T] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> Future[T]:
+        """A future over ``inner``, for authors of backends.
+
+        Args:
+            inner: whoever does the work sets its result or exception.
+            convert: applied to the result, in the thread that reads it, at every reading.
+            on_error: told of the exception before it is raised to a reader.
+        """
+        return cls(inner, convert=convert, on_error=on_error)
+
+    def done(self) -> bool:
+        """Whether ``result()`` would return or raise at once."""
+        return self._inner.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value, waiting for it up to ``timeout`` seconds (None: as long as it takes).
+
+        Raises:
+            BackendTimeout: it is not there yet; the work goes on, and ``result`` may be called again.
+            Exception: whatever the work raised.
+        """
+        if timeout is not None:
+            timeout = _check.real("timeout", timeout, low=0.0, why="seconds")
+        concurrent.futures.wait([self._inner], timeout)
+        if not self._inner.done():
+            raise BackendTimeout(f"no result within {timeout} s; the call goes on, read it again later")
+        try:
+            value = self._inner.result()
+        except BaseException as error:
+            if self._on_error is not None:
+                self._on_error(error)
+            raise
+        return value if self._convert is None else self._convert(value)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._inner.done():
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not waiter.done():  # cancelled: the waiting was abandoned
+                    waiter.set_result(None)
+
+            def from_worker(_: object) -> None:
+                try:
+                    loop.call_soon_threadsafe(wake)
+                except RuntimeError:  # the loop was closed: nobody waits any more
+                    return
+
+            self._inner.add_done_callback(from_worker)
+            yield from waiter
+        return self.result()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            return "Future(pending)"
+        error = self._inner.exception()
+        return f"Future({self._inner.result()!r})" if error is None else f"Future({error!r})"

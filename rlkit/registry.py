@@ -1,0 +1,107 @@
+"""Name -> implementation, with decorators to add and misses that say what exists."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from rlkit.errors import ConfigError, UnknownNameError
+
+__all__ = ["Registry"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(dict[str, Any]):
+    """A dict of implementations that users extend.
+
+    A value may be a dotted name ``"package.module:attribute"``; it is imported when it is first asked for.
+    Packages add to a registry through entry points of the group ``entry_point_group``.
+
+    >>> colours = Registry("colour")
+    >>> @colours.register("red")
+    ... def red():
+    ...     '''The colour of blood.'''
+    >>> colours.resolve("red") is red, colours.resolve(red) is red
+    (True, True)
+    >>> colours.table()
+    [('red', 'The colour of blood.')]
+    >>> colours.resolve("rad")
+    Traceback (most recent call last):
+    rlkit.errors.UnknownNameError: no colour named 'rad'; did you mean 'red'? There are: red
+    """
+
+    def __init__(self, kind: str, *, entry_point_group: str | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        self._group = entry_point_group
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorator that adds a function or class under ``name``.
+
+        Raises:
+            ConfigError: ``name`` is no non-empty string, or taken by something else.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a {self.kind} is registered under a non-empty name; got {name!r}")
+
+        def add(implementation: F) -> F:
+            if dict.get(self, name, implementation) is not implementation:
+                raise ConfigError(f"a {self.kind} named {name!r} exists already; delete it from the registry first")
+            self[name] = implementation
+            return implementation
+
+        return add
+
+    def resolve(self, name_or_callable: str | Callable[..., Any]) -> Any:
+        """The implementation of that name; a callable is returned as it is (rule R4).
+
+        Raises:
+            UnknownNameError: nothing has that name; the message suggests and lists the names.
+            ConfigError: neither a name nor a callable.
+        """
+        if isinstance(name_or_callable, str):
+            return self[name_or_callable]
+        if callable(name_or_callable):
+            return name_or_callable
+        raise ConfigError(f"a {self.kind} is given by name or as a callable; got {name_or_callable!r}")
+
+    def table(self) -> list[tuple[str, str]]:
+        """(name, first line of its docstring), sorted by name."""
+        self._load_entry_points()
+        return [(name, (inspect.getdoc(self[name]) or "").partition("\n")[0]) for name in sorted(self)]
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)  # calls __missing__
+        if isinstance(value, str):
+            module, _, attribute = value.partition(":")
+            value = getattr(importlib.import_module(module), attribute)
+            self[name] = value
+        return value
+
+    def __missing__(self, name: object) -> Any:
+        self._load_entry_points()
+        if name in self:
+            return dict.__getitem__(self, name)
+        names = sorted(self)
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise UnknownNameError(f"no {self.kind} named {name!r}{hint} There are: {', '.join(names) or 'none'}")
+
+    def values(self) -> Any:
+        """The implementations, imported."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """(name, implementation) pairs, imported."""
+        return [(name, self[name]) for name in self]
+
+    def _load_entry_points(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            for point in entry_points(group=group):
+                self.setdefault(point.name, point.value)

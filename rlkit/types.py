@@ -1,0 +1,356 @@
+"""The data that flows between the parts: frozen, validated, numpy inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import ConfigError, DataError
+
+__all__ = ["Adam", "Datum", "ForwardBackwardOutput", "Lora", "Sample", "SamplingParams"]
+
+_REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entropy")
+
+
+@attrs.frozen(eq=False, repr=False)
+class Datum:
+    """A sequence of tokens, which of them the policy chose, and what a loss wants to know about those.
+
+    Args:
+        tokens: int64 [T], T >= 2.
+        mask: bool [T]; True where the policy chose the token. ``mask[0]`` is False, since nothing comes before it,
+            so n = mask.sum() < T.
+        inputs: name -> float32 or int64 array of shape (), [T] or [T, K]; entry i describes token i (rule R1). An
+            array of length n is scattered to the masked-in positions. Masked-out entries become 0, whatever they
+            were. Integers stay integers, except for advantages, weights, values, returns, rewards, entropy and
+            names that end in ``logprobs``.
+        temperature: what the tokens were sampled at, >= 0; 0 means greedy.
+        truncated: sampled with top_p < 1 or with top_k; losses that use ``sampling_logprobs`` refuse such a datum.
+
+    Raises:
+        DataError: naming the field and the index.
+
+    >>> datum = Datum(tokens=[5, 6, 7, 8], mask=[0, 0, 1, 1], inputs={"advantages": [0.5, -0.5]})
+    >>> datum.inputs["advantages"]
+    array([ 0. ,  0. ,  0.5, -0.5], dtype=float32)
+    >>> datum.select(datum.tokens)
+    array([7, 8])
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict)
+    temperature: float = 1.0
+    truncated: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        tokens = _check.token_ids("Datum.tokens", self.tokens, low_length=2)
+        mask = _mask("Datum.mask", self.mask, tokens.size)
+        if not isinstance(self.inputs, Mapping):
+            raise DataError(_check.problem("Datum.inputs", f"got {_check.shown(self.inputs)}", "a mapping of arrays"))
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "mask", mask)
+        inputs = {name: _aligned(name, value, mask) for name, value in self.inputs.items()}
+        object.__setattr__(self, "inputs", MappingProxyType(inputs))
+        temperature = _check.real("Datum.temperature", self.temperature, low=0.0, error=DataError)
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "truncated", _check.flag("Datum.truncated", self.truncated, error=DataError))
+
+    @classmethod
+    def supervised(cls, prompt: Any, completion: Any, weights: Any = 1.0) -> Datum:
+        """A datum for cross entropy: ``completion`` int [n >= 1] is to be learnt after ``prompt`` int [P >= 1].
+
+        ``weights`` is a number, or one number per completion token.
+        """
+        prompt = _check.token_ids("prompt", prompt, low_length=1)
+        completion = _check.token_ids("completion", completion, low_length=1)
+        mask = np.arange(prompt.size + completion.size) >= prompt.size
+        return cls(np.concatenate([prompt, completion]), mask, {"weights": weights})
+
+    def with_inputs(self, **inputs: Any) -> Datum:
+        """A copy with these inputs added or replaced."""
+        return attrs.evolve(self, inputs={**self.inputs, **inputs})
+
+    def select(self, x: Any) -> np.ndarray:
+        """[T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
+        array = np.asarray(x)
+        if array.ndim == 0 or array.shape[0] != self.mask.size:
+            raise DataError(_check.problem("select(x)", _check.shown(array), f"length {self.mask.size}", "one per token"))
+        return array[self.mask]
+
+    def expand(self, x: Any) -> np.ndarray:
+        """[n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
+        array = np.asarray(x)
+        n = int(self.mask.sum())
+        if array.ndim == 0 or array.shape[0] != n:
+            raise DataError(_check.problem("expand(x)", _check.shown(array), f"length {n}", "one per masked-in token"))
+        out = np.zeros((self.mask.size, *array.shape[1:]), array.dtype)
+        out[self.mask] = array
+        return out
+
+    def __len__(self) -> int:
+        return int(self.tokens.size)
+
+    def __repr__(self) -> str:
+        return f"Datum(T={self.tokens.size}, n={int(self.mask.sum())}, inputs={sorted(self.inputs)})"
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
+
+
+@attrs.frozen(eq=False, repr=False)
+class Sample:
+    """What a sampler returns for one completion.
+
+    Args:
+        prompt: int64 [P >= 1], as it was sent.
+        tokens: int64 [n], the stop token included.
+        logprobs: float32 [n], of the distribution that each token was drawn from (temperature, top_p and top_k
+            applied); for greedy samples (temperature 0) the untempered ones.
+        stop_reason: "stop" or "length".
+        temperature, top_p, top_k: how it was drawn.
+        version: optimizer steps behind the sampler's snapshot.
+    """
+
+    prompt: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: Literal["stop", "length"] = "stop"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    version: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        prompt = _check.token_ids("Sample.prompt", self.prompt, low_length=1)
+        tokens = _check.token_ids("Sample.tokens", self.tokens)
+        logprobs = _check.as_array("Sample.logprobs", self.logprobs, "float32 [n]").astype(np.float32)
+        if logprobs.shape != tokens.shape:
+            what = f"has shape {logprobs.shape}"
+            raise DataError(_check.problem("Sample.logprobs", what, f"{tokens.shape}", "one per sampled token"))
+        bad = np.flatnonzero(~np.isfinite(logprobs))
+        if bad.size:
+            raise DataError(_check.problem(f"Sample.logprobs[{bad[0]}]", f"is {logprobs[bad[0]]}", "a finite number"))
+        object.__setattr__(self, "prompt", prompt)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "logprobs", _check.frozen(logprobs))
+        _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
+        _check.real("Sample.temperature", self.temperature, low=0.0, error=DataError)
+        _check.real("Sample.top_p", self.top_p, above=0.0, high=1.0, error=DataError)
+        _check.integer("Sample.top_k", self.top_k, low=-1, error=DataError)
+        _check.integer("Sample.version", self.version, low=0, error=DataError)
+
+    def datum(self, advantage: Any = None, **inputs: Any) -> Datum:
+        """The datum that trains this sample: ``sampling_logprobs`` and, when given, ``advantages``.
+
+        Args:
+            advantage: one number for the sample, or one per sampled token.
+            inputs: further inputs (``weights=``, ``reference_logprobs=``, ...): (), [n], [T], [n, K] or [T, K]. An
+                explicit ``sampling_logprobs=`` takes the place of the recorded ones and says that truncation by
+                top_p or top_k has been corrected for.
+        """
+        n = self.tokens.size
+        if advantage is not None:
+            if "advantages" in inputs:
+                raise DataError("Sample.datum: got both advantage and advantages=; give one of them")
+            array = _check.as_array("advantage", advantage, "a number, or one per token")
+            inputs["advantages"] = np.full(n, array) if array.ndim == 0 else array
+        truncated = (self.top_p < 1.0 or self.top_k > 0) and "sampling_logprobs" not in inputs
+        inputs.setdefault("sampling_logprobs", self.logprobs)
+        tokens = np.concatenate([self.prompt, self.tokens])
+        mask = np.arange(tokens.size) >= self.prompt.size
+        return Datum(tokens, mask, inputs, temperature=self.temperature, truncated=truncated)
+
+    def __repr__(self) -> str:
+        return f"Sample(P={self.prompt.size}, n={self.tokens.size}, stop_reason={self.stop_reason!r})"
+
+
+@attrs.frozen
+class SamplingParams:
+    """How to sample.
+
+    Args:
+        max_tokens: >= 1; the completion also ends where the model's context does.
+        temperature: >= 0; 0 is greedy, its logprobs untempered.
+        top_p: in (0, 1]; 1 is off.
+        top_k: >= 1, or -1 for off.
+        stop: None: the model's end tokens. A non-empty tuple of strings or of token ids: these in addition.
+            ``()``: nothing stops a completion but ``max_tokens``.
+
+    >>> SamplingParams(max_tokens=8, stop=["\\n"]).stop
+    ('\\n',)
+    >>> SamplingParams(temperature=-1)
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: SamplingParams.temperature: got -1; expected a finite number >= 0.0
+    """
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        where = "SamplingParams."
+        _check.integer(where + "max_tokens", self.max_tokens, low=1)
+        _check.real(where + "temperature", self.temperature, low=0.0)
+        _check.real(where + "top_p", self.top_p, above=0.0, high=1.0)
+        if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
+            _check.integer(where + "top_k", self.top_k, low=1, why="or -1 for off")
+        object.__setattr__(self, "stop", _stop(where + "stop", self.stop))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_p or top_k cuts the distribution."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+
+@attrs.frozen
+class Adam:
+    """One step of AdamW (decoupled weight decay, arXiv:1711.05101); every number may change from step to step.
+
+    Args:
+        learning_rate: >= 0.
+        beta1, beta2: in [0, 1).
+        eps: > 0.
+        weight_decay: >= 0.
+        grad_clip_norm: >= 0, the global norm above which the gradient is scaled down; 0 is off.
+    """
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+            _check.real(f"Adam.{name}", getattr(self, name), low=0.0)
+        for name in ("beta1", "beta2"):
+            _check.real(f"Adam.{name}", getattr(self, name), low=0.0, below=1.0)
+        _check.real("Adam.eps", self.eps, above=0.0)
+
+
+@attrs.frozen
+class Lora:
+    """A low-rank adapter (arXiv:2106.09685): W + (alpha / rank) B A, B = 0 at first, no dropout.
+
+    Args:
+        rank: >= 1.
+        alpha: > 0.
+        seed: of the initial A; None takes the backend's.
+        train_mlp, train_attn, train_unembed: which linear layers get one.
+        target_modules: names of modules instead of the three flags, as in peft.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+    target_modules: tuple[str, ...] | None = attrs.field(
+        default=None, converter=lambda x: tuple(x) if isinstance(x, list) else x
+    )
+
+    def __attrs_post_init__(self) -> None:
+        _check.integer("Lora.rank", self.rank, low=1)
+        _check.real("Lora.alpha", self.alpha, above=0.0)
+        if self.seed is not None:
+            _check.integer("Lora.seed", self.seed, low=0)
+        flags = [_check.flag(f"Lora.{n}", getattr(self, n)) for n in ("train_mlp", "train_attn", "train_unembed")]
+        names = self.target_modules
+        if names is None:
+            if not any(flags):
+                raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")
+        elif not isinstance(names, tuple) or not names or not all(isinstance(n, str) and n for n in names):
+            raise ConfigError(_check.problem("Lora.target_modules", _check.shown(names), "a tuple of module names"))
+
+
+@attrs.frozen(eq=False, repr=False)
+class ForwardBackwardOutput:
+    """What ``forward`` and ``forward_backward`` found, before any update.
+
+    Attributes:
+        logprobs: one float32 [T] per datum, the policy's, 0 wherever its mask is False.
+        outputs: name -> one array per datum, for what ``want`` asked for, such as "entropy".
+        metrics: keys end in ":sum" or ":mean" (mean over datums); "loss:sum", "tokens:sum" (masked-in tokens) and
+            "datums:sum" are always there.
+        masks: the datums' masks.
+    """
+
+    logprobs: Sequence[np.ndarray]
+    outputs: Mapping[str, Sequence[np.ndarray]]
+    metrics: Mapping[str, float]
+    masks: Sequence[np.ndarray]
+
+    @property
+    def selected(self) -> list[np.ndarray]:
+        """One float32 [n] per datum: the logprobs of the policy's own tokens."""
+        return [lp[mask] for lp, mask in zip(self.logprobs, self.masks, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"ForwardBackwardOutput({len(self.logprobs)} datums, metrics={dict(self.metrics)})"
+
+
+def _mask(where: str, value: Any, length: int) -> np.ndarray:
+    array = _check.as_array(where, value, f"bool [{length}]")
+    if array.shape != (length,):
+        raise DataError(_check.problem(where, f"has shape {array.shape}", f"({length},)", "one entry per token"))
+    bad = np.flatnonzero((array != 0) & (array != 1))
+    if bad.size:
+        raise DataError(_check.problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", "True or False"))
+    if array[0]:
+        raise DataError(_check.problem(f"{where}[0]", "is True", "False", "the first token has nothing before it"))
+    return _check.frozen(array.astype(bool))
+
+
+def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
+    """``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
+    where = f"Datum.inputs[{name!r}]"
+    if not isinstance(name, str) or not name.isidentifier():
+        raise DataError(_check.problem("Datum.inputs", f"has the key {name!r}", "names that a loss can have"))
+    length, n = mask.size, int(mask.sum())
+    array = _check.as_array(where, value, f"shape (), ({n},) or ({length},)")
+    if array.dtype.kind == "b":
+        raise DataError(_check.problem(where, "holds booleans", "numbers", "write 0.0 and 1.0"))
+    if array.ndim > 2 or (array.ndim and array.shape[0] not in (n, length)):
+        expected = f"(), ({n},), ({length},), ({n}, K) or ({length}, K)"
+        raise DataError(_check.problem(where, f"has shape {array.shape}", expected, "one entry per token"))
+    real = array.dtype.kind == "f" or name in _REAL_INPUTS or name.endswith("logprobs")
+    if array.ndim and array.shape[0] == n:
+        scattered = np.zeros((length, *array.shape[1:]), array.dtype)
+        scattered[mask] = array
+        array = scattered
+    elif array.ndim:
+        array = np.where(mask.reshape(-1, *[1] * (array.ndim - 1)), array, 0)
+    if not real:
+        return _check.frozen(array.astype(np.int64))
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    bad = np.argwhere(~np.isfinite(array))
+    if bad.size or (array.ndim == 0 and not np.isfinite(array)):
+        index = "".join(f"[{i}]" for i in bad[0])
+        raise DataError(_check.problem(where + index, f"is {array[tuple(bad[0])]}", "a finite float32"))
+    return _check.frozen(array)
+
+
+def _stop(where: str, stop: Any) -> Any:
+    expected = "None, or a tuple of non-empty strings, or a tuple of token ids >= 0"
+    if stop is None:
+        return None
+    if isinstance(stop, (str, bytes)) or not isinstance(stop, (tuple, list)):
+        raise ConfigError(_check.problem(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)"))
+    if stop and all(isinstance(x, str) and x for x in stop):
+        return tuple(stop)
+    for i, x in enumerate(stop):
+        if isinstance(x, str):
+            raise ConfigError(_check.problem(f"{where}[{i}]", f"is {x!r}", expected))
+        _check.integer(f"{where}[{i}]", x, low=0, why="strings and ids are not mixed")
+    return tuple(int(x) for x in stop)
