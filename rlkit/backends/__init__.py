@@ -32,7 +32,7 @@ def connect(name: str, **options: Any) -> TrainerBackend:
         UnknownNameError: no such backend.
         ConfigError: an option is unknown, of the wrong type or out of range.
 
-    >>> with rlkit.connect("toy", seed=0) as policy:
+    >>> with connect("toy", seed=0) as policy:
     ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))
     'hello'
     """

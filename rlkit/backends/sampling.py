@@ -1,0 +1,146 @@
+"""What every sampler in this process does alike: requests checked, seeds derived, tokens drawn, ends recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.backends.protocol import Tokenizer
+from rlkit.errors import ConfigError, DataError
+from rlkit.types import SamplingParams
+
+__all__ = ["SeedStream", "Stop", "checked_prompt", "checked_request", "draw", "rounded_up", "streams"]
+
+
+class SeedStream:
+    """Seeds for requests that bring none: a function of the backend's seed and of how many came before."""
+
+    def __init__(self, entropy: int, count: int = 0) -> None:
+        self.entropy = entropy
+        self.count = count
+
+    def next(self) -> int:
+        """The next request's seed."""
+        words = np.random.SeedSequence(self.entropy, spawn_key=(1, self.count)).generate_state(4, np.uint32)
+        self.count += 1
+        return int.from_bytes(words.tobytes(), "little")
+
+
+def streams(seed: int, n: int) -> list[np.random.Generator]:
+    """One generator per sample: number i draws from SeedSequence([seed, i]), one float64 uniform per token."""
+    return [np.random.default_rng(np.random.SeedSequence([seed, i])) for i in range(n)]
+
+
+def checked_prompt(where: str, tokens: Any, vocab_size: int, max_length: int) -> np.ndarray:
+    """int64 [1 <= P <= max_length], or a DataError naming the index."""
+    array = _check.token_ids(where, tokens, vocab_size=vocab_size, low_length=1)
+    if array.size > max_length:
+        raise DataError(_check.problem(where, f"has {array.size} tokens", f"at most {max_length}", "the model's context"))
+    return array
+
+
+def checked_request(
+    prompt: Any, params: SamplingParams, n: int, seed: int | None, vocab_size: int, max_length: int
+) -> np.ndarray:
+    """The prompt, after all of ``sample``'s arguments were checked."""
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(_check.problem("sample(params)", f"got {_check.shown(params)}", "rlkit.SamplingParams(...)"))
+    _check.integer("sample(n)", n, low=1, why="how many completions")
+    if seed is not None:
+        _check.integer("sample(seed)", seed, low=0)
+    if params.stop and not isinstance(params.stop[0], str):
+        _check.token_ids("SamplingParams.stop", params.stop, vocab_size=vocab_size)
+    array = checked_prompt("sample(prompt)", prompt, vocab_size, max_length)
+    if array.size == max_length:
+        what = f"has {array.size} tokens, all of the model's context"
+        raise DataError(_check.problem("sample(prompt)", what, f"at most {max_length - 1}", "one token must fit"))
+    return array
+
+
+class Stop:
+    """Recognises the end of a completion.
+
+    Args:
+        stop: as in ``SamplingParams``.
+        tokenizer: for the end tokens and for text.
+    """
+
+    def __init__(self, stop: tuple[str, ...] | tuple[int, ...] | None, tokenizer: Tokenizer) -> None:
+        ids = [x for x in stop or () if isinstance(x, int)]
+        self._ids = frozenset(ids) if stop == () else frozenset([*ids, *tokenizer.eos_ids])
+        self._texts = [x for x in stop or () if isinstance(x, str)]
+        # A token other than a special one stands for at least one byte; the rest is for tokens that join differently
+        # at the start of a text.
+        self._window = max((len(x.encode()) for x in self._texts), default=0) + 8
+        self._tokenizer = tokenizer
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of ``tokens`` ends the completion."""
+        if tokens[-1] in self._ids:
+            return True
+        if not self._texts:
+            return False
+        text = self._tokenizer.decode(tokens[-self._window :], skip_special=False)
+        return any(x in text for x in self._texts)
+
+
+def draw(logits: Any, params: Sequence[SamplingParams], uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One token per row, and its logprob under the distribution that it was drawn from.
+
+    Args:
+        logits: float tensor [B, V].
+        params: one per row.
+        uniforms: float64 [B] in [0, 1): row b takes the first token whose cumulated probability exceeds its share.
+
+    Returns:
+        int64 [B], float32 [B].
+
+    A row's result depends on that row alone. top_k is applied before top_p, which keeps the smallest set of most
+    probable tokens that reaches it, at least one.
+    """
+    import torch
+
+    greedy = np.array([p.temperature == 0 for p in params])
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=logits.device)
+    logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
+    cut = [b for b, p in enumerate(params) if p.truncates]
+    if cut:
+        logprobs = logprobs.clone()
+        for b in cut:
+            logprobs[b] = _truncated(logprobs[b], params[b].top_k, params[b].top_p)
+    tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
+    if greedy.any():
+        rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
+        tokens[rows] = logprobs[rows].argmax(-1)
+    if not greedy.all():
+        rows = torch.from_numpy(np.flatnonzero(~greedy)).to(logits.device)
+        cumulated = logprobs[rows].double().exp().cumsum(-1)
+        share = torch.from_numpy(uniforms[~greedy]).to(logits.device) * cumulated[:, -1]
+        found = torch.searchsorted(cumulated, share[:, None], right=True)[:, 0]
+        tokens[rows] = found.clamp(max=logits.shape[1] - 1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens.cpu().numpy(), chosen.cpu().numpy()
+
+
+def _truncated(logprobs: Any, top_k: int, top_p: float) -> Any:
+    import torch
+
+    ordered, order = logprobs.sort(descending=True, stable=True)
+    if top_k > 0:
+        ordered[top_k:] = -torch.inf
+    if top_p < 1:
+        probs = ordered.double().exp()
+        before = probs.cumsum(0) - probs
+        ordered[before >= top_p * probs.sum()] = -torch.inf
+    out = torch.full_like(logprobs, -torch.inf)
+    out[order] = torch.log_softmax(ordered, dim=0)
+    return out
+
+
+def rounded_up(x: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is >= x."""
+    return -(-x // multiple) * multiple
+

@@ -1,0 +1,107 @@
+"""Saved states on disk: a folder that is there whole or not at all, with a checksum for each file in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlkit import _check
+from rlkit.errors import CheckpointError, ConfigError
+
+__all__ = ["check_label", "read", "write"]
+
+_LABEL = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_STATE = "state.json"
+_FORMAT = 1
+
+
+def check_label(name: Any) -> str:
+    """``name`` if it can stand in a file name, else a ConfigError."""
+    if not isinstance(name, str) or not _LABEL.fullmatch(name):
+        expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
+        raise ConfigError(_check.problem("save(name)", f"got {_check.shown(name)}", expected))
+    return name
+
+
+def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -> Path:
+    """A new folder ``parent/label-xxxxxxxx``, written beside and renamed into place.
+
+    Args:
+        parent: made if missing.
+        label: what the folder's name begins with.
+        fill: writes files into the folder it is given, and returns what ``state.json`` is to hold.
+
+    Raises:
+        CheckpointError: the system refused; nothing is left behind.
+    """
+    unique = f"{label}-{uuid.uuid4().hex[:8]}"
+    final, temporary = parent / unique, parent / f".{unique}.partial"
+    try:
+        temporary.mkdir(parents=True, mode=0o700)
+        state = dict(fill(temporary))
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        checksums = {str(path.relative_to(temporary)): _digest(path) for path in files}
+        for path in files:
+            path.chmod(0o600)
+            _sync(path)
+        text = json.dumps({"format": _FORMAT, **state, "sha256": checksums}, indent=1, allow_nan=False)
+        (temporary / _STATE).write_text(text + "\n")
+        _sync(temporary / _STATE)
+        _sync(temporary)
+        temporary.rename(final)
+        _sync(parent)
+    except OSError as error:
+        raise CheckpointError(f"save: could not write {final}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final.absolute()
+
+
+def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str, Any]]:
+    """(folder, state) of what ``write`` wrote, every file checked against its checksum.
+
+    Raises:
+        CheckpointError: nothing is there, it is damaged, or it is another backend's.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(_check.problem("path", f"got {_check.shown(path)}", "what save() returned"))
+    folder = Path(path)
+    try:
+        state = json.loads((folder / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} holds no saved state: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != _FORMAT or not isinstance(state.get("sha256"), dict):
+        raise CheckpointError(f"{folder / _STATE} is not a saved state of format {_FORMAT}")
+    if state.get("backend") != backend:
+        raise CheckpointError(f"{folder} was saved by the {state.get('backend')!r} backend; this is {backend!r}")
+    for name, expected in state["sha256"].items():
+        file = folder / name
+        if folder.resolve() not in file.resolve().parents:
+            raise CheckpointError(f"{folder / _STATE} names a file outside its folder: {name!r}")
+        try:
+            found = _digest(file)
+        except OSError as error:
+            raise CheckpointError(f"{folder} lacks {name}: {error}") from error
+        if found != expected:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}...")
+    return folder, state
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,140 @@
+"""One thread that runs calls in the order they were made, with a turn for background work in between."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+__all__ = ["Background", "Worker"]
+
+
+class Background(Protocol):
+    """Work that may run between the parts of a call, such as decoding."""
+
+    def delay(self) -> float | None:
+        """Seconds until the next ``turn``; 0 for now, None for nothing to do."""
+
+    def turn(self) -> None:
+        """Does one part of the work."""
+
+    def stop(self) -> None:
+        """Gives up what is left."""
+
+
+class Worker:
+    """Runs jobs one after the other in a thread of its own.
+
+    A job is a function, or a function that returns a generator: the worker drives it to its end, and gives
+    ``background`` a turn at every ``yield``. The thread ends with ``close``, or when the worker is forgotten.
+    """
+
+    def __init__(self, name: str, background: Background | None = None) -> None:
+        self._state = _State(background)
+        self.wake = self._state.wake  # has the thread ask ``background.delay()`` again
+        thread = threading.Thread(target=_run, args=(self._state,), name=f"rlkit-{name}", daemon=True)
+        thread.start()
+        self._thread = thread
+        _running[self._state] = thread
+        weakref.finalize(self, self._state.end).atexit = False
+
+    def submit(self, job: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Queues ``job`` behind what was submitted before."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._state.changed:
+            self._state.jobs.append((job, future))
+            self._state.changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Finishes the jobs submitted so far, stops the background, and ends the thread."""
+        self._state.end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class _State:
+    """What the thread and the worker share; the thread must not hold the worker itself."""
+
+    def __init__(self, background: Background | None) -> None:
+        self.background = background
+        self.changed = threading.Condition()
+        self.jobs: deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = deque()
+        self.closing = False
+
+    def delay(self) -> float | None:
+        return None if self.background is None else self.background.delay()
+
+    def wake(self) -> None:
+        with self.changed:
+            self.changed.notify()
+
+    def end(self) -> None:
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+
+
+_running: weakref.WeakKeyDictionary[_State, threading.Thread] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """At exit: lets the parts that are running end, so that no native code runs while the interpreter goes."""
+    for state, thread in list(_running.items()):
+        state.jobs.clear()
+        state.end()
+        thread.join(timeout=4.0)
+
+
+def _run(state: _State) -> None:
+    running: tuple[Generator[None, None, Any], concurrent.futures.Future[Any]] | None = None
+    while True:
+        job = None
+        with state.changed:
+            while running is None and not state.jobs and not state.closing:
+                delay = state.delay()
+                if delay == 0:
+                    break
+                state.changed.wait(delay)
+            if running is None and state.jobs:
+                job = state.jobs.popleft()
+            elif running is None and state.closing:
+                break
+        if job is not None:
+            running = _started(*job)
+            job = None
+        elif running is not None:
+            running = _continued(*running)
+        if state.background is not None and state.delay() == 0:
+            state.background.turn()
+    if state.background is not None:
+        state.background.stop()
+
+
+def _started(job: Callable[[], Any], future: concurrent.futures.Future[Any]) -> Any:
+    try:
+        result = job()
+    except BaseException as error:  # noqa: BLE001  # the thread goes on; the reader of the future gets it
+        future.set_exception(error)
+        return None
+    if isinstance(result, Generator):
+        return _continued(result, future)
+    future.set_result(result)
+    return None
+
+
+def _continued(parts: Generator[None, None, Any], future: concurrent.futures.Future[Any]) -> Any:
+    try:
+        next(parts)
+    except StopIteration as end:
+        future.set_result(end.value)
+    except BaseException as error:  # noqa: BLE001  # as above
+        future.set_exception(error)
+    else:
+        return parts, future
+    return None

@@ -1,0 +1,150 @@
+"""Policy losses. lp is the policy's logprob, q the sampler's (``sampling_logprobs``), r = exp(lp - q), A advantages.
+
+Every loss is a sum over the tokens it is given; ``weights`` multiplies each of its terms. Clip settings are bounds
+on the ratio itself: a paper's 1 +- 0.2 is ``clip_low_threshold=0.8, clip_high_threshold=1.2``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+from rlkit.losses.base import loss, register
+
+__all__ = ["cispo", "dro", "importance_sampling", "ppo"]
+
+
+@register("importance_sampling")
+@loss(elementwise=True)
+def importance_sampling(logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0) -> Tensor:
+    """-sum w r A: the off-policy policy gradient, without a bound on the ratio.
+
+    Args:
+        logprobs, sampling_logprobs, advantages: [n].
+        weights: () or [n], multiplies each token's term.
+
+    >>> import torch
+    >>> importance_sampling(torch.tensor([0.0]).log_softmax(0), torch.tensor([0.0]), torch.tensor([2.0]))
+    tensor(-2.)
+
+    Source: Kakade and Langford 2002; Tinker's hosted loss of that name. Peers clamp the log-ratio at +-20; this does
+    not.
+    """
+    ratio = (logprobs - sampling_logprobs).exp()
+    return -(weights * ratio * advantages).sum()
+
+
+@register("ppo")
+@loss(elementwise=True)
+def ppo(
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Any = 1.0,
+    *,
+    clip_low_threshold: float = 0.8,
+    clip_high_threshold: float = 1.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """-sum w min(r A, clip(r, low, high) A): no gradient where the ratio has moved past its bound the good way.
+
+    Args:
+        logprobs, sampling_logprobs, advantages: [n].
+        weights: () or [n], multiplies each token's term.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high. DAPO's clip-higher is 0.8, 1.28.
+        dual_clip: c > 1: where A < 0 a token's loss is at most -c A, and has no gradient beyond; None is off.
+
+    Raises:
+        ConfigError: the bounds cross, or ``dual_clip`` <= 1.
+
+    >>> import torch
+    >>> r = torch.tensor([1.0, 1.5, 0.5])
+    >>> ppo(r.log(), torch.zeros(3), torch.ones(3))  # 1 + 1.2 + 0.5
+    tensor(-2.7000)
+
+    Source: arXiv:1707.06347; clip-higher arXiv:2503.14476; dual clip arXiv:1912.09729. verl has a dual clip of 3
+    always on, TRL calls it ``delta``.
+    """
+    _check_bounds(clip_low_threshold, clip_high_threshold)
+    ratio = (logprobs - sampling_logprobs).exp()
+    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    surrogate = (ratio * advantages).minimum(clipped * advantages)
+    if dual_clip is not None:
+        _check.real("dual_clip", dual_clip, above=1.0, why="a bound on the ratio where the advantage is negative")
+        bounded = surrogate.maximum(dual_clip * advantages)
+        surrogate = bounded.where(advantages < 0, surrogate)
+    return -(weights * surrogate).sum()
+
+
+@register("cispo")
+@loss(elementwise=True)
+def cispo(
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Any = 1.0,
+    *,
+    clip_low_threshold: float = 0.0,
+    clip_high_threshold: float = 4.0,
+    unified_mask: bool = False,
+) -> Tensor:
+    """-sum w sg[clip(r, low, high)] A lp: every token keeps a gradient, its importance weight is bounded.
+
+    Args:
+        logprobs, sampling_logprobs, advantages: [n].
+        weights: () or [n], multiplies each token's term.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high; absolute, not 1 +- epsilon.
+        unified_mask: drop the tokens that PPO would not train (A > 0 and r > high, or A < 0 and r < low).
+
+    Raises:
+        ConfigError: the bounds cross.
+
+    >>> import torch
+    >>> lp = torch.tensor([0.5, 0.125]).log()
+    >>> cispo(lp, torch.tensor([0.5, 0.25]).log(), torch.ones(2)).item()  # ln 2 + ln(8) / 2
+    1.7328...
+
+    Source: arXiv:2506.13585 eq. 4 (mask: eq. 7), arXiv:2510.13786. verl, SkyRL and Trinity give 1 +- epsilon, TRL and
+    Tinker absolute bounds.
+    """
+    _check_bounds(clip_low_threshold, clip_high_threshold)
+    ratio = (logprobs - sampling_logprobs).exp().detach()
+    weight = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    if unified_mask:
+        too_high = (advantages > 0) & (ratio > clip_high_threshold)
+        too_low = (advantages < 0) & (ratio < clip_low_threshold)
+        weight = weight.masked_fill(too_high | too_low, 0.0)
+    return -(weights * weight * advantages * logprobs).sum()
+
+
+@register("dro")
+@loss(elementwise=True)
+def dro(
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, beta: float = 0.05
+) -> Tensor:
+    """-sum w (A lp - beta/2 (lp - q)^2): a quadratic pull towards the sampling policy instead of a clip.
+
+    Args:
+        logprobs, sampling_logprobs, advantages: [n].
+        weights: () or [n], multiplies both terms of each token; the loss is not homogeneous in A.
+        beta: >= 0, the strength of the pull.
+
+    >>> import torch
+    >>> dro(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([1.0]), beta=0.5)  # 1 + 0.25 * 2^2
+    tensor(2.)
+
+    Source: arXiv:2405.19107 eq. 8 per token, arXiv:2501.12599; Tinker's hosted loss of that name.
+    """
+    _check.real("beta", beta, low=0.0)
+    distance = logprobs - sampling_logprobs
+    return -(weights * (advantages * logprobs - beta / 2 * distance * distance)).sum()
+
+
+def _check_bounds(low: float, high: float) -> None:
+    _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself, 0.8 for 1 - 0.2")
+    _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself, 1.2 for 1 + 0.2")
+    if low > high:
+        raise ConfigError(f"clip_low_threshold {low} is above clip_high_threshold {high}")
