@@ -1,0 +1,139 @@
+"""Statistics of groups of rewards: what every group estimator shares, and the rules that none may break.
+
+Unscored rewards (NaN) count nowhere, a constant group deviates by exactly 0, and nothing is ever divided by 0.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit import _check, _rows
+from rlkit.errors import DataError
+
+SINGLETON = ("zero", "raw", "error")
+
+
+@attrs.frozen(eq=False, slots=False)
+class Groups:
+    """Rewards by group. Flat arrays [N] have one entry per reward, arrays [B] one per group."""
+
+    rows: _rows.Rows
+    scored: np.ndarray  # bool [N]
+    rewards: np.ndarray  # [N], 0 where unscored
+    sizes: np.ndarray  # [B], scored rewards
+    lowest: np.ndarray  # [B], 0 where nothing is scored
+    highest: np.ndarray  # [B]
+
+    @classmethod
+    def parse(cls, rewards: Any, where: str = "rewards") -> Groups:
+        """Check and take apart what a user gave."""
+        rows = _rows.parse(where, rewards)
+        rows.check_finite(rows.flat, nan=True)
+        scored = ~np.isnan(rows.flat)
+        if scored.all():
+            flat, sizes = rows.flat, rows.lengths
+        else:
+            flat, sizes = np.where(scored, rows.flat, 0.0), rows.sum(scored.astype(np.int64))
+        lowest, highest = rows.reduce(np.fmin, rows.flat), rows.reduce(np.fmax, rows.flat)
+        empty = sizes == 0
+        return cls(rows, scored, flat, sizes, np.where(empty, 0.0, lowest), np.where(empty, 0.0, highest))
+
+    @cached_property
+    def constant(self) -> np.ndarray:
+        """Whether all scored rewards of a group are the same number [B]."""
+        return np.asarray(self.lowest == self.highest)
+
+    @cached_property
+    def _above(self) -> np.ndarray:
+        """Rewards above their group's lowest [N], 0 where unscored: exact zeros in constant groups."""
+        above = self.rewards - self.rows.spread(self.lowest)
+        return above if self.scored.all() else np.where(self.scored, above, 0.0)
+
+    @cached_property
+    def _mean_above(self) -> np.ndarray:
+        return np.asarray(self.rows.sum(self._above) / np.maximum(self.sizes, 1))
+
+    @cached_property
+    def mean(self) -> np.ndarray:
+        """The mean of each group's scored rewards [B]."""
+        return np.asarray(self.lowest + self._mean_above)
+
+    @cached_property
+    def deviations(self) -> np.ndarray:
+        """Rewards minus their group's mean [N]; exactly 0 in constant groups and where unscored."""
+        deviations = self._above - self.rows.spread(self._mean_above)
+        return deviations if self.scored.all() else np.where(self.scored, deviations, 0.0)
+
+    def whitened(self, ddof: int, eps: float) -> np.ndarray:
+        """Deviations / (standard deviation of the group + eps) [N]."""
+        # In units of the largest deviation, squares can neither overflow nor vanish.
+        unit = self.rows.reduce(np.maximum, np.abs(self.deviations))
+        unit[self.constant] = 1.0
+        relative = self.deviations / self.rows.spread(unit)
+        squares = self.rows.sum(relative * relative)
+        spread = np.sqrt(squares / np.maximum(self.sizes - ddof, 1))
+        with np.errstate(over="ignore"):
+            denominator = spread + eps / unit
+        denominator[self.constant] = 1.0
+        return np.asarray(relative / self.rows.spread(denominator))
+
+    def apply_singleton(self, advantages: np.ndarray, singleton: str) -> np.ndarray:
+        """Advantages [N] with the rule for groups of one scored reward applied, and 0 where unscored."""
+        advantages = np.where(self.scored, advantages, 0.0)
+        if singleton != "zero" and (self.sizes == 1).any():
+            if singleton == "error":
+                name = self.rows.row_name(int(np.argmax(self.sizes == 1)))
+                why = 'singleton="error"; "zero" gives it the advantage 0, "raw" its reward'
+                raise DataError(_check.problem(name, "has one scored reward", "at least two", why))
+            advantages = np.where(self.rows.spread(self.sizes == 1), self.rewards, advantages)
+        return advantages
+
+    def finish(self, advantages: np.ndarray, singleton: str = "zero") -> Any:
+        """Advantages [N] in the form in which the rewards came."""
+        return self.rows.restore(self.apply_singleton(advantages, singleton))
+
+
+def whiten(values: np.ndarray, ddof: int, eps: float, counts: np.ndarray | None = None) -> np.ndarray:
+    """(values - mean) / (standard deviation + eps) over all of ``values`` [N]; exactly 0 where they are constant.
+
+    ``counts`` [N] says how often each value stands in the population, once by default.
+    """
+    present = values if counts is None else values[counts > 0]
+    if present.size == 0:
+        return np.zeros_like(values)
+    lowest, highest = present.min(), present.max()
+    if lowest == highest:
+        return np.zeros_like(values)
+    number = float(values.size if counts is None else counts.sum())
+    above = values - lowest
+    centred = above - (above.sum() if counts is None else above @ counts) / number
+    unit = np.abs(centred if counts is None else centred[counts > 0]).max()
+    relative = centred / unit
+    squares = relative @ relative if counts is None else (relative * relative) @ counts
+    spread = np.sqrt(squares / max(number - ddof, 1.0))
+    with np.errstate(over="ignore"):
+        return np.asarray(relative / (spread + eps / unit))
+
+
+def settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> None:
+    """Check the settings that many estimators share."""
+    _check.integer("ddof", ddof, low=0, high=1, why="1 is the unbiased deviation, 0 the biased one")
+    _check.real("eps", eps, low=0.0)
+    _check.choice("singleton", singleton, SINGLETON)
+
+
+def divided(centred: np.ndarray, population: np.ndarray, ddof: int, eps: float) -> np.ndarray:
+    """``centred`` / (standard deviation of ``population`` + eps), or 0 where the population does not vary."""
+    if population.size < 2 or population.min() == population.max():
+        return np.zeros_like(centred)
+    deviations = population - population.min()
+    deviations -= deviations.mean()
+    unit = np.abs(deviations).max()
+    relative = deviations / unit
+    spread = np.sqrt(relative @ relative / (population.size - ddof))
+    with np.errstate(over="ignore"):
+        return np.asarray(centred / unit / (spread + eps / unit))

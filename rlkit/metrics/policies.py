@@ -1,0 +1,251 @@
+"""How far the trainer's policy is from the sampler's.
+
+Functions take ``trainer_logprobs`` and ``sampling_logprobs`` of the sampled tokens: one sequence [n], or a list of
+sequences [n_i], as ``ForwardBackwardOutput.selected`` and ``Sample.logprobs`` hold them. Means are over all tokens of
+the batch unless said otherwise. The ratio of a token is exp(trainer - sampling).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check, _rows
+from rlkit.errors import ConfigError, DataError
+
+__all__ = [
+    "chi2",
+    "clip_fraction",
+    "effective_sample_size",
+    "entropy_estimate",
+    "kl_k3",
+    "kl_v1",
+    "kl_v2",
+    "perplexity_difference",
+    "ratio_statistics",
+]
+
+
+def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+    """The mean of sampling - trainer: the unbiased estimate of KL(sampler || trainer), which may be negative.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: [n] or a list of [n_i], of one shape, finite.
+
+    Raises:
+        DataError: shapes differ, an entry is not finite, or there is no token at all.
+
+    >>> kl_v1(trainer_logprobs=[-0.5, -2.0], sampling_logprobs=[-1.0, -1.0])  # (-0.5 + 1) / 2
+    0.25
+
+    Source: Schulman, "Approximating KL divergence" (2020), k1. Peers: verl's rollout_corr/kl,
+    tinker-cookbook's kl_sample_train_v1.
+    """
+    return float(-_log_ratios(trainer_logprobs, sampling_logprobs)[1].mean())
+
+
+def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+    """Half the mean square of the log-ratio: a biased estimate of the KL with a small variance, never negative.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+
+    >>> kl_v2(trainer_logprobs=[-0.5, -2.0], sampling_logprobs=[-1.0, -1.0])  # (0.25 + 1) / 4
+    0.3125
+
+    Source: Schulman (2020), k2. Peers: tinker-cookbook's kl_sample_train_v2.
+    """
+    d = _log_ratios(trainer_logprobs, sampling_logprobs)[1]
+    return float(0.5 * (d * d).mean())
+
+
+def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+    """The mean of r - 1 - log r: unbiased for KL(sampler || trainer), never negative.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``; log-ratios count as at most 300, to stay finite.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+
+    >>> import math
+    >>> round(kl_k3(trainer_logprobs=[math.log(2.0)], sampling_logprobs=[0.0]), 6)  # 2 - 1 - log 2
+    0.306853
+
+    Source: Schulman (2020), k3. Peers: verl, SkyRL and OpenRLHF clamp it at 10, where it matters most.
+    """
+    d = _log_ratios(trainer_logprobs, sampling_logprobs)[1]
+    return float((np.expm1(_bounded(d)) - d).mean())
+
+
+def entropy_estimate(*, sampling_logprobs: Any) -> float:
+    """The mean of -log q over the sampled tokens: an unbiased estimate of the policy's entropy per token, in nats.
+
+    Args:
+        sampling_logprobs: [n] or a list of [n_i], finite.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+
+    >>> entropy_estimate(sampling_logprobs=[[-1.0, -3.0], [-2.0]])
+    2.0
+
+    Source: H = -E[log q]. Peers: Trinity multiplies by the probability once more, which estimates something else.
+    """
+    rows = _logprobs("sampling_logprobs", sampling_logprobs)
+    return float(-rows.flat.mean())
+
+
+def clip_fraction(
+    *,
+    trainer_logprobs: Any,
+    sampling_logprobs: Any,
+    clip_low_threshold: float = 0.8,
+    clip_high_threshold: float = 1.2,
+) -> dict[str, float]:
+    """The fractions of tokens whose ratio lies below the low and above the high bound.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``.
+        clip_low_threshold: >= 0, a bound on the ratio itself: 1 - epsilon.
+        clip_high_threshold: above the low one: 1 + epsilon.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+        ConfigError: the bounds are out of range or cross.
+
+    >>> clip_fraction(trainer_logprobs=[-0.5, -2.0, -1.0, -1.0], sampling_logprobs=[-1.0] * 4)
+    {'low': 0.25, 'high': 0.25}
+
+    Source: PPO, arXiv:1707.06347. Peers count only tokens whose gradient the clip removes, which needs advantages.
+    """
+    low, high = _check_bounds(clip_low_threshold, clip_high_threshold)
+    ratios = np.exp(_bounded(_log_ratios(trainer_logprobs, sampling_logprobs)[1]))
+    return {"low": float((ratios < low).mean()), "high": float((ratios > high).mean())}
+
+
+def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+    """1 / mean((w / mean w)^2) over tokens: the fraction of the batch that importance weights leave, in (0, 1].
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+
+    >>> import math
+    >>> round(effective_sample_size(trainer_logprobs=[math.log(3.0), 0.0], sampling_logprobs=[0.0, 0.0]), 6)
+    0.8
+
+    Weights 3 and 1: (3 + 1)^2 / (2 (9 + 1)) = 0.8.
+
+    Source: Kish (1965). Peers: verl's rollout_is_eff_sample_size.
+    """
+    d = _log_ratios(trainer_logprobs, sampling_logprobs)[1]
+    w = np.exp(d - d.max())  # the size does not depend on a common factor
+    return float(w.sum() ** 2 / (w.size * (w @ w)))
+
+
+def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token") -> float:
+    """The mean of w^2, less 1: the chi-squared divergence of the trainer from the sampler.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``; log-ratios count as at most 300, to stay finite.
+        level: "token": w is a token's ratio, the mean over tokens. "sequence": w is the product of a sequence's
+            ratios, the mean over sequences that have tokens.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+        ConfigError: the level is unknown.
+
+    >>> import math
+    >>> log2 = math.log(2.0)
+    >>> round(chi2(trainer_logprobs=[log2, 0.0], sampling_logprobs=[0.0, 0.0]), 6)  # (4 + 1) / 2 - 1
+    1.5
+    >>> round(chi2(trainer_logprobs=[log2, 0.0], sampling_logprobs=[0.0, 0.0], level="sequence"), 6)  # 4 - 1
+    3.0
+
+    Source: Pearson's divergence. Peers: verl's chi2_token and chi2_seq.
+    """
+    _check.choice("level", level, ("token", "sequence"))
+    rows, d = _log_ratios(trainer_logprobs, sampling_logprobs)
+    if level == "sequence":
+        d = rows.sum(d)[rows.lengths > 0]
+    return float(np.exp(2.0 * _bounded(d)).mean() - 1.0)
+
+
+def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[str, float]:
+    """Smallest, largest, mean and unbiased standard deviation of the tokens' ratios.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``; log-ratios count as at most 300, to stay finite.
+
+    Returns:
+        {"min", "max", "mean", "std"}; std is 0 for a single token.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+
+    >>> ratio_statistics(trainer_logprobs=[0.0, 0.0], sampling_logprobs=[0.0, 0.0])
+    {'min': 1.0, 'max': 1.0, 'mean': 1.0, 'std': 0.0}
+
+    Source: none needed. Peers: verl reports the same with other names.
+    """
+    w = np.exp(_bounded(_log_ratios(trainer_logprobs, sampling_logprobs)[1]))
+    std = float(w.std(ddof=1)) if w.size > 1 and w.min() != w.max() else 0.0
+    return {"min": float(w.min()), "max": float(w.max()), "mean": float(w.mean()), "std": std}
+
+
+def perplexity_difference(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+    """Log perplexity under the trainer less that under the sampler, the mean over sequences.
+
+    mean over sequences of (mean over their tokens of sampling - trainer); a sequence without tokens does not count.
+
+    Args:
+        trainer_logprobs, sampling_logprobs: as for ``kl_v1``.
+
+    Raises:
+        DataError: as for ``kl_v1``.
+
+    >>> perplexity_difference(trainer_logprobs=[[-2.0, -2.0], [-1.0]], sampling_logprobs=[[-1.0, -1.0], [-1.0]])
+    0.5
+
+    Source: perplexity = exp(-mean logprob). Peers: verl's log_ppl_diff.
+    """
+    rows, d = _log_ratios(trainer_logprobs, sampling_logprobs)
+    filled = rows.lengths > 0
+    return float(-(rows.sum(d)[filled] / rows.lengths[filled]).mean())
+
+
+def _logprobs(where: str, value: Any) -> _rows.Rows:
+    rows = _rows.parse(where, value, empty=True)
+    if rows.flat.size == 0:
+        raise DataError(_check.problem(where, "holds no tokens", "at least one"))
+    rows.check_finite(rows.flat)
+    return rows
+
+
+def _log_ratios(trainer_logprobs: Any, sampling_logprobs: Any) -> tuple[_rows.Rows, np.ndarray]:
+    """The rows, and trainer - sampling for each token [N]."""
+    rows = _logprobs("trainer_logprobs", trainer_logprobs)
+    sampling = rows.like("sampling_logprobs", sampling_logprobs)
+    rows.check_finite(sampling, where="sampling_logprobs")
+    return rows, np.subtract(rows.flat, sampling)
+
+
+def _bounded(log_ratios: np.ndarray) -> np.ndarray:
+    """Log-ratios whose exponentials and their squares stay finite."""
+    return np.asarray(np.minimum(log_ratios, 300.0))
+
+
+def _check_bounds(low: float, high: float) -> tuple[float, float]:
+    low = _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself")
+    high = _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself")
+    if low > high:
+        what = f"is {low}, above clip_high_threshold={high}"
+        raise ConfigError(_check.problem("clip_low_threshold", what, "bounds that do not cross"))
+    return low, high
