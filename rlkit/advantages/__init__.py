@@ -7,22 +7,63 @@ All take one row, rows of one length, or a list of rows of different lengths, an
 from __future__ import annotations
 
 from rlkit.advantages._registry import register, registry
+from rlkit.advantages.baselines import asymre, gpg, maxrl, opmd, opo, rec, reinforce
+from rlkit.advantages.bootstrapped import gae, lambda_returns, length_adaptive_lambda, n_step_returns, vtrace
+from rlkit.advantages.components import gdpo
+from rlkit.advantages.episodes import gigpo, hierarchical_grpo, step_wise_grpo
 from rlkit.advantages.group import dr_grpo, grpo, rloo
 from rlkit.advantages.labelled import by_group
+from rlkit.advantages.leave_one_out import loo_std
+from rlkit.advantages.passk import pass_at_k, pkpo
 from rlkit.advantages.returns import discounted_returns, rebn
+from rlkit.advantages.running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
+from rlkit.advantages.shaping import potential_shaping
+from rlkit.advantages.tokens import entropy_bonus, jsd, kl_penalty, on_policy_distillation
+from rlkit.advantages.tokenwise import reinforce_pp, reinforce_pp_baseline, remax
 from rlkit.advantages.weights import token_weights
 
 __all__ = [
+    "RunningBaseline",
+    "RunningNormalization",
+    "asymre",
     "by_group",
     "discounted_returns",
     "dr_grpo",
+    "entropy_bonus",
+    "gae",
+    "gdpo",
+    "gigpo",
+    "gpg",
     "grpo",
+    "hierarchical_grpo",
+    "jsd",
+    "kl_penalty",
+    "lambda_returns",
+    "length_adaptive_lambda",
+    "loo_std",
+    "maxrl",
+    "n_step_returns",
+    "on_policy_distillation",
+    "opmd",
+    "opo",
+    "pass_at_k",
+    "pkpo",
+    "potential_shaping",
     "rebn",
+    "rec",
     "register",
     "registry",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
     "rloo",
+    "running_baseline",
+    "running_normalization",
+    "step_wise_grpo",
     "token_weights",
+    "vtrace",
 ]
 
-for _function in (by_group, *registry.values()):
-    _function.__module__ = __name__  # where users import it from
+for _public in (by_group, RunningBaseline, RunningNormalization, *registry.values()):
+    _public.__module__ = __name__  # where users import it from

@@ -5,6 +5,7 @@ Unscored rewards (NaN) count nowhere, a constant group deviates by exactly 0, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +34,11 @@ class Groups:
         """Check and take apart what a user gave."""
         rows = _rows.parse(where, rewards)
         rows.check_finite(rows.flat, nan=True)
+        return cls.of(rows)
+
+    @classmethod
+    def of(cls, rows: _rows.Rows) -> Groups:
+        """The groups of checked rows, NaN where unscored."""
         scored = ~np.isnan(rows.flat)
         if scored.all():
             flat, sizes = rows.flat, rows.lengths
@@ -68,22 +74,43 @@ class Groups:
         deviations = self._above - self.rows.spread(self._mean_above)
         return deviations if self.scored.all() else np.where(self.scored, deviations, 0.0)
 
-    def whitened(self, ddof: int, eps: float) -> np.ndarray:
-        """Deviations / (standard deviation of the group + eps) [N]."""
-        # In units of the largest deviation, squares can neither overflow nor vanish.
+    def _relative(self, ddof: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The largest deviation [B], and in units of it the deviations [N] and their standard deviation [B].
+
+        In these units squares can neither overflow nor vanish.
+        """
         unit = self.rows.reduce(np.maximum, np.abs(self.deviations))
         unit[self.constant] = 1.0
         relative = self.deviations / self.rows.spread(unit)
         squares = self.rows.sum(relative * relative)
-        spread = np.sqrt(squares / np.maximum(self.sizes - ddof, 1))
+        return unit, relative, np.sqrt(squares / np.maximum(self.sizes - ddof, 1))
+
+    def deviation(self, ddof: int) -> np.ndarray:
+        """The standard deviation of each group [B], 0 where constant."""
+        unit, _, spread = self._relative(ddof)
+        return np.asarray(unit * spread)
+
+    def whitened(self, ddof: int, eps: float) -> np.ndarray:
+        """Deviations / (standard deviation of the group + eps) [N]."""
+        unit, relative, spread = self._relative(ddof)
         with np.errstate(over="ignore"):
             denominator = spread + eps / unit
         denominator[self.constant] = 1.0
         return np.asarray(relative / self.rows.spread(denominator))
 
+    def by_size(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """``function`` of the scored rewards [b, n] of the groups of each size n, as flat [N]; 0 where unscored."""
+        result = np.zeros(self.rewards.size)
+        positions = np.flatnonzero(self.scored)
+        starts = np.cumsum(self.sizes) - self.sizes
+        for size in np.unique(self.sizes[self.sizes > 0]).tolist():
+            index = positions[starts[self.sizes == size][:, None] + np.arange(size)]
+            result[index] = function(self.rewards[index])
+        return result
+
     def apply_singleton(self, advantages: np.ndarray, singleton: str) -> np.ndarray:
         """Advantages [N] with the rule for groups of one scored reward applied, and 0 where unscored."""
-        advantages = np.where(self.scored, advantages, 0.0)
+        advantages = np.where(self.scored, advantages, 0.0) + 0.0  # -0.0 becomes 0.0
         if singleton != "zero" and (self.sizes == 1).any():
             if singleton == "error":
                 name = self.rows.row_name(int(np.argmax(self.sizes == 1)))
@@ -137,3 +164,14 @@ def divided(centred: np.ndarray, population: np.ndarray, ddof: int, eps: float) 
     spread = np.sqrt(relative @ relative / (population.size - ddof))
     with np.errstate(over="ignore"):
         return np.asarray(centred / unit / (spread + eps / unit))
+
+
+def lengths_like(groups: Groups, lengths: Any) -> np.ndarray:
+    """Tokens of each sample [N], checked to be integers >= 0 in the layout of the rewards."""
+    flat = groups.rows.like("lengths", lengths)
+    with np.errstate(invalid="ignore"):
+        good = (flat >= 0) & (flat == np.floor(flat)) & (flat < 2**53)
+    if not good.all():
+        index = int(np.argmin(good))
+        raise DataError(_check.problem(groups.rows.name(index, "lengths"), f"is {flat[index]}", "an integer >= 0"))
+    return flat

@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 
-_CHUNK = 1 << 14  # entries worked on together, so that they stay in the cache
+_CHUNK = 1 << 16  # entries worked on together, so that they stay in the cache
 
 
 def reverse_scan(x: np.ndarray, a: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """y[t] = x[t] + a[t] y[t + 1] over flat rows, where ``a`` is 0 at the last entry of each row.
+    """y[t] = x[t] + a[t] y[t + 1] over flat rows, where ``a`` is 0 at the last entry of each row; overwrites both.
 
     By doubling: after each pass y[t] covers twice as many steps, and ``a`` what lies between. That takes about
     log2(longest row) passes, only sums and products, and gives a row the same bits whatever stands beside it.
@@ -18,15 +18,14 @@ def reverse_scan(x: np.ndarray, a: np.ndarray, starts: np.ndarray) -> np.ndarray
     >>> reverse_scan(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.5, 0.0]), np.array([0]))
     array([0.25, 0.5 , 1.  ])
     """
-    y, a = x.copy(), a.copy()
     for begin, end in _chunks(starts, x.size):
-        part, factor = y[begin:end], a[begin:end]
+        part, factor = x[begin:end], a[begin:end]
         step = 1
         while step < part.size and factor.any():
             part[:-step] += factor[:-step] * part[step:]
             factor[:-step] *= factor[step:]
             step *= 2
-    return y
+    return x
 
 
 def window_sum(x: np.ndarray, gamma: float, n: int, left: np.ndarray) -> np.ndarray:

@@ -22,20 +22,21 @@ class Steps:
     rows: _rows.Rows
     mask: np.ndarray | None  # bool [N]
     rewards: np.ndarray  # [n]
-    lengths: np.ndarray  # masked-in steps of each trajectory that has some
-    bootstrap: np.ndarray  # the value after the last step, as long as ``lengths``
+    lengths: np.ndarray  # masked-in steps of each trajectory that has some [b]
+    bootstrap: np.ndarray  # the value after the last step [b]
 
     @classmethod
-    def parse(cls, rewards: Any, *, mask: Any = None, bootstrap_value: Any = 0.0, where: str = "rewards") -> Steps:
-        """Check and take apart what a user gave."""
-        rows = _rows.parse(where, rewards)
+    def parse(
+        cls, rewards: Any, *, mask: Any = None, bootstrap_value: Any = 0.0, where: str = "rewards", empty: bool = False
+    ) -> Steps:
+        """Check and take apart what a user gave; ``empty`` allows trajectories without steps."""
+        rows = _rows.parse(where, rewards, empty=empty)
         flags = None if mask is None else rows.like("mask", mask, boolean=True)
         rows.check_finite(rows.flat, among=flags)
-        bootstrap = _per_row("bootstrap_value", bootstrap_value, rows)
-        if flags is None:
-            return cls(rows, None, rows.flat, rows.lengths, bootstrap)
-        lengths = rows.sum(flags.astype(np.int64))
-        return cls(rows, flags, rows.flat[flags], lengths[lengths > 0], bootstrap[lengths > 0])
+        lengths = rows.lengths if flags is None else rows.sum(flags.astype(np.int64))
+        steps = cls(rows, flags, rows.flat if flags is None else rows.flat[flags], lengths, np.zeros(lengths.size))
+        bootstrap = steps.per_trajectory("bootstrap_value", bootstrap_value)
+        return attrs.evolve(steps, lengths=lengths[lengths > 0], bootstrap=bootstrap)
 
     @cached_property
     def last(self) -> np.ndarray:
@@ -57,6 +58,13 @@ class Steps:
         flat = self.rows.like(where, value)
         self.rows.check_finite(flat, where=where, among=self.mask)
         return flat if self.mask is None else flat[self.mask]
+
+    def per_trajectory(self, where: str, value: Any) -> np.ndarray:
+        """A number, or one per trajectory, for the trajectories that have masked-in steps [b]."""
+        numbers = _per_row(where, value, self.rows)
+        if self.mask is None:
+            return numbers[self.rows.lengths > 0]
+        return numbers[self.rows.sum(self.mask.astype(np.int64)) > 0]
 
     def next(self, values: np.ndarray) -> np.ndarray:
         """values[t + 1], and the bootstrap value after the last step."""

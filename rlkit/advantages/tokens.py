@@ -1,0 +1,176 @@
+"""Advantages per token from logprobs: distillation, and what is added to rewards for KL and entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.advantages import _scan
+from rlkit.advantages._registry import register
+from rlkit.advantages._steps import Steps
+
+__all__ = ["entropy_bonus", "jsd", "kl_penalty", "on_policy_distillation"]
+
+_LARGEST_LOG_RATIO = 300.0  # beyond it exp() leaves what can be added up; such a token is broken anyway
+
+
+@register("on_policy_distillation")
+def on_policy_distillation(
+    *,
+    teacher_logprobs: Any,
+    sampling_logprobs: Any,
+    coef: float = 1.0,
+    clip: float | None = None,
+    gamma: float = 0.0,
+    mask: Any = None,
+) -> Any:
+    """How much likelier the teacher finds each sampled token: the sampled reverse KL as an advantage.
+
+    a_t = clip(coef (teacher - sampling), -clip, clip), and A_t = a_t + gamma A_{t+1}
+
+    Args:
+        teacher_logprobs, sampling_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite.
+        coef: >= 0.
+        clip: > 0, or None for no clipping.
+        gamma: in [0, 1]; 0 looks at each token alone.
+        mask: shaped alike; masked tokens get 0 and are passed over.
+
+    Returns:
+        float64 in the form of the logprobs.
+
+    Raises:
+        DataError: shapes differ, or a number that counts is not finite.
+        ConfigError: a setting is out of range.
+
+    >>> on_policy_distillation(teacher_logprobs=[-1.0, -4.0], sampling_logprobs=[-2.0, -1.0], clip=2.0, gamma=0.5)
+    array([ 0., -2.])
+
+    Source: Thinking Machines Lab, "On-policy distillation" (2025); arXiv:2306.13649. Peers: tinker-cookbook the same;
+    Trinity clips to [-5, 5]; slime subtracts it from another advantage.
+    """
+    coef = _check.real("coef", coef, low=0.0)
+    gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
+    steps, teacher, sampling = _pair("teacher_logprobs", teacher_logprobs, sampling_logprobs, mask)
+    a = coef * (teacher - sampling)
+    if clip is not None:
+        clip = _check.real("clip", clip, above=0.0)
+        a = np.clip(a, -clip, clip)
+    return steps.restore(_scan.reverse_scan(a, steps.factors(gamma), steps.starts))
+
+
+@register("jsd")
+def jsd(
+    *, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0, mask: Any = None
+) -> Any:
+    """The sampled Jensen-Shannon term of each token, negated.
+
+    A_t = -coef (beta (teacher - M) + (1 - beta) (sampling - M)), M = log(beta e^teacher + (1 - beta) e^sampling)
+
+    Args:
+        teacher_logprobs, sampling_logprobs: as for ``on_policy_distillation``.
+        beta: in [0, 1], the teacher's share.
+        coef: >= 0.
+        mask: as for ``on_policy_distillation``.
+
+    Raises:
+        DataError, ConfigError: as for ``on_policy_distillation``.
+
+    >>> import math
+    >>> a = jsd(teacher_logprobs=[math.log(0.5)], sampling_logprobs=[math.log(0.125)])
+    >>> a.round(6)  # M = log 0.3125; the mean of log 1.6 and log 0.4, negated
+    array([0.223144])
+
+    Source: generalised JSD, arXiv:2306.13649, equation 3. Peers: Trinity's JSD advantage. It is not negative in
+    expectation over tokens and its gradient is not that of the divergence: the loss topk_jsd has that.
+    """
+    beta = _check.real("beta", beta, low=0.0, high=1.0)
+    coef = _check.real("coef", coef, low=0.0)
+    steps, teacher, sampling = _pair("teacher_logprobs", teacher_logprobs, sampling_logprobs, mask)
+    if beta in {0.0, 1.0}:
+        return steps.restore(np.zeros(teacher.size))
+    mixture = np.logaddexp(math.log(beta) + teacher, math.log1p(-beta) + sampling)
+    return steps.restore(-coef * (beta * (teacher - mixture) + (1.0 - beta) * (sampling - mixture)))
+
+
+@register("kl_penalty")
+def kl_penalty(
+    *,
+    sampling_logprobs: Any,
+    reference_logprobs: Any,
+    coef: float = 0.01,
+    estimator: str = "k1",
+    center: bool = False,
+    mask: Any = None,
+) -> Any:
+    """What is added to per-token rewards or advantages to stay near a reference policy.
+
+    -coef kl_t with d = sampling - reference and kl = d ("k1"), d^2 / 2 ("k2"), e^-d - 1 + d ("k3") or |d| ("abs")
+
+    Args:
+        sampling_logprobs, reference_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite.
+        coef: >= 0.
+        estimator: as above.
+        center: whether to subtract the mean over the batch's tokens, so that the penalty moves no sum.
+        mask: shaped alike; masked tokens get 0 and count nowhere.
+
+    Raises:
+        DataError, ConfigError: as for ``on_policy_distillation``.
+
+    >>> kl_penalty(sampling_logprobs=[-1.0, -2.0], reference_logprobs=[-2.0, -2.0], coef=0.5)
+    array([-0.5, -0. ])
+    >>> kl_penalty(sampling_logprobs=[-1.0, -2.0], reference_logprobs=[-2.0, -2.0], coef=0.5, center=True)
+    array([-0.25,  0.25])
+
+    Source: arXiv:1909.08593 (KL in the reward); Schulman, "Approximating KL divergence" (2020). Peers:
+    tinker-cookbook centres over the batch; verl clamps k3 to [-10, 10].
+    """
+    coef = _check.real("coef", coef, low=0.0)
+    _check.choice("estimator", estimator, ("k1", "k2", "k3", "abs"))
+    center = _check.flag("center", center)
+    steps, reference, sampling = _pair("reference_logprobs", reference_logprobs, sampling_logprobs, mask)
+    d = sampling - reference
+    if estimator == "k1":
+        kl = d
+    elif estimator == "k2":
+        kl = 0.5 * d * d
+    elif estimator == "k3":
+        kl = np.expm1(np.minimum(-d, _LARGEST_LOG_RATIO)) + d
+    else:
+        kl = np.abs(d)
+    penalty = -coef * kl
+    if center and penalty.size:
+        penalty = penalty - penalty.mean()
+    return steps.restore(penalty)
+
+
+@register("entropy_bonus")
+def entropy_bonus(*, sampling_logprobs: Any, coef: float = 0.01, mask: Any = None) -> Any:
+    """What is added to per-token advantages to keep the policy's entropy up.
+
+    -coef log q: on-policy, its policy gradient is coef times the gradient of the entropy of each token
+
+    Args:
+        sampling_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite.
+        coef: >= 0.
+        mask: shaped alike; masked tokens get 0.
+
+    Raises:
+        DataError, ConfigError: as for ``on_policy_distillation``.
+
+    >>> entropy_bonus(sampling_logprobs=[-1.0, -3.0], coef=0.5)
+    array([0.5, 1.5])
+
+    Source: E[-log q grad log q] = grad H. Peers: Trinity on Tinker uses -q (1 + log q), which is something else.
+    """
+    coef = _check.real("coef", coef, low=0.0)
+    steps = Steps.parse(sampling_logprobs, mask=mask, where="sampling_logprobs", empty=True)
+    return steps.restore(-coef * steps.rewards)
+
+
+def _pair(name: str, other: Any, sampling: Any, mask: Any) -> tuple[Steps, np.ndarray, np.ndarray]:
+    """The tokens that count, and both policies' logprobs of them [n]."""
+    steps = Steps.parse(sampling, mask=mask, where="sampling_logprobs", empty=True)
+    return steps, steps.select(name, other), steps.rewards
