@@ -1,0 +1,161 @@
+"""``LocalBackend``: torch, transformers and peft in this process, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import torch
+
+from rlkit import _check
+from rlkit.backends import saves
+from rlkit.backends.inprocess import InProcessBackend
+from rlkit.backends.local.checkpoint import lora_of, read_adapter, read_optimizer, write_adapter, write_optimizer
+from rlkit.backends.local.engine import Engine
+from rlkit.backends.local.model import load_base, with_adapter
+from rlkit.backends.local.sampler import LocalSampler
+from rlkit.backends.local.trainer import Trainer
+from rlkit.backends.local.weights import SamplingModel, Snapshot, take_snapshot
+from rlkit.backends.outputs import output
+from rlkit.backends.sampling import SeedStream
+from rlkit.errors import CheckpointError, ConfigError
+from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+
+__all__ = ["LocalBackend"]
+
+_MERGED_UNDER = 2 * 10**9  # bytes; above it a merge takes longer than it saves
+
+
+class LocalBackend(InProcessBackend):
+    """A LoRA on a causal language model, trained and sampled in this process.
+
+    Args:
+        model: "smollm2-135m-instruct", a directory, or a hub id.
+        lora: the adapter; None is ``Lora()``, or the saved one's shape with ``resume_from`` or ``init_from``.
+        seed: of the adapter's start and of sampling; None for a fresh one.
+        folder: where ``save`` writes, ``rlkit-saves`` by default.
+        resume_from: a saved path: weights, optimizer, version and the stream of sampling seeds.
+        init_from: a saved path: weights only.
+        dtype: of the base, "float32" or "bfloat16"; the adapter and the logprobs are float32.
+        device: "cpu", "cuda", ...; None is "cuda" where there is one.
+        merge: sample with the adapter merged into a copy of its modules (True), added to their outputs (False), or
+            merged for models under 2 GB ("auto").
+        micro_batch_tokens: tokens computed at once in training, padding included; bounds the memory.
+        max_rows: completions decoded at once at most.
+
+    Raises:
+        ConfigError: an option is out of range or contradicts a saved state, or the model can not be loaded.
+        CheckpointError: the saved path is missing, damaged, or another backend's.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | None = None,
+        lora: Lora | None = None,
+        seed: int | None = None,
+        folder: str | Path | None = None,
+        resume_from: str | None = None,
+        init_from: str | None = None,
+        dtype: str = "float32",
+        device: str | None = None,
+        merge: bool | Literal["auto"] = "auto",
+        micro_batch_tokens: int = 2048,
+        max_rows: int = 64,
+    ) -> None:
+        if resume_from is not None and init_from is not None:
+            raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
+        if lora is not None and not isinstance(lora, Lora):
+            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        if seed is not None:
+            _check.integer("seed", seed, low=0)
+        _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
+        _check.integer("max_rows", max_rows, low=1)
+        if merge not in (True, False, "auto") or isinstance(merge, int) and not isinstance(merge, bool):
+            raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
+        path = resume_from if resume_from is not None else init_from
+        saved = saves.read(path, backend="local") if path is not None else None
+        if model is None:
+            raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
+        lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
+        entropy = seed if seed is not None else int(np.random.SeedSequence().entropy or 0)  # type: ignore[call-overload]
+
+        self._base_model = base = load_base(model, dtype, _device(device))
+        self._lora = lora
+        adapter_seed = lora.seed if lora.seed is not None else _adapter_seed(entropy)
+        self._peft = with_adapter(base.tree("sdpa"), lora, adapter_seed)
+        self._trainer = Trainer(self._peft, base.device, micro_batch_tokens)
+        self._seeds = SeedStream(entropy)
+        self._merge = base.nbytes < _MERGED_UNDER if merge == "auto" else merge
+        self._settings = {"model": model, "dtype": dtype, "merge": self._merge, "micro_batch_tokens": micro_batch_tokens}
+        self._empty = Snapshot(0, 0.0, {})
+        self._latest: weakref.ref[Snapshot] | None = None
+        version = 0
+        if saved is not None:
+            version = self._load(*saved, optimizer=resume_from is not None)
+        merged = self._merge
+        self._engine = Engine(lambda attention: SamplingModel(base, attention, merge=merged), max_rows)
+        super().__init__(
+            "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._engine
+        )
+        self._engine.wake = self._worker.wake
+        self.version = version
+
+    def _run(
+        self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        found, parts = yield from self._trainer.run(data, loss, want, backward=backward)
+        arrays = {name: [x.float().cpu().numpy() for x in found[name]] for name in ("logprobs", *want)}
+        return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
+
+    def _step(self, params: Adam) -> Mapping[str, float]:
+        return self._trainer.step(params)
+
+    def _drop(self) -> None:
+        self._trainer.clear()
+
+    def _snapshot(self) -> LocalSampler:
+        snapshot = self._latest() if self._latest is not None else None
+        if snapshot is None or snapshot.version != self.version:  # once per step; the samplers in between share it
+            snapshot = take_snapshot(self._peft, self.version, self._lora.alpha / self._lora.rank)
+            self._latest = weakref.ref(snapshot)
+        return LocalSampler(self, snapshot, self._seeds, self._engine.submit)
+
+    def _base(self) -> LocalSampler:
+        return LocalSampler(self, self._empty, self._seeds, self._engine.submit)
+
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+        write_adapter(folder, self._peft)
+        if optimizer:
+            write_optimizer(folder, self._trainer.parameters, self._trainer.optimizer)
+        seeds = {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
+        return {"lora": attrs.asdict(self._lora), "optimizer": "adamw-fused" if optimizer else None, **seeds, **self._settings}
+
+    def _load(self, folder: Path, state: Mapping[str, Any], *, optimizer: bool) -> int:
+        read_adapter(folder, self._trainer.parameters)
+        if not optimizer:
+            return 0
+        read_optimizer(folder, self._trainer.parameters, self._trainer.optimizer)
+        try:
+            self._seeds = SeedStream(int(state["seed"]), int(state["requests"]))
+            return int(state["version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error
+
+
+def _device(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return str(torch.device(device))
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(_check.problem("device", f"got {_check.shown(device)}", "a torch device", str(error))) from error
+
+
+def _adapter_seed(entropy: int) -> int:
+    words = np.random.SeedSequence(entropy, spawn_key=(0,)).generate_state(2, np.uint32)
+    return int.from_bytes(words.tobytes(), "little")

@@ -1,0 +1,98 @@
+"""The local backend's part of a saved state: the adapter in peft's own format, the optimizer as safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from rlkit.errors import CheckpointError, ConfigError
+from rlkit.types import Lora
+
+__all__ = ["lora_of", "read_adapter", "read_optimizer", "write_adapter", "write_optimizer"]
+
+_ADAPTER = "adapter_model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def write_adapter(folder: Path, model: Any) -> None:
+    """``adapter_model.safetensors`` and ``adapter_config.json``, as ``PeftModel.from_pretrained`` reads them."""
+    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # peft's template of a model card, empty but for the base's path
+
+
+def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Puts a saved adapter into the parameters.
+
+    Raises:
+        CheckpointError: names or shapes are not those of this model's adapter.
+    """
+    from safetensors.torch import load_file
+
+    found = load_file(folder / _ADAPTER)
+    names = {name: name.replace(".default.", ".") for name in parameters}
+    if set(names.values()) != found.keys():
+        odd = min(set(names.values()) ^ found.keys())
+        raise CheckpointError(f"{folder} holds the adapter of another model or other modules; they differ at {odd!r}")
+    for name, parameter in parameters.items():
+        _copy(parameter.data, found[names[name]], f"{folder}: {name}")
+
+
+def write_optimizer(folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's moments and step count for each parameter; nothing before the first step."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{key}"] = value.detach().cpu().contiguous()
+    save_file(tensors, folder / _OPTIMIZER)
+
+
+def read_optimizer(folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Puts saved moments into the optimizer.
+
+    Raises:
+        CheckpointError: the state was saved without its optimizer, or its tensors are not this model's.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / _OPTIMIZER
+    if not file.exists():
+        raise CheckpointError(f"{folder} was saved without its optimizer; use init_from= for the weights alone")
+    found = load_file(file)
+    if not found:
+        return  # saved before the first step
+    for name, parameter in parameters.items():
+        state = {}
+        for key in _MOMENTS:
+            if f"{name}.{key}" not in found:
+                raise CheckpointError(f"{file} lacks {name}.{key}")
+            value = found[f"{name}.{key}"]
+            like = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
+            state[key] = _copy(like.to(parameter.device), value, f"{file}: {name}.{key}")
+        optimizer.state[parameter] = state
+
+
+def lora_of(state: Mapping[str, Any], given: Lora | None) -> Lora:
+    """The adapter's shape as saved; one that was given must be the same."""
+    try:
+        fields = dict(state["lora"])
+        saved = Lora(**{**fields, "target_modules": fields["target_modules"] and tuple(fields["target_modules"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the saved state does not say its LoRA: {error}") from error
+    if given is not None and attrs.evolve(given, seed=None) != attrs.evolve(saved, seed=None):
+        raise ConfigError(f"lora={given} contradicts the saved adapter, which is {saved}; leave lora out")
+    return saved
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, where: str) -> torch.Tensor:
+    if target.shape != source.shape:
+        raise CheckpointError(f"{where} has shape {tuple(source.shape)}; expected {tuple(target.shape)}")
+    if not torch.isfinite(source).all():
+        raise CheckpointError(f"{where} is not finite")
+    return target.copy_(source)

@@ -1,0 +1,134 @@
+"""The sampling engine: requests of many callers, decoded together.
+
+It is the background work of the backend's one worker thread. Requests wait in a queue; those of one snapshot form a
+wave, join it while it runs, and leave it row by row as they end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from rlkit.backends.local.decoders import Decoder, decoder_for
+from rlkit.backends.local.requests import SampleRequest, ScoreRequest
+from rlkit.backends.local.weights import SamplingModel, Snapshot
+from rlkit.errors import BackendError
+
+__all__ = ["Engine"]
+
+Request: TypeAlias = SampleRequest | ScoreRequest
+
+QUIET = 0.001  # an idle engine waits until no request came for this long,
+PATIENCE = 0.010  # but not longer than this after the first
+
+
+class Engine:
+    """Decodes what is submitted; see ``rlkit.backends.worker.Background``.
+
+    Args:
+        make_model: builds the sampling model, at first use.
+        max_rows: rows decoded together at most.
+    """
+
+    def __init__(self, make_model: Callable[[str], SamplingModel], max_rows: int) -> None:
+        self._make_model = make_model
+        self._max_rows = max_rows
+        self._decoder: Decoder | None = None
+        self._wave: Snapshot | None = None
+        self._wave_began = 0.0
+        self._waiting: deque[Request] = deque()
+        self._lock = threading.Lock()
+        self._last_arrival = 0.0
+        self._stopped = False
+        self.wake: Callable[[], None] = lambda: None
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; from any thread."""
+        with self._lock:
+            if self._stopped:
+                raise BackendError("the local backend is closed")
+            self._waiting.append(request)
+            self._last_arrival = request.arrived
+        self.wake()
+
+    def delay(self) -> float | None:
+        """Seconds until there is work; None where there is none."""
+        if self._decoder is not None and self._decoder.rows:
+            return 0
+        with self._lock:
+            if not self._waiting:
+                return None
+            now = time.monotonic()
+            due = min(self._last_arrival + QUIET, self._waiting[0].arrived + PATIENCE)
+            return max(0.0, due - now)
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """Admits what can be admitted, and decodes one token of every row."""
+        started: list[Request] = []
+        try:
+            if self._decoder is None:
+                self._decoder = decoder_for(self._make_model)
+            self._admit(self._decoder, started)
+            if self._decoder.rows:
+                self._decoder.step()
+        except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the engine goes on
+            rows = self._decoder.abandon() if self._decoder is not None else []
+            for request in {id(r): r for r in [*started, *(row.request for row in rows)]}.values():
+                if not request.future.done():
+                    request.future.set_exception(error)
+
+    def stop(self) -> None:
+        """Fails whatever is left."""
+        with self._lock:
+            self._stopped = True
+            left = list(self._waiting)
+            self._waiting.clear()
+        left += [row.request for row in self._decoder.abandon()] if self._decoder is not None else []
+        self._decoder = None
+        for request in left:
+            if not request.future.done():
+                request.future.set_exception(BackendError("the local backend was closed before this was sampled"))
+
+    def _admit(self, decoder: Decoder, started: list[Request]) -> None:
+        with self._lock:
+            new_wave = not decoder.rows and bool(self._waiting)
+            if new_wave:
+                self._wave = self._waiting[0].snapshot
+                self._wave_began = time.monotonic()
+        if new_wave and self._wave is not None:
+            decoder.use(self._wave)
+        while (request := self._next(decoder)) is not None:
+            started.append(request)
+            if isinstance(request, ScoreRequest):
+                request.future.set_result(decoder.score(request))
+            else:
+                left = len(request.rngs) - request.started
+                decoder.start(request, min(left, decoder.room(self._max_rows)))
+
+    def _next(self, decoder: Decoder) -> Request | None:
+        """The first request of the wave's snapshot for which there is room; off the queue once all of it has begun.
+
+        While requests of another snapshot wait, those that came after the wave began do not join it, so that it runs
+        out.
+        """
+        with self._lock:
+            others = any(request.snapshot is not self._wave for request in self._waiting)
+            for i, request in enumerate(self._waiting):
+                if request.snapshot is not self._wave or (others and request.arrived > self._wave_began):
+                    continue
+                if isinstance(request, ScoreRequest):
+                    del self._waiting[i]
+                    return request
+                room = decoder.room(self._max_rows)
+                if room <= 0:
+                    continue
+                if len(request.rngs) - request.started <= room:
+                    del self._waiting[i]
+                return request
+        return None

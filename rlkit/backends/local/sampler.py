@@ -1,0 +1,80 @@
+"""``LocalSampler``: what a user holds of a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.backends.local.requests import SampleRequest, ScoreRequest
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
+from rlkit.errors import BackendError
+from rlkit.futures import Future
+from rlkit.types import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from rlkit.backends.local import LocalBackend
+    from rlkit.backends.local.weights import Snapshot
+
+__all__ = ["LocalSampler"]
+
+
+class LocalSampler:
+    """A frozen policy of a local backend; its requests are decoded together with everybody's."""
+
+    def __init__(
+        self, backend: LocalBackend, snapshot: Snapshot, seeds: SeedStream, submit: Callable[[Any], None]
+    ) -> None:
+        self.tokenizer = backend.tokenizer
+        self.max_length = backend.max_length
+        self.version = snapshot.version
+        self._backend = backend  # keeps the worker alive
+        self._snapshot: Snapshot | None = snapshot
+        self._seeds = seeds
+        self._submit = submit
+
+    def sample(
+        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+    ) -> Future[list[Sample]]:
+        """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch."""
+        snapshot = self._open()
+        tokens = checked_request(prompt, params, n, seed, self.tokenizer.vocab_size, self.max_length)
+        request = SampleRequest(
+            snapshot,
+            tokens,
+            params,
+            Stop(params.stop, self.tokenizer),
+            streams(self._seeds.next() if seed is None else seed, n),
+            min(params.max_tokens, self.max_length - tokens.size),
+        )
+        self._submit(request)
+        return Future.wrap(request.future, convert=self._returned)
+
+    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """See ``Sampler.logprobs``."""
+        snapshot = self._open()
+        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        temperature = _check.real("logprobs(temperature)", temperature, above=0.0)
+        request = ScoreRequest(snapshot, array, temperature)
+        self._submit(request)
+        return Future.wrap(request.future, convert=self._returned)
+
+    def close(self) -> None:
+        """Frees the snapshot; what was asked for before is still answered."""
+        self._snapshot = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> Snapshot:
+        if self._snapshot is None:
+            raise BackendError("this sampler is closed")
+        return self._snapshot
+
+    def _returned(self, result: Any) -> Any:
+        return result  # a bound method: a future that is waited for keeps its sampler, and so the worker, alive

@@ -1,0 +1,64 @@
+"""The model's own tokenizer, one text at a time, numpy out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import ConfigError, UnsupportedError
+
+__all__ = ["LocalTokenizer"]
+
+
+class LocalTokenizer:
+    """A transformers tokenizer behind rlkit's protocol.
+
+    Attributes:
+        hf: the tokenizer of transformers itself.
+        vocab_size: rows of the model's embedding; ids are below it.
+        eos_ids: every id that ends a turn of this model.
+    """
+
+    def __init__(self, hf: Any, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.hf = hf
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text, or None."""
+        template: str | None = getattr(self.hf, "chat_template", None)
+        return template
+
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """int64 [T]; nothing is added, and special-token strings are plain text unless ``special``."""
+        if not isinstance(text, str):
+            raise ConfigError(_check.problem("encode(text)", f"got {_check.shown(text)}", "a string"))
+        ids = self.hf(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        return np.array(ids, np.int64)
+
+    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+        """The text of int [T]."""
+        ids = _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size)
+        text: str = self.hf.decode(
+            ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> np.ndarray:
+        """int64 [T]: the messages as the model's template renders them.
+
+        Raises:
+            UnsupportedError: the tokenizer has no chat template.
+        """
+        if self.chat_template is None and "chat_template" not in variables:
+            raise UnsupportedError("the model's tokenizer has no chat template; encode the text that you want instead")
+        ids = self.hf.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt, **variables
+        )
+        return np.array(ids, np.int64)

@@ -1,0 +1,198 @@
+"""Gradients and optimizer steps of the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rlkit.backends.local.model import selected_logits
+from rlkit.errors import BackendError
+from rlkit.types import Adam, Datum
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import LossGradient, PreparedLoss
+
+__all__ = ["Outputs", "Trainer", "micro_batches"]
+
+Outputs = dict[str, list[torch.Tensor]]  # name -> one tensor per datum
+
+
+class Trainer:
+    """A peft model, its gradient and its AdamW.
+
+    Args:
+        model: the peft model; only its adapter has gradients.
+        device: where it is.
+        budget: tokens of a micro-batch, padding included.
+    """
+
+    def __init__(self, model: Any, device: torch.device, budget: int) -> None:
+        self.model = model
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._device = device
+        self._budget = budget
+        # The fused kernel on every device, so that a run does not depend on which one torch would pick.
+        self.optimizer = torch.optim.AdamW(list(self.parameters.values()), fused=True)
+
+    def run(
+        self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
+    ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
+        """Outputs ``names`` of every datum, and the loss's parts; with ``backward`` its gradient is added at the end.
+
+        Yields between micro-batches. Whatever is raised, the accumulated gradient is as it was.
+        """
+        earlier = [p.grad for p in self.parameters.values()]
+        for p in self.parameters.values():
+            p.grad = None
+        try:
+            outputs, parts = yield from self._all_batches(data, loss, names, backward=backward)
+            gradients = [p.grad for p in self.parameters.values()]
+            if backward and not all(g is None or bool(torch.isfinite(g).all()) for g in gradients):
+                raise BackendError("forward_backward: the gradient is not finite; it was dropped")
+        except BaseException:
+            self._set(earlier)
+            raise
+        self._set([_sum(old, new) for old, new in zip(earlier, gradients, strict=True)])
+        return outputs, parts
+
+    def step(self, params: Adam) -> Mapping[str, float]:
+        """One AdamW step with these settings; the gradient is cleared.
+
+        Raises:
+            BackendError: the gradient's norm is not finite in float32; nothing was changed.
+        """
+        for p in self.parameters.values():  # a zero gradient moves by momentum, a missing one would not
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        if not torch.isfinite(norm):
+            raise BackendError(f"optim_step: the gradient's norm is {float(norm)}; nothing was changed, discard() drops it")
+        if params.grad_clip_norm > 0:
+            scale = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for g in gradients:
+                g.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = params.learning_rate
+            group["betas"] = (params.beta1, params.beta2)
+            group["eps"] = params.eps
+            group["weight_decay"] = params.weight_decay
+        self.optimizer.step()
+        self.clear()
+        return {"grad_norm:mean": float(norm)}
+
+    def clear(self) -> None:
+        """Drops the gradient."""
+        self._set([None] * len(self.parameters))
+
+    def _set(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for p, g in zip(self.parameters.values(), gradients, strict=True):
+            p.grad = g
+
+    def _all_batches(
+        self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
+    ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
+        needed = sorted({"logprobs", *names, *_needs(loss)})
+        outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in needed}
+        parts: list[LossGradient] = []
+        batches = micro_batches(data, self._budget, pairs=loss is not None and loss.level == "pair")
+        whole: LossGradient | None = None
+        if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
+            for batch in batches:
+                self._keep(outputs, batch, self._forward([data[i] for i in batch], needed, gradient=False))
+                yield
+            whole = loss.gradient(outputs[loss.driver], data, entropy=outputs.get("entropy"))
+            parts.append(whole)
+            if not backward:
+                return outputs, parts
+        for batch in batches:
+            chosen = [data[i] for i in batch]
+            flat = self._forward(chosen, needed, gradient=backward)
+            self._keep(outputs, batch, flat)
+            if loss is not None:
+                found = whole
+                if found is None:
+                    entropy = [outputs["entropy"][i] for i in batch] if loss.entropy else None
+                    found = loss.gradient([outputs[loss.driver][i] for i in batch], chosen, entropy=entropy)
+                    parts.append(found)
+                if backward:
+                    places = range(len(batch)) if whole is None else batch
+                    self._backward(flat, loss, found, places)
+            del flat
+            yield
+        return outputs, parts
+
+    def _backward(
+        self, flat: Mapping[str, torch.Tensor], loss: PreparedLoss, found: LossGradient, places: Sequence[int]
+    ) -> None:
+        tensors, gradients = [flat[loss.driver]], [torch.cat([found.driver[i] for i in places])]
+        if found.entropy is not None:
+            tensors.append(flat["entropy"])
+            gradients.append(torch.cat([found.entropy[i] for i in places]))
+        torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+
+    def _keep(self, outputs: Outputs, batch: Sequence[int], flat: Mapping[str, torch.Tensor]) -> None:
+        for name, values in flat.items():
+            split = torch.split(values.detach(), self._sizes)
+            for i, part in zip(batch, split, strict=True):
+                outputs[name][i] = part
+
+    def _forward(self, data: Sequence[Datum], names: Sequence[str], *, gradient: bool) -> dict[str, torch.Tensor]:
+        """Flat outputs [n] or [n, K] of all masked-in tokens of ``data``, in order."""
+        length = max(len(datum) for datum in data)
+        tokens = np.zeros((len(data), length), np.int64)
+        for row, datum in zip(tokens, data, strict=True):
+            row[: len(datum)] = datum.tokens
+        # What predicts token t stands at t - 1. Rows are padded on the right, where causal attention never looks.
+        index = np.concatenate([row * length + np.flatnonzero(datum.mask) - 1 for row, datum in enumerate(data)])
+        self._sizes = [int(datum.mask.sum()) for datum in data]
+        with torch.set_grad_enabled(gradient), selected_logits(self.model, self._tensor(index)):
+            logits = self.model(input_ids=self._tensor(tokens), use_cache=False).logits[0].float()
+            temperatures = np.repeat([datum.temperature or 1.0 for datum in data], self._sizes)
+            if (temperatures != 1.0).any():
+                logits = logits / self._tensor(temperatures.astype(np.float32))[:, None]
+            return {name: self._output(name, logits, data) for name in names}
+
+    def _output(self, name: str, logits: torch.Tensor, data: Sequence[Datum]) -> torch.Tensor:
+        if name == "logprobs":
+            chosen = self._tensor(np.concatenate([datum.tokens[datum.mask] for datum in data]))
+            return -F.cross_entropy(logits, chosen, reduction="none")
+        logprobs = torch.log_softmax(logits, dim=-1)
+        if name == "entropy":
+            return -(logprobs.exp() * logprobs).sum(-1)
+        targets = self._tensor(np.concatenate([datum.inputs["target_tokens"][datum.mask] for datum in data]))
+        return logprobs.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def micro_batches(data: Sequence[Datum], budget: int, *, pairs: bool = False) -> list[list[int]]:
+    """Indices of the datums with a masked-in token, in batches of at most ``budget`` tokens with padding.
+
+    Datums of like length go together; with ``pairs`` datums 2k and 2k + 1 stay together, in that order. A datum
+    longer than the budget is a batch by itself.
+    """
+    width = 2 if pairs else 1
+    units = [list(range(k, min(k + width, len(data)))) for k in range(0, len(data), width)]
+    units = [unit for unit in units if any(data[i].mask.any() for i in unit)]
+    units.sort(key=lambda unit: max(len(data[i]) for i in unit))
+    batches: list[list[int]] = []
+    for unit in units:
+        length = max(len(data[i]) for i in unit)
+        if batches and (len(batches[-1]) + len(unit)) * length <= budget:
+            batches[-1] += unit
+        else:
+            batches.append(list(unit))
+    return batches
+
+
+def _needs(loss: PreparedLoss | None) -> list[str]:
+    return [] if loss is None else [loss.driver, *(["entropy"] if loss.entropy else [])]
+
+
+def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    return old if new is None else new if old is None else old + new
