@@ -48,12 +48,13 @@ class PreparedLoss:
 
     Attributes:
         name: for messages.
-        function: called as ``function(driver, *inputs, **settings)``.
+        function: called with the driver, the inputs and the settings, all by name.
         level, elementwise: its marks.
         driver: what the model must give: "logprobs" [n], "target_logprobs" [n, K] (at the int64 input
             ``target_tokens`` [T, K], -1 = none), or "values" [n].
         inputs: names of the datum inputs it needs.
-        optional: names of those that it takes when they are there, with their defaults.
+        optional: names of those that it takes when they are there, with their defaults; a tuple of two is one for
+            each of a pair.
         entropy: it also wants the exact entropies [n].
         settings: its keyword-only settings.
     """
@@ -159,8 +160,12 @@ class PreparedLoss:
         values: list[torch.Tensor] = []
         metrics: dict[str, float] = {}
         for call in calls:
-            arguments = [self._argument(name, leaves, entropies, data, call) for name in self._order]
-            value, reported = _returned(self.name, self.function(*arguments, **self.settings))
+            arguments = {
+                name: self._argument(name, leaves, entropies, data, call)
+                for name in self._order
+                if name not in self.optional or any(name in data[i].inputs for i in call)
+            }
+            value, reported = _returned(self.name, self.function(**arguments, **self.settings))
             values.append(value)
             for key, number in reported.items():
                 if self.elementwise and not key.endswith(":sum"):
@@ -183,7 +188,7 @@ class PreparedLoss:
             if not parts:
                 raise ConfigError(f"the loss {self.name!r} names entropy, and none was given")
         else:
-            parts = [self._input(name, data[i], leaves[i]) for i in call]
+            parts = [self._input(name, k, data[i], leaves[i]) for k, i in enumerate(call)]
         if self.level == "datum":
             if len(call) == 1:
                 return parts[0]
@@ -191,11 +196,14 @@ class PreparedLoss:
             return torch.cat(flat)
         return tuple(parts) if self.level == "pair" else parts
 
-    def _input(self, name: str, datum: Datum, like: torch.Tensor) -> torch.Tensor:
+    def _input(self, name: str, place: int, datum: Datum, like: torch.Tensor) -> torch.Tensor:
         array = datum.inputs.get(name)
-        if array is None:
+        if array is None:  # another datum of this call has it
             default = self.optional[name]
-            return default if default is None else torch.as_tensor(default, dtype=torch.float32, device=like.device)
+            default = default[place] if isinstance(default, tuple) else default
+            if default is None:
+                raise DataError(f"some datums have the input {name!r} of the loss {self.name!r} and some do not")
+            return torch.tensor(float(default), device=like.device)
         if array.ndim:
             array = array[datum.mask]
         return torch.tensor(array, device=like.device)

@@ -1,0 +1,105 @@
+"""Sampling from a frozen toy policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, draw, streams
+from rlkit.backends.toy.model import Features, Row
+from rlkit.errors import BackendError
+from rlkit.futures import Future
+from rlkit.types import Sample, SamplingParams
+
+__all__ = ["ToySampler"]
+
+
+class ToySampler:
+    """A frozen toy policy."""
+
+    def __init__(
+        self,
+        weights: np.ndarray,
+        features: Features,
+        seeds: SeedStream,
+        *,
+        tokenizer: Tokenizer,
+        max_length: int,
+        version: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.version = version
+        self._features = features
+        self._seeds = seeds
+        self._weights: np.ndarray | None = weights
+
+    def sample(
+        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+    ) -> Future[list[Sample]]:
+        """See ``Sampler.sample``."""
+        weights = self._open()
+        tokens = checked_request(prompt, params, n, seed, self.tokenizer.vocab_size, self.max_length)
+        return Future.of(self._sampled(weights, tokens, params, streams(self._seeds.next() if seed is None else seed, n)))
+
+    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """See ``Sampler.logprobs``."""
+        weights = self._open()
+        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        temperature = _check.real("logprobs(temperature)", temperature, above=0.0)
+        out = np.zeros(array.size, np.float32)
+        if array.size > 1:
+            row = Row(self._features.all(array[:-1]), weights, temperature)
+            out[1:] = np.take_along_axis(row.logprobs, array[1:, None], 1)[:, 0]
+        return Future.of(out)
+
+    def close(self) -> None:
+        """Frees the snapshot."""
+        self._weights = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> np.ndarray:
+        if self._weights is None:
+            raise BackendError("this sampler is closed")
+        return self._weights
+
+    def _sampled(
+        self, weights: np.ndarray, prompt: np.ndarray, params: SamplingParams, rngs: Sequence[np.random.Generator]
+    ) -> list[Sample]:
+        import torch  # the toy needs it for drawing and for losses only
+
+        n = len(rngs)
+        stop = Stop(params.stop, self.tokenizer)
+        state = self._features.start(n)
+        features = np.zeros((n, self._features.size))
+        for token in prompt:
+            features, state = self._features.read(state, np.full(n, token))
+        tokens: list[list[int]] = [[] for _ in rngs]
+        logprobs: list[list[float]] = [[] for _ in rngs]
+        ended = [False] * n
+        for _ in range(min(params.max_tokens, self.max_length - prompt.size)):
+            logits = np.matmul(features[:, None, :], weights)[:, 0]  # a product per row: no row depends on another
+            uniforms = np.array([rng.random() for rng in rngs])
+            drawn, lp = draw(torch.from_numpy(logits), [params] * n, uniforms)
+            for i in np.flatnonzero(~np.array(ended)):
+                tokens[i].append(int(drawn[i]))
+                logprobs[i].append(float(lp[i]))
+                ended[i] = stop(tokens[i])
+            if all(ended):
+                break
+            features, state = self._features.read(state, drawn)
+        drawn_as = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        reasons = ["stop" if end else "length" for end in ended]
+        return [
+            Sample(prompt, t, lp, reason, **drawn_as, version=self.version)  # type: ignore[arg-type]
+            for t, lp, reason in zip(tokens, logprobs, reasons, strict=True)
+        ]

@@ -1,0 +1,61 @@
+"""Bytes as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+
+__all__ = ["ByteTokenizer"]
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens, and three special ones: <|im_start|> 256, <|im_end|> 257 (the end), <|endoftext|> 258."""
+
+    vocab_size = 259
+    eos_ids = (257,)
+    chat_template = "<|im_start|>{role}\\n{content}<|im_end|>\\n"
+
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """int64 [T]; special-token strings become control tokens only with ``special=True``."""
+        if not isinstance(text, str):
+            raise ConfigError(_check.problem("encode(text)", f"got {_check.shown(text)}", "a string"))
+        ids: list[int] = []
+        while text:
+            cut = min((text.find(s) for s in _SPECIAL if special and s in text), default=len(text))
+            ids += text[:cut].encode()
+            text = text[cut:]
+            for i, name in enumerate(_SPECIAL):
+                if text.startswith(name):
+                    ids.append(256 + i)
+                    text = text[len(name) :]
+                    break
+        return np.array(ids, np.int64)
+
+    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+        """The text of int [T]; bytes that are not UTF-8 become U+FFFD."""
+        out = bytearray()
+        for token in _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size):
+            if token < 256:
+                out.append(int(token))
+            elif not skip_special:
+                out += _SPECIAL[token - 256].encode()
+        return out.decode(errors="replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> np.ndarray:
+        """int64 [T]: each message between <|im_start|> and <|im_end|>, then the head of the assistant's."""
+        if variables:
+            raise ConfigError(f"the toy's chat template takes no variables; got {sorted(variables)}")
+        start, end = [256], [257, 10]
+        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in messages]
+        if add_generation_prompt:
+            parts.append([*start, *b"assistant\n"])
+        return np.array([token for part in parts for token in part], np.int64)

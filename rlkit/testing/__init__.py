@@ -1,0 +1,7 @@
+"""For the tests of rlkit, of backends that others write, and of users' own loops (needs pytest)."""
+
+from __future__ import annotations
+
+from rlkit.testing.conformance import BackendConformance
+
+__all__ = ["BackendConformance"]

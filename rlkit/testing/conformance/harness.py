@@ -1,0 +1,105 @@
+"""What the conformance tests have in common: the backend under test, its data, and how a gradient is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.types import Datum, Sample
+
+__all__ = ["Harness", "worst"]
+
+
+class Harness:
+    """Base of the conformance tests.
+
+    Attributes:
+        skips: name of a test -> why this backend can not pass it.
+        tolerance: largest difference of two logprobs that should be equal.
+        exact: a sample does not depend, bit for bit, on what is sampled beside it.
+        recovers: after a failure is read, calls are accepted again.
+    """
+
+    skips: ClassVar[dict[str, str]] = {}
+    tolerance: ClassVar[float] = 1e-4
+    exact: ClassVar[bool] = True
+    recovers: ClassVar[bool] = True
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        """A new backend that saves under ``folder``."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _declared_skip(self, request: pytest.FixtureRequest) -> None:
+        unknown = [name for name in self.skips if not hasattr(self, name)]
+        assert not unknown, f"skips names tests that do not exist: {unknown}"
+        reason = self.skips.get(getattr(request.node, "originalname", request.node.name))
+        if reason is not None:
+            assert reason.strip(), "a skip needs a reason"
+            pytest.skip(reason)
+
+    @pytest.fixture
+    def policy(self, tmp_path: Path) -> Iterator[Any]:
+        with self.make(tmp_path, seed=0) as policy:
+            yield policy
+
+    @pytest.fixture
+    def fresh(self, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+        """Makes backends that start alike, and closes them."""
+        made: list[Any] = []
+
+        def make(**options: Any) -> Any:
+            made.append(self.make(tmp_path, **{"seed": 0, **options}))
+            return made[-1]
+
+        yield make
+        for policy in made:
+            policy.close()
+
+    @staticmethod
+    def prompt(policy: Any, text: str = "hello 12") -> np.ndarray:
+        return np.asarray(policy.tokenizer.encode(text))
+
+    def samples(self, policy: Any, *, temperature: float = 1.0, tokens: int = 6) -> list[Sample]:
+        """Three samples for each of three prompts of different lengths, the same for backends that start alike."""
+        params = rlkit.SamplingParams(max_tokens=tokens, temperature=temperature, stop=())
+        with policy.sampler().result() as sampler:
+            prompts = [self.prompt(policy, text) for text in ("ab", "hello 12", "1 + 2 = 3, and so on and on")]
+            futures = [sampler.sample(p, params, n=3, seed=i) for i, p in enumerate(prompts)]
+            return [sample for future in futures for sample in future.result()]
+
+    def data(self, policy: Any, **inputs: Any) -> list[Datum]:
+        """Those samples as datums, with advantages of both signs and sampling logprobs off the policy's."""
+        rng = np.random.default_rng(7)
+        data = []
+        for sample in self.samples(policy):
+            n = sample.tokens.size
+            near = sample.logprobs + rng.normal(0, 0.15, n).astype(np.float32)
+            data.append(sample.datum(rng.normal(size=n), sampling_logprobs=np.minimum(near, -1e-3), **inputs))
+        return data
+
+    def after(self, policy: Any, data: Sequence[Datum], *, scale: float = 1e-3) -> list[np.ndarray]:
+        """Steps once along the plain gradient, and returns the logprobs of ``data`` there.
+
+        Without moments and with an eps far above the gradient, AdamW is gradient descent, so that two backends end
+        up alike only if they had the same gradient.
+        """
+        policy.optim_step(rlkit.Adam(learning_rate=scale * 1e8, beta1=0.0, beta2=0.0, eps=1e8)).result()
+        return self.logprobs(policy, data)
+
+    @staticmethod
+    def logprobs(policy: Any, data: Sequence[Datum]) -> list[np.ndarray]:
+        found: list[np.ndarray] = policy.forward(data).result().selected
+        return found
+
+
+def worst(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    """The largest absolute difference of two lists of arrays."""
+    assert len(a) == len(b)
+    assert all(x.shape == y.shape for x, y in zip(a, b, strict=True))
+    return max((float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True)), default=0.0)

@@ -1,0 +1,179 @@
+"""Samples, snapshots, seeds, and the logprobs on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.testing.conformance.harness import Harness, worst
+
+LONG = rlkit.SamplingParams(max_tokens=12, stop=())
+
+
+class SamplingTests(Harness):
+    """A sampler is a frozen policy, and says how likely each of its tokens was."""
+
+    @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.3])
+    def test_sampler_and_trainer_agree(self, policy: Any, temperature: float) -> None:
+        """The trainer gives a sampled token the logprob that the sampler reported, at its temperature."""
+        samples = self.samples(policy, temperature=temperature)
+        trained = self.logprobs(policy, [s.datum(0.0) for s in samples])
+        assert worst(trained, [s.logprobs for s in samples]) < self.tolerance
+        scored = policy.sampler().result().logprobs(
+            np.concatenate([samples[0].prompt, samples[0].tokens]), temperature=temperature
+        )
+        assert worst([scored.result()[samples[0].prompt.size :]], [samples[0].logprobs]) < self.tolerance
+
+    def test_logprobs_are_a_distribution(self, policy: Any) -> None:
+        """Over all continuations of a prompt, the probabilities sum to 1: the logprob at i is of token i."""
+        prompt = self.prompt(policy, "ab")
+        size = policy.tokenizer.vocab_size
+        with policy.sampler().result() as sampler:
+            futures = [sampler.logprobs(np.append(prompt, token)) for token in range(size)]
+            total = sum(float(np.exp(future.result()[-1])) for future in futures)
+        assert total == pytest.approx(1.0, abs=1e-3)
+        assert futures[0].result()[0] == 0.0
+
+    def test_samples_follow_the_logprobs(self, policy: Any) -> None:
+        """Reported probabilities are those of the draws: the mean of 1/p over distinct first tokens is their number."""
+        with policy.sampler().result() as sampler:
+            params = rlkit.SamplingParams(max_tokens=1, stop=())
+            samples = sampler.sample(self.prompt(policy), params, n=512, seed=5).result()
+        first = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in samples}
+        counts = {t: sum(int(s.tokens[0]) == t for s in samples) for t in first}
+        top = max(first, key=lambda t: first[t])
+        p = first[top]
+        assert abs(counts[top] / 512 - p) < 5 * np.sqrt(p * (1 - p) / 512) + 1e-9
+
+    def test_seeds_repeat(self, policy: Any) -> None:
+        """A seed gives the same samples again, and sample i does not depend on how many there are."""
+        with policy.sampler().result() as sampler:
+            once = sampler.sample(self.prompt(policy), LONG, n=4, seed=11).result()
+            again = sampler.sample(self.prompt(policy), LONG, n=2, seed=11).result()
+        for a, b in zip(once, again, strict=False):
+            assert a.tokens.tolist() == b.tokens.tolist()
+
+    def test_samples_of_a_group_differ(self, policy: Any) -> None:
+        """The samples of one request differ, and so do two requests without a seed."""
+        with policy.sampler().result() as sampler:
+            group = sampler.sample(self.prompt(policy), LONG, n=4, seed=1).result()
+            others = [sampler.sample(self.prompt(policy), LONG).result()[0] for _ in range(2)]
+        assert len({tuple(s.tokens.tolist()) for s in [*group, *others]}) == 6
+
+    def test_seed_of_the_backend_repeats(self, fresh: Callable[..., Any]) -> None:
+        """Two backends with one seed sample alike, call by call; another seed samples otherwise."""
+        draws = []
+        for seed in (3, 3, 4):
+            with fresh(seed=seed).sampler().result() as sampler:
+                draws.append([sampler.sample([1, 2], LONG).result()[0].tokens.tolist() for _ in range(2)])
+        assert draws[0] == draws[1]
+        assert draws[0] != draws[2]
+
+    def test_companions_change_nothing(self, policy: Any) -> None:
+        """A sample is the same, to the bit, alone and among requests of other lengths and settings."""
+        if not self.exact:
+            pytest.skip("this backend does not promise it (exact = False)")
+        params = rlkit.SamplingParams(max_tokens=20, stop=())
+        prompt = self.prompt(policy)
+        with policy.sampler().result() as sampler:
+            alone = sampler.sample(prompt, params, seed=2).result()[0]
+            crowd = [sampler.sample(self.prompt(policy, "x" * k), LONG, n=k % 3 + 1) for k in range(1, 12)]
+            shared = sampler.sample(np.append(prompt, prompt), params, n=2)
+            among = sampler.sample(prompt, params, n=3, seed=2).result()[0]
+            for future in [*crowd, shared]:
+                future.result()
+        assert alone.tokens.tolist() == among.tokens.tolist()
+        assert alone.logprobs.tobytes() == among.logprobs.tobytes()
+
+    def test_greedy_repeats(self, policy: Any) -> None:
+        """Temperature 0 takes the most probable token and reports its untempered logprob."""
+        params = rlkit.SamplingParams(max_tokens=4, temperature=0.0, stop=())
+        with policy.sampler().result() as sampler:
+            a, b = (sampler.sample(self.prompt(policy), params, seed=seed).result()[0] for seed in (1, 2))
+            scored = sampler.logprobs(np.concatenate([a.prompt, a.tokens])).result()[a.prompt.size :]
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert worst([scored], [a.logprobs]) < self.tolerance
+
+    def test_truncation_renormalises(self, policy: Any) -> None:
+        """With top_k = 1 every token is certain; with top_p the reported probabilities are those of what is left."""
+        prompt = self.prompt(policy)
+        with policy.sampler().result() as sampler:
+            greedy = rlkit.SamplingParams(max_tokens=4, temperature=0.0, stop=())
+            only = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=4, top_k=1, stop=()), n=2).result()
+            best = sampler.sample(prompt, greedy).result()[0]
+            three = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=1, top_k=3, stop=()), n=64, seed=0).result()
+            tiny = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=4, top_p=1e-6, stop=())).result()[0]
+        assert all(s.tokens.tolist() == best.tokens.tolist() for s in [*only, tiny])
+        assert all(np.abs(s.logprobs).max() < 1e-6 for s in [*only, tiny])
+        seen = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in three}
+        assert len(seen) <= 3
+        assert sum(seen.values()) <= 1 + 1e-5
+        assert three[0].datum(1.0).truncated
+
+    def test_stops(self, policy: Any) -> None:
+        """A stop id or string ends a sample and is part of it; () lets nothing end it but max_tokens."""
+        prompt, tokenizer = self.prompt(policy), policy.tokenizer
+        with policy.sampler().result() as sampler:
+            full = sampler.sample(prompt, LONG, seed=9).result()[0]
+            assert (full.stop_reason, full.tokens.size) == ("length", 12)
+            token = int(full.tokens[3])
+            place = full.tokens.tolist().index(token)
+            by_id = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=12, stop=(token,)), seed=9).result()[0]
+            ends = set(tokenizer.eos_ids)
+            until = next((i for i, t in enumerate(full.tokens.tolist()) if t in ends or i == place), place)
+            assert (by_id.stop_reason, by_id.tokens.tolist()) == ("stop", full.tokens[: until + 1].tolist())
+            text = tokenizer.decode(full.tokens[:until], skip_special=False) if until else ""
+            if text and "\ufffd" not in text:
+                stop = text[-1]
+                by_text = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=12, stop=(stop,)), seed=9).result()[0]
+                assert by_text.stop_reason == "stop"
+                assert stop in tokenizer.decode(by_text.tokens, skip_special=False)
+                assert stop not in tokenizer.decode(by_text.tokens[:-1], skip_special=False)
+
+    def test_context_ends_a_sample(self, policy: Any) -> None:
+        """A completion stops with the reason "length" where the model's context ends."""
+        prompt = np.ones(policy.max_length - 2, np.int64)
+        with policy.sampler().result() as sampler:
+            sample = sampler.sample(prompt, LONG, seed=0).result()[0]
+        assert (sample.tokens.size, sample.stop_reason) == (2, "length")
+
+    def test_snapshots_never_change(self, policy: Any) -> None:
+        """An old sampler gives what it gave before the policy was trained; a new one does not."""
+        data = self.data(policy)
+        before = policy.sampler().result()
+        tokens = data[0].tokens
+        first = before.logprobs(tokens).result()
+        policy.forward_backward(data, "ppo")
+        policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
+        after = policy.sampler().result()
+        assert before.logprobs(tokens).result().tobytes() == first.tobytes()
+        assert np.abs(after.logprobs(tokens).result() - first).max() > 1e-3
+        assert (before.version, after.version) == (0, 1)
+        assert after.sample(tokens[:3], LONG).result()[0].version == 1
+        trained = policy.forward(data).result().logprobs[0]
+        scored = after.logprobs(tokens, temperature=data[0].temperature).result()
+        assert worst([trained[data[0].mask]], [scored[data[0].mask]]) < self.tolerance
+
+    def test_base_is_never_written(self, policy: Any) -> None:
+        """Training, snapshots and sampling leave the base model as it was, to the bit."""
+        data = self.data(policy)
+        base = policy.base_sampler().result()
+        first = base.logprobs(data[0].tokens).result()
+        for _ in range(3):
+            policy.forward_backward(data, "ppo")
+            policy.optim_step(rlkit.Adam(learning_rate=0.05))
+            with policy.sampler().result() as sampler:
+                sampler.sample(data[0].tokens[:3], LONG).result()
+        assert base.logprobs(data[0].tokens).result().tobytes() == first.tobytes()
+        assert policy.base_sampler().result().logprobs(data[0].tokens).result().tobytes() == first.tobytes()
+
+    def test_closed_sampler_refuses(self, policy: Any) -> None:
+        """After close(), and after its context, a sampler raises."""
+        with policy.sampler().result() as sampler:
+            pass
+        with pytest.raises(rlkit.BackendError, match="closed"):
+            sampler.sample([1], LONG)
