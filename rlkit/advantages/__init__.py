@@ -7,7 +7,8 @@ All take one row, rows of one length, or a list of rows of different lengths, an
 from __future__ import annotations
 
 from rlkit.advantages._registry import register, registry
-from rlkit.advantages.baselines import asymre, gpg, maxrl, opmd, opo, rec, reinforce
+from rlkit.advantages.balanced import rec
+from rlkit.advantages.baselines import asymre, gpg, maxrl, opmd, opo, reinforce
 from rlkit.advantages.bootstrapped import gae, lambda_returns, length_adaptive_lambda, n_step_returns, vtrace
 from rlkit.advantages.components import gdpo
 from rlkit.advantages.episodes import gigpo, hierarchical_grpo, step_wise_grpo

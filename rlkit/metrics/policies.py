@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check, _rows
-from rlkit.errors import ConfigError, DataError
+from rlkit import _check, _ratios
 
 __all__ = [
     "chi2",
@@ -42,7 +41,7 @@ def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     Source: Schulman, "Approximating KL divergence" (2020), k1. Peers: verl's rollout_corr/kl,
     tinker-cookbook's kl_sample_train_v1.
     """
-    return float(-_log_ratios(trainer_logprobs, sampling_logprobs)[1].mean())
+    return float(-_ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1].mean())
 
 
 def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
@@ -59,7 +58,7 @@ def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
 
     Source: Schulman (2020), k2. Peers: tinker-cookbook's kl_sample_train_v2.
     """
-    d = _log_ratios(trainer_logprobs, sampling_logprobs)[1]
+    d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1]
     return float(0.5 * (d * d).mean())
 
 
@@ -78,8 +77,8 @@ def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
 
     Source: Schulman (2020), k3. Peers: verl, SkyRL and OpenRLHF clamp it at 10, where it matters most.
     """
-    d = _log_ratios(trainer_logprobs, sampling_logprobs)[1]
-    return float((np.expm1(_bounded(d)) - d).mean())
+    d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1]
+    return float((np.expm1(_ratios.bounded(d)) - d).mean())
 
 
 def entropy_estimate(*, sampling_logprobs: Any) -> float:
@@ -96,7 +95,7 @@ def entropy_estimate(*, sampling_logprobs: Any) -> float:
 
     Source: H = -E[log q]. Peers: Trinity multiplies by the probability once more, which estimates something else.
     """
-    rows = _logprobs("sampling_logprobs", sampling_logprobs)
+    rows = _ratios.logprobs("sampling_logprobs", sampling_logprobs)
     return float(-rows.flat.mean())
 
 
@@ -123,8 +122,8 @@ def clip_fraction(
 
     Source: PPO, arXiv:1707.06347. Peers count only tokens whose gradient the clip removes, which needs advantages.
     """
-    low, high = _check_bounds(clip_low_threshold, clip_high_threshold)
-    ratios = np.exp(_bounded(_log_ratios(trainer_logprobs, sampling_logprobs)[1]))
+    low, high = _ratios.check_bounds(clip_low_threshold, clip_high_threshold)
+    ratios = _ratios.ratios(_ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1])
     return {"low": float((ratios < low).mean()), "high": float((ratios > high).mean())}
 
 
@@ -145,7 +144,7 @@ def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> f
 
     Source: Kish (1965). Peers: verl's rollout_is_eff_sample_size.
     """
-    d = _log_ratios(trainer_logprobs, sampling_logprobs)[1]
+    d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1]
     w = np.exp(d - d.max())  # the size does not depend on a common factor
     return float(w.sum() ** 2 / (w.size * (w @ w)))
 
@@ -172,10 +171,10 @@ def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token")
     Source: Pearson's divergence. Peers: verl's chi2_token and chi2_seq.
     """
     _check.choice("level", level, ("token", "sequence"))
-    rows, d = _log_ratios(trainer_logprobs, sampling_logprobs)
+    rows, d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs)
     if level == "sequence":
         d = rows.sum(d)[rows.lengths > 0]
-    return float(np.exp(2.0 * _bounded(d)).mean() - 1.0)
+    return float(np.exp(2.0 * _ratios.bounded(d)).mean() - 1.0)
 
 
 def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[str, float]:
@@ -195,7 +194,7 @@ def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[s
 
     Source: none needed. Peers: verl reports the same with other names.
     """
-    w = np.exp(_bounded(_log_ratios(trainer_logprobs, sampling_logprobs)[1]))
+    w = _ratios.ratios(_ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1])
     std = float(w.std(ddof=1)) if w.size > 1 and w.min() != w.max() else 0.0
     return {"min": float(w.min()), "max": float(w.max()), "mean": float(w.mean()), "std": std}
 
@@ -216,36 +215,6 @@ def perplexity_difference(*, trainer_logprobs: Any, sampling_logprobs: Any) -> f
 
     Source: perplexity = exp(-mean logprob). Peers: verl's log_ppl_diff.
     """
-    rows, d = _log_ratios(trainer_logprobs, sampling_logprobs)
+    rows, d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs)
     filled = rows.lengths > 0
     return float(-(rows.sum(d)[filled] / rows.lengths[filled]).mean())
-
-
-def _logprobs(where: str, value: Any) -> _rows.Rows:
-    rows = _rows.parse(where, value, empty=True)
-    if rows.flat.size == 0:
-        raise DataError(_check.problem(where, "holds no tokens", "at least one"))
-    rows.check_finite(rows.flat)
-    return rows
-
-
-def _log_ratios(trainer_logprobs: Any, sampling_logprobs: Any) -> tuple[_rows.Rows, np.ndarray]:
-    """The rows, and trainer - sampling for each token [N]."""
-    rows = _logprobs("trainer_logprobs", trainer_logprobs)
-    sampling = rows.like("sampling_logprobs", sampling_logprobs)
-    rows.check_finite(sampling, where="sampling_logprobs")
-    return rows, np.subtract(rows.flat, sampling)
-
-
-def _bounded(log_ratios: np.ndarray) -> np.ndarray:
-    """Log-ratios whose exponentials and their squares stay finite."""
-    return np.asarray(np.minimum(log_ratios, 300.0))
-
-
-def _check_bounds(low: float, high: float) -> tuple[float, float]:
-    low = _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself")
-    high = _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself")
-    if low > high:
-        what = f"is {low}, above clip_high_threshold={high}"
-        raise ConfigError(_check.problem("clip_low_threshold", what, "bounds that do not cross"))
-    return low, high

@@ -1,0 +1,49 @@
+"""Ratios between the trainer's and the sampler's probability of a token: parsing and bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check, _rows
+from rlkit.errors import ConfigError, DataError
+
+LARGEST = 300.0  # exp(2 * 300) is still finite; a token beyond it is broken, and its exact size does not matter
+
+
+def logprobs(where: str, value: Any, *, some: bool = True) -> _rows.Rows:
+    """Finite logprobs of tokens: one sequence or several, which may be empty; ``some`` asks for at least one token."""
+    rows = _rows.parse(where, value, empty=True)
+    if some and rows.flat.size == 0:
+        raise DataError(_check.problem(where, "holds no tokens", "at least one"))
+    rows.check_finite(rows.flat)
+    return rows
+
+
+def log_ratios(trainer_logprobs: Any, sampling_logprobs: Any, *, some: bool = True) -> tuple[_rows.Rows, np.ndarray]:
+    """The rows, and trainer - sampling for each token [N]."""
+    rows = logprobs("trainer_logprobs", trainer_logprobs, some=some)
+    sampling = rows.like("sampling_logprobs", sampling_logprobs)
+    rows.check_finite(sampling, where="sampling_logprobs")
+    return rows, np.subtract(rows.flat, sampling)
+
+
+def bounded(log_ratio: np.ndarray) -> np.ndarray:
+    """Log-ratios whose exponentials and their squares stay finite."""
+    return np.asarray(np.minimum(log_ratio, LARGEST))
+
+
+def ratios(log_ratio: np.ndarray) -> np.ndarray:
+    """Their finite exponentials."""
+    return np.asarray(np.exp(bounded(log_ratio)))
+
+
+def check_bounds(low: float, high: float) -> tuple[float, float]:
+    """Bounds on a ratio, which do not cross."""
+    low = _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself")
+    high = _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself")
+    if low > high:
+        what = f"is {low}, above clip_high_threshold={high}"
+        raise ConfigError(_check.problem("clip_low_threshold", what, "bounds that do not cross"))
+    return low, high
