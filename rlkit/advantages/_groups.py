@@ -110,14 +110,19 @@ class Groups:
 
     def apply_singleton(self, advantages: np.ndarray, singleton: str) -> np.ndarray:
         """Advantages [N] with the rule for groups of one scored reward applied, and 0 where unscored."""
-        advantages = np.where(self.scored, advantages, 0.0) + 0.0  # -0.0 becomes 0.0
-        if singleton != "zero" and (self.sizes == 1).any():
-            if singleton == "error":
-                name = self.rows.row_name(int(np.argmax(self.sizes == 1)))
-                why = 'singleton="error"; "zero" gives it the advantage 0, "raw" its reward'
-                raise DataError(_check.problem(name, "has one scored reward", "at least two", why))
-            advantages = np.where(self.rows.spread(self.sizes == 1), self.rewards, advantages)
-        return advantages
+        advantages = self.where_scored(advantages)
+        alone = self.sizes == 1
+        if not alone.any():
+            return advantages
+        if singleton == "error":
+            name = self.rows.row_name(int(np.argmax(alone)))
+            why = 'singleton="error"; "zero" gives it the advantage 0, "raw" its reward'
+            raise DataError(_check.problem(name, "has one scored reward", "at least two", why))
+        return np.where(self.rows.spread(alone), self.rewards if singleton == "raw" else 0.0, advantages)
+
+    def where_scored(self, advantages: np.ndarray) -> np.ndarray:
+        """Advantages [N], 0 where unscored."""
+        return np.asarray(np.where(self.scored, advantages, 0.0) + 0.0)  # + 0.0 turns -0.0 into 0.0
 
     def finish(self, advantages: np.ndarray, singleton: str = "zero") -> Any:
         """Advantages [N] in the form in which the rewards came."""

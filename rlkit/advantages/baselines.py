@@ -39,10 +39,10 @@ def reinforce(rewards: Any, *, normalize: bool = False, ddof: int = 1, eps: floa
     _groups.settings(ddof=ddof, eps=eps)
     groups = Groups.parse(rewards)
     if not normalize:
-        return groups.finish(groups.rewards)
+        return groups.rows.restore(groups.rewards)
     advantages = np.zeros(groups.rewards.size)
     advantages[groups.scored] = _groups.whiten(groups.rewards[groups.scored], ddof, eps)
-    return groups.finish(advantages)
+    return groups.rows.restore(advantages)
 
 
 @register("opo")
@@ -174,8 +174,7 @@ def asymre(rewards: Any, *, shift: float = -0.1, singleton: str = "zero") -> Any
     shift = _check.real("shift", shift, low=-_rows.LARGEST, high=_rows.LARGEST)
     _groups.settings(singleton=singleton)
     groups = Groups.parse(rewards)
-    advantages = np.where(groups.rows.spread(groups.sizes > 1), groups.deviations - shift, 0.0)
-    return groups.finish(advantages, singleton)
+    return groups.finish(groups.deviations - shift, singleton)
 
 
 @register("maxrl")

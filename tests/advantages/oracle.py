@@ -1,0 +1,272 @@
+"""The estimators once more, as plain loops over Python floats that follow the formulas letter by letter.
+
+Group functions take a list of groups, each a list of floats with NaN for unscored, and return the same nesting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+
+Group = list[float]
+
+
+def scored(group: Group) -> Group:
+    return [r for r in group if not math.isnan(r)]
+
+
+def std(values: list[float], ddof: int) -> float:
+    mean = statistics.fmean(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
+
+
+def by_group(groups: list[Group], one: Callable[[Group], Callable[[float, int], float]]) -> list[Group]:
+    """``one(scored rewards)`` gives the advantage of a reward from its value and its place among the scored ones."""
+    result = []
+    for group in groups:
+        kept = scored(group)
+        advantage = one(kept) if len(kept) > 1 and max(kept) > min(kept) else lambda _r, _i: 0.0
+        row, place = [], 0
+        for r in group:
+            row.append(0.0 if math.isnan(r) else advantage(r, place))
+            place += not math.isnan(r)
+        result.append(row)
+    return result
+
+
+def grpo(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+    batch = [r for group in groups for r in scored(group)]
+
+    def one(kept: Group) -> Callable[[float, int], float]:
+        mean = statistics.fmean(kept)
+        if scale == "none":
+            return lambda r, _: r - mean
+        divisor = std(kept if scale == "group" else batch, ddof) + eps
+        return lambda r, _: (r - mean) / divisor
+
+    return by_group(groups, one)
+
+
+def others(kept: Group, i: int) -> Group:
+    return kept[:i] + kept[i + 1 :]
+
+
+def rloo(groups: list[Group]) -> list[Group]:
+    return by_group(groups, lambda kept: lambda r, i: r - statistics.fmean(others(kept, i)))
+
+
+def loo_std(groups: list[Group], eps: float = 1e-6) -> list[Group]:
+    def one(kept: Group) -> Callable[[float, int], float]:
+        def advantage(r: float, i: int) -> float:
+            rest = others(kept, i)
+            divided = len(rest) > 1 and max(rest) > min(rest)
+            return (r - statistics.fmean(rest)) / (std(rest, 1) + eps if divided else 1.0)
+
+        return advantage
+
+    return by_group(groups, one)
+
+
+def maxrl(groups: list[Group]) -> list[Group]:
+    def one(kept: Group) -> Callable[[float, int], float]:
+        mean = statistics.fmean(kept)
+        return lambda r, _: (r - mean) / mean if mean > 0 else 0.0
+
+    return by_group(groups, one)
+
+
+def gpg(groups: list[Group], count: str = "rewards", f_norm: float = 1.0) -> list[Group]:
+    if count == "rewards":
+        batch = [r for group in groups for r in scored(group)]
+        total, signal = len(batch), sum(r != 0 for r in batch)
+    else:
+        kept = [scored(group) for group in groups if scored(group)]
+        total, signal = len(kept), sum(max(group) > min(group) for group in kept)
+    alpha = total / signal if signal else 1.0
+    return [[alpha * a / f_norm for a in row] for row in grpo(groups, "none")]
+
+
+def opmd(groups: list[Group], baseline: str = "mean", tau: float = 1.0) -> list[Group]:
+    if baseline == "mean":
+        return grpo(groups, "none")
+
+    def one(kept: Group) -> Callable[[float, int], float]:
+        level = tau * math.log(statistics.fmean([math.exp(r / tau) for r in kept]))
+        return lambda r, _: r - level
+
+    return by_group(groups, one)
+
+
+def asymre(groups: list[Group], shift: float = -0.1) -> list[Group]:
+    result = []
+    for group in groups:
+        kept = scored(group)
+        mean = statistics.fmean(kept) if kept else 0.0
+        result.append([0.0 if math.isnan(r) or len(kept) < 2 else r - (mean + shift) for r in group])
+    return result
+
+
+def rec(groups: list[Group], normalize: bool = False, ddof: int = 0, eps: float = 1e-6) -> list[Group]:
+    return grpo(groups, "group" if normalize else "none", ddof, eps)
+
+
+def reinforce(groups: list[Group], normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+    batch = [r for group in groups for r in scored(group)]
+    mean, divisor = 0.0, 1.0
+    if normalize:
+        if len(batch) < 2 or max(batch) == min(batch):
+            return [[0.0 for _ in group] for group in groups]
+        mean, divisor = statistics.fmean(batch), std(batch, ddof) + eps
+    return [[0.0 if math.isnan(r) else (r - mean) / divisor for r in group] for group in groups]
+
+
+def opo(groups: list[Group], lengths: list[list[int]]) -> list[Group]:
+    result = []
+    for group, counts in zip(groups, lengths, strict=True):
+        pairs = [(r, n) for r, n in zip(group, counts, strict=True) if not math.isnan(r)]
+        total = sum(n for _, n in pairs)
+        base = math.fsum(r * n for r, n in pairs) / total if total else 0.0
+        single = len(pairs) < 2 or not total
+        result.append([0.0 if math.isnan(r) or single else r - base for r in group])
+    return result
+
+
+def whiten_repeated(values: list[float], counts: list[int], ddof: int, eps: float) -> list[float]:
+    everything = [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
+    if len(everything) < 2 or max(everything) == min(everything):
+        return [0.0] * len(values)
+    mean, divisor = statistics.fmean(everything), std(everything, ddof) + eps
+    return [(v - mean) / divisor for v in values]
+
+
+def reinforce_pp_baseline(
+    groups: list[Group], lengths: list[list[int]], ddof: int = 1, eps: float = 1e-6
+) -> list[Group]:
+    centred = grpo(groups, "none")
+    flat = [a for row in centred for a in row]
+    seen = [not math.isnan(r) for group in groups for r in group]
+    counts = [n * ok for n, ok in zip([n for row in lengths for n in row], seen, strict=True)]
+    white = iter(whiten_repeated(flat, counts, ddof, eps))
+    return [[0.0 if math.isnan(r) else a for r, a in [(r, next(white)) for r in group]] for group in groups]
+
+
+def gdpo(components: list[list[Group]], weights: list[float], ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+    parts = [grpo(groups, "group", ddof, eps) for groups in components]
+    sizes = [len(group) for group in components[0]]
+    total, known = [], []
+    for g, size in enumerate(sizes):
+        for i in range(size):
+            total.append(math.fsum(w * part[g][i] for w, part in zip(weights, parts, strict=True)))
+            known.append(any(not math.isnan(groups[g][i]) for groups in components))
+    white = iter(whiten_repeated(total, [int(k) for k in known], ddof, eps))
+    flat = iter([a * k for a, k in zip(white, known, strict=True)])
+    return [[next(flat) for _ in range(size)] for size in sizes]
+
+
+def pass_at_k(groups: list[Group], scale: str = "group", ddof: int = 1, eps: float = 1e-6) -> list[Group]:
+    def one(kept: Group) -> Callable[[float, int], float]:
+        first, second = sorted(kept, reverse=True)[:2]
+        divisor = std(kept, ddof) + eps if scale == "group" else 1.0
+        return lambda _r, i: (first - second) / divisor if i == kept.index(first) else 0.0
+
+    return by_group(groups, one)
+
+
+def pass_at_k_analytic(groups: list[Group], k: int) -> list[Group]:
+    """GRPO over all subsets of size k, each worth its best sample, averaged over those that hold a sample."""
+
+    def one(kept: Group) -> Callable[[float, int], float]:
+        subsets = list(itertools.combinations(range(len(kept)), k))
+        best = [max(kept[i] for i in subset) for subset in subsets]
+        if len(set(best)) < 2:
+            return lambda _r, _i: 0.0
+        mean, deviation = statistics.fmean(best), std(best, 0)
+
+        def advantage(_: float, i: int) -> float:
+            return statistics.fmean([(b - mean) / deviation for b, s in zip(best, subsets, strict=True) if i in s])
+
+        return advantage
+
+    return by_group(groups, one)
+
+
+def pkpo(groups: list[Group], k: int, baseline: str = "loo_minus_one") -> list[Group]:
+    result = []
+    for group in groups:
+        kept = [i for i, r in enumerate(group) if not math.isnan(r)]
+        row = [0.0] * len(group)
+        if len(kept) >= max(k, 2):
+            for subset in itertools.combinations(kept, k):
+                for i in subset:
+                    rest = [group[j] for j in subset if j != i]
+                    row[i] += max(group[j] for j in subset) - (max(rest) if baseline != "none" else 0.0)
+            row = [a / math.comb(len(kept), k) for a in row]
+        result.append(row)
+    return result
+
+
+def returns(rewards: list[float], gamma: float, bootstrap: float = 0.0) -> list[float]:
+    result, g = [], bootstrap
+    for r in reversed(rewards):
+        g = r + gamma * g
+        result.append(g)
+    return result[::-1]
+
+
+def gae(
+    rewards: list[float], values: list[float], gamma: float, lam: float, bootstrap: float = 0.0
+) -> tuple[list[float], list[float]]:
+    advantages, a, after = [], 0.0, bootstrap
+    for r, v in zip(reversed(rewards), reversed(values), strict=True):
+        a = r + gamma * after - v + gamma * lam * a
+        advantages.append(a)
+        after = v
+    advantages = advantages[::-1]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def lambda_returns(
+    rewards: list[float], values: list[float], gamma: float, lam: float, bootstrap: float
+) -> list[float]:
+    result, g, after = [], bootstrap, bootstrap
+    for r, v in zip(reversed(rewards), reversed(values), strict=True):
+        g = r + gamma * ((1 - lam) * after + lam * g)
+        result.append(g)
+        after = v
+    return result[::-1]
+
+
+def n_step_returns(rewards: list[float], values: list[float], n: int, gamma: float, bootstrap: float) -> list[float]:
+    length = len(rewards)
+    following = [*values, bootstrap]
+    result = []
+    for t in range(length):
+        end = min(t + n, length)
+        g = math.fsum(gamma ** (s - t) * rewards[s] for s in range(t, end))
+        result.append(g + gamma ** (end - t) * following[end])
+    return result
+
+
+def vtrace(
+    rewards: list[float],
+    values: list[float],
+    log_ratios: list[float],
+    gamma: float,
+    lam: float,
+    clip_rho: float,
+    clip_pg_rho: float,
+    bootstrap: float,
+) -> tuple[list[float], list[float]]:
+    length = len(rewards)
+    v, targets, above = [*values, bootstrap], [0.0] * length + [bootstrap], 0.0
+    advantages = [0.0] * length
+    for t in reversed(range(length)):
+        ratio = math.exp(log_ratios[t])
+        delta = min(ratio, clip_rho) * (rewards[t] + gamma * v[t + 1] - v[t])
+        above = delta + gamma * lam * min(ratio, 1.0) * above
+        targets[t] = v[t] + above
+        follow = (1 - lam) * v[t + 1] + lam * targets[t + 1]
+        advantages[t] = min(ratio, clip_pg_rho) * (rewards[t] + gamma * follow - v[t])
+    return advantages, targets[:length]
