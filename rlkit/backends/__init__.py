@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from typing import Any
 
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
@@ -36,7 +38,14 @@ def connect(name: str, **options: Any) -> TrainerBackend:
     ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))
     'hello'
     """
-    backend: TrainerBackend = backends.resolve(name)(**options)
+    make = backends.resolve(name)
+    known = inspect.signature(make).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for option in options.keys() - known.keys():
+            close = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"connect({name!r}): no option {option!r}; {hint}There are: {', '.join(sorted(known))}")
+    backend: TrainerBackend = make(**options)
     return backend
 
 

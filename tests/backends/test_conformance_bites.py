@@ -1,0 +1,203 @@
+"""Each conformance test fails on a backend with the fault that it is there to catch."""
+
+from __future__ import annotations
+
+import inspect
+
+import attrs
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.backends.toy import ToyBackend, ToySampler
+from rlkit.futures import Future
+from rlkit.testing import BackendConformance
+
+
+class SharesWeights(ToyBackend):
+    """Samplers follow the policy: a step writes into the array that they hold."""
+
+    def _step(self, params):
+        held = self._weights
+        metrics = super()._step(params)
+        held[...] = self._weights
+        self._weights = held
+        return metrics
+
+
+class IgnoresTemperature(ToyBackend):
+    def _forward(self, datum):
+        return super()._forward(attrs.evolve(datum, temperature=1.0))
+
+
+class ShiftsByOne(ToyBackend):
+    """Scores token t with what was known one token later."""
+
+    def _forward(self, datum):
+        row = super()._forward(datum)
+        moved = np.roll(np.flatnonzero(datum.mask), 0)
+        features = self._features.all(datum.tokens)[moved]
+        return type(row)(features, self._weights, datum.temperature or 1.0)
+
+
+class MeansInsteadOfSums(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        before = self._gradient
+        out = yield from super()._run(data, loss, want, backward=backward)
+        self._gradient = before + (self._gradient - before) / len(data)
+        return attrs.evolve(out, metrics={**out.metrics, "loss:sum": out.metrics["loss:sum"] / len(data)})
+
+
+class OverwritesTheGradient(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        if backward:
+            self._gradient = np.zeros_like(self._gradient)
+        return (yield from super()._run(data, loss, want, backward=backward))
+
+
+class KeepsAFailedGradient(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        if backward:
+            half = (yield from super()._run(data[:1], rlkit.losses.prepare("cross_entropy"), want, backward=True))
+            del half
+        return (yield from super()._run(data, loss, want, backward=backward))
+
+
+class AlwaysCrossEntropy(ToyBackend):
+    def _run(self, data, loss, want, *, backward):
+        loss = rlkit.losses.prepare("cross_entropy") if loss is not None else None
+        return (yield from super()._run(data, loss, want, backward=backward))
+
+
+class IgnoresSettings(ToyBackend):
+    def forward_backward(self, data, loss, *, config=None, want=()):
+        return super().forward_backward(data, loss, want=want)
+
+
+class IgnoresWeights(ToyBackend):
+    def forward_backward(self, data, loss, *, config=None, want=()):
+        if isinstance(data, list):
+            data = [d.with_inputs(weights=1.0) if isinstance(d, rlkit.Datum) and "weights" in d.inputs else d for d in data]
+        return super().forward_backward(data, loss, config=config, want=want)
+
+
+class StepsBehindAFailure(ToyBackend):
+    def _guarded(self, call, job, epoch):
+        result = job()
+        return (yield from result) if inspect.isgenerator(result) else result
+
+
+class StepsOnInfinity(ToyBackend):
+    def _step(self, params):
+        self._gradient = np.clip(np.nan_to_num(self._gradient), -1e10, 1e10)
+        return super()._step(params)
+
+
+class ForgetsMoments(ToyBackend):
+    def _load(self, path, *, optimizer):
+        version = super()._load(path, optimizer=optimizer)
+        self._moments = [np.zeros_like(m) for m in self._moments]
+        return version
+
+
+class ForgetsTheSeedStream(ToyBackend):
+    def _load(self, path, *, optimizer):
+        version = super()._load(path, optimizer=optimizer)
+        self._seeds.count = 0
+        return version
+
+
+class OneSeedForAll(ToySampler):
+    """Every sample of a group is the same one."""
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        one = super().sample(prompt, params, n=1, seed=seed).result()[0]
+        return Future.of([one] * n)
+
+
+class SamplesAlike(ToyBackend):
+    def _snapshot(self):
+        sampler = super()._snapshot()
+        sampler.__class__ = OneSeedForAll
+        return sampler
+
+
+class DrawsElsewhere(ToySampler):
+    """Reports other logprobs than those it draws by: top_p without renormalising."""
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        drawn = super().sample(prompt, params, n=n, seed=seed).result()
+        whole = [self.logprobs(np.concatenate([s.prompt, s.tokens])).result()[s.prompt.size :] for s in drawn]
+        return Future.of([attrs.evolve(s, logprobs=lp) for s, lp in zip(drawn, whole, strict=True)])
+
+
+class DoesNotRenormalise(ToyBackend):
+    def _snapshot(self):
+        sampler = super()._snapshot()
+        sampler.__class__ = DrawsElsewhere
+        return sampler
+
+
+FAULTS = [
+    (SharesWeights, "test_snapshots_never_change", {}),
+    (SharesWeights, "test_base_is_never_written", {"base": True}),
+    (IgnoresTemperature, "test_sampler_and_trainer_agree", {"temperature": 0.7}),
+    (ShiftsByOne, "test_sampler_and_trainer_agree", {"temperature": 1.0}),
+    (MeansInsteadOfSums, "test_losses_are_sums", {}),
+    (MeansInsteadOfSums, "test_two_calls_equal_one", {}),
+    (OverwritesTheGradient, "test_two_calls_equal_one", {}),
+    (OverwritesTheGradient, "test_failure_keeps_what_was_accumulated", {}),
+    (KeepsAFailedGradient, "test_failure_keeps_what_was_accumulated", {}),
+    (AlwaysCrossEntropy, "test_name_equals_callable", {"name": "cross_entropy"}),
+    (IgnoresSettings, "test_settings_reach_the_loss", {}),
+    (IgnoresWeights, "test_weights_multiply_every_term", {"name": "dro"}),
+    (StepsBehindAFailure, "test_queued_calls_are_refused", {}),
+    (StepsOnInfinity, "test_overflowing_norm_refuses_the_step", {}),
+    (ForgetsMoments, "test_resume_is_exact", {}),
+    (ForgetsTheSeedStream, "test_resume_is_exact", {}),
+    (SamplesAlike, "test_samples_of_a_group_differ", {}),
+    (DoesNotRenormalise, "test_truncation_renormalises", {}),
+    (DoesNotRenormalise, "test_sampler_and_trainer_agree", {"temperature": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("faulty", "test", "arguments"), FAULTS, ids=[f"{f.__name__}-{t[5:]}" for f, t, _ in FAULTS])
+def test_fault_is_found(faulty, test, arguments, tmp_path):
+    """The conformance test passes on the sound toy, and fails on the faulty one."""
+    run_with(ToyBackend, test, {k: v for k, v in arguments.items() if k != "base"}, tmp_path / "sound")
+    made = faulty
+    if arguments.get("base"):
+
+        class WritesBase(faulty):
+            def __init__(self, **options):
+                super().__init__(**options)
+                self._weights = self._base_weights
+
+        made = WritesBase
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        run_with(made, test, {k: v for k, v in arguments.items() if k != "base"}, tmp_path / "faulty")
+
+
+def run_with(backend, test, arguments, folder):
+    """Runs one conformance test by hand on a backend class."""
+
+    class Suite(BackendConformance):
+        def make(self, folder, **options):
+            return backend(folder=folder, max_length=128, **options)
+
+    made = []
+
+    def fresh(**options):
+        made.append(Suite().make(folder, **{"seed": 0, **options}))
+        return made[-1]
+
+    available = {"fresh": fresh, "tmp_path": folder, **arguments}
+    method = getattr(Suite(), test)
+    wanted = inspect.signature(method).parameters
+    if "policy" in wanted:
+        available["policy"] = fresh()
+    try:
+        method(**{name: available[name] for name in wanted})
+    finally:
+        for policy in made:
+            policy.close()

@@ -1,0 +1,104 @@
+"""Registries and the error tree."""
+
+from __future__ import annotations
+
+import pickle
+import types
+
+import pytest
+
+import rlkit
+from rlkit import ConfigError, Registry, UnknownNameError, errors
+
+
+@pytest.fixture
+def registry():
+    registry = Registry("thing", entry_point_group="rlkit.test")
+
+    @registry.register("one")
+    def one():
+        """The first.
+
+        More.
+        """
+
+    registry["lazy"] = "json:dumps"
+    return registry
+
+
+def test_resolve(registry):
+    """A name gives what was registered, a callable itself, a dotted name what it points at."""
+    import json
+
+    assert registry.resolve("lazy") is json.dumps
+    assert registry.resolve(len) is len
+    assert dict.__getitem__(registry, "lazy") is json.dumps
+
+
+def test_miss_names_what_exists(registry):
+    """A miss suggests a close name and lists all of them."""
+    with pytest.raises(UnknownNameError, match="did you mean 'one'.*lazy, one"):
+        registry.resolve("on")
+    with pytest.raises(LookupError):
+        registry["nothing"]
+    with pytest.raises(ConfigError):
+        registry.resolve(3)
+
+
+def test_names_are_not_taken_twice(registry):
+    """Registering another function under a name that exists raises; the same one may come again."""
+    with pytest.raises(ConfigError, match="exists"):
+        registry.register("one")(len)
+    registry.register("one")(registry["one"])
+    for bad in ("", None, 3):
+        with pytest.raises(ConfigError):
+            registry.register(bad)
+
+
+def test_entry_points_are_loaded_on_a_miss(registry, monkeypatch):
+    """Installed packages add to a registry; nothing is imported before it is asked for."""
+    point = types.SimpleNamespace(name="theirs", value="json:loads")
+    asked = []
+    monkeypatch.setattr("rlkit.registry.entry_points", lambda group: asked.append(group) or [point])
+    assert registry.resolve("one")
+    assert not asked
+    import json
+
+    assert registry.resolve("theirs") is json.loads
+    assert asked == ["rlkit.test"]
+
+
+def test_table(registry):
+    """The table has the first line of each docstring."""
+    assert ("one", "The first.") in registry.table()
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_errors(name):
+    """Every error is picklable, documented, and derives from RlkitError and a built-in of its kind."""
+    cls = getattr(rlkit, name)
+    error = cls("where: what")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (cls, "where: what")
+    assert issubclass(cls, rlkit.RlkitError)
+    assert cls.__doc__
+
+
+def test_error_tree():
+    """The built-in bases are those that callers already catch."""
+    assert issubclass(rlkit.DataError, ValueError)
+    assert issubclass(rlkit.ConfigError, ValueError)
+    assert issubclass(rlkit.UnknownNameError, LookupError)
+    assert issubclass(rlkit.UnsupportedError, NotImplementedError)
+    assert issubclass(rlkit.BackendTimeout, TimeoutError)
+    for name in ("BackendTimeout", "StepOutcomeUnknown", "TrainerFailed", "CheckpointError"):
+        assert issubclass(getattr(rlkit, name), rlkit.BackendError)
+    assert issubclass(rlkit.BackendError, RuntimeError)
+
+
+def test_connect_names_its_backends():
+    """An unknown backend is answered with those that exist; an unknown option is refused."""
+    with pytest.raises(UnknownNameError, match="local.*toy"):
+        rlkit.connect("loocal")
+    with pytest.raises(ConfigError, match="seeed.*seed"):
+        rlkit.connect("toy", seeed=1)
