@@ -180,8 +180,6 @@ def plot(rows: Sequence[dict], held_out: Sequence[tuple[str, Answers]], path: Pa
 
 def run(policy: TrainerBackend, args: argparse.Namespace, log: TextIO, trajectories: TextIO) -> None:
     """Evaluates, trains, evaluates again, and says what changed."""
-    adam = rlkit.Adam(learning_rate=args.learning_rate)
-    params = rlkit.SamplingParams(max_tokens=args.max_tokens)
     greedy = rlkit.SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     roomy = rlkit.SamplingParams(max_tokens=4 * args.max_tokens, temperature=0.0)
     pool = make_questions(policy.tokenizer, args.seed, min(args.steps * args.prompts, 100))
@@ -202,11 +200,10 @@ def run(policy: TrainerBackend, args: argparse.Namespace, log: TextIO, trajector
         screen.doing(f"the same with {roomy.max_tokens} tokens")
         with_room = ask(policy.sampler().result(), held_out, roomy)
         for step, indices in enumerate(order.reshape(args.steps, args.prompts)):
-            screen.doing(
-                f"step {step + 1} of {args.steps}" + (f", reward {rows[-1]['reward/mean']:.2f}" if rows else "")
-            )
+            last = f", reward {rows[-1]['reward/mean']:.2f}" if rows else ""
+            screen.doing(f"step {step + 1} of {args.steps}{last}")
             questions = [pool[i] for i in indices]
-            metrics, got = train(policy, questions, params, adam, args.samples)
+            metrics, got = train(policy, questions, args.params, args.adam, args.samples)
             rows.append({"step": step, **metrics})
             log.write(json.dumps(rows[-1]) + "\n")
             log.flush()
@@ -223,10 +220,8 @@ def run(policy: TrainerBackend, args: argparse.Namespace, log: TextIO, trajector
         print(f"{question.text.rpartition(': ')[2]:>11} {old[0]!r:<50} {new[0]!r}")
     scores = [("before", before), (f"before, given {roomy.max_tokens} tokens", with_room), ("after", after)]
     for when, got in scores:
-        p, low, high = got.interval()
-        print(
-            f"{when:>24}: {p:.2f} right (95 % interval {low:.2f} to {high:.2f}), {got.numbers.mean():.2f} hold a number"
-        )
+        right = "{:.2f} right (95 % interval {:.2f} to {:.2f})".format(*got.interval())
+        print(f"{when:>24}: {right}, {got.numbers.mean():.2f} hold a number")
     print(LESSON[args.backend].format(args.max_tokens))
     plot(rows, scores, args.out / "reward.png")
     print(f"{args.out} holds metrics.jsonl, trajectories.jsonl and reward.png; the adapter is in {adapter}")
@@ -248,30 +243,32 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--seed", 0, "of everything random"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{text} (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/quickstart"), help="folder of results (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="results (default: %(default)s)")
     args = parser.parse_args(argv)
     for name, value in DEFAULTS[args.backend].items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     low = [name for name in ("steps", "prompts", "samples", "eval_size") if getattr(args, name) < 1]
     if low:
         parser.error(f"--{low[0].replace('_', '-')} must be at least 1")
+    args.params = rlkit.SamplingParams(max_tokens=args.max_tokens)
+    args.adam = rlkit.Adam(learning_rate=args.learning_rate)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     args = arguments(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     options = {"model": args.model, "lora": rlkit.Lora(rank=args.rank), "seed": args.seed, "folder": args.out}
-    with (
-        rlkit.connect(args.backend, **options) as policy,
-        (args.out / "metrics.jsonl").open("w") as log,
-        (args.out / "trajectories.jsonl").open("w") as trajectories,
-    ):
-        run(policy, args, log, trajectories)
+    with rlkit.connect(args.backend, **options) as policy:
+        args.out.mkdir(parents=True, exist_ok=True)
+        files = (args.out / name for name in ("metrics.jsonl", "trajectories.jsonl"))
+        log, trajectories = (file.open("w", encoding="utf-8") for file in files)
+        with log, trajectories:
+            run(policy, args, log, trajectories)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (rlkit.ConfigError, rlkit.UnsupportedError) as error:
+        sys.exit(f"quickstart: {error}")
