@@ -1,5 +1,6 @@
 """Checks of arguments. Each returns the value in its proper type or raises an error that says where, what,
-what was expected, and why."""
+what was expected, and why.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +43,10 @@ def integer(
     expected = "an integer" + _interval(low, high)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise error(problem(where, f"got {shown(value)}", expected, why))
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise error(problem(where, f"got {value}", expected, why))
-    return int(value)
+    number = int(value)
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise error(problem(where, f"got {number}", expected, why))
+    return number
 
 
 def real(

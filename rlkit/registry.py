@@ -76,7 +76,7 @@ class Registry(dict[str, Any]):
         return [(name, (inspect.getdoc(self[name]) or "").partition("\n")[0]) for name in sorted(self)]
 
     def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)  # calls __missing__
+        value: Any = super().__getitem__(name)  # calls __missing__
         if isinstance(value, str):
             module, _, attribute = value.partition(":")
             value = getattr(importlib.import_module(module), attribute)
@@ -86,7 +86,7 @@ class Registry(dict[str, Any]):
     def __missing__(self, name: object) -> Any:
         self._load_entry_points()
         if name in self:
-            return dict.__getitem__(self, name)
+            return super().__getitem__(str(name))
         names = sorted(self)
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."

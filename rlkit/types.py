@@ -14,6 +14,12 @@ from rlkit.errors import ConfigError, DataError
 
 __all__ = ["Adam", "Datum", "ForwardBackwardOutput", "Lora", "Sample", "SamplingParams"]
 
+
+def _given(value: Any) -> Any:
+    """What the caller gave, of any type; it is checked once all fields are there."""
+    return value
+
+
 _REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entropy")
 
 
@@ -42,9 +48,9 @@ class Datum:
     array([7, 8])
     """
 
-    tokens: np.ndarray
-    mask: np.ndarray
-    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict)
+    tokens: np.ndarray = attrs.field(converter=_given)
+    mask: np.ndarray = attrs.field(converter=_given)
+    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict, converter=_given)
     temperature: float = 1.0
     truncated: bool = False
 
@@ -80,8 +86,11 @@ class Datum:
         """[T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
         array = np.asarray(x)
         if array.ndim == 0 or array.shape[0] != self.mask.size:
-            raise DataError(_check.problem("select(x)", _check.shown(array), f"length {self.mask.size}", "one per token"))
-        return array[self.mask]
+            raise DataError(
+                _check.problem("select(x)", _check.shown(array), f"length {self.mask.size}", "one per token")
+            )
+        selected: np.ndarray = array[self.mask]
+        return selected
 
     def expand(self, x: Any) -> np.ndarray:
         """[n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
@@ -117,9 +126,9 @@ class Sample:
         version: optimizer steps behind the sampler's snapshot.
     """
 
-    prompt: np.ndarray
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    prompt: np.ndarray = attrs.field(converter=_given)
+    tokens: np.ndarray = attrs.field(converter=_given)
+    logprobs: np.ndarray = attrs.field(converter=_given)
     stop_reason: Literal["stop", "length"] = "stop"
     temperature: float = 1.0
     top_p: float = 1.0
@@ -172,7 +181,7 @@ class Sample:
 
 @attrs.frozen
 class SamplingParams:
-    """How to sample.
+    r"""How to sample.
 
     Args:
         max_tokens: >= 1; the completion also ends where the model's context does.
@@ -182,8 +191,8 @@ class SamplingParams:
         stop: None: the model's end tokens. A non-empty tuple of strings or of token ids: these in addition.
             ``()``: nothing stops a completion but ``max_tokens``.
 
-    >>> SamplingParams(max_tokens=8, stop=["\\n"]).stop
-    ('\\n',)
+    >>> SamplingParams(max_tokens=8, stop=["\n"]).stop
+    ('\n',)
     >>> SamplingParams(temperature=-1)
     Traceback (most recent call last):
     rlkit.errors.ConfigError: SamplingParams.temperature: got -1; expected a finite number >= 0.0
@@ -193,7 +202,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    stop: tuple[str, ...] | tuple[int, ...] | None = attrs.field(default=None, converter=_given)
 
     def __attrs_post_init__(self) -> None:
         where = "SamplingParams."
@@ -255,9 +264,7 @@ class Lora:
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    target_modules: tuple[str, ...] | None = attrs.field(
-        default=None, converter=lambda x: tuple(x) if isinstance(x, list) else x
-    )
+    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_given)
 
     def __attrs_post_init__(self) -> None:
         _check.integer("Lora.rank", self.rank, low=1)
@@ -265,7 +272,8 @@ class Lora:
         if self.seed is not None:
             _check.integer("Lora.seed", self.seed, low=0)
         flags = [_check.flag(f"Lora.{n}", getattr(self, n)) for n in ("train_mlp", "train_attn", "train_unembed")]
-        names = self.target_modules
+        names: Any = tuple(self.target_modules) if isinstance(self.target_modules, list) else self.target_modules
+        object.__setattr__(self, "target_modules", names)
         if names is None:
             if not any(flags):
                 raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")

@@ -109,6 +109,7 @@ def test_await_works_under_anyio(pending):
 
 def test_cancelling_an_await_leaves_the_work(pending):
     """Cancelling, and asyncio.wait_for running out, never cancel what is under way."""
+
     async def main():
         task = asyncio.create_task(wait(Future.wrap(pending)))
         await asyncio.sleep(0)

@@ -188,7 +188,9 @@ class InProcessBackend(ABC):
         with self._lock:
             self._check_open()
             if self._pending:
-                raise BackendError("save: a gradient is accumulated and would be lost; call optim_step or discard first")
+                raise BackendError(
+                    "save: a gradient is accumulated and would be lost; call optim_step or discard first"
+                )
             return self._submit("save", job, trains=False)
 
     def discard(self) -> Future[None]:
@@ -232,7 +234,9 @@ class InProcessBackend(ABC):
 
             prepared = prepare(loss, config)
             if prepared.driver == "values":
-                raise UnsupportedError(f"the loss {prepared.name!r} needs a value head, which a policy has not: use a critic")
+                raise UnsupportedError(
+                    f"the loss {prepared.name!r} needs a value head, which a policy has not: use a critic"
+                )
             prepared.check(data)
             prepared.try_out(data)
         return data, prepared, tuple(want)
@@ -291,7 +295,9 @@ def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> lis
         targets = datum.inputs.get("target_tokens")
         if targets is not None and (targets.ndim == 0 or targets.max() >= vocab_size or targets.min() < -1):
             where = f"data[{i}].inputs['target_tokens']"
-            raise DataError(_check.problem(where, f"spans {_span(targets)}", f"ids in [0, {vocab_size}) or -1 for none"))
+            raise DataError(
+                _check.problem(where, f"spans {_span(targets)}", f"ids in [0, {vocab_size}) or -1 for none")
+            )
     return list(data)
 
 

@@ -7,7 +7,7 @@ read it; both keep further work in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Frees the snapshot; later calls raise."""
 
-    def __enter__(self) -> Sampler: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
@@ -134,6 +134,6 @@ class TrainerBackend(Protocol):
     def close(self) -> None:
         """Ends the backend; what was submitted is finished first."""
 
-    def __enter__(self) -> TrainerBackend: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...

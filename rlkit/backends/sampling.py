@@ -12,7 +12,7 @@ from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError
 from rlkit.types import SamplingParams
 
-__all__ = ["SeedStream", "Stop", "checked_prompt", "checked_request", "draw", "rounded_up", "streams"]
+__all__ = ["SeedStream", "Stop", "checked_prompt", "checked_request", "draw", "entropy_of", "rounded_up", "streams"]
 
 
 class SeedStream:
@@ -29,6 +29,13 @@ class SeedStream:
         return int.from_bytes(words.tobytes(), "little")
 
 
+def entropy_of(seed: int | None) -> int:
+    """``seed``, checked, or a fresh one from the system."""
+    if seed is not None:
+        return _check.integer("seed", seed, low=0)
+    return int.from_bytes(np.random.SeedSequence().generate_state(4, np.uint32).tobytes(), "little")
+
+
 def streams(seed: int, n: int) -> list[np.random.Generator]:
     """One generator per sample: number i draws from SeedSequence([seed, i]), one float64 uniform per token."""
     return [np.random.default_rng(np.random.SeedSequence([seed, i])) for i in range(n)]
@@ -38,12 +45,14 @@ def checked_prompt(where: str, tokens: Any, vocab_size: int, max_length: int) ->
     """int64 [1 <= P <= max_length], or a DataError naming the index."""
     array = _check.token_ids(where, tokens, vocab_size=vocab_size, low_length=1)
     if array.size > max_length:
-        raise DataError(_check.problem(where, f"has {array.size} tokens", f"at most {max_length}", "the model's context"))
+        raise DataError(
+            _check.problem(where, f"has {array.size} tokens", f"at most {max_length}", "the model's context")
+        )
     return array
 
 
 def checked_request(
-    prompt: Any, params: SamplingParams, n: int, seed: int | None, vocab_size: int, max_length: int
+    prompt: Any, params: SamplingParams, n: int, seed: int | None, *, vocab_size: int, max_length: int
 ) -> np.ndarray:
     """The prompt, after all of ``sample``'s arguments were checked."""
     if not isinstance(params, SamplingParams):
@@ -143,4 +152,3 @@ def _truncated(logprobs: Any, top_k: int, top_p: float) -> Any:
 def rounded_up(x: int, multiple: int) -> int:
     """The least multiple of ``multiple`` that is >= x."""
     return -(-x // multiple) * multiple
-

@@ -90,7 +90,9 @@ def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str,
         except OSError as error:
             raise CheckpointError(f"{folder} lacks {name}: {error}") from error
         if found != expected:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}...")
+            raise CheckpointError(
+                f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}..."
+            )
     return folder, state
 
 

@@ -58,5 +58,7 @@ def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], 
 
 def marks(function: Callable[..., Any]) -> Marks:
     """The marks of a loss function; those of ``loss()`` without arguments where it has none."""
-    found = getattr(function, "__rlkit_loss__", None) or getattr(getattr(function, "func", None), "__rlkit_loss__", None)
+    found = getattr(function, "__rlkit_loss__", None) or getattr(
+        getattr(function, "func", None), "__rlkit_loss__", None
+    )
     return found if isinstance(found, Marks) else Marks()

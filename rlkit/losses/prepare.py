@@ -82,7 +82,7 @@ class PreparedLoss:
                 )
             if "weights" in datum.inputs and "weights" not in self._order:
                 raise DataError(
-                    f"data[{i}].inputs has 'weights', but the loss {self.name!r} does not name it: they would be ignored"
+                    f"data[{i}].inputs has 'weights', which the loss {self.name!r} does not name: they would do nothing"
                 )
             if "sampling_logprobs" in self._order and "sampling_logprobs" in datum.inputs:
                 self._check_behaviour(i, datum)
@@ -131,7 +131,7 @@ class PreparedLoss:
         if used:
             if not total.requires_grad:
                 raise ConfigError(
-                    f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or computed under no_grad"
+                    f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
                 )
             gradients = torch.autograd.grad(total, sources, allow_unused=True)
             found = {id(x): g for x, g in zip(sources, gradients, strict=True) if g is not None}
@@ -169,7 +169,9 @@ class PreparedLoss:
             values.append(value)
             for key, number in reported.items():
                 if self.elementwise and not key.endswith(":sum"):
-                    raise ConfigError(f"metric {key!r} of the elementwise loss {self.name!r}: its name must end in ':sum'")
+                    raise ConfigError(
+                        f"metric {key!r} of the elementwise loss {self.name!r}: its name must end in ':sum'"
+                    )
                 metrics[key] = metrics.get(key, 0.0) + number * (len(call) if key.endswith(":mean") else 1)
         return (torch.stack(values).sum() if values else torch.zeros(())), metrics
 
@@ -221,9 +223,7 @@ class PreparedLoss:
                 "ones, such as sampler.logprobs gives"
             )
 
-    def _check_finite(
-        self, value: float, driver: Sequence[torch.Tensor], extra: Sequence[torch.Tensor] | None
-    ) -> None:
+    def _check_finite(self, value: float, driver: Sequence[torch.Tensor], extra: Sequence[torch.Tensor] | None) -> None:
         for i, gradient in enumerate(driver):
             if not (torch.isfinite(gradient).all() and (extra is None or torch.isfinite(extra[i]).all())):
                 raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{i}]")

@@ -58,7 +58,7 @@ class OverwritesTheGradient(ToyBackend):
 class KeepsAFailedGradient(ToyBackend):
     def _run(self, data, loss, want, *, backward):
         if backward:
-            half = (yield from super()._run(data[:1], rlkit.losses.prepare("cross_entropy"), want, backward=True))
+            half = yield from super()._run(data[:1], rlkit.losses.prepare("cross_entropy"), want, backward=True)
             del half
         return (yield from super()._run(data, loss, want, backward=backward))
 
@@ -77,7 +77,9 @@ class IgnoresSettings(ToyBackend):
 class IgnoresWeights(ToyBackend):
     def forward_backward(self, data, loss, *, config=None, want=()):
         if isinstance(data, list):
-            data = [d.with_inputs(weights=1.0) if isinstance(d, rlkit.Datum) and "weights" in d.inputs else d for d in data]
+            data = [
+                d.with_inputs(weights=1.0) if isinstance(d, rlkit.Datum) and "weights" in d.inputs else d for d in data
+            ]
         return super().forward_backward(data, loss, config=config, want=want)
 
 

@@ -47,7 +47,9 @@ def _tokenizer(folder: Path) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["the quick brown fox jumps over 1 + 2 = 3 hello world"] * 3, trainer)
     names = {"bos_token": special[0], "eos_token": special[2], "pad_token": special[2]}
     fast = tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

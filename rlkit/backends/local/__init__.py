@@ -21,7 +21,7 @@ from rlkit.backends.local.sampler import LocalSampler
 from rlkit.backends.local.trainer import Trainer
 from rlkit.backends.local.weights import SamplingModel, Snapshot, take_snapshot
 from rlkit.backends.outputs import output
-from rlkit.backends.sampling import SeedStream
+from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
@@ -71,18 +71,16 @@ class LocalBackend(InProcessBackend):
             raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
         if lora is not None and not isinstance(lora, Lora):
             raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
-        if seed is not None:
-            _check.integer("seed", seed, low=0)
         _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
         _check.integer("max_rows", max_rows, low=1)
-        if merge not in (True, False, "auto") or isinstance(merge, int) and not isinstance(merge, bool):
+        if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
         path = resume_from if resume_from is not None else init_from
         saved = saves.read(path, backend="local") if path is not None else None
         if model is None:
             raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
-        entropy = seed if seed is not None else int(np.random.SeedSequence().entropy or 0)  # type: ignore[call-overload]
+        entropy = entropy_of(seed)
 
         self._base_model = base = load_base(model, dtype, _device(device))
         self._lora = lora
@@ -91,7 +89,12 @@ class LocalBackend(InProcessBackend):
         self._trainer = Trainer(self._peft, base.device, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
         self._merge = base.nbytes < _MERGED_UNDER if merge == "auto" else merge
-        self._settings = {"model": model, "dtype": dtype, "merge": self._merge, "micro_batch_tokens": micro_batch_tokens}
+        self._settings = {
+            "model": model,
+            "dtype": dtype,
+            "merge": self._merge,
+            "micro_batch_tokens": micro_batch_tokens,
+        }
         self._empty = Snapshot(0, 0.0, {})
         self._latest: weakref.ref[Snapshot] | None = None
         version = 0
@@ -133,7 +136,12 @@ class LocalBackend(InProcessBackend):
         if optimizer:
             write_optimizer(folder, self._trainer.parameters, self._trainer.optimizer)
         seeds = {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
-        return {"lora": attrs.asdict(self._lora), "optimizer": "adamw-fused" if optimizer else None, **seeds, **self._settings}
+        return {
+            "lora": attrs.asdict(self._lora),
+            "optimizer": "adamw-fused" if optimizer else None,
+            **seeds,
+            **self._settings,
+        }
 
     def _load(self, folder: Path, state: Mapping[str, Any], *, optimizer: bool) -> int:
         read_adapter(folder, self._trainer.parameters)
@@ -153,7 +161,9 @@ def _device(device: str | None) -> str:
     try:
         return str(torch.device(device))
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(_check.problem("device", f"got {_check.shown(device)}", "a torch device", str(error))) from error
+        raise ConfigError(
+            _check.problem("device", f"got {_check.shown(device)}", "a torch device", str(error))
+        ) from error
 
 
 def _adapter_seed(entropy: int) -> int:

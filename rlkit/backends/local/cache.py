@@ -23,19 +23,18 @@ LENGTHS = 16
 
 
 def matmul_attention(
-    module: Any,
+    _: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
 
     Args:
-        module: unused; part of the interface.
         query: [B, H, T, D].
         key, value: [B, H / G, S, D].
         attention_mask: added to the scores, [B, 1, T, S].

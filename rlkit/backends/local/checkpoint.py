@@ -42,7 +42,9 @@ def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> 
         _copy(parameter.data, found[names[name]], f"{folder}: {name}")
 
 
-def write_optimizer(folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def write_optimizer(
+    folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     """AdamW's moments and step count for each parameter; nothing before the first step."""
     from safetensors.torch import save_file
 
@@ -53,7 +55,9 @@ def write_optimizer(folder: Path, parameters: Mapping[str, torch.nn.Parameter], 
     save_file(tensors, folder / _OPTIMIZER)
 
 
-def read_optimizer(folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def read_optimizer(
+    folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     """Puts saved moments into the optimizer.
 
     Raises:

@@ -179,9 +179,7 @@ class SlotDecoder:
         uniforms = np.array([row.uniform() for row in rows])
         tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)
         first = len(self.rows) - len(rows)
-        ended = [
-            first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))
-        ]
+        ended = [first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))]
         for slot in reversed(ended):
             last = self.rows.pop()
             if slot < len(self.rows):

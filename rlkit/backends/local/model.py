@@ -110,7 +110,7 @@ def lora_targets(model: nn.Module, lora: Lora) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and name}
     names = []
     for name, module in linear.items():
@@ -143,7 +143,7 @@ def with_adapter(tree: nn.Module, lora: Lora, seed: int) -> Any:
     unambiguous = lora_targets(tree, Lora(target_modules=tuple(short))) == names
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft says int and computes with a float
+        lora_alpha=lora.alpha,
         lora_dropout=0.0,
         bias="none",
         target_modules=sorted(short) if unambiguous else names,
@@ -151,7 +151,7 @@ def with_adapter(tree: nn.Module, lora: Lora, seed: int) -> Any:
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied heads and Conv1D layers, both meant and both tested
-        model = peft.get_peft_model(tree, config).eval()  # type: ignore[arg-type]
+        model = peft.get_peft_model(tree, config).eval()
     generator = torch.Generator().manual_seed(seed % 2**63)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -44,15 +44,16 @@ class SampleRequest:
     first_logits: Any = None  # [V] after the prompt, kept until every row has begun
     samples: dict[int, Sample] = attrs.field(factory=dict)
 
-    def finish(self, row: Row, reason: str) -> None:
+    def finish(self, row: Row, reason: Literal["stop", "length"]) -> None:
         """Takes in a row that ended; the last one completes the request."""
-        drawn_as = {"temperature": self.params.temperature, "top_p": self.params.top_p, "top_k": self.params.top_k}
         self.samples[row.index] = Sample(
             self.prompt,
             row.tokens,
             row.logprobs,
-            reason,  # type: ignore[arg-type]
-            **drawn_as,
+            reason,
+            temperature=self.params.temperature,
+            top_p=self.params.top_p,
+            top_k=self.params.top_k,
             version=self.snapshot.version,
         )
         if len(self.samples) == len(self.rngs):

@@ -40,7 +40,9 @@ class LocalSampler:
     ) -> Future[list[Sample]]:
         """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch."""
         snapshot = self._open()
-        tokens = checked_request(prompt, params, n, seed, self.tokenizer.vocab_size, self.max_length)
+        tokens = checked_request(
+            prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
+        )
         request = SampleRequest(
             snapshot,
             tokens,

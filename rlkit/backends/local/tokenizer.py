@@ -43,9 +43,7 @@ class LocalTokenizer:
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
         """The text of int [T]."""
         ids = _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size)
-        text: str = self.hf.decode(
-            ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
+        text: str = self.hf.decode(ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return text
 
     def apply_chat_template(

@@ -70,7 +70,9 @@ class Trainer:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         if not torch.isfinite(norm):
-            raise BackendError(f"optim_step: the gradient's norm is {float(norm)}; nothing was changed, discard() drops it")
+            raise BackendError(
+                f"optim_step: the gradient's norm is {float(norm)}; nothing was changed, discard() drops it"
+            )
         if params.grad_clip_norm > 0:
             scale = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for g in gradients:

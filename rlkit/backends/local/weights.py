@@ -10,7 +10,7 @@ from torch import nn
 
 from rlkit.backends.local.model import Base
 
-__all__ = ["Snapshot", "SamplingModel", "take_snapshot"]
+__all__ = ["SamplingModel", "Snapshot", "take_snapshot"]
 
 
 @attrs.frozen(eq=False, weakref_slot=True)

@@ -14,7 +14,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
-from rlkit.backends.sampling import SeedStream
+from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.toy.model import Features, Row, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
@@ -62,7 +62,6 @@ class ToyBackend(InProcessBackend):
         del model, lora
         if resume_from is not None and init_from is not None:
             raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
-        entropy = np.random.SeedSequence().entropy if seed is None else _check.integer("seed", seed, low=0)
         _check.integer("max_length", max_length, low=2)
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
@@ -71,7 +70,7 @@ class ToyBackend(InProcessBackend):
         self._moments = [np.zeros_like(self._weights), np.zeros_like(self._weights)]
         self._moment_steps = 0
         self._gradient = np.zeros_like(self._weights)
-        self._seeds = SeedStream(int(entropy or 0))
+        self._seeds = SeedStream(entropy_of(seed))
         version = self._load(resume_from or init_from, optimizer=resume_from is not None)
         super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder)
         self.version = version
@@ -150,7 +149,11 @@ class ToyBackend(InProcessBackend):
         if optimizer:
             arrays |= {"first": self._moments[0], "second": self._moments[1]}
         np.savez(folder / "toy.npz", allow_pickle=False, **arrays)
-        state: dict[str, Any] = {"optimizer": optimizer, "seed": str(self._seeds.entropy), "requests": self._seeds.count}
+        state: dict[str, Any] = {
+            "optimizer": optimizer,
+            "seed": str(self._seeds.entropy),
+            "requests": self._seeds.count,
+        }
         return state | {"moment_steps": self._moment_steps}
 
     def _load(self, path: str | None, *, optimizer: bool) -> int:

@@ -70,7 +70,7 @@ class Row:
         return np.where(targets >= 0, found, 0.0).astype(np.float32)
 
     def gradient(self, datum: Datum, name: str, driver: np.ndarray, entropy: np.ndarray | None) -> np.ndarray:
-        """d loss / d W [F, V], from d loss / d driver and d loss / d entropy."""
+        """D loss / d W [F, V], from d loss / d driver and d loss / d entropy."""
         columns = datum.tokens if name == "logprobs" else datum.inputs["target_tokens"]
         columns = columns[datum.mask].reshape(driver.shape[0], -1 if driver.size else 0)
         driver = np.where(columns >= 0, driver.reshape(columns.shape), 0.0).astype(np.float64)
@@ -78,7 +78,8 @@ class Row:
         np.add.at(by_logits, (np.arange(len(columns))[:, None], np.maximum(columns, 0)), driver)
         if entropy is not None:
             by_logits -= entropy[:, None] * self._probs * (self.logprobs + self.entropy[:, None])
-        return self._features.T @ (by_logits / self._temperature)
+        gradient: np.ndarray = self._features.T @ (by_logits / self._temperature)
+        return gradient
 
 
 def base_weights(features: int, vocab_size: int) -> np.ndarray:

@@ -43,8 +43,12 @@ class ToySampler:
     ) -> Future[list[Sample]]:
         """See ``Sampler.sample``."""
         weights = self._open()
-        tokens = checked_request(prompt, params, n, seed, self.tokenizer.vocab_size, self.max_length)
-        return Future.of(self._sampled(weights, tokens, params, streams(self._seeds.next() if seed is None else seed, n)))
+        tokens = checked_request(
+            prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
+        )
+        return Future.of(
+            self._sampled(weights, tokens, params, streams(self._seeds.next() if seed is None else seed, n))
+        )
 
     def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
@@ -97,9 +101,16 @@ class ToySampler:
             if all(ended):
                 break
             features, state = self._features.read(state, drawn)
-        drawn_as = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-        reasons = ["stop" if end else "length" for end in ended]
         return [
-            Sample(prompt, t, lp, reason, **drawn_as, version=self.version)  # type: ignore[arg-type]
-            for t, lp, reason in zip(tokens, logprobs, reasons, strict=True)
+            Sample(
+                prompt,
+                t,
+                lp,
+                "stop" if end else "length",
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                version=self.version,
+            )
+            for t, lp, end in zip(tokens, logprobs, ended, strict=True)
         ]

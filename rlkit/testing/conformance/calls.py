@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,7 @@ class CallTests(Harness):
             policy.optim_step(STEP)
 
     def test_forward_has_no_gradient(self, policy: Any) -> None:
-        """forward gives logprobs and a loss's value, and accumulates nothing."""
+        """Forward gives logprobs and a loss's value, and accumulates nothing."""
         data = self.data(policy)
         value = policy.forward(data, "ppo").result().metrics["loss:sum"]
         with pytest.raises(rlkit.BackendError, match="accumulated"):
@@ -98,7 +99,9 @@ class CallTests(Harness):
             future = policy.forward_backward(data, "ppo")
             step = policy.optim_step(STEP)
             sampler = await policy.sampler()
-            samples = await asyncio.gather(*[sampler.sample(data[0].tokens[:2], rlkit.SamplingParams()) for _ in range(3)])
+            samples = await asyncio.gather(
+                *[sampler.sample(data[0].tokens[:2], rlkit.SamplingParams()) for _ in range(3)]
+            )
             return await future, await step, (future.result(), samples)
 
         output, _, (again, samples) = asyncio.run(loop())
@@ -131,10 +134,8 @@ class CallTests(Harness):
     def test_timeout_abandons_the_waiting_only(self, policy: Any) -> None:
         """result(timeout) raises BackendTimeout, a TimeoutError, and the result can be read later."""
         future = policy.forward_backward(self.data(policy) * 20, "ppo")
-        try:
+        with contextlib.suppress(rlkit.BackendTimeout):  # or it was there already
             future.result(timeout=0.0)
-        except TimeoutError as error:
-            assert isinstance(error, rlkit.BackendTimeout)
         assert future.result().metrics["datums:sum"] == 180
 
     def test_closed_backend_refuses(self, policy: Any) -> None:
@@ -142,11 +143,12 @@ class CallTests(Harness):
         data = self.data(policy)
         policy.close()
         policy.close()
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: policy.forward(data),
             lambda: policy.forward_backward(data, "ppo"),
-            lambda: policy.sampler(),
+            policy.sampler,
             lambda: policy.save("x"),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(rlkit.BackendError, match="closed"):
                 call()

@@ -114,7 +114,9 @@ class GradientTests(Harness):
         longer = []
         for datum in data:
             tail = np.arange(1, 4)
-            inputs = {k: np.concatenate([np.where(datum.mask, v, np.nan), tail * np.nan]) for k, v in datum.inputs.items()}
+            inputs = {
+                k: np.concatenate([np.where(datum.mask, v, np.nan), tail * np.nan]) for k, v in datum.inputs.items()
+            }
             tokens, mask = np.concatenate([datum.tokens, tail]), np.concatenate([datum.mask, np.zeros(3, bool)])
             longer.append(rlkit.Datum(tokens, mask, inputs))
         for loss in ("dro", "ppo", "cispo"):

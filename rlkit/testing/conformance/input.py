@@ -41,7 +41,11 @@ class InputTests(Harness):
             (lambda: run([data[0], lacking], "ppo"), rlkit.DataError, r"data\[1\].*sampling_logprobs"),
             (lambda: run([greedy], "ppo"), rlkit.DataError, r"data\[0\].*greedily"),
             (lambda: run([cut], "ppo"), rlkit.DataError, r"data\[0\].*top_p"),
-            (lambda: run([data[0].with_inputs(weights=1.0)], lambda logprobs: logprobs.sum()), rlkit.DataError, "weights"),
+            (
+                lambda: run([data[0].with_inputs(weights=1.0)], lambda logprobs: logprobs.sum()),
+                rlkit.DataError,
+                "weights",
+            ),
             (lambda: run(data, "pppo"), rlkit.UnknownNameError, "did you mean 'ppo'"),
             (lambda: run(data, None), rlkit.ConfigError, "loss"),
             (lambda: run(data, 3), rlkit.ConfigError, "loss"),
@@ -111,9 +115,7 @@ class InputTests(Harness):
         datum = data[0]
         place = int(np.flatnonzero(datum.mask)[0])
         with policy.sampler().result() as sampler:
-            futures = [
-                sampler.logprobs(np.append(datum.tokens[:place], t)) for t in range(policy.tokenizer.vocab_size)
-            ]
+            futures = [sampler.logprobs(np.append(datum.tokens[:place], t)) for t in range(policy.tokenizer.vocab_size)]
             lps = np.array([future.result()[-1] for future in futures], np.float64)
         assert output.outputs["entropy"][0][place] == pytest.approx(-(np.exp(lps) * lps).sum(), rel=1e-3)
         before = sum(float(h.sum()) for h in output.outputs["entropy"])

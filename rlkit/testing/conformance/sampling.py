@@ -23,8 +23,10 @@ class SamplingTests(Harness):
         samples = self.samples(policy, temperature=temperature)
         trained = self.logprobs(policy, [s.datum(0.0) for s in samples])
         assert worst(trained, [s.logprobs for s in samples]) < self.tolerance
-        scored = policy.sampler().result().logprobs(
-            np.concatenate([samples[0].prompt, samples[0].tokens]), temperature=temperature
+        scored = (
+            policy.sampler()
+            .result()
+            .logprobs(np.concatenate([samples[0].prompt, samples[0].tokens]), temperature=temperature)
         )
         assert worst([scored.result()[samples[0].prompt.size :]], [samples[0].logprobs]) < self.tolerance
 

@@ -46,16 +46,16 @@ class SavingTests(Harness):
         policy = fresh()
         data = self.data(policy)
         self.trained(policy, data, 2)
-        for optimizer in (True, False):
-            path = policy.save("weights", optimizer=optimizer).result()
-            other = fresh(init_from=path)
+        paths = [policy.save("weights", optimizer=optimizer).result() for optimizer in (True, False)]
+        others = [fresh(init_from=path) for path in paths]
+        for other in others:
             assert worst(self.logprobs(policy, data), self.logprobs(other, data)) == 0.0
             assert other.sampler().result().version == 0
         with pytest.raises(rlkit.CheckpointError, match="optimizer"):
-            fresh(resume_from=path)
+            fresh(resume_from=paths[1])
         self.trained(policy, data, 1)
-        self.trained(other, data, 1)
-        assert worst(self.logprobs(policy, data), self.logprobs(other, data)) > 1e-5
+        self.trained(others[0], data, 1)
+        assert worst(self.logprobs(policy, data), self.logprobs(others[0], data)) > 1e-5
 
     def test_paths_are_unique(self, policy: Any) -> None:
         """Saving twice under one label gives two states."""
