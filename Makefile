@@ -3,7 +3,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/ready
 
 .PHONY: help demo test lint types clean
