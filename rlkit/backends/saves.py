@@ -51,8 +51,9 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -
         for path in files:
             path.chmod(0o600)
             _sync(path)
-        text = json.dumps({"format": _FORMAT, **state, "sha256": checksums}, indent=1, allow_nan=False)
-        (temporary / _STATE).write_text(text + "\n")
+        state = {"format": _FORMAT, **state, "sha256": checksums}
+        state["state_sha256"] = _own_digest(state)
+        (temporary / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n")
         _sync(temporary / _STATE)
         _sync(temporary)
         temporary.rename(final)
@@ -79,6 +80,8 @@ def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str,
         raise CheckpointError(f"{folder} holds no saved state: {error}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT or not isinstance(state.get("sha256"), dict):
         raise CheckpointError(f"{folder / _STATE} is not a saved state of format {_FORMAT}")
+    if state.pop("state_sha256", None) != _own_digest(state):
+        raise CheckpointError(f"{folder / _STATE} is damaged: it does not have the SHA-256 that it names")
     if state.get("backend") != backend:
         raise CheckpointError(f"{folder} was saved by the {state.get('backend')!r} backend; this is {backend!r}")
     for name, expected in state["sha256"].items():
@@ -99,6 +102,10 @@ def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str,
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own_digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,392 @@
+"""The local backend's own promises: adapters, tied heads, one base, one merged copy, batching."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+import rlkit
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+PARAMS = rlkit.SamplingParams(max_tokens=8, stop=())
+STEP = rlkit.Adam(learning_rate=0.02)
+
+
+@pytest.fixture
+def connect(tiny, tmp_path):
+    made = []
+
+    def make(kind="llama", **options):
+        options = {"seed": 0, "lora": rlkit.Lora(rank=4), "device": "cpu", "folder": tmp_path, **options}
+        if {"resume_from", "init_from"} & options.keys():
+            options.pop("lora")
+        made.append(rlkit.connect("local", model=tiny(kind), **options))
+        return made[-1]
+
+    yield make
+    for policy in made:
+        policy.close()
+
+
+def train(policy, steps=2):
+    """A few steps on fixed data; returns it."""
+    rng = np.random.default_rng(0)
+    data = []
+    for k in range(4):
+        datum = rlkit.Datum.supervised(rng.integers(3, 200, 4 + k), rng.integers(3, 200, 5))
+        data.append(datum.with_inputs(weights=1.0))
+    for _ in range(steps):
+        policy.forward_backward(data, "cross_entropy")
+        policy.optim_step(STEP)
+    return data
+
+
+def digest(model):
+    """SHA-256 over every parameter and buffer."""
+    total = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        total.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+def test_saved_adapter_is_pefts_own(connect, kind):
+    """PeftModel.from_pretrained on a fresh base gives the logprobs of the trained policy, tied heads included."""
+    policy = connect(kind)
+    data = train(policy)
+    path = policy.save("adapter").result()
+    base = transformers.AutoModelForCausalLM.from_pretrained(policy._base_model.path)
+    model = peft.PeftModel.from_pretrained(base, path).eval()
+    expected = policy.forward(data).result().logprobs
+    for datum, lp in zip(data, expected, strict=True):
+        tokens = torch.from_numpy(np.array(datum.tokens))
+        logits = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        found = logits.gather(1, tokens[1:, None])[:, 0].detach().numpy()
+        assert np.abs(found - lp[1:])[datum.mask[1:]].max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_base_is_not_written(connect, kind):
+    """Training, merging, sampling and saving leave every base tensor as it was, the tied embedding included."""
+    policy = connect(kind)
+    before = digest(policy._base_model.model)
+    for _ in range(3):
+        train(policy, 1)
+        with policy.sampler().result() as sampler:
+            sampler.sample([5, 6], PARAMS, n=3).result()
+        policy.save("x").result()
+    assert digest(policy._base_model.model) == before
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+def test_merged_and_unmerged_agree(connect, kind):
+    """Merging changes how an adapter is applied, not what it does; at most one merged copy exists."""
+    merged, unmerged = connect(kind, merge=True), connect(kind, merge=False)
+    for policy in (merged, unmerged):
+        train(policy)
+    tokens = np.arange(3, 23)
+    a, b = (p.sampler().result().logprobs(tokens).result() for p in (merged, unmerged))
+    assert np.abs(a - b).max() < 1e-4
+    decoder = merged._engine._decoder
+    assert len(decoder._model._base_weights) == len(decoder._model._current.adapter)
+    base = merged.base_sampler().result().logprobs(tokens).result()
+    assert not decoder._model._base_weights
+    assert np.abs(base - a).max() > 1e-3
+
+
+def test_lora_options_choose_modules(connect):
+    """The three flags pick attention, MLP and head; target_modules names modules; nothing found is an error."""
+
+    def targets(**options):
+        return {n.split(".lora_A")[0].rpartition(".")[2] for n in names(connect(lora=rlkit.Lora(rank=2, **options)))}
+
+    def names(policy):
+        return [n for n in policy._trainer.parameters if "lora_A" in n]
+
+    attention, mlp, head = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}, {"lm_head"}
+    assert targets() == attention | mlp | head
+    assert targets(train_mlp=False, train_unembed=False) == attention
+    assert targets(train_attn=False, train_unembed=False) == mlp
+    assert targets(train_attn=False, train_mlp=False) == head
+    assert targets(target_modules=("q_proj",)) == {"q_proj"}
+    with pytest.raises(rlkit.UnsupportedError, match="q_proj"):
+        connect(lora=rlkit.Lora(target_modules=("nothing",)))
+
+
+def test_adapter_start(connect):
+    """B is zero, A uniform in +-1/sqrt(d_in) from the seed; another seed gives another A; a new policy is the base."""
+    a, b, c = connect(), connect(), connect(seed=1)
+    first = {n: p.detach().clone() for n, p in a._trainer.parameters.items()}
+    for name, tensor in first.items():
+        assert torch.equal(tensor, b._trainer.parameters[name])
+        if "lora_A" in name:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound
+            assert not torch.equal(tensor, c._trainer.parameters[name])
+        else:
+            assert not tensor.any()
+    tokens = np.arange(3, 20)
+    assert np.array_equal(*(s.result().logprobs(tokens).result() for s in (a.sampler(), a.base_sampler())))
+
+
+def test_global_randomness_is_untouched(connect):
+    """Connecting, sampling and training leave the random states of torch and numpy as they were."""
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002  # the global state is what is looked at
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    policy = connect()
+    train(policy)
+    policy.sampler().result().sample([5], PARAMS, n=2).result()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+
+
+def test_concurrent_requests_are_batched(connect):
+    """Requests made together share decode steps: 16 single ones take about as many forwards as one of 16."""
+    policy = connect()
+    sampler = policy.sampler().result()
+    sampler.sample([5, 6, 7], PARAMS).result()
+    calls = count_forwards(policy)
+    alone = sampler.sample([5, 6, 7], PARAMS, n=16, seed=0).result()
+    one_request, calls[0] = calls[0], 0
+    futures = [sampler.sample([5, 6, 7], PARAMS, seed=k) for k in range(16)]
+    for future in futures:
+        future.result()
+    assert len(alone) == 16
+    assert one_request == 8  # the prompt once, and 7 steps after the token it gives
+    assert calls[0] < 2 * one_request + 16
+
+
+def test_prompt_is_computed_once(connect):
+    """A group's prompt is computed once, and a common prefix of running rows is not computed again."""
+    policy = connect()
+    sampler = policy.sampler().result()
+    prompt = np.arange(3, 43)
+    seen = []
+    decoder_ready = sampler.sample([5], PARAMS).result()
+    assert decoder_ready
+    decoder = policy._engine._decoder
+    inner = decoder._span
+    decoder._span = lambda tokens, *rest: seen.append(tokens.size) or inner(tokens, *rest)
+    futures = [sampler.sample(prompt, PARAMS, n=4, seed=0), sampler.sample(np.append(prompt, 7), PARAMS, n=2, seed=1)]
+    first = [f.result() for f in futures]
+    assert seen == [40, 1]
+    alone = sampler.sample(np.append(prompt, 7), PARAMS, n=2, seed=1).result()
+    assert seen[2:] == [41]
+    assert [s.logprobs.tobytes() for s in alone] == [s.logprobs.tobytes() for s in first[1]]
+
+
+def test_finished_rows_leave(connect):
+    """A row that has ended is not decoded further, and its place is filled by a waiting one."""
+    policy = connect(max_rows=4)
+    sampler = policy.sampler().result()
+    short, long = rlkit.SamplingParams(max_tokens=1, stop=()), rlkit.SamplingParams(max_tokens=30, stop=())
+    futures = [sampler.sample([5, 6], long, n=2, seed=0)]
+    futures += [sampler.sample([7, 8, 9], short, n=3, seed=k) for k in range(6)]
+    futures += [sampler.sample([4, 3], PARAMS, n=11, seed=9)]
+    results = [f.result() for f in futures]
+    assert [len(r) for r in results] == [2, *[3] * 6, 11]
+    assert all(s.tokens.size == 30 for s in results[0])
+    wide = connect(max_rows=64).sampler().result().sample([4, 3], PARAMS, n=11, seed=9).result()
+    assert [s.tokens.tolist() for s in wide] == [s.tokens.tolist() for s in results[-1]]
+
+
+def test_snapshots_take_turns(connect):
+    """Requests for two snapshots and the base, mixed, are all answered, each by its own weights."""
+    policy = connect()
+    samplers = [policy.base_sampler().result(), policy.sampler().result()]
+    train(policy)
+    samplers.append(policy.sampler().result())
+    tokens = np.arange(3, 15)
+    expected = [s.logprobs(tokens).result() for s in samplers]
+    futures = [(k, samplers[k].logprobs(tokens), samplers[k].sample(tokens, PARAMS, n=2)) for k in [0, 1, 2] * 4]
+    for k, scored, sampled in futures:
+        assert np.array_equal(scored.result(), expected[k])
+        assert sampled.result()[0].version == samplers[k].version
+    assert np.abs(expected[2] - expected[0]).max() > 1e-3
+
+
+def test_sampling_goes_on_during_training(connect):
+    """A long sample and a long gradient, submitted together, are both finished, and do not disturb each other."""
+    policy, other = connect(micro_batch_tokens=8), connect(micro_batch_tokens=8)
+    sampler = policy.sampler().result()
+    long = rlkit.SamplingParams(max_tokens=60, stop=())
+    expected = sampler.sample([5, 6], long, n=4, seed=0).result()
+    future = sampler.sample([5, 6], long, n=4, seed=0)
+    data = train(policy, 3)
+    assert [s.logprobs.tobytes() for s in future.result()] == [s.logprobs.tobytes() for s in expected]
+    train(other, 3)
+    for a, b in zip(policy.forward(data).result().logprobs, other.forward(data).result().logprobs, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_snapshots_share_one_copy(connect):
+    """Samplers between two steps hold the same adapter; it is freed when they are forgotten."""
+    policy = connect()
+    a, b = policy.sampler().result(), policy.sampler().result()
+    assert a._snapshot is b._snapshot
+    train(policy, 1)
+    assert policy.sampler().result()._snapshot is not a._snapshot
+    ref = weakref.ref(a._snapshot)
+    a.close()
+    del a, b
+    gc.collect()
+    assert ref() is None
+
+
+def test_bases_are_shared_and_freed(connect):
+    """Two backends on one model hold one base; the last one frees it."""
+    a, b = connect(), connect()
+    assert a._base_model is b._base_model
+    other = connect(dtype="bfloat16")
+    assert other._base_model is not a._base_model
+
+
+def test_forgotten_backend_ends_its_thread(tiny, tmp_path):
+    """A backend that nobody holds ends its worker; so does close()."""
+
+    def workers():
+        return [t for t in threading.enumerate() if t.name == "rlkit-local"]
+
+    before = len(workers())
+    policy = rlkit.connect("local", model=tiny("llama"), lora=rlkit.Lora(rank=2), device="cpu")
+    sampler = policy.sampler().result()
+    del policy
+    gc.collect()
+    assert len(sampler.sample([5], PARAMS).result()) == 1  # a sampler keeps its backend alive
+    del sampler
+    deadline = time.monotonic() + 5
+    while len(workers()) > before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert len(workers()) == before
+
+
+def test_close_fails_what_was_not_sampled(connect):
+    """Requests that are still waiting when the backend is closed raise instead of hanging."""
+    policy = connect()
+    sampler = policy.sampler().result()
+    futures = [sampler.sample([5], rlkit.SamplingParams(max_tokens=100, stop=()), n=64) for _ in range(4)]
+    policy.close()
+    with pytest.raises(rlkit.BackendError, match="closed"):
+        futures[-1].result(timeout=30)
+    with pytest.raises(rlkit.BackendError, match="closed"):
+        sampler.sample([5], PARAMS)
+
+
+def test_sampler_without_a_trainer(connect, tiny):
+    """rlkit.sampler gives the base model, or a saved policy."""
+    policy = connect()
+    train(policy)
+    path = policy.save("teacher").result()
+    tokens = np.arange(3, 15)
+    expected = policy.sampler().result().logprobs(tokens).result()
+    with rlkit.sampler("local", model=tiny("llama"), path=path, device="cpu") as teacher:
+        assert np.array_equal(teacher.logprobs(tokens).result(), expected)
+    with rlkit.sampler("local", model=tiny("llama"), device="cpu") as base:
+        assert np.array_equal(base.logprobs(tokens).result(), policy.base_sampler().result().logprobs(tokens).result())
+    with pytest.raises(rlkit.ConfigError, match="path="):
+        rlkit.sampler("local", model=tiny("llama"), init_from=path)
+
+
+def test_bfloat16(connect):
+    """bf16 trains and samples; sampler and trainer agree as well as that format allows."""
+    policy = connect(dtype="bfloat16")
+    samples = policy.sampler().result().sample([5, 6, 7], PARAMS, n=4, seed=0).result()
+    data = [s.datum(1.0) for s in samples]
+    output = policy.forward_backward(data, "ppo").result()
+    assert max(np.abs(lp - s.logprobs).max() for lp, s in zip(output.selected, samples, strict=True)) < 0.2
+    assert np.isfinite(policy.optim_step(STEP).result()["grad_norm:mean"])
+
+
+@pytest.mark.parametrize(
+    "file", ["adapter_model.safetensors", "optimizer.safetensors", "state.json", "adapter_config.json"]
+)
+def test_damaged_saves_are_found(connect, tmp_path, file):
+    """One flipped bit, a cut file or a missing one is a CheckpointError before anything is loaded."""
+    policy = connect()
+    train(policy)
+    for damage in ("flip", "cut", "remove"):
+        path = policy.save(damage).result()
+        target = __import__("pathlib").Path(path) / file
+        content = bytearray(target.read_bytes())
+        if damage == "flip":
+            content[len(content) // 2] ^= 1
+            target.write_bytes(content)
+        elif damage == "cut":
+            target.write_bytes(content[: len(content) // 2])
+        else:
+            target.unlink()
+        with pytest.raises(rlkit.CheckpointError):
+            connect(resume_from=path)
+
+
+def test_saves_of_other_shapes_are_refused(connect, tiny, tmp_path):
+    """An adapter of another model, a contradicting lora, another backend's save: each says what is wrong."""
+    policy = connect()
+    train(policy)
+    path = policy.save("x").result()
+    with pytest.raises(rlkit.ConfigError, match="contradicts"):
+        rlkit.connect("local", model=tiny("llama"), init_from=path, lora=rlkit.Lora(rank=8), device="cpu")
+    same = attrs.evolve(rlkit.Lora(rank=4), seed=5)
+    rlkit.connect("local", model=tiny("llama"), init_from=path, lora=same, device="cpu").close()
+    with pytest.raises(rlkit.CheckpointError, match="another model|shape"):
+        connect("gpt2", init_from=path)
+    with pytest.raises(rlkit.CheckpointError, match="'local'"):
+        rlkit.connect("toy", init_from=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": "float16"}, "dtype"),
+        ({"dtype": None}, "dtype"),
+        ({"merge": 1}, "merge"),
+        ({"merge": "yes"}, "merge"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
+        ({"max_rows": True}, "max_rows"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"lora": {"rank": 4}}, "lora"),
+        ({"device": "nowhere"}, "device"),
+        ({"fodler": "x"}, "folder"),
+    ],
+)
+def test_bad_options(connect, options, match):
+    """Options are checked before the model is read."""
+    with pytest.raises(rlkit.ConfigError, match=match):
+        connect(**options)
+
+
+def test_bad_models(tmp_path):
+    """A model that is not named, or not there, is a ConfigError."""
+    with pytest.raises(rlkit.ConfigError, match="model"):
+        rlkit.connect("local")
+    for model in (str(tmp_path), str(tmp_path / "missing"), 3, ""):
+        with pytest.raises(rlkit.ConfigError, match="model"):
+            rlkit.connect("local", model=model)
+
+
+def count_forwards(policy):
+    """A list whose only entry counts forwards of the sampling model from now on."""
+    calls = [0]
+    inner = policy._engine._decoder._forward
+
+    def counted(*arguments):
+        calls[0] += 1
+        return inner(*arguments)
+
+    policy._engine._decoder._forward = counted
+    return calls
