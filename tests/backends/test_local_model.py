@@ -15,6 +15,9 @@ import pytest
 
 import rlkit
 
+pytest.importorskip("peft")
+from rlkit.backends.local.export import save_merged
+
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -52,6 +55,14 @@ def train(policy, steps=2):
     return data
 
 
+def score(model, tokens):
+    """float32 [T - 1]: logprobs of tokens[1:] by the model's own forward."""
+    tokens = torch.from_numpy(np.array(tokens))
+    with torch.no_grad():
+        logprobs = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+
+
 def digest(model):
     """SHA-256 over every parameter and buffer."""
     total = hashlib.sha256()
@@ -60,6 +71,8 @@ def digest(model):
     return total.hexdigest()
 
 
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings:UserWarning")  # the adapter is on the head alone
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # peft finds it out by itself
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
 def test_saved_adapter_is_pefts_own(connect, kind):
@@ -67,27 +80,41 @@ def test_saved_adapter_is_pefts_own(connect, kind):
     policy = connect(kind)
     data = train(policy)
     path = policy.save("adapter").result()
-    base = transformers.AutoModelForCausalLM.from_pretrained(policy._base_model.path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(policy.base.path)
     model = peft.PeftModel.from_pretrained(base, path).eval()
     expected = policy.forward(data).result().logprobs
     for datum, lp in zip(data, expected, strict=True):
-        tokens = torch.from_numpy(np.array(datum.tokens))
-        logits = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
-        found = logits.gather(1, tokens[1:, None])[:, 0].detach().numpy()
-        assert np.abs(found - lp[1:])[datum.mask[1:]].max() < 1e-5
+        assert np.abs(score(model, datum.tokens) - lp[1:])[datum.mask[1:]].max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_merged_export(connect, tmp_path, kind):
+    """The exported model alone gives the policy's logprobs; a tied head is untied, the embedding unchanged."""
+    policy = connect(kind)
+    data = train(policy)
+    path = policy.save("x").result()
+    folder = save_merged(path, str(tmp_path / "merged"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for datum, lp in zip(data, policy.forward(data).result().logprobs, strict=True):
+        assert np.abs(score(model, datum.tokens) - lp[1:])[datum.mask[1:]].max() < 1e-5
+    embedding = model.get_input_embeddings().weight
+    assert torch.equal(embedding, policy.base.model.get_input_embeddings().weight)
+    assert not torch.equal(embedding, model.get_output_embeddings().weight)
+    with pytest.raises(rlkit.CheckpointError, match="exists"):
+        save_merged(path, folder)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_base_is_not_written(connect, kind):
     """Training, merging, sampling and saving leave every base tensor as it was, the tied embedding included."""
     policy = connect(kind)
-    before = digest(policy._base_model.model)
+    before = digest(policy.base.model)
     for _ in range(3):
         train(policy, 1)
         with policy.sampler().result() as sampler:
             sampler.sample([5, 6], PARAMS, n=3).result()
         policy.save("x").result()
-    assert digest(policy._base_model.model) == before
+    assert digest(policy.base.model) == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
@@ -249,9 +276,9 @@ def test_snapshots_share_one_copy(connect):
 def test_bases_are_shared_and_freed(connect):
     """Two backends on one model hold one base; the last one frees it."""
     a, b = connect(), connect()
-    assert a._base_model is b._base_model
+    assert a.base is b.base
     other = connect(dtype="bfloat16")
-    assert other._base_model is not a._base_model
+    assert other.base is not a.base
 
 
 def test_forgotten_backend_ends_its_thread(tiny, tmp_path):
@@ -320,7 +347,7 @@ def test_damaged_saves_are_found(connect, tmp_path, file):
     train(policy)
     for damage in ("flip", "cut", "remove"):
         path = policy.save(damage).result()
-        target = __import__("pathlib").Path(path) / file
+        target = Path(path) / file
         content = bytearray(target.read_bytes())
         if damage == "flip":
             content[len(content) // 2] ^= 1

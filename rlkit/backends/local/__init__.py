@@ -82,7 +82,7 @@ class LocalBackend(InProcessBackend):
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
         entropy = entropy_of(seed)
 
-        self._base_model = base = load_base(model, dtype, _device(device))
+        self.base = base = load_base(model, dtype, _device(device))
         self._lora = lora
         adapter_seed = lora.seed if lora.seed is not None else _adapter_seed(entropy)
         self._peft = with_adapter(base.tree("sdpa"), lora, adapter_seed)

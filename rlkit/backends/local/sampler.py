@@ -39,7 +39,7 @@ class LocalSampler:
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
         """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch."""
-        snapshot = self._open()
+        snapshot = self.snapshot
         tokens = checked_request(
             prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
         )
@@ -56,7 +56,7 @@ class LocalSampler:
 
     def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
-        snapshot = self._open()
+        snapshot = self.snapshot
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.real("logprobs(temperature)", temperature, above=0.0)
         request = ScoreRequest(snapshot, array, temperature)
@@ -73,7 +73,9 @@ class LocalSampler:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _open(self) -> Snapshot:
+    @property
+    def snapshot(self) -> Snapshot:
+        """The adapter that it samples from."""
         if self._snapshot is None:
             raise BackendError("this sampler is closed")
         return self._snapshot

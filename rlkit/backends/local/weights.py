@@ -10,7 +10,7 @@ from torch import nn
 
 from rlkit.backends.local.model import Base
 
-__all__ = ["SamplingModel", "Snapshot", "take_snapshot"]
+__all__ = ["SamplingModel", "Snapshot", "merged_weight", "take_snapshot"]
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -60,7 +60,7 @@ class SamplingModel:
             module: Any = self._modules[name]
             if self._merge:
                 self._base_weights[name] = module.weight
-                module.weight = nn.Parameter(_merged(module, a, b, snapshot.scale), requires_grad=False)
+                module.weight = nn.Parameter(merged_weight(module, a, b, snapshot.scale), requires_grad=False)
             else:
                 self._hooks.append(module.register_forward_hook(_adds(a, b, snapshot.scale)))
         self._current = snapshot
@@ -76,7 +76,8 @@ class SamplingModel:
         self._current = None
 
 
-def _merged(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """A new tensor W + scale B A, computed in float32 and cast to the dtype of the module's weight."""
     delta = (b.float() @ a.float()) * scale
     if not isinstance(module, nn.Linear):  # transformers' Conv1D keeps [in, out]
         delta = delta.T
