@@ -3,7 +3,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/ready
 
 .PHONY: help demo test lint types clean
@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "rlkit needs Python 3.11 or later; name one: make PYTHON=python3.11")'
 	@echo "setting up $(VENV), once; this takes a few minutes"
 	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
-	|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[local,gguf,examples,test]'
 	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
