@@ -41,9 +41,10 @@ class Rows:
         return np.asarray(self.ends - self.lengths)
 
     def reduce(self, ufunc: np.ufunc, values: np.ndarray, empty: float = 0.0) -> np.ndarray:
-        """``ufunc`` over each row of ``values`` [N] -> [B]; a row without entries gives ``empty``."""
-        if self.form == "matrix":
-            return np.asarray(ufunc.reduce(values.reshape(self.lengths.size, -1), axis=1))
+        """``ufunc`` over each row of ``values`` [N] -> [B]; a row without entries gives ``empty``.
+
+        One way of adding up for all forms, so that a row gives the same bits alone, in a matrix and in a list.
+        """
         filled = self.lengths > 0
         if filled.all():
             return np.asarray(ufunc.reduceat(values, self.starts))
@@ -83,6 +84,8 @@ class Rows:
     ) -> None:
         """Raise for the first entry (``among`` those that count) that is no finite number; NaN may be allowed."""
         with np.errstate(invalid="ignore"):
+            if flat.size == 0 or (flat.min() >= -LARGEST and flat.max() <= LARGEST):
+                return  # the usual case, without temporary arrays
             good = np.abs(flat) <= LARGEST
         if nan:
             good |= np.isnan(flat)

@@ -44,9 +44,11 @@ def gdpo(rewards: Any, *, weights: Any = None, ddof: int = 1, eps: float = 1e-6,
     components = _components(rewards)
     first = components[0]
     factors = np.ones(len(components)) if weights is None else _weights(weights, len(components))
-    total = np.zeros(first.rewards.size)
+    total, size = np.zeros(first.rewards.size), 0.0
     for component, factor in zip(components, factors.tolist(), strict=True):
-        total += factor * component.apply_singleton(component.whitened(ddof, eps), singleton)
+        part = factor * component.apply_singleton(component.whitened(ddof, eps), singleton)
+        total, size = total + part, size + np.abs(part).max()
+    total[np.abs(total) <= 1e-14 * size] = 0.0  # components that cancel leave rounding errors, not advantages
     scored = np.logical_or.reduce([component.scored for component in components])
     idle = np.logical_and.reduce([component.constant for component in components])
     advantages = np.zeros(total.size)
@@ -56,7 +58,7 @@ def gdpo(rewards: Any, *, weights: Any = None, ddof: int = 1, eps: float = 1e-6,
 
 def _components(rewards: Any) -> list[Groups]:
     expected = "a list with the rewards of each component"
-    if not isinstance(rewards, (list, tuple, np.ndarray)) or np.shape(rewards)[:1] == (0,):
+    if not (isinstance(rewards, (list, tuple)) or getattr(rewards, "ndim", 0) > 1) or len(rewards) == 0:
         raise DataError(_check.problem("rewards", f"got {_check.shown(rewards)}", expected))
     components = [Groups.parse(component, f"rewards[{c}]") for c, component in enumerate(rewards)]
     first = components[0].rows

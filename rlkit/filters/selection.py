@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import attrs
 import numpy as np
@@ -11,6 +12,10 @@ from rlkit import _check
 from rlkit.errors import DataError
 
 __all__ = ["Selection", "select"]
+
+
+def _read_only(counts: Mapping[str, int]) -> Mapping[str, int]:
+    return MappingProxyType(dict(counts))
 
 
 @attrs.frozen(eq=False)
@@ -28,7 +33,7 @@ class Selection:
     """
 
     keep: np.ndarray
-    dropped: Mapping[str, int]
+    dropped: Mapping[str, int] = attrs.field(converter=_read_only)
 
     @property
     def kept(self) -> int:

@@ -223,7 +223,7 @@ def gae(
         a = r + gamma * after - v + gamma * lam * a
         advantages.append(a)
         after = v
-    advantages = advantages[::-1]
+    advantages.reverse()
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 

@@ -1,0 +1,111 @@
+"""Ties: a constant group has nothing to teach, and gets exactly zero whatever its numbers, size and type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit.advantages as adv
+
+ESTIMATORS: dict[str, Callable[[Any], Any]] = {
+    "grpo": adv.grpo,
+    "grpo, biased, eps 0": lambda r: adv.grpo(r, ddof=0, eps=0.0),
+    "grpo, batch": lambda r: adv.grpo(r, scale="batch", eps=0.0),
+    "dr_grpo": adv.dr_grpo,
+    "rloo": adv.rloo,
+    "loo_std": lambda r: adv.loo_std(r, eps=0.0),
+    "reinforce, normalised": lambda r: adv.reinforce(r, normalize=True, eps=0.0),
+    "opo": lambda r: adv.opo(r, lengths=np.arange(len(r)) + 1),
+    "gpg": adv.gpg,
+    "opmd": adv.opmd,
+    "opmd, logavgexp": lambda r: adv.opmd(r, baseline="logavgexp", tau=0.1),
+    "rec": lambda r: adv.rec(r, normalize=True, eps=0.0),
+    "maxrl": adv.maxrl,
+    "pass_at_k": lambda r: adv.pass_at_k(r, eps=0.0),
+    "gdpo": lambda r: adv.gdpo([r, r], eps=0.0),
+    "rebn": lambda r: adv.rebn(r, eps=0.0),
+    "reinforce_pp": lambda r: adv.reinforce_pp(r, gamma=0.0, eps=0.0),
+    "reinforce_pp_baseline": lambda r: adv.reinforce_pp_baseline(r, lengths=np.arange(len(r)) + 1, eps=0.0),
+    "step_wise_grpo": lambda r: np.concatenate(adv.step_wise_grpo(r, np.ones(len(r)), eps=0.0)),
+    "hierarchical_grpo": lambda r: adv.hierarchical_grpo(r, np.zeros(len(r)), np.zeros(len(r))),
+    "by_group": lambda r: adv.by_group("grpo", r, np.zeros(len(r)), eps=0.0),
+    "running_normalization": lambda r: adv.running_normalization(eps=0.0).update(r),
+}
+CONSTANTS = (0.1, 0.9, 1.1, -3.3, 1 / 3, 1e-3, 7.0, 6e4)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_exact_zero(name: str, dtype: type) -> None:
+    """Zero at sizes 1 to 256, for numbers that binary fractions cannot hold, in all three types."""
+    for size in (*range(1, 20), 31, 32, 33, 64, 100, 127, 128, 200, 255, 256):
+        for constant in CONSTANTS:
+            result = ESTIMATORS[name](np.full(size, constant, dtype))
+            assert result.dtype == np.float64
+            assert (result == 0.0).all(), (size, constant)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "loo_std", "rebn", "dr_grpo"])
+def test_exact_zero_at_every_size(name: str) -> None:
+    """The same at every size up to 256."""
+    for size in range(1, 257):
+        assert (ESTIMATORS[name](np.full(size, np.float32(0.1))) == 0.0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(-1e9, 1e9),
+    st.integers(1, 256),
+    st.sampled_from([np.float16, np.float32, np.float64]),
+    st.sampled_from(sorted(ESTIMATORS)),
+)
+def test_exact_zero_for_any_constant(constant: float, size: int, dtype: type, name: str) -> None:
+    """Zero for whatever constant."""
+    rewards = np.full(size, constant).clip(-6e4, 6e4).astype(dtype)
+    assert (ESTIMATORS[name](rewards) == 0.0).all()
+
+
+def test_constant_beside_mixed() -> None:
+    """A constant group stays exactly zero beside others, in every form of batch."""
+    mixed = [0.3, 0.7, 0.11]
+    for rewards in ([[0.1] * 3, mixed], [[0.1] * 7, mixed], np.array([[0.1] * 3, mixed], np.float32)):
+        for scale in ("group", "batch", "none"):
+            assert (adv.grpo(rewards, scale=scale)[0] == 0.0).all()
+        for estimator in (adv.rloo, adv.loo_std, adv.gpg, adv.maxrl, adv.pass_at_k, adv.opmd, adv.rec):
+            assert (estimator(rewards)[0] == 0.0).all()
+        assert (adv.gdpo([rewards, rewards])[0] == 0.0).all()
+
+
+def test_constant_among_the_scored() -> None:
+    """Unscored rewards do not make a group vary."""
+    assert (adv.grpo([0.1, np.nan, 0.1, 0.1]) == 0.0).all()
+    assert (adv.loo_std([0.1, np.nan, 0.1, 0.1]) == 0.0).all()
+
+
+def test_documented_exceptions() -> None:
+    """asymre keeps its shift and pkpo without a baseline its value; reinforce has no baseline at all."""
+    np.testing.assert_array_equal(adv.asymre([0.5, 0.5]), [0.1, 0.1])
+    np.testing.assert_array_equal(adv.pkpo([0.5, 0.5], k=2, baseline="none"), [0.5, 0.5])
+    np.testing.assert_array_equal(adv.reinforce([0.5, 0.5]), [0.5, 0.5])
+    assert (adv.pkpo(np.full(9, 0.1), k=3) == 0.0).all()
+
+
+def test_almost_constant_is_not_constant() -> None:
+    """The smallest difference that the type can hold is a difference."""
+    rewards = np.array([1.0, np.nextafter(1.0, 2.0), 1.0])
+    assert adv.grpo(rewards, eps=0.0)[1] == pytest.approx(2 / np.sqrt(3))
+    assert adv.grpo([0.0, 5e-324, 0.0], eps=0.0)[1] == pytest.approx(np.sqrt(2), abs=0.5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 100])
+@pytest.mark.parametrize("magnitude", [1e-300, 1e-160, 1.0, 1e100, 1e150])
+def test_always_finite(size: int, magnitude: float) -> None:
+    """No size and no magnitude gives NaN or infinity."""
+    rewards = np.random.default_rng(size).normal(size=size).clip(-1, 1) * magnitude
+    for name, estimator in ESTIMATORS.items():
+        assert np.isfinite(estimator(rewards)).all(), name

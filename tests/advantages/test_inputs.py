@@ -1,0 +1,335 @@
+"""What estimators accept, and how they refuse the rest: by an error that names the argument and the place."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlkit.advantages as adv
+from rlkit.errors import ConfigError, DataError
+
+NAN, INF = float("nan"), float("inf")
+
+BAD_REWARDS: list[tuple[Any, str]] = [
+    (None, "rewards"),
+    (1.0, "rewards"),
+    ("1 0", "rewards"),
+    (b"10", "rewards"),
+    ({"a": 1.0}, "rewards"),
+    ([], "rewards: is empty"),
+    (np.zeros(0), "rewards: is empty"),
+    (np.zeros((0, 3)), "rewards: is empty"),
+    (np.zeros((3, 0)), r"rewards\[0\]: is empty"),
+    ([[]], r"rewards\[0\]: is empty"),
+    ([[1.0], []], r"rewards\[1\]: is empty"),
+    ([1.0, None], r"rewards\[1\]: is None"),
+    ([1.0, "1"], r"rewards\[1\]: is '1'"),
+    ([1.0, True], r"rewards\[1\]: is True"),
+    ([[1.0, 2.0], [3.0, None]], r"rewards\[1\]\[1\]: is None"),
+    ([[1.0, 2.0], [False, 1.0]], r"rewards\[1\]\[0\]: is False"),
+    ([[1.0, 2.0], 3.0], r"rewards\[1\]"),
+    ([[1.0, 2.0], "ab"], r"rewards\[1\]"),
+    (np.array([True, False]), "rewards: holds booleans"),
+    (np.array(["a"]), "rewards"),
+    (np.array([1.0, None], object), "rewards"),
+    (np.array([1.0 + 2j]), "rewards"),
+    (np.zeros((2, 2, 2)), "rewards"),
+    ([np.zeros(2), np.zeros((2, 2))], r"rewards\[1\]"),
+    ([np.zeros(2), np.array([True])], r"rewards\[1\]"),
+    ([1.0, INF], r"rewards\[1\]: is inf"),
+    ([[1.0, 2.0, 3.0], [1.0, -INF]], r"rewards\[1\]\[1\]: is -inf"),
+    (np.array([[0.0, 1.0], [2.0, INF]], np.float32), r"rewards\[1\]\[1\]: is inf"),
+    ([1e151, 0.0], r"rewards\[0\]"),
+]
+GROUP = [
+    "asymre",
+    "dr_grpo",
+    "gpg",
+    "grpo",
+    "loo_std",
+    "maxrl",
+    "opmd",
+    "pass_at_k",
+    "rec",
+    "reinforce",
+    "rloo",
+]
+
+
+@pytest.mark.parametrize(("rewards", "message"), BAD_REWARDS, ids=[repr(r)[:30] for r, _ in BAD_REWARDS])
+@pytest.mark.parametrize("name", [*GROUP, "reinforce_pp", "discounted_returns"])
+def test_bad_rewards(name: str, rewards: Any, message: str) -> None:
+    """Every estimator refuses the same rewards, and says which one it is."""
+    with pytest.raises(DataError, match=message):
+        adv.registry[name](rewards)
+
+
+@pytest.mark.parametrize(("rewards", "message"), BAD_REWARDS, ids=[repr(r)[:30] for r, _ in BAD_REWARDS])
+def test_bad_returns(rewards: Any, message: str) -> None:
+    """rebn calls its argument returns, and so do its errors."""
+    with pytest.raises(DataError, match=message.replace("rewards", "returns")):
+        adv.rebn(rewards)
+
+
+BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("grpo", {"scale": "std"}, "scale"),
+    ("grpo", {"scale": None}, "scale"),
+    ("grpo", {"ddof": 2}, "ddof"),
+    ("grpo", {"ddof": -1}, "ddof"),
+    ("grpo", {"ddof": 1.0}, "ddof"),
+    ("grpo", {"ddof": True}, "ddof"),
+    ("grpo", {"eps": -1e-9}, "eps"),
+    ("grpo", {"eps": NAN}, "eps"),
+    ("grpo", {"eps": INF}, "eps"),
+    ("grpo", {"eps": None}, "eps"),
+    ("grpo", {"singleton": "one"}, "singleton"),
+    ("rloo", {"singleton": None}, "singleton"),
+    ("loo_std", {"eps": -1.0}, "eps"),
+    ("reinforce", {"normalize": 1}, "normalize"),
+    ("gpg", {"count": "tokens"}, "count"),
+    ("gpg", {"f_norm": 0.0}, "f_norm"),
+    ("opmd", {"baseline": "median"}, "baseline"),
+    ("opmd", {"tau": 0.0}, "tau"),
+    ("asymre", {"shift": INF}, "shift"),
+    ("rec", {"drop": "random"}, "drop"),
+    ("rec", {"drop": "balance"}, "rng"),
+    ("rec", {"drop": "balance", "rng": 7}, "rng"),
+    ("rec", {"rng": np.random.default_rng(0)}, "rng"),
+    ("pass_at_k", {"method": "exact"}, "method"),
+    ("pass_at_k", {"method": "analytic"}, "k"),
+    ("pass_at_k", {"k": 2}, "k"),
+    ("pass_at_k", {"method": "analytic", "k": 0}, "k"),
+    ("pass_at_k", {"scale": "batch"}, "scale"),
+    ("pkpo", {"k": 0, "baseline": "none"}, "k"),
+    ("pkpo", {"k": 1}, "k"),
+    ("pkpo", {"k": 2, "baseline": "mean"}, "baseline"),
+    ("discounted_returns", {"gamma": 1.01}, "gamma"),
+    ("discounted_returns", {"gamma": -0.1}, "gamma"),
+    ("discounted_returns", {"gamma": NAN}, "gamma"),
+    ("discounted_returns", {"gamma": "1"}, "gamma"),
+    ("rebn", {"ddof": 3}, "ddof"),
+    ("rebn", {"eps": -1.0}, "eps"),
+    ("gae", {"values": [0.0, 0.0], "lam": 1.5}, "lam"),
+    ("gae", {"values": [0.0, 0.0], "lam": [1.5]}, "lam"),
+    ("gae", {"values": [0.0, 0.0], "gamma": 2.0}, "gamma"),
+    ("n_step_returns", {"values": [0.0, 0.0], "n": 0}, "n"),
+    ("n_step_returns", {"values": [0.0, 0.0], "n": 1.5}, "n"),
+    ("vtrace", {"values": [0.0, 0.0], "log_ratios": [0.0, 0.0], "clip_rho": 0.0}, "clip_rho"),
+    ("vtrace", {"values": [0.0, 0.0], "log_ratios": [0.0, 0.0], "clip_pg_rho": -1.0}, "clip_pg_rho"),
+    ("potential_shaping", {"potentials": [0.0, 0.0], "gamma": 7.0}, "gamma"),
+    ("reinforce_pp", {"kl_coef": 0.1}, "kl"),
+    ("reinforce_pp", {"kl_coef": -0.1}, "kl_coef"),
+    ("gigpo", {"states": ["a", "b"], "omega": -1.0}, "omega"),
+    ("gigpo", {"states": ["a", "b"], "scale": "batch"}, "scale"),
+    ("step_wise_grpo", {"steps": [1, 1], "step_norm": "yes"}, "step_norm"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), BAD_SETTINGS, ids=[f"{n}-{m}" for n, _, m in BAD_SETTINGS])
+def test_bad_settings(name: str, settings: dict[str, Any], message: str) -> None:
+    """A setting out of range is a ConfigError that names it."""
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        adv.registry[name]([1.0, 0.0], **settings)
+
+
+BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("discounted_returns", [1.0, 2.0], {"mask": [1]}, "mask"),
+    ("discounted_returns", [1.0, 2.0], {"mask": [1, 2]}, r"mask\[1\]: is 2"),
+    ("discounted_returns", [1.0, 2.0], {"mask": [1, NAN]}, r"mask\[1\]"),
+    ("discounted_returns", [1.0, 2.0], {"mask": ["1", "1"]}, r"mask\[0\]"),
+    ("discounted_returns", [1.0, 2.0], {"mask": [1, None]}, r"mask\[1\]"),
+    ("discounted_returns", [[1.0, 2.0], [1.0]], {"mask": [[1, 1], [1, 1]]}, r"mask\[1\]"),
+    ("discounted_returns", [[1.0, 2.0], [1.0]], {"mask": [1, 1, 1]}, "mask"),
+    ("discounted_returns", [1.0, NAN], {}, r"rewards\[1\]: is nan"),
+    ("discounted_returns", [[1.0], [1.0, NAN]], {"mask": [[1], [0, 1]]}, r"rewards\[1\]\[1\]: is nan"),
+    ("discounted_returns", [1.0], {"bootstrap_value": NAN}, "bootstrap_value"),
+    ("discounted_returns", [1.0], {"bootstrap_value": None}, "bootstrap_value"),
+    ("discounted_returns", [1.0], {"bootstrap_value": True}, "bootstrap_value"),
+    ("discounted_returns", [[1.0], [2.0]], {"bootstrap_value": [1.0]}, "bootstrap_value"),
+    ("discounted_returns", [[1.0], [2.0]], {"bootstrap_value": [1.0, INF]}, r"bootstrap_value\[1\]"),
+    ("rebn", [1.0, 2.0], {"mask": [1, 0, 1]}, "mask"),
+    ("gae", [1.0, 2.0], {"values": [1.0]}, "values"),
+    ("gae", [1.0, 2.0], {"values": [1.0, NAN]}, r"values\[1\]"),
+    ("gae", [[1.0], [2.0, 3.0]], {"values": [[1.0], [2.0]]}, r"values\[1\]: has length 1"),
+    ("gae", [1.0, 2.0], {"values": None}, "values: is None"),
+    ("gae", [[1.0], [2.0]], {"values": [[1.0], [2.0]], "lam": [1.0]}, "lam"),
+    ("vtrace", [1.0], {"values": [1.0], "log_ratios": [INF]}, r"log_ratios\[0\]"),
+    ("potential_shaping", [1.0], {"potentials": [1.0, 2.0]}, "potentials"),
+    ("opo", [1.0, 2.0], {"lengths": [1]}, "lengths"),
+    ("opo", [1.0, 2.0], {"lengths": [1, -1]}, r"lengths\[1\]"),
+    ("opo", [[1.0, 2.0], [1.0]], {"lengths": [[1, 2], [1.5]]}, r"lengths\[1\]\[0\]"),
+    ("reinforce_pp_baseline", [1.0, 2.0], {"lengths": [1, NAN]}, r"lengths\[1\]"),
+    ("reinforce_pp", [1.0, 2.0], {"kl": [0.0], "kl_coef": 0.1}, "kl"),
+    ("remax", [[1.0], [2.0]], {"baseline": [1.0, 2.0, 3.0]}, "baseline"),
+    ("remax", [[1.0], [2.0]], {"baseline": [1.0, NAN]}, r"baseline\[1\]"),
+    ("pass_at_k", [1.0, 0.0], {"method": "analytic", "k": 3}, "rewards: has 2 rewards"),
+    ("pass_at_k", [[1.0, 0.0], [0.0]], {"method": "analytic", "k": 2}, r"rewards\[1\]: has 1"),
+    ("pass_at_k", [1.0, 0.5], {"method": "analytic", "k": 1}, r"rewards\[1\]: is 0.5"),
+    ("pkpo", [1.0, 0.0], {"k": 3}, "rewards"),
+    ("step_wise_grpo", [1.0, 0.0], {"steps": [1]}, "steps"),
+    ("step_wise_grpo", [1.0, 0.0], {"steps": [1, 0]}, r"steps\[1\]"),
+    ("gigpo", [1.0, 0.0], {"states": "ab"}, "states"),
+    ("gigpo", [[1.0], [0.0]], {"states": [["a"]]}, "states"),
+    ("gigpo", [[1.0], [0.0, 1.0]], {"states": [["a"], ["b"]]}, r"states\[1\]"),
+    ("gigpo", [[1.0], [0.0]], {"states": [["a"], [[1]]]}, r"states\[1\]\[0\]"),
+    ("hierarchical_grpo", [1.0, 0.0], {"roles": ["a"], "groups": ["g", "g"]}, "roles"),
+    ("hierarchical_grpo", [1.0, 0.0], {"roles": ["a", "a"], "groups": ["g", None]}, r"groups\[1\]"),
+    ("grpo", [[1.0, 2.0], [1.0]], {"singleton": "error"}, r"rewards\[1\]: has one scored reward"),
+    ("rloo", [1.0, NAN], {"singleton": "error"}, "rewards: has one scored reward"),
+    ("gdpo", [[[1.0, 2.0]], [[1.0]]], {}, r"rewards\[1\]"),
+    ("gdpo", [], {}, "rewards"),
+    ("gdpo", [1.0, 2.0], {}, r"rewards\[0\]"),
+    ("gdpo", [[1.0, 2.0]], {"weights": [1.0, 1.0]}, "weights"),
+    ("gdpo", [[1.0, 2.0]], {"weights": [NAN]}, r"weights\[0\]"),
+    ("gdpo", [[1.0, INF]], {}, r"rewards\[0\]\[1\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "rewards", "others", "message"), BAD_PARTNERS)
+def test_bad_partners(name: str, rewards: Any, others: dict[str, Any], message: str) -> None:
+    """An argument that does not fit the rewards is a DataError that names it."""
+    with pytest.raises(DataError, match=rf"^{message}"):
+        adv.registry[name](rewards, **others)
+
+
+@pytest.mark.parametrize("lengths", [[], [0.0], [1.0, -1.0], [NAN], None, [INF]])
+def test_length_adaptive_lambda_refuses(lengths: Any) -> None:
+    """Lengths have to be positive numbers."""
+    with pytest.raises(DataError, match="^lengths"):
+        adv.length_adaptive_lambda(lengths)
+
+
+TOKEN_PAIRS = {"on_policy_distillation": "teacher", "jsd": "teacher", "kl_penalty": "reference"}
+
+
+@pytest.mark.parametrize("name", TOKEN_PAIRS)
+def test_token_functions_refuse(name: str) -> None:
+    """Logprobs have to be finite and of one shape, coefficients not negative."""
+    other = TOKEN_PAIRS[name] + "_logprobs"
+    function = adv.registry[name]
+    with pytest.raises(DataError, match=rf"^{other}"):
+        function(**{other: [-1.0], "sampling_logprobs": [-1.0, -2.0]})
+    with pytest.raises(DataError, match=r"^sampling_logprobs\[1\]: is -inf"):
+        function(**{other: [-1.0, -1.0], "sampling_logprobs": [-1.0, -INF]})
+    with pytest.raises(ConfigError, match="^coef"):
+        function(**{other: [-1.0], "sampling_logprobs": [-1.0]}, coef=-1.0)
+
+
+def test_token_settings() -> None:
+    """Settings of the token functions are checked."""
+    q = [-1.0]
+    with pytest.raises(ConfigError, match="^beta"):
+        adv.jsd(teacher_logprobs=q, sampling_logprobs=q, beta=1.1)
+    with pytest.raises(ConfigError, match="^clip"):
+        adv.on_policy_distillation(teacher_logprobs=q, sampling_logprobs=q, clip=0.0)
+    with pytest.raises(ConfigError, match="^estimator"):
+        adv.kl_penalty(sampling_logprobs=q, reference_logprobs=q, estimator="k4")
+    with pytest.raises(ConfigError, match="^center"):
+        adv.kl_penalty(sampling_logprobs=q, reference_logprobs=q, center=1)
+
+
+def test_forms() -> None:
+    """One group stays 1-D, equal groups become 2-D, ragged ones a list; always float64, never the input itself."""
+    one = adv.grpo(np.array([1, 0], np.int8))
+    assert one.shape == (2,)
+    assert one.dtype == np.float64
+    assert adv.grpo([[1, 0], [0, 1]]).shape == (2, 2)
+    assert adv.grpo([np.zeros(2), np.ones(2)]).shape == (2, 2)
+    ragged = adv.grpo([[1, 0], [0, 1, 1]])
+    assert isinstance(ragged, list)
+    assert [row.shape for row in ragged] == [(2,), (3,)]
+    rewards = np.array([1.0, 0.0])
+    adv.reinforce(rewards)[0] = 7.0
+    adv.discounted_returns(rewards)[0] = 7.0
+    adv.discounted_returns(rewards, gamma=0.5)
+    assert rewards.tolist() == [1.0, 0.0]
+
+
+def test_read_only_and_strided_input() -> None:
+    """Input may be read-only, a view, or Fortran-ordered."""
+    square = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    square.flags.writeable = False
+    np.testing.assert_array_equal(adv.dr_grpo(square), [[-1, 0, 1], [-1, 0, 1]])
+    np.testing.assert_array_equal(adv.dr_grpo(np.arange(6.0)[::2]), [-2, 0, 2])
+
+
+def test_keyword_only() -> None:
+    """Two arrays cannot be swapped by position: only rewards, and labels beside them, are positional."""
+    allowed = {"rewards", "returns", "steps", "states", "roles", "groups", "lengths", "mode"}
+    for name, function in adv.registry.items():
+        for parameter in inspect.signature(function).parameters.values():
+            assert parameter.kind is parameter.KEYWORD_ONLY or parameter.name in allowed, name
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "asymre": {"shift": -0.1, "singleton": "zero"},
+    "discounted_returns": {"gamma": 1.0, "bootstrap_value": 0.0, "mask": None},
+    "dr_grpo": {"singleton": "zero"},
+    "entropy_bonus": {"coef": 0.01, "mask": None},
+    "gae": {"bootstrap_value": 0.0, "mask": None, "gamma": 1.0, "lam": 0.95},
+    "gdpo": {"weights": None, "ddof": 1, "eps": 1e-6, "singleton": "zero"},
+    "gigpo": {"omega": 1.0, "gamma": 1.0, "scale": "group", "ddof": 1, "eps": 1e-6},
+    "gpg": {"count": "rewards", "f_norm": 1.0, "singleton": "zero"},
+    "grpo": {"scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "zero"},
+    "hierarchical_grpo": {"singleton": "zero"},
+    "jsd": {"beta": 0.5, "coef": 1.0, "mask": None},
+    "kl_penalty": {"coef": 0.01, "estimator": "k1", "center": False, "mask": None},
+    "lambda_returns": {"bootstrap_value": 0.0, "mask": None, "gamma": 1.0, "lam": 0.95},
+    "length_adaptive_lambda": {"alpha": 0.05},
+    "loo_std": {"eps": 1e-6, "singleton": "zero"},
+    "maxrl": {"singleton": "zero"},
+    "n_step_returns": {"n": 1, "bootstrap_value": 0.0, "mask": None, "gamma": 1.0},
+    "on_policy_distillation": {"coef": 1.0, "clip": None, "gamma": 0.0, "mask": None},
+    "opmd": {"baseline": "mean", "tau": 1.0, "singleton": "zero"},
+    "opo": {"singleton": "zero"},
+    "pass_at_k": {
+        "method": "max_second",
+        "k": None,
+        "scale": "group",
+        "ddof": 1,
+        "eps": 1e-6,
+        "singleton": "zero",
+    },
+    "pkpo": {"baseline": "loo_minus_one", "singleton": "zero"},
+    "potential_shaping": {"gamma": 1.0, "mask": None},
+    "rebn": {"ddof": 1, "eps": 1e-9, "mask": None},
+    "rec": {"normalize": False, "ddof": 0, "eps": 1e-6, "drop": None, "rng": None, "singleton": "zero"},
+    "reinforce": {"normalize": False, "ddof": 1, "eps": 1e-6},
+    "reinforce_pp": {"kl": None, "kl_coef": 0.0, "gamma": 1.0, "mask": None, "ddof": 1, "eps": 1e-6},
+    "reinforce_pp_baseline": {"ddof": 1, "eps": 1e-6, "singleton": "zero"},
+    "remax": {"gamma": 1.0, "mask": None},
+    "rloo": {"singleton": "zero"},
+    "running_baseline": {"decay": 0.95},
+    "running_normalization": {"ddof": 1, "eps": 1e-6},
+    "step_wise_grpo": {"step_norm": False, "ddof": 1, "eps": 1e-6, "singleton": "zero"},
+    "token_weights": {"mode": "token-mean", "constant": None, "groups": None},
+    "vtrace": {
+        "bootstrap_value": 0.0,
+        "mask": None,
+        "gamma": 1.0,
+        "lam": 1.0,
+        "clip_rho": 1.0,
+        "clip_pg_rho": 1.0,
+    },
+}
+
+
+def test_defaults() -> None:
+    """Every default number is part of the API."""
+    assert set(DEFAULTS) == set(adv.registry)
+    for name, function in adv.registry.items():
+        parameters = inspect.signature(function).parameters.values()
+        assert {p.name: p.default for p in parameters if p.default is not p.empty} == DEFAULTS[name], name
+
+
+def test_public_names() -> None:
+    """What is public is listed, documented, and carries the module that users import it from."""
+    for name in adv.__all__:
+        public = getattr(adv, name)
+        if name not in ("register", "registry"):
+            assert public.__module__ == "rlkit.advantages"
+            assert ">>>" in public.__doc__, name
+    assert all(summary for _, summary in adv.registry.table())

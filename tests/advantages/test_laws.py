@@ -1,0 +1,284 @@
+"""Laws of the group estimators, over random batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import rlkit.advantages as adv
+
+NAN = float("nan")
+laws = settings(max_examples=50, deadline=None)
+rewards = st.floats(-100, 100).map(lambda x: round(x, 3))
+groups = st.lists(rewards, min_size=2, max_size=12)
+batches = st.lists(st.lists(rewards | st.just(NAN), min_size=1, max_size=8), min_size=1, max_size=6)
+
+LOCAL: dict[str, Callable[[Any], Any]] = {
+    "grpo": adv.grpo,
+    "dr_grpo": adv.dr_grpo,
+    "rloo": adv.rloo,
+    "loo_std": adv.loo_std,
+    "reinforce": adv.reinforce,
+    "opmd": lambda r: adv.opmd(r, baseline="logavgexp"),
+    "asymre": adv.asymre,
+    "rec": lambda r: adv.rec(r, normalize=True),
+    "maxrl": adv.maxrl,
+}
+
+
+def flat(result: Any) -> np.ndarray:
+    return np.concatenate(result) if isinstance(result, list) else np.ravel(result)
+
+
+def varied(group: list[float]) -> bool:
+    return max(group) - min(group) > 1e-2
+
+
+@laws
+@given(batches, st.sampled_from(sorted(LOCAL)), st.randoms(use_true_random=False))
+def test_permutation_equivariant(batch: list[list[float]], name: str, random: Any) -> None:
+    """Shuffling within groups and among groups shuffles the advantages, and changes none of them."""
+    estimator = LOCAL[name]
+    before = estimator(batch)
+    order = random.sample(range(len(batch)), len(batch))
+    inner = [random.sample(range(len(group)), len(group)) for group in batch]
+    shuffled = [[batch[g][i] for i in inner[g]] for g in order]
+    after = estimator(shuffled)
+    for place, g in enumerate(order):
+        np.testing.assert_allclose(after[place], np.asarray(before[g])[inner[g]], rtol=1e-9, atol=1e-9)
+
+
+@laws
+@given(batches, st.sampled_from(sorted(LOCAL)))
+def test_groups_do_not_see_each_other(batch: list[list[float]], name: str) -> None:
+    """Each group of a batch gets what it gets alone, bit for bit, and an unscored reward gets 0."""
+    result = LOCAL[name](batch)
+    for group, row in zip(batch, result, strict=True):
+        np.testing.assert_array_equal(row, LOCAL[name](group))
+        assert (np.asarray(row)[np.isnan(group)] == 0.0).all()
+        assert np.isfinite(row).all()
+
+
+@laws
+@given(groups, st.integers(1, 4), st.sampled_from(sorted(LOCAL)))
+def test_unscored_rewards_count_nowhere(group: list[float], unscored: int, name: str) -> None:
+    """Adding samples that could not be scored leaves the others' advantages as they were."""
+    longer = [NAN, *group, *[NAN] * unscored]
+    result = LOCAL[name](longer)
+    np.testing.assert_allclose(result[1 : len(group) + 1], LOCAL[name](group), rtol=1e-12, atol=1e-12)
+
+
+@laws
+@given(groups, st.floats(-50, 50), st.floats(0.1, 10))
+def test_grpo_shift_and_scale(group: list[float], shift: float, scale: float) -> None:
+    """GRPO with eps=0 does not change when rewards are shifted or scaled; centring alone scales along."""
+    assume(varied(group))
+    r = np.array(group)
+    np.testing.assert_allclose(adv.grpo(r * scale + shift, eps=0.0), adv.grpo(r, eps=0.0), atol=1e-6)
+    np.testing.assert_allclose(adv.dr_grpo(r * scale + shift), scale * adv.dr_grpo(r), atol=1e-9)
+    np.testing.assert_allclose(adv.rloo(r * scale + shift), scale * adv.rloo(r), atol=1e-9)
+
+
+@laws
+@given(groups)
+def test_grpo_moments(group: list[float]) -> None:
+    """GRPO advantages sum to 0, and with eps=0 their squares to N - 1."""
+    assume(varied(group))
+    a = adv.grpo(group, eps=0.0)
+    assert abs(a.sum()) < 1e-9
+    assert (a @ a) == pytest.approx(len(group) - 1)
+    assert (adv.grpo(group, eps=0.0, ddof=0) ** 2).mean() == pytest.approx(1.0)
+
+
+@laws
+@given(groups)
+def test_rloo_is_leave_one_out(group: list[float]) -> None:
+    """RLOO is the reward minus the mean of the others, and N / (N - 1) times the centred reward."""
+    n = len(group)
+    explicit = [r - (sum(group) - r) / (n - 1) for r in group]
+    np.testing.assert_allclose(adv.rloo(group), explicit, atol=1e-9)
+    np.testing.assert_allclose(adv.rloo(group), n / (n - 1) * adv.dr_grpo(group), atol=1e-9)
+
+
+@laws
+@given(groups, st.integers(1, 50))
+def test_opo_of_equal_lengths_is_the_mean(group: list[float], length: int) -> None:
+    """OPO's baseline is the plain mean where all samples are equally long."""
+    np.testing.assert_allclose(adv.opo(group, lengths=[length] * len(group)), adv.dr_grpo(group), atol=1e-9)
+
+
+@laws
+@given(groups, st.floats(0.1, 10), st.floats(1, 5))
+def test_maxrl_scales_away_but_does_not_shift(group: list[float], scale: float, shift: float) -> None:
+    """MaxRL does not change when rewards >= 0 are scaled, and does when they are shifted."""
+    r = np.abs(group)
+    assume(r.max() - r.min() > 1e-2)
+    np.testing.assert_allclose(adv.maxrl(r * scale), adv.maxrl(r), rtol=1e-6, atol=1e-9)
+    assert not np.allclose(adv.maxrl(r + shift), adv.maxrl(r), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [[0.1, 0.2, -0.3], [1.0, -1.0], [1e9, -1e9, 1e-9], [0.0, -0.0]])
+def test_maxrl_near_zero(group: list[float]) -> None:
+    """A mean that is 0 up to rounding does not blow up: it counts as not positive."""
+    np.testing.assert_array_equal(adv.maxrl(group), np.zeros(len(group)))
+
+
+@laws
+@given(groups)
+def test_opmd_interpolates(group: list[float]) -> None:
+    """The tempered baseline lies between the mean and the best reward, which are its limits."""
+    cold = np.array(group) - adv.opmd(group, baseline="logavgexp", tau=1e-3)
+    warm = np.array(group) - adv.opmd(group, baseline="logavgexp", tau=1e5)
+    np.testing.assert_allclose(cold, max(group), atol=1e-2)
+    np.testing.assert_allclose(warm, np.mean(group), atol=0.2)
+
+
+@laws
+@given(st.lists(rewards, min_size=2, max_size=9), st.data())
+def test_pkpo_laws(group: list[float], data: st.DataObject) -> None:
+    """pkpo sums to k times the mean best of k; of all is RLOO-like: only the best gains, by its lead."""
+    k = data.draw(st.integers(2, len(group)))
+    total = adv.pkpo(group, k=k, baseline="none").sum()
+    shifted = adv.pkpo(np.array(group) + 5.0, k=k, baseline="none").sum()
+    assert shifted - total == pytest.approx(5.0 * k)
+    gain = adv.pkpo(group, k=k)
+    assert (gain >= 0).all()
+    ranked = sorted(group)
+    everyone = adv.pkpo(group, k=len(group))
+    assert everyone.sum() == pytest.approx(ranked[-1] - ranked[-2], abs=1e-9)
+
+
+@laws
+@given(st.lists(st.booleans(), min_size=2, max_size=10), st.data())
+def test_pass_at_k_analytic_is_centred(right: list[bool], data: st.DataObject) -> None:
+    """Analytic pass@k advantages sum to 0, are >= 0 for right samples and <= 0 for wrong ones; k=1 is GRPO, biased."""
+    group = np.array(right, float)
+    k = data.draw(st.integers(1, len(right)))
+    a = adv.pass_at_k(group, method="analytic", k=k)
+    assert abs(a.sum()) < 1e-9
+    assert (a[group == 1] >= 0).all()
+    assert (a[group == 0] <= 1e-12).all()
+    np.testing.assert_allclose(
+        adv.pass_at_k(group, method="analytic", k=1), adv.grpo(group, ddof=0, eps=0.0), atol=1e-9
+    )
+
+
+def test_pass_at_k_of_many() -> None:
+    """Binomials of thousands do not overflow."""
+    group = np.zeros(4000)
+    group[:40] = 1.0
+    assert np.isfinite(adv.pass_at_k(group, method="analytic", k=1000)).all()
+    assert np.isfinite(adv.pkpo(np.arange(3000.0), k=500)).all()
+
+
+def test_pass_at_k_ties() -> None:
+    """Two best samples: nobody leads. Fewer scored rewards than k: no subset, so 0."""
+    np.testing.assert_array_equal(adv.pass_at_k([1.0, 1.0, 0.0]), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(adv.pass_at_k([1.0, 0.0, NAN], method="analytic", k=3), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(adv.pkpo([1.0, 0.0, NAN], k=3), [0.0, 0.0, 0.0])
+
+
+def test_rec_balance() -> None:
+    """Balance drops the surplus of samples below the mean, by the given generator, and centres on the rest."""
+    batch = [[1.0, 0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.5, 0.5]]
+    result = adv.rec(batch, drop="balance", rng=np.random.default_rng(3))
+    assert sorted(result[0].tolist()) == [-0.5, 0.0, 0.0, 0.0, 0.5]
+    np.testing.assert_allclose(result[1], [1 / 3, 1 / 3, -2 / 3])
+    np.testing.assert_array_equal(result[2], [0.0, 0.0])
+    again = adv.rec(batch, drop="balance", rng=np.random.default_rng(3))
+    np.testing.assert_array_equal(flat(result), flat(again))
+    dropped = {
+        tuple(np.flatnonzero(adv.rec(batch, drop="balance", rng=np.random.default_rng(s))[0] < 0)) for s in range(40)
+    }
+    assert dropped == {(1,), (2,), (3,), (4,)}
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "rec", "maxrl", "pkpo"]
+)
+def test_singleton(name: str) -> None:
+    """A group of one scored reward gets 0, its reward, or an error, as asked; a group of none gets 0."""
+    settings: dict[str, Any] = {"k": 1, "baseline": "none"} if name == "pkpo" else {}
+    batch = [[2.0], [NAN, 3.0], [NAN], [1.0, 0.0]]
+    function = adv.registry[name]
+    assert [row.tolist() for row in function(batch, **settings)[:3]] == [[0.0], [0.0, 0.0], [0.0]]
+    raw = function(batch, singleton="raw", **settings)
+    assert [row.tolist() for row in raw[:3]] == [[2.0], [0.0, 3.0], [0.0]]
+    with pytest.raises(ValueError, match=r"^rewards\[0\]"):
+        function(batch, singleton="error", **settings)
+    assert np.isfinite(flat(function([[NAN, NAN], [1.0, 0.0]], singleton="error", **settings))).all()
+
+
+def test_loo_std_of_an_outlier() -> None:
+    """The deviation of the others is exact where one reward is a million times larger than they differ."""
+    group = [1e9, 0.1, 0.2, 0.4]
+    rest = np.array(group[1:])
+    expected = (group[0] - rest.mean()) / rest.std(ddof=1)
+    assert adv.loo_std(group, eps=0.0)[0] == pytest.approx(expected, rel=1e-12)
+
+
+@laws
+@given(batches, st.floats(0.1, 10), st.floats(-5, 5))
+def test_gdpo_components_weigh_alike(batch: list[list[float]], scale: float, shift: float) -> None:
+    """The scale and the offset of a component do not matter to gdpo (eps=0)."""
+    one = [np.array(group) for group in batch]
+    two = [np.cos(10 * group) for group in one]
+    moved = [group * scale + shift for group in two]
+    assume(all(np.nanmax(g) - np.nanmin(g) > 1e-2 for g in (*one, *two) if np.isfinite(g).sum() > 1))
+    before, after = adv.gdpo([one, two], eps=0.0), adv.gdpo([one, moved], eps=0.0)
+    np.testing.assert_allclose(flat(after), flat(before), atol=1e-5)
+
+
+def test_gdpo_of_opposite_components() -> None:
+    """Components that cancel give zero, not rounding errors blown up to deviation 1."""
+    one = np.array([0.1, 0.1, 0.7])
+    assert (adv.gdpo([one, -0.3 * one], eps=0.0) == 0.0).all()
+
+
+def test_step_wise_grpo_of_a_batch() -> None:
+    """Several groups give a list of lists, each trajectory as long as it has steps."""
+    result = adv.step_wise_grpo([[1.0, 0.0], [0.0, 1.0, 0.5]], [[2, 1], [1, 3, 2]])
+    assert [[len(a) for a in group] for group in result] == [[2, 1], [1, 3, 2]]
+    assert result[0][0].tolist() == [adv.grpo([1.0, 0.0])[0]] * 2
+
+
+def test_gigpo_singletons() -> None:
+    """A state met once, and a single episode, contribute nothing."""
+    np.testing.assert_array_equal(adv.gigpo([[1.0, 2.0]], [["a", "b"]]), [[0.0, 0.0]])
+    np.testing.assert_array_equal(adv.gigpo([1.0, 2.0], ["a", "b"]), [0.0, 0.0])
+
+
+def test_running_baseline() -> None:
+    """A batch is scored against the baseline as it stood; unscored rewards move nothing; the state can be saved."""
+    baseline = adv.RunningBaseline(decay=0.5)
+    np.testing.assert_array_equal(baseline.update([2.0, 4.0, NAN], ["a", "a", "b"]), [2.0, 4.0, 0.0])
+    assert baseline.baselines == {"a": 2.5}
+    resumed = adv.RunningBaseline(decay=0.5, baselines=dict(baseline.baselines))
+    np.testing.assert_array_equal(resumed.update([2.5], ["a"]), baseline.update([2.5], ["a"]))
+    for bad in ({"decay": 1.5}, {"decay": None}):
+        with pytest.raises(ValueError, match="^decay"):
+            adv.running_baseline(**bad)
+    with pytest.raises(ValueError, match="^roles"):
+        baseline.update([1.0, 2.0], ["a"])
+    with pytest.raises(ValueError, match="^rewards"):
+        baseline.update([[1.0, 2.0]], ["a"])
+
+
+@laws
+@given(st.lists(st.lists(rewards | st.just(NAN), min_size=1, max_size=6), min_size=1, max_size=6))
+def test_running_normalization(batch: list[list[float]]) -> None:
+    """After each call mean and deviation are those of everything seen so far."""
+    running = adv.running_normalization(eps=1e-3)
+    seen: list[float] = []
+    for part in batch:
+        seen += [r for r in part if not np.isnan(r)]
+        result = running.update(part)
+        expected = np.zeros(len(part))
+        if len(seen) > 1 and max(seen) > min(seen):
+            expected = np.nan_to_num((np.array(part) - np.mean(seen)) / (np.std(seen, ddof=1) + 1e-3))
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)

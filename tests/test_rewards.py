@@ -1,0 +1,181 @@
+"""Rewards: reductions, bounds and shaping."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit import rewards
+from rlkit.errors import ConfigError, DataError
+from tests.golden import Case, assert_close, cases
+
+NAN, INF = float("nan"), float("inf")
+laws = settings(max_examples=50, deadline=None)
+numbers = st.floats(-10, 10)
+ragged = st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("case", cases("rewards"))
+def test_reference_values(case: Case) -> None:
+    """A shaping term gives what the independent reference gives."""
+    assert_close(case.find("rlkit.rewards")(**case.inputs, **case.settings), case.expected["value"])
+
+
+@laws
+@given(ragged)
+def test_reduction(rows: list[list[float]]) -> None:
+    """Each trajectory gives the sum, mean, largest or smallest of its rewards."""
+    for how, function in {"sum": sum, "mean": np.mean, "max": max, "min": min}.items():
+        np.testing.assert_allclose(rewards.reduction(rows, how), [function(row) for row in rows], atol=1e-9)
+        assert rewards.reduction(rows[0], how) == pytest.approx(function(rows[0]))
+    assert type(rewards.reduction(rows[0])) is float
+
+
+def test_unscored_stays_unscored() -> None:
+    """NaN, a reward that could not be scored, comes out as NaN wherever nothing else is asked for."""
+    r = [1.0, NAN]
+    for result in (
+        rewards.clamp(r, low=0.0),
+        rewards.affine(r, scale=2.0),
+        rewards.mapping(r, {1.0: 0.0}, default=5.0),
+        rewards.whitening([0.0, NAN, 1.0])[:2],
+        rewards.stop_properly(r, [False, True], coef=-1.0),
+        rewards.stop_properly(r, [False, True], coef=0.5),
+        rewards.efficiency_bonus(r, [1, 1]),
+    ):
+        assert np.isnan(result).tolist() == [False, True]
+    for how in ("sum", "mean", "max", "min"):
+        assert np.isnan(rewards.reduction([[1.0, NAN], [1.0, 2.0]], how)).tolist() == [True, False]
+    np.testing.assert_array_equal(rewards.nonterminal_reward([1.0, NAN], [True, False]), [1.0, 0.0])
+
+
+@laws
+@given(ragged, numbers, numbers)
+def test_clamp(rows: list[list[float]], a: float, b: float) -> None:
+    """Clamping moves into the bounds and no further."""
+    low, high = min(a, b), max(a, b)
+    for before, after in zip(rows, rewards.clamp(rows, low=low, high=high), strict=True):
+        np.testing.assert_array_equal(after, [min(max(x, low), high) for x in before])
+    assert rewards.clamp([-5.0, 5.0], low=0.0).tolist() == [0.0, 5.0]
+    assert rewards.clamp([-5.0, 5.0], high=0.0).tolist() == [-5.0, 0.0]
+
+
+@laws
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=9), st.integers(1, 100), st.integers(0, 100))
+def test_overlong_penalty(lengths: list[int], buffer: int, extra: int) -> None:
+    """The penalty lies between 0 and -factor, and falls with the length."""
+    penalty = rewards.overlong_penalty(sorted(lengths), max_length=buffer + extra, buffer=buffer, factor=0.5)
+    assert ((penalty <= 0) & (penalty >= -0.5)).all()
+    assert (np.diff(penalty) <= 0).all()
+
+
+def test_length_cost() -> None:
+    """The cost is in proportion to the length up to the limit."""
+    np.testing.assert_allclose(rewards.length_cost([[0, 5], [10]], max_length=10)[0], [0.0, -0.5])
+    np.testing.assert_allclose(rewards.length_cost([20, 3], max_length=10, coef=0.1), [-0.1, -0.03])
+
+
+def test_efficiency_bonus() -> None:
+    """Only the best samples of a group that has any gain, at most their reward again, and by their group alone."""
+    found = rewards.efficiency_bonus([[1.0, 1.0, 0.5], [0.0, -1.0], [2.0]], [[0, 20, 1], [1, 1], [7]])
+    np.testing.assert_allclose(found[0], [2.0, 1.0, 0.5])
+    np.testing.assert_allclose(found[1], [0.0, -1.0])
+    np.testing.assert_allclose(found[2], [2.0])
+    np.testing.assert_allclose(rewards.efficiency_bonus([1.0, 1.0], [0, 0]), [1.0, 1.0])
+
+
+def test_stop_properly() -> None:
+    """From 0 on the coefficient scales a cut answer's reward, below 0 it replaces it; -0.0 does not come out."""
+    np.testing.assert_array_equal(rewards.stop_properly([2.0, -2.0], [True, True]), [0.0, 0.0])
+    assert not np.signbit(rewards.stop_properly([-2.0], [True])).any()
+    np.testing.assert_array_equal(rewards.stop_properly([[2.0], [1.0, 4.0]], [[1], [0, 1]], coef=1.0)[1], [1.0, 4.0])
+
+
+def test_mapping() -> None:
+    """Rewards are looked up exactly; others are refused, or get the default; NaN in the table marks unscored."""
+    np.testing.assert_array_equal(rewards.mapping([[1, 0], [0, 1]], {0: -1, 1: 1}), [[1, -1], [-1, 1]])
+    np.testing.assert_array_equal(rewards.mapping([0.5, 1.0], {1: 2}, default=-3.0), [-3.0, 2.0])
+    assert np.isnan(rewards.mapping([-1.0], {-1: NAN})).all()
+    with pytest.raises(DataError, match=r"^rewards\[1\]\[0\]: is 0.5"):
+        rewards.mapping([[1.0, 1.0], [0.5]], {1: 2})
+
+
+@laws
+@given(ragged)
+def test_whitening(rows: list[list[float]]) -> None:
+    """Mean 0 and deviation 1 over everything, or exactly 0 where nothing varies."""
+    flat = np.concatenate(rows)
+    result = np.concatenate([np.ravel(row) for row in rewards.whitening(rows, eps=0.0)])
+    if flat.max() - flat.min() < 1e-2:
+        return
+    assert abs(result.mean()) < 1e-9
+    assert result.std(ddof=1) == pytest.approx(1.0)
+    assert (rewards.whitening(np.full(9, np.float32(0.1))) == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "settings", "error", "message"),
+    [
+        ("reduction", ([1.0, INF],), {}, DataError, r"rewards\[1\]"),
+        ("reduction", ([],), {}, DataError, "rewards"),
+        ("reduction", ([1.0],), {"how": "last"}, ConfigError, "how"),
+        ("clamp", ([1.0],), {}, ConfigError, "low"),
+        ("clamp", ([1.0],), {"low": 1.0, "high": 0.0}, ConfigError, "low"),
+        ("clamp", ([1.0],), {"low": NAN}, ConfigError, "low"),
+        ("nonterminal_reward", ([1.0, 2.0], [True]), {}, DataError, "finished"),
+        ("nonterminal_reward", ([1.0], [2]), {}, DataError, r"finished\[0\]"),
+        ("nonterminal_reward", ([1.0], [True]), {"value": INF}, ConfigError, "value"),
+        ("affine", ([1.0],), {"scale": NAN}, ConfigError, "scale"),
+        ("affine", ([None],), {}, DataError, r"rewards\[0\]"),
+        ("mapping", ([1.0], {}), {}, ConfigError, "table"),
+        ("mapping", ([1.0], [1.0]), {}, ConfigError, "table"),
+        ("mapping", ([1.0], {"1": 1.0}), {}, ConfigError, "table key"),
+        ("mapping", ([1.0], {1: "x"}), {}, ConfigError, r"table\["),
+        ("whitening", ([1.0],), {"eps": -1.0}, ConfigError, "eps"),
+        ("overlong_penalty", ([-1],), {"max_length": 9, "buffer": 3}, DataError, r"lengths\[0\]"),
+        ("overlong_penalty", ([1],), {"max_length": 9, "buffer": 10}, ConfigError, "buffer"),
+        ("overlong_penalty", ([1],), {"max_length": 9, "buffer": 0}, ConfigError, "buffer"),
+        ("overlong_penalty", ([1],), {"max_length": 0, "buffer": 1}, ConfigError, "max_length"),
+        ("overlong_penalty", ([1],), {"max_length": 9, "buffer": 3, "factor": -1.0}, ConfigError, "factor"),
+        ("length_cost", ([1],), {"max_length": 9, "coef": -1.0}, ConfigError, "coef"),
+        ("length_cost", ([NAN],), {"max_length": 9}, DataError, r"lengths\[0\]"),
+        ("efficiency_bonus", ([1.0, 2.0], [1]), {}, DataError, "lengths"),
+        ("efficiency_bonus", ([1.0], [0.5]), {}, DataError, r"lengths\[0\]"),
+        ("stop_properly", ([1.0], [False]), {"coef": 1.5}, ConfigError, "coef"),
+        ("stop_properly", ([1.0], [False, True]), {}, DataError, "truncated"),
+    ],
+)
+def test_refused(name: str, arguments: Any, settings: Any, error: type[Exception], message: str) -> None:
+    """Bad input is named."""
+    with pytest.raises(error, match=rf"^{message}"):
+        getattr(rewards, name)(*arguments, **settings)
+
+
+def test_defaults_and_public_names() -> None:
+    """Defaults are pinned; every public name has an example."""
+    found = {
+        name: {
+            p.name: p.default
+            for p in inspect.signature(getattr(rewards, name)).parameters.values()
+            if p.default is not p.empty
+        }
+        for name in rewards.__all__
+    }
+    assert found == {
+        "affine": {"scale": 1.0, "bias": 0.0},
+        "clamp": {"low": None, "high": None},
+        "efficiency_bonus": {},
+        "length_cost": {"coef": 1.0},
+        "mapping": {"default": None},
+        "nonterminal_reward": {"value": 0.0},
+        "overlong_penalty": {"factor": 1.0},
+        "reduction": {"how": "sum"},
+        "stop_properly": {"coef": 0.0},
+        "whitening": {"ddof": 1, "eps": 1e-6},
+    }
+    assert all(">>>" in getattr(rewards, name).__doc__ for name in rewards.__all__)

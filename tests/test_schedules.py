@@ -1,0 +1,133 @@
+"""Schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit import schedules
+from rlkit.errors import ConfigError
+from tests.golden import Case, assert_close, cases
+
+laws = settings(max_examples=50, deadline=None)
+counts, levels = st.integers(0, 40), st.floats(0, 1)
+
+
+@pytest.mark.parametrize("case", cases("losses_supervised", "chord_schedule"))
+def test_reference_values(case: Case) -> None:
+    """chord_schedule gives what the independent reference and Trinity give."""
+    assert_close(case.find("rlkit.schedules")(**case.inputs, **case.settings), case.expected["value"])
+
+
+@laws
+@given(counts, levels, levels, st.integers(1, 30))
+def test_lines_and_cosines(step: int, start: float, end: float, steps: int) -> None:
+    """Both begin at start, end at end, and stay there; between them lies every value."""
+    part = min(step / steps, 1.0)
+    assert schedules.linear(step, start=start, end=end, steps=steps) == pytest.approx(start + part * (end - start))
+    expected = end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+    assert schedules.cosine(step, start=start, end=end, steps=steps) == pytest.approx(expected)
+    for schedule in (schedules.linear, schedules.cosine):
+        assert schedule(0, start=start, end=end, steps=steps) == pytest.approx(start)
+        assert schedule(steps, start=start, end=end, steps=steps) == end
+        assert schedule(10**9, start=start, end=end, steps=steps) == end
+
+
+def test_warmup() -> None:
+    """The first step already moves, the last one of the warm-up is whole; 0 and 1 are no warm-up."""
+    assert [schedules.warmup(step, steps=4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert schedules.warmup(0, steps=0) == schedules.warmup(0, steps=1) == 1.0
+
+
+@laws
+@given(counts, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_wsd(step: int, up: int, flat: int, down: int) -> None:
+    """Up, flat and down in their turns."""
+    steps = up + flat + down
+    if steps == 0:
+        return
+    found = schedules.wsd(step, peak=2.0, steps=steps, warmup_steps=up, decay_steps=down, end=0.5)
+    if step >= steps:
+        assert found == 0.5
+    elif step < up:
+        assert found == pytest.approx(2.0 * (step + 1) / up)
+    elif step < up + flat:
+        assert found == 2.0
+    else:
+        assert found == pytest.approx(2.0 - 1.5 * (step - up - flat) / down)
+
+
+def test_piecewise() -> None:
+    """Each piece begins at its boundary."""
+    found = [schedules.piecewise(s, boundaries=[1, 3], values=[3.0, 2.0, 1.0]) for s in range(5)]
+    assert found == [3.0, 2.0, 2.0, 1.0, 1.0]
+    assert schedules.piecewise(5, boundaries=[], values=[4.0]) == 4.0
+
+
+def test_chord_without_phases() -> None:
+    """Without warm-up it starts at the peak, without decay it is at the valley."""
+    assert schedules.chord_schedule(0, warmup_steps=0, decay_steps=10, peak=0.5) == pytest.approx(0.5)
+    assert schedules.chord_schedule(3, warmup_steps=3, decay_steps=0, valley=0.1) == 0.1
+
+
+def test_lr_for() -> None:
+    """Llama's rate falls with the width, Qwen's hardly; a LoRA's is ten times that of all weights."""
+    llama = [schedules.lr_for("meta-llama/Llama-3.1-8B", hidden_size=h) for h in (2000, 4096, 8192)]
+    assert llama[0] == pytest.approx(5e-4)
+    assert llama[1] == pytest.approx(5e-4 * (2000 / 4096) ** 0.781)
+    assert llama == sorted(llama, reverse=True)
+    assert schedules.lr_for("Qwen/Qwen3-8B", hidden_size=4096) == pytest.approx(5e-4 * (2000 / 4096) ** 0.0775)
+    full = schedules.lr_for("Qwen/Qwen3-8B", hidden_size=4096, lora=False)
+    assert full * 10 == pytest.approx(schedules.lr_for("qwen", hidden_size=4096))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "settings", "message"),
+    [
+        ("constant", (-1,), {"value": 1.0}, "step"),
+        ("constant", (1.5,), {"value": 1.0}, "step"),
+        ("constant", (True,), {"value": 1.0}, "step"),
+        ("constant", (0,), {"value": float("nan")}, "value"),
+        ("linear", (0,), {"start": 0.0, "end": 1.0, "steps": 0}, "steps"),
+        ("linear", (0,), {"start": None, "end": 1.0, "steps": 1}, "start"),
+        ("cosine", (0,), {"start": 0.0, "end": float("inf"), "steps": 1}, "end"),
+        ("warmup", (0,), {"steps": -1}, "steps"),
+        ("wsd", (0,), {"peak": 1.0, "steps": 5, "warmup_steps": 3, "decay_steps": 3}, "decay_steps"),
+        ("wsd", (0,), {"peak": 1.0, "steps": 0, "decay_steps": 0}, "steps"),
+        ("piecewise", (0,), {"boundaries": [3, 3], "values": [1.0, 2.0, 3.0]}, "boundaries"),
+        ("piecewise", (0,), {"boundaries": [3], "values": [1.0]}, "values"),
+        ("piecewise", (0,), {"boundaries": [3], "values": [1.0, None]}, r"values\[1\]"),
+        ("piecewise", (0,), {"boundaries": [-3], "values": [1.0, 1.0]}, r"boundaries\[0\]"),
+        ("chord_schedule", (0,), {"warmup_steps": 1, "decay_steps": 1, "peak": 1.1}, "peak"),
+        ("chord_schedule", (0,), {"warmup_steps": -1, "decay_steps": 1}, "warmup_steps"),
+        ("lr_for", ("gpt-oss",), {"hidden_size": 64}, "model"),
+        ("lr_for", (None,), {"hidden_size": 64}, "model"),
+        ("lr_for", ("llama",), {"hidden_size": 0}, "hidden_size"),
+        ("lr_for", ("llama",), {"hidden_size": 64, "lora": None}, "lora"),
+    ],
+)
+def test_refused(name: str, arguments: Any, settings: Any, message: str) -> None:
+    """A setting out of range is named."""
+    with pytest.raises(ConfigError, match=rf"^{message}"):
+        getattr(schedules, name)(*arguments, **settings)
+
+
+def test_defaults_and_public_names() -> None:
+    """Defaults are pinned; every public name has an example."""
+    found = {}
+    for name in schedules.__all__:
+        public = getattr(schedules, name)
+        assert ">>>" in public.__doc__
+        parameters = inspect.signature(public).parameters.values()
+        found[name] = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert {name: defaults for name, defaults in found.items() if defaults} == {
+        "chord_schedule": {"peak": 0.9, "valley": 0.05},
+        "cosine": {"end": 0.0},
+        "lr_for": {"lora": True},
+        "wsd": {"warmup_steps": 0, "end": 0.0},
+    }
