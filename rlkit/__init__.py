@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from rlkit import errors
-from rlkit.backends import backends, connect, sampler
+from rlkit.backends import connect, sampler
 from rlkit.errors import *  # noqa: F403
 from rlkit.errors import __all__ as _errors
 from rlkit.futures import Future
@@ -25,7 +25,6 @@ __all__ = [  # noqa: PLE0604
     "Sample",
     "SamplingParams",
     "__version__",
-    "backends",
     "connect",
     "errors",
     "sampler",

@@ -10,10 +10,10 @@ from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 
-__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend", "backends", "connect", "sampler"]
+__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend", "connect", "registry", "sampler"]
 
-backends = Registry("backend", entry_point_group="rlkit.backends")
-backends.update(
+registry = Registry("backend", entry_point_group="rlkit.backends")
+registry.update(
     toy="rlkit.backends.toy:ToyBackend",
     local="rlkit.backends.local:LocalBackend",
 )
@@ -38,7 +38,7 @@ def connect(name: str, **options: Any) -> TrainerBackend:
     ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))
     'hello'
     """
-    make = backends.resolve(name)
+    make = registry.resolve(name)
     known = inspect.signature(make).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for option in options.keys() - known.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ class SeedStream:
     def __init__(self, entropy: int, count: int = 0) -> None:
         self.entropy = entropy
         self.count = count
+        self._lock = threading.Lock()
 
     def next(self) -> int:
         """The next request's seed."""
-        words = np.random.SeedSequence(self.entropy, spawn_key=(1, self.count)).generate_state(4, np.uint32)
-        self.count += 1
+        with self._lock:
+            count, self.count = self.count, self.count + 1
+        words = np.random.SeedSequence(self.entropy, spawn_key=(1, count)).generate_state(4, np.uint32)
         return int.from_bytes(words.tobytes(), "little")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +18,7 @@ import pytest
 import rlkit
 
 pytest.importorskip("peft")
+from rlkit.backends.local import engine
 from rlkit.backends.local.export import save_merged
 
 torch = pytest.importorskip("torch")
@@ -417,3 +420,57 @@ def count_forwards(policy):
 
     policy._engine._decoder._forward = counted
     return calls
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mixtral", "bloom", "mamba"])
+def test_other_architectures(connect, kind):
+    """Whatever transformers can load is sampled and trained, and both sides agree."""
+    policy = connect(kind)
+    sampler = policy.sampler().result()
+    futures = [
+        sampler.sample(prompt, rlkit.SamplingParams(max_tokens=14, stop=()), n=2) for prompt in ([5, 6], [9] * 12)
+    ]
+    samples = [sample for future in futures for sample in future.result()]
+    output = policy.forward_backward([s.datum(1.0) for s in samples], "ppo").result()
+    assert max(np.abs(lp - s.logprobs).max() for lp, s in zip(output.selected, samples, strict=True)) < 1e-4
+    assert policy.optim_step(STEP).result()["grad_norm:mean"] > 0
+
+
+def test_engine_failure_reaches_the_callers(connect, monkeypatch):
+    """What goes wrong while sampling is raised by the futures, and the engine goes on with the next request."""
+    policy = connect()
+    sampler = policy.sampler().result()
+    monkeypatch.setattr(engine, "decoder_for", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sampler.sample([5], PARAMS).result(timeout=30)
+    monkeypatch.undo()
+    assert sampler.sample([5], PARAMS).result()
+    step = policy._engine._decoder.step
+    policy._engine._decoder.step = lambda: 1 / 0
+    futures = [sampler.sample([5, 6], PARAMS, n=3) for _ in range(2)]
+    for future in futures:
+        with pytest.raises(ZeroDivisionError):
+            future.result(timeout=30)
+    policy._engine._decoder.step = step
+    assert len(sampler.sample([5], PARAMS, n=3).result()) == 3
+
+
+def test_two_processes_agree(tiny, tmp_path):
+    """The same seed gives the same samples, gradients and weights in two processes, to the bit."""
+    program = """
+import hashlib, sys, numpy as np, rlkit
+policy = rlkit.connect("local", model=sys.argv[1], seed=3, lora=rlkit.Lora(rank=4), device="cpu")
+total = hashlib.sha256()
+for _ in range(3):
+    samples = policy.sampler().result().sample([5, 6, 7], rlkit.SamplingParams(max_tokens=9), n=6).result()
+    fb = policy.forward_backward([s.datum((-1.0) ** i) for i, s in enumerate(samples)], "ppo")
+    policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+    for lp in [*fb.result().logprobs, *(s.logprobs for s in samples)]:
+        total.update(lp.tobytes())
+print(total.hexdigest())
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", program, tiny("llama")], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout

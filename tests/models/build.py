@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-KINDS = ("llama", "qwen3", "gpt2", "mistral")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -29,8 +28,20 @@ def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
         elif kind == "gpt2":  # learned positions, Conv1D layers, no shared key heads
             config = tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=max_length, **ids)
             model = tf.GPT2LMHeadModel(config)
-        else:  # a sliding window, which only the library's own cache knows
+        elif kind == "mistral":  # a sliding window, which only the library's own cache knows
             model = tf.MistralForCausalLM(tf.MistralConfig(**shape, **ids, sliding_window=8))
+        elif kind == "gemma2":  # capped logits and scores, every other layer with a window
+            model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**shape, **ids, head_dim=8, sliding_window=8))
+        elif kind == "mixtral":  # experts
+            model = tf.MixtralForCausalLM(tf.MixtralConfig(**shape, **ids, num_local_experts=4))
+        elif kind == "bloom":  # positions as a bias of the scores
+            model = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **ids))
+        elif kind == "mamba":  # a state instead of keys and values
+            model = tf.MambaForCausalLM(
+                tf.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4, **ids)
+            )
+        else:
+            raise ValueError(kind)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)  # far from uniform

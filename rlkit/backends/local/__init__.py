@@ -85,7 +85,7 @@ class LocalBackend(InProcessBackend):
         self.base = base = load_base(model, dtype, _device(device))
         self._lora = lora
         adapter_seed = lora.seed if lora.seed is not None else _adapter_seed(entropy)
-        self._peft = with_adapter(base.tree("sdpa"), lora, adapter_seed)
+        self._peft = with_adapter(base.tree(), lora, adapter_seed)
         self._trainer = Trainer(self._peft, base.device, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
         self._merge = base.nbytes < _MERGED_UNDER if merge == "auto" else merge

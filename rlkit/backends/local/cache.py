@@ -86,7 +86,7 @@ class Slots(Cache):
         rows, length = rounded_up(rows, ROWS), rounded_up(length, LENGTHS)
         if rows <= self._rows and length <= self._length:
             return
-        self._rows = max(self._rows, rows)
+        self._rows = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
         self._length = max(self._length, length if self._length == 0 else rounded_up(length * 5 // 4, LENGTHS))
         self._store = [(self._grown(k), self._grown(v)) for k, v in self._store]
 

@@ -44,7 +44,7 @@ class Decoder(Protocol):
         """Gives up all rows and returns them."""
 
 
-def decoder_for(make_model: Callable[[str], SamplingModel]) -> Decoder:
+def decoder_for(make_model: Callable[[str | None], SamplingModel]) -> Decoder:
     """A ``SlotDecoder`` if it computes what the library computes on a short probe, else a ``LibraryDecoder``."""
     model = make_model(ATTENTION)
     config = model.base.model.config.get_text_config()
@@ -53,7 +53,7 @@ def decoder_for(make_model: Callable[[str], SamplingModel]) -> Decoder:
     plain = all(kind == "full_attention" for kind in kinds) if kinds else window is None
     if plain and _agrees(SlotDecoder(model)):
         return SlotDecoder(model)
-    return LibraryDecoder(make_model("sdpa"))
+    return LibraryDecoder(make_model(None))
 
 
 class SlotDecoder:

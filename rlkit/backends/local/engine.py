@@ -35,7 +35,7 @@ class Engine:
         max_rows: rows decoded together at most.
     """
 
-    def __init__(self, make_model: Callable[[str], SamplingModel], max_rows: int) -> None:
+    def __init__(self, make_model: Callable[[str | None], SamplingModel], max_rows: int) -> None:
         self._make_model = make_model
         self._max_rows = max_rows
         self._decoder: Decoder | None = None
@@ -78,10 +78,7 @@ class Engine:
             if self._decoder.rows:
                 self._decoder.step()
         except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the engine goes on
-            rows = self._decoder.abandon() if self._decoder is not None else []
-            for request in {id(r): r for r in [*started, *(row.request for row in rows)]}.values():
-                if not request.future.done():
-                    request.future.set_exception(error)
+            self._fail(started, error)
 
     def stop(self) -> None:
         """Fails whatever is left."""
@@ -89,11 +86,20 @@ class Engine:
             self._stopped = True
             left = list(self._waiting)
             self._waiting.clear()
-        left += [row.request for row in self._decoder.abandon()] if self._decoder is not None else []
+        self._fail(left, BackendError("the local backend was closed before this was sampled"))
         self._decoder = None
-        for request in left:
+
+    def _fail(self, requests: list[Request], error: BaseException) -> None:
+        """Fails these and those being decoded; where there are none, all that wait, or they would fail for ever."""
+        rows = self._decoder.abandon() if self._decoder is not None else []
+        victims = [*requests, *(row.request for row in rows)]
+        with self._lock:
+            victims = victims or list(self._waiting)
+            gone = {id(request) for request in victims}
+            self._waiting = deque(request for request in self._waiting if id(request) not in gone)
+        for request in victims:
             if not request.future.done():
-                request.future.set_exception(BackendError("the local backend was closed before this was sampled"))
+                request.future.set_exception(error)
 
     def _admit(self, decoder: Decoder, started: list[Request]) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
     with LocalBackend(model=model or state["model"], dtype=state["dtype"], init_from=path, device="cpu") as policy:
         sampler: Any = policy.sampler().result()
         snapshot, base = sampler.snapshot, policy.base
-        tree: Any = base.tree("sdpa")
+        tree: Any = base.tree()
         head = tree.get_output_embeddings()
         modules = dict(tree.named_modules())
         for name, (a, b) in snapshot.adapter.items():

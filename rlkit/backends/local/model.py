@@ -34,16 +34,17 @@ class Base:
     max_length: int
     device: torch.device
 
-    def tree(self, attention: str) -> nn.Module:
+    def tree(self, attention: str | None = None) -> nn.Module:
         """A copy of the module tree whose tensors are the base's own, so that it costs no memory.
 
         Args:
-            attention: name of the attention implementation that its forward uses.
+            attention: name of the attention implementation that its forward uses; None is the library's choice.
         """
         shared = {id(x): x for x in [*self.model.parameters(), *self.model.buffers()]}
         tree = copy.deepcopy(self.model, shared)
         config: Any = tree.config
-        config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
+        if attention is not None:
+            config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
         config.pad_token_id = None  # rows are padded on the right and read by length; no warning about it
         return tree.eval()
 
@@ -69,9 +70,7 @@ def load_base(model: str, dtype: str, device: str) -> Base:
         if found is not None:
             return found
         try:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[dtype], attn_implementation="sdpa"
-            )
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model {model!r} can not be loaded as a causal language model: {error}") from error
@@ -118,6 +117,8 @@ def lora_targets(model: nn.Module, lora: Lora) -> list[str]:
             wanted = any(name == t or name.endswith(f".{t}") for t in lora.target_modules)
         elif module is head:
             wanted = lora.train_unembed
+        elif _unusable(model, name):
+            wanted = False
         elif any("attn" in part or "attention" in part for part in name.split(".")):
             wanted = lora.train_attn
         else:
@@ -128,6 +129,12 @@ def lora_targets(model: nn.Module, lora: Lora) -> list[str]:
         there = sorted({name.rpartition(".")[2] for name in linear})
         raise UnsupportedError(f"{lora}: the model has no such linear modules; it has: {', '.join(there)}")
     return names
+
+
+def _unusable(model: nn.Module, name: str) -> bool:
+    """A state-space mixer's kernel reads this weight past its module, and so past an adapter; peft refuses it."""
+    parent, _, last = name.rpartition(".")
+    return last == "out_proj" and hasattr(model.get_submodule(parent), "A_log")
 
 
 def with_adapter(tree: nn.Module, lora: Lora, seed: int) -> Any:

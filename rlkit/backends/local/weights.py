@@ -41,7 +41,7 @@ class SamplingModel:
     never written, and a tied head is untied by having a weight of its own.
     """
 
-    def __init__(self, base: Base, attention: str, *, merge: bool) -> None:
+    def __init__(self, base: Base, attention: str | None, *, merge: bool) -> None:
         self.model = base.tree(attention)
         self.base = base
         self._merge = merge
