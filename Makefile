@@ -15,7 +15,7 @@ demo: $(READY) ## train a real model on this CPU and show what it learned (about
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
 
 test: lint types ## lint, types and all tests
-	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check

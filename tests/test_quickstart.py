@@ -51,7 +51,6 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.xdist_group("quickstart")
 def test_metrics(toy):
     """One line per step, standard names, finite numbers; on the toy the trainer agrees with the sampler."""
     rows = lines(toy[0] / "metrics.jsonl")
@@ -62,7 +61,6 @@ def test_metrics(toy):
     assert max(row["train/sampler_gap"] for row in rows) < 1e-5
 
 
-@pytest.mark.xdist_group("quickstart")
 def test_trajectories(toy):
     """All completions with their rewards; no held-out question was trained on; the mean rewards are those reported."""
     found = lines(toy[0] / "trajectories.jsonl")
@@ -76,7 +74,6 @@ def test_trajectories(toy):
         assert row["reward/mean"] == pytest.approx(np.mean(rewards))
 
 
-@pytest.mark.xdist_group("quickstart")
 def test_it_learns(toy):
     """Greedy answers to held-out questions: none right at first, some afterwards."""
     held_out = [line for line in lines(toy[0] / "trajectories.jsonl") if line["split"] == "held-out"]
@@ -86,7 +83,6 @@ def test_it_learns(toy):
     assert f"after: {after:.2f} right (95 % interval" in toy[1]
 
 
-@pytest.mark.xdist_group("quickstart")
 def test_picture_and_adapter(toy):
     assert (toy[0] / "reward.png").read_bytes().startswith(b"\x89PNG")
     (adapter,) = [path for path in toy[0].iterdir() if path.is_dir()]
