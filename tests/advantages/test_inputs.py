@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -333,3 +336,31 @@ def test_public_names() -> None:
             assert public.__module__ == "rlkit.advantages"
             assert ">>>" in public.__doc__, name
     assert all(summary for _, summary in adv.registry.table())
+
+
+def test_tensors() -> None:
+    """Torch tensors are taken as arrays, with gradient or without; rlkit does not import torch for it."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([1.0, 0.0], requires_grad=True)
+    expected = adv.grpo([1.0, 0.0])
+    np.testing.assert_array_equal(adv.grpo(tensor), expected)
+    np.testing.assert_array_equal(adv.grpo([tensor, tensor])[1], expected)
+    np.testing.assert_array_equal(adv.grpo([tensor, torch.tensor([1.0, 0.0, 0.0])])[0], expected)
+
+
+def test_no_torch() -> None:
+    """The numpy families import no torch."""
+    modules = "advantages corrections filters metrics rewards schedules"
+    code = (
+        "import sys\n" + "".join(f"import rlkit.{name}\n" for name in modules.split()) + "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_objects_survive_pickling() -> None:
+    """Estimators and running baselines can be sent to another process."""
+    assert pickle.loads(pickle.dumps(adv.grpo)) is adv.grpo
+    baseline = adv.RunningBaseline(decay=0.5)
+    baseline.update([1.0], ["a"])
+    assert pickle.loads(pickle.dumps(baseline)) == baseline
