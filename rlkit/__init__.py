@@ -31,7 +31,16 @@ __all__ = [  # noqa: PLE0604
     *_errors,
 ]
 
-_SUBMODULES = {"advantages", "losses", "metrics", "testing"}  # imported on first use: losses needs torch
+_SUBMODULES = {
+    "advantages",
+    "corrections",
+    "filters",
+    "losses",
+    "metrics",
+    "rewards",
+    "schedules",
+    "testing",
+}  # imported on first use: losses needs torch
 
 
 def __getattr__(name: str) -> Any:

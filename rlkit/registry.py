@@ -68,7 +68,7 @@ class Registry(dict[str, Any]):
             return self[name_or_callable]
         if callable(name_or_callable):
             return name_or_callable
-        raise ConfigError(f"a {self.kind} is given by name or as a callable; got {name_or_callable!r}")
+        raise ConfigError(f"{self.kind}: give a name or a callable; got {name_or_callable!r}")
 
     def table(self) -> list[tuple[str, str]]:
         """(name, first line of its docstring), sorted by name."""
