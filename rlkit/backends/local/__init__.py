@@ -64,7 +64,7 @@ class LocalBackend(InProcessBackend):
         dtype: str = "float32",
         device: str | None = None,
         merge: bool | Literal["auto"] = "auto",
-        micro_batch_tokens: int = 2048,
+        micro_batch_tokens: int = 1024,
         max_rows: int = 64,
     ) -> None:
         if resume_from is not None and init_from is not None:
