@@ -81,6 +81,7 @@ def test_it_learns(toy):
     assert before <= after
     assert after > 0
     assert f"after: {after:.2f} right (95 % interval" in toy[1]
+    assert f"What it learned: {after - before:+.2f}, of which" in toy[1]
 
 
 def test_picture_and_adapter(toy):
