@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit import _check
-from rlkit.errors import ConfigError
+from rlkit.losses._settings import bounds
 from rlkit.losses.base import loss, register
 
 __all__ = ["cispo", "dro", "importance_sampling", "ppo"]
@@ -68,7 +68,7 @@ def ppo(
     Source: arXiv:1707.06347; clip-higher arXiv:2503.14476; dual clip arXiv:1912.09729. verl has a dual clip of 3
     always on, TRL calls it ``delta``.
     """
-    _check_bounds(clip_low_threshold, clip_high_threshold)
+    bounds(clip_low_threshold, clip_high_threshold)
     ratio = (logprobs - sampling_logprobs).exp()
     clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
     surrogate = (ratio * advantages).minimum(clipped * advantages)
@@ -110,7 +110,7 @@ def cispo(
     Source: arXiv:2506.13585 eq. 4 (mask: eq. 7), arXiv:2510.13786. verl, SkyRL and Trinity give 1 +- epsilon, TRL and
     Tinker absolute bounds.
     """
-    _check_bounds(clip_low_threshold, clip_high_threshold)
+    bounds(clip_low_threshold, clip_high_threshold)
     ratio = (logprobs - sampling_logprobs).exp().detach()
     weight = ratio.clamp(clip_low_threshold, clip_high_threshold)
     if unified_mask:
@@ -141,10 +141,3 @@ def dro(
     _check.real("beta", beta, low=0.0)
     distance = logprobs - sampling_logprobs
     return -(weights * (advantages * logprobs - beta / 2 * distance * distance)).sum()
-
-
-def _check_bounds(low: float, high: float) -> None:
-    _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself, 0.8 for 1 - 0.2")
-    _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself, 1.2 for 1 + 0.2")
-    if low > high:
-        raise ConfigError(f"clip_low_threshold {low} is above clip_high_threshold {high}")

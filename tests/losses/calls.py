@@ -1,0 +1,152 @@
+"""Calls of a loss in float64, and made-up data for every loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import rlkit
+from rlkit import losses
+from rlkit.losses import kl, prepare, registry, with_entropy, with_kl
+
+PAIRS = ("dpo", "orpo", "cpo", "simpo")
+BATCHES = ("clip_cov", "kl_cov")
+NAMES = sorted(name for name in losses.__all__ if name in registry)
+SCALARS = ("expert", "mu", "desirable", "kl_coef", "entropy_coef")
+# Settings that take every branch of every loss; the empty ones are the defaults.
+VARIANTS = [
+    *[(name, {}) for name in NAMES],
+    ("ppo", {"dual_clip": 1.3}),
+    ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}),
+    ("decoupled_ppo", {"behaviour_cap": 1.1}),
+    ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "unified_mask": True}),
+    *[(n, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}) for n in ("gspo", "gspo_token", "luspo")],
+    ("gmpo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.1}),
+    ("dppo_tv", {"divergence_low": 0.02, "divergence_high": 0.05, "ratio_cap": 1.2}),
+    ("dppo_kl", {"divergence_low": 0.005, "divergence_high": 0.01, "ratio_cap": 1.2}),
+    ("opsm", {"delta": -0.1}),
+    ("opsm", {"delta": 0.02}),
+    ("opmd", {"tau": 0.3}),
+    ("rec", {"clip_mode": "one-side", "weight": "importance_sampling"}),
+    ("rec", {"clip_mode": "two-side", "weight": "advantage", "temperature": 2.0, "regularizer": "k2"}),
+    ("rec", {"clip_mode": "two-side", "regularizer": "k2", "regularizer_coef": 0.3}),
+    ("rec", {"clip_mode": "ring", "ring_low_threshold": 0.75, "ring_high_threshold": 1.3}),
+    ("rec", {"clip_mode": "one-side", "regularizer": "forward-kl", "regularizer_coef": 0.2}),
+    ("clip_cov", {"fraction": 1.0, "cov_low": 0.1, "cov_high": 1.0}),
+    ("kl_cov", {"fraction": 0.3, "coef": 0.5}),
+    ("mix", {"phi": True}),
+    ("topk_jsd", {"beta": 0.2}),
+    *[("dpo", {"form": form}) for form in ("hinge", "ipo", "apo_zero", "apo_down")],
+    ("dpo", {"form": "robust", "label_smoothing": 0.2}),
+    ("dpo", {"label_smoothing": 0.2, "beta": 1.5}),
+    ("dpo", {"form": "hinge", "beta": 2.0}),
+    ("kto", {"beta": 0.5, "desirable_weight": 0.7, "undesirable_weight": 1.4, "kl": 0.3}),
+    ("cpo", {"alpha": 0.5, "label_smoothing": 0.1}),
+    ("value_clipped", {"clip": 0.6}),
+    ("value_huber", {"delta": 0.7}),
+]
+COMPOSED = {
+    "ppo+k3": with_kl("ppo", 0.3),
+    "gspo+straight_through": with_kl("gspo", 0.3, "straight_through"),
+    "cross_entropy+ratio_corrected": with_kl("cross_entropy", 0.3, "ratio_corrected"),
+    "dro+clamped": with_kl("dro", "kl_coef", "clamped"),
+    "simpo+k2": with_kl("simpo", 0.3, "k2"),
+    "kl_cov+abs": with_kl("kl_cov", 0.3, "abs"),
+    "ppo+entropy": with_entropy("ppo", 0.2),
+    "reinforce+k1+entropy": with_entropy(with_kl("reinforce", 0.3, "k1"), "entropy_coef"),
+    "kl_cov+entropy": with_entropy("kl_cov", 0.2),
+}
+
+
+def identity(variant):
+    return "-".join([variant[0], *(f"{k}={v}" for k, v in variant[1].items())])
+
+
+def tensors(values, dtype=torch.float64):
+    return [torch.as_tensor(np.asarray(value)).to(dtype) for value in values]
+
+
+def call(loss, driver, inputs, settings=None, dtype=torch.float64):
+    """Value, gradients and entropy's gradients of a loss as `prepare` calls it, but one call per datum and float64.
+
+    ``driver`` is one array per datum; ``inputs`` maps names to one array per datum, "entropy" among them.
+    """
+    prepared = prepare(loss, settings)
+    leaves = [leaf.requires_grad_() for leaf in tensors(driver, dtype)]
+    arguments = {name: tensors(values, dtype) for name, values in inputs.items()}
+    if "target_tokens" in arguments:
+        arguments["target_tokens"] = tensors(inputs["target_tokens"], torch.int64)
+    for entropy in arguments.get("entropy", []):
+        entropy.requires_grad_()
+    arguments[prepared.driver] = leaves
+    calls = {
+        "datum": [slice(i, i + 1) for i in range(len(leaves))],
+        "pair": [slice(i, i + 2) for i in range(0, len(leaves), 2)],
+        "batch": [slice(None)],
+    }[prepared.level]
+    shape = {"datum": lambda part: part[0], "pair": tuple, "batch": list}[prepared.level]
+    total = torch.zeros((), dtype=dtype)
+    for part in calls:
+        result = prepared.function(**{k: shape(v[part]) for k, v in arguments.items()}, **prepared.settings)
+        total = total + (result[0] if isinstance(result, tuple) else result)
+    sources = [*leaves, *arguments.get("entropy", [])]
+    gradients = torch.autograd.grad(total, sources, allow_unused=True)
+    found = [np.zeros(s.shape) if g is None else g.numpy() for s, g in zip(sources, gradients, strict=True)]
+    return total.item(), found[: len(leaves)], found[len(leaves) :]
+
+
+def needs(loss, settings=None, *, optional=("weights", "mu", "target_tokens")):
+    """Names of the inputs of a loss: those it needs, and these optional ones where it has them."""
+    prepared = prepare(loss, settings)
+    extra = ("entropy",) if prepared.entropy else ()
+    return prepared.driver, (*prepared.inputs, *(name for name in prepared.optional if name in optional), *extra)
+
+
+def example(loss, rng, sizes=(5, 3, 1, 6), *, spread=0.3, **options):
+    """Made-up driver and inputs for a loss, one array per datum."""
+    driver_name, names = needs(loss, **options)
+    wide = driver_name == "target_logprobs"
+    driver, inputs = [], {name: [] for name in names}
+    for n in sizes:
+        lp = np.minimum(-rng.exponential(1.2, n), -0.02)
+
+        def near(lp=lp, n=n):
+            return np.minimum(lp + rng.normal(0, spread, n), -0.01)
+
+        made = {
+            "advantages": lambda n=n: rng.normal(0.1, 1, n),
+            "weights": lambda n=n: rng.uniform(0.2, 2, n),
+            "returns": lambda n=n: rng.normal(0, 1, n),
+            "old_values": lambda n=n: rng.normal(0, 1, n),
+            "entropy": lambda n=n: rng.uniform(0.1, 2, n),
+            "expert": lambda: float(rng.integers(2)),
+            "desirable": lambda: float(rng.integers(2)),
+            "mu": lambda: 0.3,
+            "kl_coef": lambda: 0.4,
+            "entropy_coef": lambda: 0.25,
+            "teacher_logprobs": lambda n=n: np.log(rng.dirichlet(np.ones(5), n)[:, :4]),
+            "target_tokens": lambda n=n: np.where(rng.random((n, 4)) < 0.3, -1, rng.integers(0, 9, (n, 4))),
+        }
+        if wide:
+            driver.append(np.log(rng.dirichlet(np.ones(5), n)[:, :4]))
+        else:
+            driver.append(rng.normal(0, 1, n) if driver_name == "values" else lp)
+        for name in names:
+            inputs[name].append(made.get(name, near)())
+    return driver, inputs
+
+
+def datums(driver, inputs, *, prompt=2):
+    """Datums that carry these inputs behind a prompt, and the driver as float32 tensors."""
+    data = []
+    for i, x in enumerate(driver):
+        n = len(x)
+        mask = np.arange(prompt + n) >= prompt
+        own = {name: values[i] for name, values in inputs.items() if name != "entropy"}
+        data.append(rlkit.Datum(np.arange(1, prompt + n + 1), mask, own))
+    return data, tensors(driver, torch.float32)
+
+
+def estimators():
+    return sorted(kl.registry)

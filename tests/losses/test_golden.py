@@ -1,0 +1,91 @@
+"""Every reference value of the losses and of the KL estimators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlkit import losses
+from rlkit.losses import kl, prepare
+from tests.golden import Case, assert_close, cases, load
+from tests.losses.calls import call, datums
+
+FAMILIES = ("losses_policy", "losses_supervised", "losses_preference", "losses_value")
+CASES = [case for family in FAMILIES for case in cases(family) if case.values[0].module is None]
+
+
+def found(case: Case):
+    """The loss of a case, and its settings."""
+    if case.function == "with_kl":
+        return losses.with_kl(case.settings["loss"], case.settings["coef"], case.settings["estimator"]), {}
+    return losses.registry[case.function], case.settings
+
+
+def parts(case: Case):
+    """The driver of a case and its other inputs."""
+    inputs = dict(case.inputs)
+    name = next(name for name in ("logprobs", "target_logprobs", "values") if name in inputs)
+    return inputs.pop(name), inputs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference_values(case: Case) -> None:
+    """Value and gradient in float64 are those of the independent reference and of the peers named in `source`."""
+    loss, settings = found(case)
+    driver, inputs = parts(case)
+    value, gradients, _ = call(loss, driver, inputs, settings)
+    assert_close(value, case.expected["value"])
+    assert_close([g.tolist() for g in gradients], case.expected["gradient"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_through_prepare(case: Case) -> None:
+    """A backend that calls ``prepare(...).gradient`` in float32 gets the same numbers."""
+    loss, settings = found(case)
+    driver, inputs = parts(case)
+    inputs = {name: [np.asarray(v, float) for v in values] for name, values in inputs.items()}
+    if "teacher_logprobs" in inputs:
+        inputs["target_tokens"] = [np.ones(np.shape(x), int) for x in driver]
+    data, leaves = datums(driver, inputs)
+    prepared = prepare(loss, settings)
+    prepared.check(data)
+    prepared.try_out(data)
+    result = prepared.gradient(leaves, data)
+    size = max(1.0, *(np.abs(np.ravel(g)).max() for g in case.expected["gradient"]))
+    assert_close(result.value, case.expected["value"], rtol=2e-5, atol=2e-5 * size)
+    assert_close([g.tolist() for g in result.driver], case.expected["gradient"], rtol=2e-4, atol=2e-5 * size)
+
+
+@pytest.mark.parametrize("case", [case for case in cases("kl") if case.values[0].function in kl.registry])
+def test_estimators(case: Case) -> None:
+    """A KL estimator has the reference's value at each token, and the gradient of their sum."""
+    estimator = kl.registry[case.function]
+    for i, lp in enumerate(case.inputs["logprobs"]):
+        leaf = torch.tensor(lp, dtype=torch.float64, requires_grad=True)
+        others = {
+            name: torch.tensor(values[i], dtype=torch.float64)
+            for name, values in case.inputs.items()
+            if name != "logprobs"
+        }
+        value = estimator(leaf, **others, **case.settings)
+        assert_close(value.tolist(), case.expected["value"][i])
+        assert_close(torch.autograd.grad(value.sum(), leaf)[0].tolist(), case.expected["gradient"][i])
+
+
+@pytest.mark.parametrize("case", cases("kl", "adaptive_coefficient"))
+def test_adaptive_coefficient(case: Case) -> None:
+    """The coefficient after each update."""
+    coefficient = kl.adaptive_coefficient(**case.settings)
+    result = [coefficient.update(*pair) for pair in zip(case.inputs["kl"], case.inputs["n"], strict=True)]
+    assert_close(result, case.expected["value"])
+
+
+def test_all_are_there() -> None:
+    """Every loss and estimator that has reference values is registered and public."""
+    for family in FAMILIES:
+        for name in {case.function for case in load(family) if case.module is None} - {"with_kl"}:
+            assert name in losses.__all__
+            assert losses.registry[name] is getattr(losses, name)
+    names = {case.function for case in load("kl")} - {"adaptive_coefficient"}
+    assert names == set(kl.registry)
