@@ -18,7 +18,7 @@ import pytest
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local import engine
+from rlkit.backends.local import engine, head
 from rlkit.backends.local.export import save_merged
 
 torch = pytest.importorskip("torch")
@@ -474,3 +474,40 @@ print(total.hexdigest())
         for _ in range(2)
     ]
     assert runs[0].stdout == runs[1].stdout
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_chunked_head(connect, kind, monkeypatch):
+    """Logprobs, entropies and top-k, with their gradients, are the same in chunks as from all logits at once."""
+
+    def loss(logprobs, entropy, weights=1.0):
+        return (weights * (logprobs * logprobs + 0.3 * entropy)).sum()
+
+    def topk(target_logprobs, teacher_logprobs, weights=1.0):
+        return (target_logprobs * teacher_logprobs.exp()).sum()
+
+    gradients = []
+    for kept, chunk in ((2**40, 256), (0, 5)):
+        policy = connect(kind)
+        data = train(policy, 1)
+        monkeypatch.setattr(head, "KEPT", kept)
+        monkeypatch.setattr(head, "CHUNK", chunk)
+        rng = np.random.default_rng(0)
+        for k, datum in enumerate(data):
+            n = int(datum.mask.sum())
+            ids = rng.integers(-1, 200, (n, 3))
+            data[k] = attrs.evolve(datum, temperature=0.7 if k % 2 else 1.0).with_inputs(
+                target_tokens=ids, teacher_logprobs=np.full((n, 3), -1.5)
+            )
+        first = policy.forward_backward(data, loss, want=("entropy",)).result()
+        policy.forward_backward(data, topk).result()
+        grads = [p.grad.clone() for p in policy._trainer.parameters.values()]
+        assert policy._trainer._head._splits
+        gradients.append((first, grads))
+        monkeypatch.undo()
+    (a, one), (b, other) = gradients
+    for x, y in zip(one, other, strict=True):
+        assert (x - y).norm() <= 1e-5 * x.norm() + 1e-7
+    for name in ("logprobs", "entropy"):
+        pair = [out.logprobs if name == "logprobs" else out.outputs[name] for out in (a, b)]
+        assert max(np.abs(x - y).max() for x, y in zip(*pair, strict=True)) < 1e-5

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.cache import ATTENTION, ROWS, Slots
-from rlkit.backends.local.model import selected_logits
+from rlkit.backends.local.head import selected_logits
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import SamplingModel, Snapshot
 from rlkit.backends.sampling import draw, rounded_up

@@ -6,8 +6,6 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -19,7 +17,7 @@ from rlkit.backends.local.tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
 
-__all__ = ["Base", "load_base", "lora_targets", "selected_logits", "with_adapter"]
+__all__ = ["Base", "load_base", "lora_targets", "with_adapter"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -170,22 +168,3 @@ def with_adapter(tree: nn.Module, lora: Lora, seed: int) -> Any:
         else:
             parameter.data.zero_()
     return model
-
-
-@contextmanager
-def selected_logits(model: Any, index: torch.Tensor) -> Iterator[None]:
-    """While open, the model computes logits only at the flat positions ``index`` [n] of its [B, T] input.
-
-    The output embedding sees [1, n, H] instead of [B, T, H]; whatever the architecture does to logits afterwards is
-    kept.
-    """
-
-    def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden = args[0].reshape(-1, args[0].shape[-1])
-        return (hidden[index][None], *args[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from rlkit.backends.local.model import selected_logits
+from rlkit.backends.local.head import Head
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
@@ -33,6 +32,7 @@ class Trainer:
     def __init__(self, model: Any, device: torch.device, budget: int) -> None:
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._head = Head(model)
         self._device = device
         self._budget = budget
         # The fused kernel on every device, so that a run does not depend on which one torch would pick.
@@ -151,22 +151,18 @@ class Trainer:
         # What predicts token t stands at t - 1. Rows are padded on the right, where causal attention never looks.
         index = np.concatenate([row * length + np.flatnonzero(datum.mask) - 1 for row, datum in enumerate(data)])
         self._sizes = [int(datum.mask.sum()) for datum in data]
-        with torch.set_grad_enabled(gradient), selected_logits(self.model, self._tensor(index)):
-            logits = self.model(input_ids=self._tensor(tokens), use_cache=False).logits[0].float()
-            temperatures = np.repeat([datum.temperature or 1.0 for datum in data], self._sizes)
-            if (temperatures != 1.0).any():
-                logits = logits / self._tensor(temperatures.astype(np.float32))[:, None]
-            return {name: self._output(name, logits, data) for name in names}
+        temperatures = np.repeat([datum.temperature or 1.0 for datum in data], self._sizes).astype(np.float32)
+        warm = self._tensor(temperatures) if (temperatures != 1.0).any() else None
+        wanted = {name: self._ids(name, data) for name in names}
+        with torch.set_grad_enabled(gradient):
+            return self._head.outputs(self._tensor(tokens), self._tensor(index), wanted, warm)
 
-    def _output(self, name: str, logits: torch.Tensor, data: Sequence[Datum]) -> torch.Tensor:
-        if name == "logprobs":
-            chosen = self._tensor(np.concatenate([datum.tokens[datum.mask] for datum in data]))
-            return -F.cross_entropy(logits, chosen, reduction="none")
-        logprobs = torch.log_softmax(logits, dim=-1)
+    def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
+        """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, none for entropies."""
         if name == "entropy":
-            return -(logprobs.exp() * logprobs).sum(-1)
-        targets = self._tensor(np.concatenate([datum.inputs["target_tokens"][datum.mask] for datum in data]))
-        return logprobs.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+            return None
+        arrays = [datum.tokens if name == "logprobs" else datum.inputs["target_tokens"] for datum in data]
+        return self._tensor(np.concatenate([a[datum.mask] for a, datum in zip(arrays, data, strict=True)]))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
