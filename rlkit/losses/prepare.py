@@ -235,7 +235,7 @@ class PreparedLoss:
         if self.driver == "target_logprobs":
             return torch.full(datum.inputs["target_tokens"][datum.mask].shape, -1.0)
         near = datum.inputs.get("sampling_logprobs")
-        return _constant(datum, -1.0) if near is None else torch.tensor(near[datum.mask])
+        return torch.tensor(near[datum.mask]) if near is not None and near.ndim else _constant(datum, -1.0)
 
 
 def prepare(loss: str | Callable[..., Any], config: Mapping[str, Any] | None = None) -> PreparedLoss:

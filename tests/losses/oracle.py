@@ -2,8 +2,8 @@
 
 Each function takes ``x``, the driver's numbers; ``at``, the same numbers where a stop-gradient stands; the datum's
 inputs by name as ``d`` and the settings as ``s``. Calling it with ``x`` moved and ``at`` in place gives, by
-differences, the gradient that the loss must have. At level "datum" ``x`` is one sequence, else a list of them, and so are the
-inputs.
+differences, the gradient that the loss must have. At level "datum" ``x`` is one sequence, else a list of them, and so
+are the inputs.
 """
 
 from __future__ import annotations
