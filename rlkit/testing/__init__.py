@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from rlkit.testing.conformance import BackendConformance
+from rlkit.testing.faketinker import FakeTinker, Seen
+from rlkit.testing.faults import Fault
 
-__all__ = ["BackendConformance"]
+__all__ = ["BackendConformance", "FakeTinker", "Fault", "Seen"]

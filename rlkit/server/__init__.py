@@ -1,0 +1,15 @@
+"""The Tinker API over any rlkit model, in process and on a socket.
+
+``Service`` answers requests of the Tinker SDK. ``rlkit.testing.FakeTinker`` puts the SDK on top of one without a
+socket.
+"""
+
+from __future__ import annotations
+
+from rlkit.server.exact import ExactModels
+from rlkit.server.models import Model, Models, Outputs, Row, Snapshot
+from rlkit.server.requests import Response
+from rlkit.server.service import Service
+from rlkit.server.state import Applied
+
+__all__ = ["Applied", "ExactModels", "Model", "Models", "Outputs", "Response", "Row", "Service", "Snapshot"]

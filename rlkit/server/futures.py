@@ -1,0 +1,198 @@
+"""Requests that are answered later: ids, order, repeated delivery, results.
+
+A client numbers the requests of one model (``seq_id``). They are carried out in that order whatever order they arrive
+in, and a request that arrives twice, because its first answer was lost, is carried out once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import attrs
+
+from rlkit.errors import ConfigError, DataError, RlkitError, UnknownNameError, UnsupportedError
+from rlkit.server.requests import ApiError, Response
+
+__all__ = ["Entry", "Futures", "Line"]
+
+Run = Callable[[Callable[[], None]], Any]  # has a job carried out: a worker's submit
+_KEPT = 512  # results that were read and are kept for a client that did not get them
+
+
+@attrs.define(eq=False)
+class Entry:
+    """A request that was accepted.
+
+    Attributes:
+        request_id: what the client asks for.
+        operation: such as "optim_step".
+        accepted: the answer to the request itself.
+        future: set to the Response, or to the exception, once it was carried out.
+        waits_for: the seq_id that has to come first, while it has not.
+        since: when it was accepted (monotonic).
+        key: its identity, the same for a request that arrives again.
+    """
+
+    request_id: str
+    operation: str
+    accepted: dict[str, Any]
+    future: concurrent.futures.Future[Response] = attrs.field(factory=concurrent.futures.Future)
+    waits_for: int | None = None
+    since: float = attrs.field(factory=time.monotonic)
+    key: Hashable = None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def carry_out(self, job: Callable[[], Response]) -> None:
+        """Runs ``job`` and keeps what comes of it; nothing, if the request was cancelled or given up."""
+        with self._lock:
+            if self.future.done() or not self.future.set_running_or_notify_cancel():
+                return
+        try:
+            self.future.set_result(job())
+        except BaseException as error:  # noqa: BLE001  # whoever reads the result gets it
+            self.future.set_exception(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Fails a request that has not started."""
+        with self._lock:
+            if not self.future.done() and not self.future.running():
+                self.future.set_exception(error)
+
+
+class Futures:
+    """All requests that were accepted.
+
+    Args:
+        dedupe: carry out a request that arrives twice once. False is a server without at-most-once delivery.
+        patience: seconds that a request waits for one with a lower seq_id before it fails.
+    """
+
+    def __init__(self, *, dedupe: bool = True, patience: float = 30.0) -> None:
+        self.dedupe = dedupe
+        self.patience = patience
+        self._entries: dict[str, Entry] = {}
+        self._keys: dict[Hashable, Entry] = {}
+        self._read: OrderedDict[str, None] = OrderedDict()
+        self._gone: set[str] = set()
+        self._numbers = itertools.count(1)
+
+    def known(self, key: Hashable) -> Entry | None:
+        """The request of that identity, if it came before and repeats are recognised."""
+        return self._keys.get(key) if self.dedupe else None
+
+    def add(self, key: Hashable, operation: str, **accepted: Any) -> Entry:
+        """A new request. ``key`` is its identity, ``accepted`` goes into the answer beside ``request_id``."""
+        request_id = f"{operation}-{next(self._numbers):06d}"
+        entry = Entry(request_id, operation, {"request_id": request_id, **accepted}, key=key)
+        self._entries[request_id] = entry
+        self._keys[key] = entry
+        return entry
+
+    def find(self, request_id: str) -> Entry:
+        """The request of that id.
+
+        Raises:
+            ApiError: 410, it was read long ago; 404, there was none.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            gone = request_id in self._gone
+            raise ApiError(410 if gone else 404, f"request {request_id!r} is {'no longer kept' if gone else 'unknown'}")
+        return entry
+
+    def retrieve(self, request_id: str) -> Response:
+        """The result of a request.
+
+        Raises:
+            ApiError: 408, not yet; otherwise as ``find``.
+        """
+        entry = self.find(request_id)
+        if not entry.future.done() and entry.waits_for is not None and self.left(entry) <= 0:
+            message = (
+                f"{entry.operation}: the request with seq_id {entry.waits_for}, which comes before it, never arrived; "
+                "make a new client from the last saved state"
+            )
+            entry.give_up(ApiError(400, message))
+        if not entry.future.done():
+            raise ApiError(408, "not yet", type="try_again", request_id=request_id, queue_state="active")
+        if entry.future.cancelled():
+            raise ApiError(410, f"request {request_id!r} was cancelled")
+        self._mark_read(request_id)
+        error = entry.future.exception()
+        return entry.future.result() if error is None else failed(error)
+
+    def left(self, entry: Entry) -> float:
+        """Seconds until a request that waits for another fails."""
+        return entry.since + self.patience - time.monotonic()
+
+    def cancel(self, request_id: str) -> None:
+        """Drops a request that has not started."""
+        self.find(request_id).future.cancel()
+
+    def _mark_read(self, request_id: str) -> None:
+        self._read[request_id] = None
+        while len(self._read) > _KEPT:
+            old, _ = self._read.popitem(last=False)
+            entry = self._entries.pop(old)
+            self._gone.add(old)
+            if self._keys.get(entry.key) is entry:
+                del self._keys[entry.key]
+
+
+class Line:
+    """The requests of one model, carried out in the order of their seq_ids.
+
+    Args:
+        run: has a job carried out behind those before.
+        first: the lowest seq_id.
+    """
+
+    def __init__(self, run: Run, first: int = 1) -> None:
+        self._run = run
+        self._next = first
+        self._held: dict[int, tuple[Entry, Callable[[], Response]] | None] = {}  # None: refused
+        self._lock = threading.Lock()
+
+    def enter(self, seq_id: int | None, entry: Entry, job: Callable[[], Response]) -> None:
+        """Has ``job`` carried out once its turn has come; without a seq_id, or with one that was had, at once."""
+        with self._lock:
+            if seq_id is None or seq_id < self._next:
+                self._run(functools.partial(entry.carry_out, job))
+                return
+            self._held[seq_id] = (entry, job)
+            entry.waits_for = self._next
+            self._go_on()
+
+    def skip(self, seq_id: int | None) -> None:
+        """A request that was refused has had its turn."""
+        with self._lock:
+            if seq_id is not None and seq_id >= self._next:
+                self._held[seq_id] = None
+                self._go_on()
+
+    def _go_on(self) -> None:
+        while self._next in self._held:
+            request = self._held.pop(self._next)
+            self._next += 1
+            if request is not None:
+                request[0].waits_for = None
+                self._run(functools.partial(request[0].carry_out, request[1]))
+        for request in self._held.values():
+            if request is not None:
+                request[0].waits_for = self._next
+
+
+def failed(error: BaseException) -> Response:
+    """The result of a request that failed: whose fault it was, and why."""
+    users = isinstance(error, (ConfigError, DataError, UnknownNameError, UnsupportedError)) or (
+        isinstance(error, ApiError) and error.status < 500
+    )
+    message = str(error) if isinstance(error, (RlkitError, ApiError)) else f"{type(error).__name__}: {error}"
+    return Response.json({"error": message, "category": "user" if users else "server"})

@@ -1,0 +1,237 @@
+"""Endpoints: frozen policies, samples, logprobs of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit.server import wire
+from rlkit.server.models import Snapshot
+from rlkit.server.requests import ApiError, Fields, Request, Response
+from rlkit.server.state import Endpoints, SamplerSession, State
+from rlkit.types import SamplingParams
+
+__all__ = ["endpoints", "new_sampler"]
+
+endpoints = Endpoints()
+
+
+@endpoints.post("create_sampling_session")
+def create_sampling_session(state: State, request: Request) -> Response:
+    """A sampler of a base model or of saved weights."""
+    fields = request.fields()
+    session = state.session(fields.text("session_id"))
+    number = fields.integer("sampling_session_seq_id", low=0)
+    path, base = fields.text("model_path", None), fields.text("base_model", None)
+    sampler_id = f"{session.session_id}:sample:{number}"
+    if sampler_id not in state.samplers:
+        if path is not None:
+            found = state.checkpoints.find(path, "sampler_weights")
+            new_sampler(state, sampler_id, found.base_model, path, lambda: state.models.frozen(found.handle))
+        elif base is not None:
+            new_sampler(state, sampler_id, state.base(base), None, lambda: state.models.frozen(None))
+        else:
+            raise ApiError(400, "create_sampling_session has neither model_path nor base_model")
+    return Response.json({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+
+
+def new_sampler(state: State, sampler_id: str, base_model: str, path: str | None, read: Callable[[], Snapshot]) -> None:
+    """Keeps a sampler under ``sampler_id``."""
+    session_id, _, number = sampler_id.partition(":sample:")
+    word = int(number) * 2**20 + state.sessions[session_id].number
+    state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read)
+
+
+@endpoints.add("GET", "samplers/{sampler_id}")
+def get_sampler(state: State, request: Request, sampler_id: str) -> Response:
+    """What a sampler is."""
+    del request
+    sampler = _sampler(state, sampler_id)
+    found = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+    return Response.json(found)
+
+
+@endpoints.post("asample")
+def asample(state: State, request: Request) -> Response:
+    """Completions of a prompt, and what else is asked about it."""
+    fields = request.fields()
+    sampler = _sampler(state, fields.text("sampling_session_id"))
+    state.session(sampler.sampler_id.partition(":sample:")[0])
+    seq_id = fields.integer("seq_id", low=0)
+    key = (sampler.sampler_id, seq_id)
+    known = state.futures.known(key)
+    if known is not None:
+        return Response.json(known.accepted)
+    asked = _asked(state, fields, sampler, seq_id)
+    ids = [f"{sampler.sampler_id}:{seq_id}:{i}" for i in range(asked.n)]
+    entry = state.futures.add(key, "sample", sample_sequence_ids=ids)
+
+    def job() -> Response:
+        body = asked.answer(sampler.snapshot(), raw=state.raw_logprobs)
+        state.done("sample", sampler.sampler_id, seq_id)
+        return Response.proto(body)
+
+    state.pool.submit(entry.carry_out, job)
+    return Response.json(entry.accepted)
+
+
+@attrs.frozen(eq=False)
+class _Asked:
+    """A sample request, checked."""
+
+    prompt: np.ndarray
+    params: SamplingParams
+    n: int
+    seed: int
+    prompt_logprobs: bool
+    last: int | None
+    prompt_top: int
+    sample_top: int
+    targets: np.ndarray | None
+    alternatives: int
+
+    def answer(self, snapshot: Snapshot, *, raw: bool) -> bytes:
+        """The SampleResponse."""
+        sampler, size = snapshot.sampler, self.prompt.size
+        scored = sampler.logprobs(self.prompt) if self.prompt_logprobs else None
+        if size < sampler.max_length or scored is None:
+            drawn = sampler.sample(self.prompt, self.params, n=self.n, seed=self.seed).result()
+            samples = [wire.Sampled(s.tokens, s.logprobs, s.stop_reason == "stop") for s in drawn]
+        else:  # the prompt fills the context: it can be scored, and nothing can follow
+            samples = [wire.Sampled(np.zeros(0), np.zeros(0), stop=False)] * self.n
+        if raw or self.sample_top:
+            samples = [self._with_more(snapshot, s, raw=raw) for s in samples]
+        logprobs = None
+        if scored is not None:
+            logprobs = np.array(scored.result(), np.float32)
+            logprobs[: self._unscored] = np.nan
+        prompt_top, targets, alternatives = None, None, None
+        if self.prompt_top or self.targets is not None or self.alternatives:
+            rows = snapshot.distribution(self.prompt)[:-1]
+            prompt_top = self._prompt_top(rows) if self.prompt_top else None
+            targets = _at(rows, self.targets) if self.targets is not None else None
+            alternatives = self._alternatives(rows) if self.alternatives else None
+        return wire.write_samples(samples, logprobs, prompt_top, targets, alternatives)
+
+    @property
+    def _unscored(self) -> int:
+        return 1 if self.last is None else self.prompt.size - self.last
+
+    def _with_more(self, snapshot: Snapshot, sample: wire.Sampled, *, raw: bool) -> wire.Sampled:
+        whole = np.concatenate([self.prompt, sample.tokens]).astype(np.int64)
+        if raw:
+            logprobs = snapshot.sampler.logprobs(whole).result()[self.prompt.size :]
+            sample = attrs.evolve(sample, logprobs=logprobs)
+        if not self.sample_top:
+            return sample
+        rows = snapshot.distribution(whole)[self.prompt.size - 1 : -1]
+        return attrs.evolve(sample, top=_top(rows, self.sample_top))
+
+    def _prompt_top(self, rows: np.ndarray) -> wire.TopLogprobs:
+        found = _top(rows, self.prompt_top)
+        ids = np.concatenate([np.zeros((1, found.ids.shape[1]), np.int64), found.ids])
+        logprobs = np.concatenate([np.zeros((1, found.ids.shape[1]), np.float32), found.logprobs])
+        logprobs[: self._unscored] = np.nan
+        return wire.TopLogprobs(ids, logprobs)
+
+    def _alternatives(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(np.random.SeedSequence([self.seed, 2**32]))
+        cooled = rows.astype(np.float64) / (self.params.temperature or 1e-6)
+        cumulated = np.exp(cooled - cooled.max(-1, keepdims=True)).cumsum(-1)
+        shares = rng.random((len(rows), self.alternatives)) * cumulated[:, -1:]
+        tokens = (cumulated[:, None, :] <= shares[:, :, None]).sum(-1)
+        return tokens, np.take_along_axis(rows, tokens, 1)
+
+
+def _sampler(state: State, sampler_id: str) -> SamplerSession:
+    sampler = state.samplers.get(sampler_id)
+    if sampler is None:
+        state.session(sampler_id.partition(":sample:")[0])
+        raise ApiError(404, f"sampler {sampler_id!r} is unknown")
+    return sampler
+
+
+def _asked(state: State, fields: Fields, sampler: SamplerSession, seq_id: int) -> _Asked:
+    prompt = _tokens(fields)
+    params = fields.object("sampling_params")
+    seed = params.integer("seed", None, low=0, high=2**64 - 1)
+    if fields.flag("record_stability_info", False):
+        raise ApiError(400, "record_stability_info: this server records none")
+    last = fields.integer("prompt_logprobs_last_n", None)
+    prompt_logprobs = fields.flag("prompt_logprobs", False)
+    if last is not None and not (prompt_logprobs and 1 <= last <= prompt.size - 1):
+        raise ApiError(400, f"prompt_logprobs_last_n is {last}; expected 1 to {prompt.size - 1}, with prompt_logprobs")
+    return _Asked(
+        prompt=prompt,
+        params=_params(params, state.models.max_length),
+        n=fields.integer("num_samples", 1, low=1, high=4096),
+        seed=state.seed(1, sampler.number, seq_id) if seed is None else seed,
+        prompt_logprobs=prompt_logprobs,
+        last=last,
+        prompt_top=fields.integer("topk_prompt_logprobs", 0, low=0),
+        sample_top=fields.integer("topk_sample_logprobs", 0, low=0),
+        targets=_targets(fields, prompt.size),
+        alternatives=fields.integer("prompt_alt_tokens_k", 0, low=0),
+    )
+
+
+def _tokens(fields: Fields) -> np.ndarray:
+    ids: list[int] = []
+    for chunk in fields.object("prompt").items("chunks"):
+        if (
+            not isinstance(chunk, dict)
+            or chunk.get("type") != "encoded_text"
+            or not isinstance(chunk.get("tokens"), list)
+        ):
+            raise ApiError(400, "asample: prompt has a chunk that is not encoded_text; this model reads text only")
+        ids += chunk["tokens"]
+    if not ids or not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31 for x in ids):
+        raise ApiError(400, f"asample: prompt has {len(ids)} tokens; expected at least one, each an id >= 0")
+    return np.array(ids, np.int64)
+
+
+def _params(fields: Fields, max_length: int) -> SamplingParams:
+    stop: Any = fields.get("stop")
+    if isinstance(stop, str):
+        stop = (stop,)
+    try:
+        return SamplingParams(
+            max_tokens=fields.integer("max_tokens", max_length),
+            temperature=float(fields.real("temperature", 1.0)),
+            top_p=float(fields.real("top_p", 1.0)),
+            top_k=fields.integer("top_k", -1),
+            stop=None if stop is None else tuple(stop),
+        )
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, f"asample: sampling_params: {error}") from error
+
+
+def _targets(fields: Fields, size: int) -> np.ndarray | None:
+    tensor = fields.object("target_prompt_logprobs", None)
+    if tensor is None:
+        return None
+    values, shape = np.array(tensor.items("data"), np.int64), tensor.items("shape")
+    rows, columns = tensor.items("sparse_crow_indices", None), tensor.items("sparse_col_indices", None)
+    where = "asample: target_prompt_logprobs"
+    if rows is not None and columns is not None:
+        values = wire.dense(where, values + 1, np.array(rows), np.array(columns), shape) - 1
+    elif values.size != np.prod(shape):
+        raise ApiError(400, f"{where} has {values.size} values for the shape {shape}")
+    values = values.reshape(shape)
+    if values.ndim != 2 or values.shape[0] != size - 1 or not (values >= 0).any() or values.min(initial=0) < -1:
+        raise ApiError(400, f"{where} has shape {shape}; expected [{size - 1}, K] ids, -1 for none, at least one")
+    return values
+
+
+def _top(rows: np.ndarray, k: int) -> wire.TopLogprobs:
+    ids = np.argsort(-rows, axis=-1, kind="stable")[:, :k]
+    return wire.TopLogprobs(ids, np.take_along_axis(rows, ids, 1))
+
+
+def _at(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    if ids.max() >= rows.shape[1]:
+        raise ApiError(400, f"target_prompt_logprobs names the id {ids.max()}; the vocabulary has {rows.shape[1]}")
+    return np.where(ids >= 0, np.take_along_axis(rows, np.maximum(ids, 0), 1), 0.0)

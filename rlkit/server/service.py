@@ -1,0 +1,204 @@
+"""``Service``: requests of the Tinker API in, answers out, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hmac
+import json
+import threading
+import urllib.parse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.errors import RlkitError
+from rlkit.server import sampling, sessions, storage, training
+from rlkit.server.checkpoints import Checkpoints
+from rlkit.server.futures import Futures
+from rlkit.server.models import Models
+from rlkit.server.requests import ApiError, Request, Response
+from rlkit.server.state import Applied, Endpoints, State
+
+__all__ = ["Service"]
+
+_POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
+_ENDPOINTS = [e for part in (sessions, training, sampling, storage) for e in part.endpoints.all]
+_PREFIX = "/api/v1/"
+
+
+class Service:
+    """The Tinker API over models of any kind.
+
+    ``handle`` never waits: a request that takes longer is accepted, and its result retrieved. A transport that has
+    time calls ``waits_for`` first. Both may be called from any thread.
+
+    Args:
+        models: what stands behind it: ``ExactModels`` or ``BackendModels``.
+        names: base models that clients may name; all of them are the one of ``models``.
+        keys: API keys that are let in; None lets everybody in.
+        seed: of session ids and of samples that bring no seed; None for a fresh one.
+        folder: where the list of saved states is kept, so that a later service knows them; None: nowhere.
+        tokenizer_id: what clients load the tokenizer by.
+        config: flags of the answer to ``client/config``.
+        max_rank: of an adapter.
+        dedupe: carry out a request that arrives twice once.
+        patience: seconds that a request waits for one with a lower seq_id before it fails.
+        raw_logprobs: give samples the logprobs of the untempered distribution instead of the one drawn from.
+
+    >>> from rlkit.server import ExactModels
+    >>> with Service(ExactModels(), names=["toy"]) as service:
+    ...     answer = service.handle("GET", "/api/v1/healthz", {}, b"")
+    >>> answer.status, answer.body
+    (200, b'{"status": "ok"}')
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        names: Sequence[str],
+        keys: Collection[str] | None = None,
+        seed: int | None = None,
+        folder: Path | None = None,
+        tokenizer_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        max_rank: int = 128,
+        dedupe: bool = True,
+        patience: float = 30.0,
+        raw_logprobs: bool = False,
+    ) -> None:
+        self._keys = None if keys is None else [key.encode() for key in keys]
+        self._lock = threading.RLock()
+        flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "custom_loss_server_side": True}
+        self._state = State(
+            models=models,
+            names=tuple(names),
+            tokenizer_id=tokenizer_id,
+            config={**flags, **(config or {})},
+            seeds=SeedStream(entropy_of(seed)),
+            max_rank=max_rank,
+            raw_logprobs=raw_logprobs,
+            futures=Futures(dedupe=dedupe, patience=patience),
+            checkpoints=Checkpoints(folder),
+            pool=concurrent.futures.ThreadPoolExecutor(64, "rlkit-serve-sample"),
+        )
+
+    @property
+    def applied(self) -> list[Applied]:
+        """The operations that were carried out, in order."""
+        return list(self._state.applied)
+
+    def handle(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
+        """The answer to a request.
+
+        Args:
+            method: "GET", "POST", ...
+            path: from "/api/v1/" on, or behind a prefix of the base URL, with the query.
+            headers: by name, in any case.
+            body: as it came.
+        """
+        lowered = {name.lower(): value for name, value in headers.items()}
+        try:
+            self._check_key(lowered)
+            request = _request(method, path, lowered, body)
+            if request.path == _PREFIX + "retrieve_future":
+                return self._state.futures.retrieve(request.fields().text("request_id"))
+            if request.path == _PREFIX + "cancel_future":
+                self._state.futures.cancel(request.fields().text("request_id"))
+                return Response.json({})
+            endpoint, parts = Endpoints.find(_ENDPOINTS, request)
+            with self._lock:
+                return endpoint.handler(self._state, request, **parts)
+        except ApiError as error:
+            return Response.error(error)
+        except RlkitError as error:
+            return Response.error(ApiError(400, str(error)))
+
+    def waits_for(self, path: str, body: bytes) -> tuple[concurrent.futures.Future[Response], float] | None:
+        """What the request would have to wait for, and for how many seconds at most; None: it can be handled now."""
+        if not path.partition("?")[0].endswith("/retrieve_future"):
+            return None
+        try:
+            entry = self._state.futures.find(json.loads(body)["request_id"])
+        except (ValueError, TypeError, KeyError, ApiError):
+            return None  # handle() says what is wrong
+        if entry.future.done():
+            return None
+        left = self._state.futures.left(entry) if entry.waits_for is not None else _POLL
+        return entry.future, min(_POLL, max(left, 0.0))
+
+    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
+        """As ``handle``, after waiting for a result that is on its way."""
+        waiting = self.waits_for(path, body)
+        if waiting is not None:
+            await wait(*waiting)
+        return self.handle(method, path, headers, body)
+
+    def describe(self, method: str, path: str, body: bytes) -> tuple[str, str | None]:
+        """The endpoint that a request is for, such as "optim_step"; of "retrieve_future" also what the result is of."""
+        request = _request(method, path, {}, body)
+        name = request.path.removeprefix(_PREFIX)
+        if name == "retrieve_future":
+            try:
+                return name, self._state.futures.find(json.loads(body)["request_id"]).operation
+            except (ValueError, TypeError, KeyError, ApiError):
+                return name, None
+        try:
+            return Endpoints.find(_ENDPOINTS, request)[0].name, None
+        except ApiError:
+            return name, None
+
+    def close(self) -> None:
+        """Finishes what was accepted and frees all models. May be called twice."""
+        with self._lock:
+            runs = list(self._state.runs.values())
+            self._state.runs.clear()
+        for run in runs:
+            sessions.ended(run)
+        for run in runs:
+            run.worker.close()
+        self._state.pool.shutdown(wait=True, cancel_futures=True)
+        self._state.models.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_key(self, headers: Mapping[str, str]) -> None:
+        if self._keys is None:
+            return
+        given = headers.get("x-api-key", "").encode()
+        good = [hmac.compare_digest(given, key) for key in self._keys]  # all are compared, however early one is found
+        if True not in good:
+            raise ApiError(401, "the API key is missing or wrong; this server wants the one it was started with")
+
+
+async def wait(future: concurrent.futures.Future[Any], seconds: float) -> None:
+    """Waits for ``future``, ``seconds`` at most, without taking or cancelling it."""
+    loop = asyncio.get_running_loop()
+    woken: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    def from_thread(_: object) -> None:
+        try:
+            loop.call_soon_threadsafe(wake)
+        except RuntimeError:  # the loop was closed
+            return
+
+    future.add_done_callback(from_thread)
+    await asyncio.wait([woken], timeout=seconds)
+
+
+def _request(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Request:
+    parts = urllib.parse.urlsplit(path)
+    start = parts.path.find(_PREFIX)
+    plain = urllib.parse.unquote(parts.path[start:] if start >= 0 else parts.path)
+    query = dict(urllib.parse.parse_qsl(parts.query))
+    return Request(method.upper(), plain, query, headers, body)

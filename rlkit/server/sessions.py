@@ -1,0 +1,169 @@
+"""Endpoints: sessions, models, what the server has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkit.backends.worker import Worker
+from rlkit.server.futures import Line
+from rlkit.server.requests import ApiError, Fields, Request, Response
+from rlkit.server.state import Endpoints, Run, Session, State
+from rlkit.types import Lora
+
+__all__ = ["checked_optimizer", "ended", "endpoints", "new_run"]
+
+endpoints = Endpoints()
+
+
+@endpoints.post("client/config")
+def client_config(state: State, request: Request) -> Response:
+    """Flags for the client."""
+    del request
+    return Response.json(dict(state.config))
+
+
+@endpoints.post("client/dynamic_config")
+def dynamic_config(state: State, request: Request) -> Response:
+    """Flags that may change: abandoned samples are cancelled."""
+    del state, request
+    return Response.json({"sample_cancel_enabled": True})
+
+
+@endpoints.add("GET", "healthz")
+def health(state: State, request: Request) -> Response:
+    """The server answers."""
+    del state, request
+    return Response.json({"status": "ok"})
+
+
+@endpoints.post("telemetry")
+def telemetry(state: State, request: Request) -> Response:
+    """Taken and thrown away."""
+    del state, request
+    return Response.json({"status": "accepted"})
+
+
+@endpoints.add("GET", "get_server_capabilities")
+def capabilities(state: State, request: Request) -> Response:
+    """The base models."""
+    del request
+    each = {"max_context_length": state.models.max_length, "trainable": True, "sampleable": True}
+    return Response.json({"supported_models": [{"model_name": name, **each} for name in state.names]})
+
+
+@endpoints.post("create_session")
+def create_session(state: State, request: Request) -> Response:
+    """A new session; a repeat under the same idempotency key gets the first one's answer."""
+    request.fields()
+    key = request.headers.get("x-idempotency-key")
+    if key is not None and key in state.answers and state.futures.dedupe:
+        return state.answers[key]
+    taken = {*state.sessions, *(x.run.split(":train:")[0] for x in state.checkpoints.all())}
+    number = len(state.sessions)
+    while (session_id := f"{state.seed(0, number):016x}") in taken:
+        number += 1
+    state.sessions[session_id] = Session(session_id, number)
+    answer = Response.json({"type": "create_session", "session_id": session_id})
+    if key is not None:
+        state.answers[key] = answer
+    return answer
+
+
+@endpoints.post("session_heartbeat")
+def session_heartbeat(state: State, request: Request) -> Response:
+    """The client lives."""
+    state.session(request.fields().text("session_id"))
+    return Response.json({"type": "session_heartbeat"})
+
+
+@endpoints.post("sessions/{session_id}/finish")
+def finish_session(state: State, request: Request, session_id: str) -> Response:
+    """Ends a session and frees its models and samplers. What was saved stays."""
+    del request
+    session = state.sessions.get(session_id)
+    if session is None:
+        raise ApiError(404, f"session {session_id!r} is unknown")
+    session.finished = True
+    for model_id in [m for m in state.runs if m.split(":train:")[0] == session_id]:
+        ended(state.runs[model_id])
+    for sampler_id in [s for s in state.samplers if s.split(":sample:")[0] == session_id]:
+        del state.samplers[sampler_id]
+    return Response.json({"session_id": session_id})
+
+
+def ended(run: Run) -> None:
+    """Finishes a model's requests, frees it, and has its thread end."""
+
+    def job() -> None:
+        if run.model is not None:
+            run.model.close()
+            run.model = None
+        run.worker.close()  # from its own thread: it ends after this job
+
+    run.worker.submit(job)
+
+
+@endpoints.post("create_model")
+def create_model(state: State, request: Request) -> Response:
+    """A new model in training."""
+    fields = request.fields()
+    session = state.session(fields.text("session_id"))
+    number = fields.integer("model_seq_id", low=0)
+    known = state.futures.known(("create_model", session.session_id, number))
+    if known is not None:
+        return Response.json(known.accepted)
+    name = state.base(fields.text("base_model"))
+    checked_optimizer(fields.object("optimizer_config", None))
+    lora = _lora(state, fields.object("lora_config", None))
+    run = new_run(state, session, number, name, lora, fields.get("user_metadata"))
+    entry = state.futures.add(("create_model", session.session_id, number), "create_model", model_id=run.model_id)
+
+    def job() -> Response:
+        run.model = state.models.create(lora)
+        state.done("create_model", run.model_id, None)
+        return Response.json({"model_id": run.model_id, "type": "create_model"})
+
+    run.worker.submit(lambda: entry.carry_out(job))
+    return Response.json(entry.accepted)
+
+
+def new_run(state: State, session: Session, number: int, base_model: str, lora: Lora, metadata: Any) -> Run:
+    """A model's place, before it is made."""
+    model_id = f"{session.session_id}:train:{number}"
+    worker = Worker(f"serve-{model_id}")
+    run = Run(model_id, base_model, lora, worker, Line(worker.submit), metadata=metadata)
+    state.runs[model_id] = run
+    return run
+
+
+@endpoints.post("get_info")
+def get_info(state: State, request: Request) -> Response:
+    """What a model is."""
+    run = state.run(request.fields().text("model_id"))
+    data = {"arch": "rlkit", "model_name": run.base_model, "tokenizer_id": state.tokenizer_id}
+    return Response.json(
+        {
+            "type": "get_info",
+            "model_data": data,
+            "model_id": run.model_id,
+            "is_lora": True,
+            "lora_rank": run.lora.rank,
+            "model_name": run.base_model,
+        }
+    )
+
+
+def checked_optimizer(config: Fields | None) -> None:
+    """Raises ApiError 400 for an optimizer other than AdamW."""
+    if config is not None and config.text("type", "adamw") != "adamw":
+        raise ApiError(400, f"optimizer {config.text('type')!r} is not offered by this server; it has: adamw")
+
+
+def _lora(state: State, fields: Fields | None) -> Lora:
+    if fields is None:
+        return Lora()
+    rank = fields.integer("rank", low=1)
+    if rank > state.max_rank:
+        raise ApiError(400, f"lora_config.rank is {rank}; this server's limit is {state.max_rank}")
+    flags = {name: fields.flag(name, True) for name in ("train_mlp", "train_attn", "train_unembed")}
+    return Lora(rank=rank, seed=fields.integer("seed", None, low=0), **flags)

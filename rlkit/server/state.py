@@ -1,0 +1,221 @@
+"""What a service remembers: sessions, models in training, samplers, custom losses; and how endpoints are declared."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+
+from rlkit.backends.sampling import SeedStream
+from rlkit.backends.worker import Worker
+from rlkit.server.checkpoints import Checkpoints
+from rlkit.server.futures import Futures, Line
+from rlkit.server.losses import Loss
+from rlkit.server.models import Model, Models, Snapshot
+from rlkit.server.requests import ApiError, Request, Response
+from rlkit.types import Lora
+
+__all__ = ["Applied", "Endpoint", "Endpoints", "Run", "SamplerSession", "Session", "State"]
+
+
+@attrs.frozen
+class Applied:
+    """An operation that was really carried out.
+
+    Attributes:
+        operation: "forward", "forward_backward", "optim_step", "save_weights", ...
+        model_id: of which model, or the sampling session of a "sample".
+        seq_id: the client's number of the request.
+        time: when it was done (monotonic).
+    """
+
+    operation: str
+    model_id: str
+    seq_id: int | None
+    time: float = attrs.field(factory=time.monotonic)
+
+
+@attrs.define(eq=False)
+class Session:
+    """A client's session."""
+
+    session_id: str
+    number: int
+    finished: bool = False
+    last_seen: float = attrs.field(factory=time.monotonic)
+
+
+@attrs.define(eq=False)
+class Run:
+    """A model in training, its thread, and the order of its requests."""
+
+    model_id: str
+    base_model: str
+    lora: Lora
+    worker: Worker
+    line: Line
+    model: Model | None = None
+    metadata: Mapping[str, Any] | None = None
+    last_request: float = attrs.field(factory=time.time)
+
+    def ready(self) -> Model:
+        """The model.
+
+        Raises:
+            ApiError: 400, making it failed.
+        """
+        if self.model is None:
+            raise ApiError(400, f"model {self.model_id!r} could not be made; its first request says why")
+        return self.model
+
+
+@attrs.define(eq=False)
+class SamplerSession:
+    """A frozen policy that a client samples from, read when it is first needed."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+    number: int
+    read: Callable[[], Snapshot]
+    _snapshot: Snapshot | None = None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def snapshot(self) -> Snapshot:
+        """The policy."""
+        with self._lock:
+            if self._snapshot is None:
+                self._snapshot = self.read()
+            return self._snapshot
+
+
+@attrs.define(eq=False)
+class State:
+    """Everything of one service."""
+
+    models: Models
+    names: tuple[str, ...]
+    tokenizer_id: str | None
+    config: Mapping[str, Any]
+    seeds: SeedStream
+    max_rank: int
+    raw_logprobs: bool
+    futures: Futures
+    checkpoints: Checkpoints
+    pool: concurrent.futures.ThreadPoolExecutor
+    sessions: dict[str, Session] = attrs.field(factory=dict)
+    runs: dict[str, Run] = attrs.field(factory=dict)
+    samplers: dict[str, SamplerSession] = attrs.field(factory=dict)
+    losses: dict[tuple[str, str], Loss] = attrs.field(factory=dict)
+    applied: list[Applied] = attrs.field(factory=list)
+    answers: dict[str, Response] = attrs.field(factory=dict)  # by idempotency key
+
+    def session(self, session_id: str) -> Session:
+        """The session of that id.
+
+        Raises:
+            ApiError: 404, there is none; 410, it was finished.
+        """
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise ApiError(404, f"session {session_id!r} is unknown")
+        if session.finished:
+            raise ApiError(410, f"session {session_id!r} was finished")
+        session.last_seen = time.monotonic()
+        return session
+
+    def run(self, model_id: str) -> Run:
+        """The model in training of that id.
+
+        Raises:
+            ApiError: 404, there is none; 410, its session was finished.
+        """
+        run = self.runs.get(model_id)
+        if run is None:
+            raise ApiError(404, f"model {model_id!r} is unknown")
+        self.session(model_id.split(":train:", maxsplit=1)[0])
+        run.last_request = time.time()
+        return run
+
+    def base(self, name: str) -> str:
+        """``name``, if this service has that base model.
+
+        Raises:
+            ApiError: 400, it has others.
+        """
+        if name not in self.names:
+            raise ApiError(400, f"base_model {name!r} is unknown; this server has: {', '.join(self.names)}")
+        return name
+
+    def seed(self, *words: int) -> int:
+        """A seed of 64 bits, a function of the service's own and of ``words`` alone."""
+        sequence = np.random.SeedSequence(self.seeds.entropy, spawn_key=(2, *words))
+        return int(sequence.generate_state(1, np.uint64)[0])
+
+    def done(self, operation: str, model_id: str, seq_id: int | None) -> None:
+        """Notes that an operation was carried out."""
+        self.applied.append(Applied(operation, model_id, seq_id))
+
+
+Handler: TypeAlias = Callable[..., Response]
+
+
+@attrs.frozen
+class Endpoint:
+    """A method and a pattern of paths, and what answers them."""
+
+    method: str
+    pattern: re.Pattern[str]
+    name: str
+    handler: Handler
+
+
+class Endpoints:
+    """The endpoints that a module declares.
+
+    >>> endpoints = Endpoints()
+    >>> @endpoints.add("GET", "samplers/{sampler_id}")
+    ... def get_sampler(state, request, sampler_id): ...
+    >>> endpoints.all[0].name
+    'get_sampler'
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Endpoint] = []
+
+    def add(self, method: str, path: str) -> Callable[[Handler], Handler]:
+        """Decorator of ``handler(state, request, **parts)``; ``{part}`` in ``path`` is anything, slashes included."""
+        pattern = re.compile("/api/v1/" + re.sub(r"\{(\w+)\}", r"(?P<\1>.+)", path))
+
+        def added(handler: Handler) -> Handler:
+            self.all.append(Endpoint(method, pattern, handler.__name__, handler))
+            return handler
+
+        return added
+
+    def post(self, path: str) -> Callable[[Handler], Handler]:
+        """A POST endpoint."""
+        return self.add("POST", path)
+
+    @staticmethod
+    def find(endpoints: list[Endpoint], request: Request) -> tuple[Endpoint, dict[str, str]]:
+        """The endpoint that answers, and the parts of the path.
+
+        Raises:
+            ApiError: 404, none does; 405, with another method.
+        """
+        others = []
+        for endpoint in endpoints:
+            match = endpoint.pattern.fullmatch(request.path)
+            if match and endpoint.method == request.method:
+                return endpoint, match.groupdict()
+            others += [endpoint.method] * bool(match)
+        if others:
+            raise ApiError(405, f"{request.path} takes {' or '.join(others)}, not {request.method}")
+        raise ApiError(404, f"{request.method} {request.path} is not an endpoint of this server")

@@ -1,0 +1,232 @@
+"""Endpoints: saving, loading, and what was saved."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlkit.server.checkpoints import KINDS, Checkpoint, Kind, checked_ttl
+from rlkit.server.requests import ApiError, Fields, Request, Response
+from rlkit.server.sampling import new_sampler
+from rlkit.server.sessions import checked_optimizer, new_run
+from rlkit.server.state import Endpoints, Run, State
+from rlkit.server.training import submitted
+
+__all__ = ["endpoints"]
+
+endpoints = Endpoints()
+
+
+@endpoints.post("save_weights")
+def save_weights(state: State, request: Request) -> Response:
+    """Saves a model with its optimizer."""
+    fields = request.fields()
+    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+
+    def prepare() -> Callable[[], Response]:
+        name = fields.text("path", None) or f"{seq_id or 0:06d}"
+        save = _saved(state, run, fields, "weights", name, overwrite=fields.flag("overwrite", False))
+
+        def job() -> Response:
+            path = save()
+            state.done("save_weights", run.model_id, seq_id)
+            return Response.json({"path": path, "type": "save_weights"})
+
+        return job
+
+    return submitted(state, run, "save_weights", seq_id, prepare)
+
+
+@endpoints.post("save_weights_for_sampler")
+def save_weights_for_sampler(state: State, request: Request) -> Response:
+    """Saves a model to sample from: under a name, or for one sampler of this session."""
+    fields = request.fields()
+    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+
+    def prepare() -> Callable[[], Response]:
+        name = fields.text("path", None)
+        if name is not None:
+            save = _saved(state, run, fields, "sampler_weights", name)
+            number = None
+        else:
+            number = fields.integer("sampling_session_seq_id", low=0)
+
+        def job() -> Response:
+            found: dict[str, Any] = {"type": "save_weights_for_sampler"}
+            if number is None:
+                found["path"] = save()
+            else:
+                snapshot = run.ready().snapshot()
+                sampler_id = f"{run.model_id.split(':train:')[0]}:sample:{number}"
+                new_sampler(state, sampler_id, run.base_model, None, lambda: snapshot)
+                found["sampling_session_id"] = sampler_id
+            state.done("save_weights_for_sampler", run.model_id, seq_id)
+            return Response.json(found)
+
+        return job
+
+    return submitted(state, run, "save_weights_for_sampler", seq_id, prepare)
+
+
+@endpoints.post("load_weights")
+def load_weights(state: State, request: Request) -> Response:
+    """A new model from a saved one, or another state for a model that is there."""
+    fields = request.fields()
+    if fields.get("model_id") is not None:
+        return _loaded_over(state, fields)
+    session = state.session(fields.text("session_id"))
+    number = fields.integer("model_seq_id", low=0)
+    key = ("create_model", session.session_id, number)
+    known = state.futures.known(key)
+    if known is not None:
+        return Response.json(known.accepted)
+    found, optimizer = _found(state, fields), fields.flag("optimizer")
+    base = state.base(fields.text("base_model", found.base_model))
+    run = new_run(state, session, number, base, found.lora, fields.get("user_metadata"))
+    entry = state.futures.add(key, "load_weights", model_id=run.model_id)
+
+    def job() -> Response:
+        run.model = state.models.load(found.handle, optimizer=optimizer)
+        state.done("load_weights", run.model_id, None)
+        return Response.json({"path": found.path, "model_id": run.model_id, "type": "load_weights"})
+
+    run.worker.submit(lambda: entry.carry_out(job))
+    return Response.json(entry.accepted)
+
+
+def _loaded_over(state: State, fields: Fields) -> Response:
+    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+
+    def prepare() -> Callable[[], Response]:
+        found, optimizer = _found(state, fields), fields.flag("optimizer")
+
+        def job() -> Response:
+            old, run.model = run.model, state.models.load(found.handle, optimizer=optimizer)
+            if old is not None:
+                old.close()
+            state.done("load_weights", run.model_id, seq_id)
+            return Response.json({"path": found.path, "model_id": run.model_id, "type": "load_weights"})
+
+        return job
+
+    return submitted(state, run, "load_weights", seq_id, prepare)
+
+
+@endpoints.post("weights_info")
+def weights_info(state: State, request: Request) -> Response:
+    """What stands at a path."""
+    found = state.checkpoints.find(request.fields().text("tinker_path"))
+    flags = {name: getattr(found.lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return Response.json({"base_model": found.base_model, "is_lora": True, "lora_rank": found.lora.rank, **flags})
+
+
+@endpoints.add("GET", "checkpoints")
+def list_checkpoints(state: State, request: Request) -> Response:
+    """All that was saved, newest first."""
+    return _page(request, "checkpoints", [_shown(x) for x in reversed(state.checkpoints.all())])
+
+
+@endpoints.add("GET", "training_runs")
+def list_training_runs(state: State, request: Request) -> Response:
+    """All models in training, newest first."""
+    return _page(request, "training_runs", [_run_shown(state, run) for run in reversed(state.runs.values())])
+
+
+@endpoints.add("PUT", "training_runs/{run_id}/checkpoints/{checkpoint_id}/ttl")
+def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+    """Sets when a saved state is dropped."""
+    expires = checked_ttl(request.fields().integer("ttl_seconds", None))
+    state.checkpoints.change(f"tinker://{run_id}/{checkpoint_id}", expires=expires)
+    return Response.json({})
+
+
+@endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id}")
+def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+    """Forgets a saved state."""
+    del request
+    state.checkpoints.delete(state.checkpoints.find(f"tinker://{run_id}/{checkpoint_id}").path)
+    return Response.json({})
+
+
+@endpoints.add("GET", "training_runs/{run_id}/checkpoints")
+def list_run_checkpoints(state: State, request: Request, run_id: str) -> Response:
+    """What one model saved, oldest first."""
+    del request
+    return Response.json({"checkpoints": [_shown(x) for x in state.checkpoints.all(run_id)]})
+
+
+@endpoints.add("GET", "training_runs/{run_id}")
+def get_training_run(state: State, request: Request, run_id: str) -> Response:
+    """One model in training."""
+    del request
+    if run_id not in state.runs:
+        raise ApiError(404, f"training run {run_id!r} is unknown")
+    return Response.json(_run_shown(state, state.runs[run_id]))
+
+
+def _saved(
+    state: State, run: Run, fields: Fields, kind: Kind, name: str, *, overwrite: bool = False
+) -> Callable[[], str]:
+    """What saves under a name that is reserved now, and returns the path."""
+    expires = checked_ttl(fields.integer("ttl_seconds", None))
+    metadata = fields.object("user_metadata", None)
+    path = state.checkpoints.reserve(run.model_id, kind, name, overwrite=overwrite)
+
+    def save() -> str:
+        try:
+            handle = run.ready().save(name, optimizer=kind == "weights")
+        except BaseException:
+            state.checkpoints.release(path)
+            raise
+        values = None if metadata is None else dict(metadata.values)
+        state.checkpoints.keep(Checkpoint(path, handle, run.base_model, run.lora, time.time(), expires, values))
+        return path
+
+    return save
+
+
+def _found(state: State, fields: Fields) -> Checkpoint:
+    checked_optimizer(fields.object("optimizer_config", None))
+    return state.checkpoints.find(fields.text("path"), "weights")
+
+
+def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": "/".join(checkpoint.path.split("/")[3:]),
+        "checkpoint_type": KINDS[checkpoint.kind],
+        "time": _time(checkpoint.made),
+        "tinker_path": checkpoint.path,
+        "user_metadata": checkpoint.metadata,
+        "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
+    }
+
+
+def _run_shown(state: State, run: Run) -> dict[str, Any]:
+    found = state.checkpoints.all(run.model_id)
+    last = {kind: next((_shown(x) for x in reversed(found) if x.kind == kind), None) for kind in KINDS}
+    return {
+        "training_run_id": run.model_id,
+        "base_model": run.base_model,
+        "model_owner": "local",
+        "is_lora": True,
+        "lora_rank": run.lora.rank,
+        "last_request_time": _time(run.last_request),
+        "last_checkpoint": last["weights"],
+        "last_sampler_checkpoint": last["sampler_weights"],
+        "user_metadata": run.metadata,
+    }
+
+
+def _page(request: Request, name: str, items: list[Any]) -> Response:
+    try:
+        offset, limit = int(request.query.get("offset", 0)), int(request.query.get("limit", 100))
+    except ValueError as error:
+        raise ApiError(422, f"{request.path}: offset and limit are integers: {error}") from error
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return Response.json({name: items[max(offset, 0) :][: max(limit, 0)], "cursor": cursor})
+
+
+def _time(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).isoformat()

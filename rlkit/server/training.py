@@ -1,0 +1,191 @@
+"""Endpoints: gradients and optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlkit.server import wire
+from rlkit.server.graph import read_loss
+from rlkit.server.losses import Loss, hosted
+from rlkit.server.models import Row
+from rlkit.server.requests import ApiError, Fields, Request, Response
+from rlkit.server.state import Endpoints, Run, State
+from rlkit.types import Adam
+
+__all__ = ["endpoints", "submitted"]
+
+endpoints = Endpoints()
+_ADAM = Adam(eps=1e-12)  # the API's defaults
+
+
+def submitted(
+    state: State, run: Run, operation: str, seq_id: int | None, prepare: Callable[[], Callable[[], Response]]
+) -> Response:
+    """Accepts a request of a model in training.
+
+    Args:
+        state: the service's.
+        run: the model.
+        operation: what it is, for the request's id.
+        seq_id: the client's number of it.
+        prepare: checks the request and returns what is to be carried out. A request that it refuses has had its turn.
+    """
+    key = (run.model_id, seq_id) if seq_id is not None else object()
+    known = state.futures.known(key)
+    if known is not None:
+        if known.operation != operation:
+            raise ApiError(400, f"{operation}: seq_id {seq_id} was the number of a {known.operation}")
+        return Response.json(known.accepted)
+    try:
+        job = prepare()
+    except ApiError:
+        run.line.skip(seq_id)
+        raise
+    entry = state.futures.add(key, operation, model_id=run.model_id)
+    run.line.enter(seq_id, entry, job)
+    return Response.json(entry.accepted)
+
+
+@endpoints.post("forward_backward")
+def forward_backward(state: State, request: Request) -> Response:
+    """Logprobs, the loss, and unless ``forward_only`` its gradient, which is added to what is there."""
+    call = wire.read_forward_backward(request.body)
+    run = state.run(call.model_id)
+    operation = "forward" if call.forward_only else "forward_backward"
+
+    def prepare() -> Callable[[], Response]:
+        loss = _loss(state, run, call)
+        if not call.data:
+            raise ApiError(400, "forward_backward: data is empty")
+        rows = [_row(i, call.datum(i), loss) for i in range(len(call.data))]
+
+        def job() -> Response:
+            outputs = run.ready().run(rows, loss, backward=not call.forward_only)
+            state.done(operation, run.model_id, call.seq_id)
+            return Response.proto(wire.write_outputs(outputs.arrays, outputs.metrics))
+
+        return job
+
+    return submitted(state, run, operation, call.seq_id or None, prepare)
+
+
+@endpoints.post("optim_step")
+def optim_step(state: State, request: Request) -> Response:
+    """One step of AdamW."""
+    fields = request.fields()
+    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+
+    def prepare() -> Callable[[], Response]:
+        params = _adam(fields)
+
+        def job() -> Response:
+            metrics = run.ready().step(params)
+            state.done("optim_step", run.model_id, seq_id)
+            return Response.json({"metrics": dict(metrics)})
+
+        return job
+
+    return submitted(state, run, "optim_step", seq_id, prepare)
+
+
+@endpoints.post("create_custom_loss")
+def create_custom_loss(state: State, request: Request) -> Response:
+    """Keeps a traced loss for the session."""
+    fields = request.fields()
+    session = state.session(fields.text("session_id"))
+    number = fields.integer("custom_loss_seq_id", low=0)
+    key = ("create_custom_loss", session.session_id, number)
+    known = state.futures.known(key)
+    if known is not None:
+        return Response.json(known.accepted)
+    entry = state.futures.add(key, "create_custom_loss")
+    loss_id = f"{session.session_id}:loss:{number}"
+
+    def job() -> Response:
+        state.losses[session.session_id, loss_id] = read_loss(fields)
+        return Response.json({"loss_id": loss_id, "type": "create_custom_loss"})
+
+    entry.carry_out(job)
+    return Response.json(entry.accepted)
+
+
+def _loss(state: State, run: Run, call: wire.ForwardBackward) -> Loss:
+    if call.loss != "custom":
+        return hosted(call.loss, call.config)
+    loss_id = call.config.get("loss_id")
+    loss = state.losses.get((run.model_id.split(":train:")[0], str(loss_id)))
+    if loss is None or set(call.config) != {"loss_id"}:
+        raise ApiError(400, f"loss_fn 'custom' with loss_fn_config {call.config}: expected the loss_id of this session")
+    return loss
+
+
+def _row(i: int, datum: wire.Datum, loss: Loss) -> Row:
+    """A datum that has what ``loss`` reads, in the right shapes."""
+    where = f"data[{i}].loss_fn_inputs"
+    inputs: dict[str, np.ndarray] = dict(datum.inputs)
+    targets = inputs.pop("target_tokens", None)
+    if targets is None:
+        raise ApiError(400, f"{where} lacks 'target_tokens'")
+    size = datum.tokens.size
+    if targets.dtype != np.int64 or targets.shape[:1] != (size,) or not size or (targets.ndim == 2 and not loss.matrix):
+        shapes = f"({size},)" + (f" or ({size}, K)" if loss.matrix else "")
+        what = f"has dtype {targets.dtype} and shape {targets.shape}"
+        raise ApiError(
+            400, f"{where}['target_tokens'] {what}; expected int64 {shapes}, one row per token of model_input"
+        )
+    if loss.ranks is not None:
+        inputs["target_tokens"] = targets
+        return Row(datum.tokens, targets, _ranked(where, inputs, targets, loss.ranks))
+    for name, default in loss.optional.items():
+        inputs.setdefault(name, np.full(targets.shape, default, np.float32))
+    for name in (*loss.inputs, *loss.optional):
+        array = inputs.get(name)
+        if array is None:
+            raise ApiError(400, f"{where} lacks {name!r}, which {loss.name} needs")
+        if array.dtype != np.float32 or array.shape != targets.shape:
+            what = f"has dtype {array.dtype} and shape {array.shape}"
+            raise ApiError(400, f"{where}[{name!r}] {what}; expected float32 {targets.shape}, as target_tokens")
+        bad = np.argwhere(~np.isfinite(array))
+        if bad.size:
+            index = "".join(f"[{k}]" for k in bad[0])
+            raise ApiError(400, f"{where}[{name!r}]{index} is {array[tuple(bad[0])]}; expected a finite number")
+    extra = inputs.keys() - {*loss.inputs, *loss.optional}
+    if extra:
+        raise ApiError(400, f"{where} has {min(extra)!r}, which {loss.name} does not read")
+    return Row(datum.tokens, targets, inputs)
+
+
+def _ranked(
+    where: str, inputs: Mapping[str, np.ndarray], targets: np.ndarray, ranks: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """The inputs of a custom loss: those it declares, with the ranks it declares; others are left out."""
+    found: dict[str, np.ndarray] = {}
+    for name, rank in ranks.items():
+        array = targets if name == "logprobs" else inputs.get(name)
+        if array is None:
+            raise ApiError(400, f"{where} lacks {name!r}, which the custom loss reads")
+        if rank == 0 and array.size == 1:
+            array = array.reshape(())
+        if array.ndim != rank:
+            raise ApiError(400, f"{where}[{name!r}] has {array.ndim} dimensions; the custom loss declared {rank}")
+        if name != "logprobs":
+            found[name] = array
+    return found
+
+
+def _adam(fields: Fields) -> Adam:
+    params = fields.object("adam_params", None)
+    if params is None:
+        kind = (fields.get("optimizer_params") or {}).get("type", "none")
+        raise ApiError(400, f"optim_step has parameters of the optimizer {kind!r}; this model's is adamw: adam_params")
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    values: dict[str, Any] = {}
+    for name in names:
+        value = params.get(name) if name in params.values else getattr(_ADAM, name)
+        if value is None:
+            raise ApiError(400, f"optim_step: adam_params.{name} is not a finite number")
+        values[name] = float(params.real(name, value))
+    return Adam(**values)

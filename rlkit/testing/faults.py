@@ -1,0 +1,101 @@
+"""Faults that a fake server is told to have."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal, TypeAlias
+
+import attrs
+
+from rlkit import _check
+
+__all__ = ["Fault", "Faults", "Kind"]
+
+Kind: TypeAlias = Literal[
+    "400",
+    "401",
+    "402",
+    "403",
+    "404",
+    "408",
+    "409",
+    "410",
+    "429",
+    "500",
+    "502",
+    "503",
+    "reset",
+    "timeout",
+    "slow",
+    "bad_json",
+]
+_KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
+
+
+@attrs.frozen
+class Fault:
+    """One way in which a server fails.
+
+    Args:
+        kind: an HTTP status; "reset" (the connection breaks), "timeout" (no answer within the client's patience, which
+            is cut short), "slow" (the answer comes ``seconds`` late), "bad_json" (status 200, half a body).
+        endpoint: which requests, by the last part of the path ("optim_step", "forward_backward", "retrieve_future",
+            "asample", ...); "*" for all.
+        when: "before" the request had an effect, or "after" it had: the operation is carried out and its answer lost.
+        times: how many requests; None for all.
+        skip: how many matching requests pass before the first that fails.
+        operation: with "retrieve_future", only results of that operation ("optim_step", "forward_backward", ...).
+        seconds: of "slow".
+
+    >>> Fault("503", "optim_step", when="after", times=3)
+    Fault(kind='503', endpoint='optim_step', when='after', times=3, skip=0, operation=None, seconds=1.0)
+    """
+
+    kind: Kind
+    endpoint: str = "*"
+    when: Literal["before", "after"] = "before"
+    times: int | None = 1
+    skip: int = 0
+    operation: str | None = None
+    seconds: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        _check.choice("Fault.kind", self.kind, _KINDS)
+        _check.choice("Fault.when", self.when, ("before", "after"))
+        if self.times is not None:
+            _check.integer("Fault.times", self.times, low=1)
+        _check.integer("Fault.skip", self.skip, low=0)
+        _check.real("Fault.seconds", self.seconds, low=0.0)
+
+    def matches(self, endpoint: str, operation: str | None) -> bool:
+        """Whether it is about such a request."""
+        return self.endpoint in ("*", endpoint) and self.operation in (None, operation)
+
+
+class Faults:
+    """The faults that are left. Safe in threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: list[tuple[Fault, list[int]]] = []  # fault, requests that matched
+
+    def add(self, *faults: Fault) -> None:
+        """Adds faults; of those that match a request the first one happens."""
+        with self._lock:
+            self._left += [(fault, [0]) for fault in faults]
+
+    def clear(self) -> None:
+        """Ends all faults."""
+        with self._lock:
+            self._left.clear()
+
+    def take(self, endpoint: str, operation: str | None) -> Fault | None:
+        """The fault of this request, used up by it."""
+        with self._lock:
+            for fault, matched in self._left:
+                if not fault.matches(endpoint, operation):
+                    continue
+                matched[0] += 1
+                if matched[0] > fault.skip and (fault.times is None or matched[0] <= fault.skip + fault.times):
+                    return fault
+        return None
