@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.cache import ATTENTION, ROWS, Slots
-from rlkit.backends.local.head import selected_logits
+from rlkit.backends.local.head import plain_attention, selected_logits
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import SamplingModel, Snapshot
 from rlkit.backends.sampling import draw, rounded_up
@@ -47,11 +47,7 @@ class Decoder(Protocol):
 def decoder_for(make_model: Callable[[str | None], SamplingModel]) -> Decoder:
     """A ``SlotDecoder`` if it computes what the library computes on a short probe, else a ``LibraryDecoder``."""
     model = make_model(ATTENTION)
-    config = model.base.model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    plain = all(kind == "full_attention" for kind in kinds) if kinds else window is None
-    if plain and _agrees(SlotDecoder(model)):
+    if plain_attention(model.base.model.config.get_text_config()) and _agrees(SlotDecoder(model)):
         return SlotDecoder(model)
     return LibraryDecoder(make_model(None))
 

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Head", "selected_hidden", "selected_logits"]
+from rlkit.backends.local.packing import pack
+from rlkit.types import Datum
+
+__all__ = ["Head", "plain_attention", "selected_hidden", "selected_logits"]
 
 CHUNK = 256
-KEPT = 2**25  # logits that are simply kept: 128 MB in float32
+KEPT = 2**26  # logits that are simply kept: 256 MB in float32, cheaper than computing them twice
 
 
 class Head:
@@ -32,18 +35,26 @@ class Head:
         self._model = model
         self._config = model.config.get_text_config()
         self._splits: bool | None = None
+        self._shares: bool | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether a prefix may be shared: the architecture does as a mask and positions say, seen on a short probe."""
+        if self._shares is None:
+            self._shares = plain_attention(self._config) and self._packs_alike()
+        return self._shares
 
     def outputs(
         self,
-        tokens: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
         index: torch.Tensor,
         wanted: Mapping[str, torch.Tensor | None],
         temperatures: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Runs the model on ``tokens`` [B, T] and reads it at the flat positions ``index`` [n].
+        """Runs the model on ``inputs`` and reads it at the flat positions ``index`` [n] of its [B, T] tokens.
 
         Args:
-            tokens: int64 [B, T].
+            inputs: "input_ids" [B, T], and where needed "attention_mask" [B, 1, T, T] and "position_ids" [B, T].
             index: int64 [n].
             wanted: "logprobs" -> ids [n], "target_logprobs" -> ids [n, K] with -1 for none, "entropy" -> None.
             temperatures: float32 [n], or None where all are 1.
@@ -52,14 +63,14 @@ class Head:
             name -> [n] or [n, K], float32.
         """
         if self._splits is None:
-            self._splits = self._finishes_alike(tokens)
+            self._splits = self._finishes_alike(inputs["input_ids"])
         small = index.numel() * self._config.vocab_size <= KEPT
         if small or not self._splits:
             with selected_logits(self._model, index):
-                logits = self._model(input_ids=tokens, use_cache=False).logits[0]
+                logits = self._model(**inputs, use_cache=False).logits[0]
             return dict(zip(wanted, _read(logits, list(wanted), list(wanted.values()), temperatures), strict=True))
         with selected_hidden(self._model, index) as found:
-            self._model(input_ids=tokens, use_cache=False)
+            self._model(**inputs, use_cache=False)
         parts: list[tuple[torch.Tensor, ...]] = []
         for start in range(0, index.numel(), CHUNK):
             part = slice(start, start + CHUNK)
@@ -107,6 +118,33 @@ class Head:
         return bool(
             torch.allclose(self._logits(found[0]), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
         )
+
+    @torch.no_grad()
+    def _packs_alike(self) -> bool:
+        """Whether two datums behind one prefix give the logits that each gives alone."""
+        device = self._model.get_output_embeddings().weight.device
+        data = [Datum([1, 2, 3, *rest], [0, 0, 0, 1, 1, 1]) for rest in ([4, 5, 6], [7, 8, 9])]
+        found = []
+        for share in (True, False):
+            (batch,) = pack(data, 64, share=share)
+            inputs = {"input_ids": torch.from_numpy(batch.tokens).to(device)}
+            if batch.visible is not None and batch.positions is not None:
+                inputs["attention_mask"] = torch.from_numpy(batch.visible).to(device)[:, None]
+                inputs["position_ids"] = torch.from_numpy(batch.positions).to(device)
+            try:
+                with selected_logits(self._model, torch.from_numpy(batch.index).to(device)):
+                    found.append(self._model(**inputs, use_cache=False).logits[0].float())
+            except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError):
+                return False
+        close = 1e-4 if next(self._model.parameters()).dtype == torch.float32 else 0.1
+        return bool((found[0] - found[1]).abs().max() < close * found[1].abs().max())
+
+
+def plain_attention(config: Any) -> bool:
+    """Whether every layer sees all earlier tokens, as far as the config tells."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return all(kind == "full_attention" for kind in kinds) if kinds else window is None
 
 
 @contextmanager

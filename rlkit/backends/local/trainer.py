@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.head import Head
+from rlkit.backends.local.packing import Batch, pack
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
     from rlkit.losses.prepare import LossGradient, PreparedLoss
 
-__all__ = ["Outputs", "Trainer", "micro_batches"]
+__all__ = ["Outputs", "Trainer"]
 
 Outputs = dict[str, list[torch.Tensor]]  # name -> one tensor per datum
 
@@ -100,28 +101,29 @@ class Trainer:
         needed = sorted({"logprobs", *names, *_needs(loss)})
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in needed}
         parts: list[LossGradient] = []
-        batches = micro_batches(data, self._budget, pairs=loss is not None and loss.level == "pair")
+        pairs = loss is not None and loss.level == "pair"
+        batches = pack(data, self._budget, pairs=pairs, share=self._head.shares)
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
             for batch in batches:
-                self._keep(outputs, batch, self._forward([data[i] for i in batch], needed, gradient=False))
+                self._keep(outputs, batch, data, self._forward(data, batch, needed, gradient=False))
                 yield
             whole = loss.gradient(outputs[loss.driver], data, entropy=outputs.get("entropy"))
             parts.append(whole)
             if not backward:
                 return outputs, parts
         for batch in batches:
-            chosen = [data[i] for i in batch]
-            flat = self._forward(chosen, needed, gradient=backward)
-            self._keep(outputs, batch, flat)
+            flat = self._forward(data, batch, needed, gradient=backward)
+            self._keep(outputs, batch, data, flat)
             if loss is not None:
                 found = whole
                 if found is None:
-                    entropy = [outputs["entropy"][i] for i in batch] if loss.entropy else None
-                    found = loss.gradient([outputs[loss.driver][i] for i in batch], chosen, entropy=entropy)
+                    chosen = [data[i] for i in batch.members]
+                    entropy = [outputs["entropy"][i] for i in batch.members] if loss.entropy else None
+                    found = loss.gradient([outputs[loss.driver][i] for i in batch.members], chosen, entropy=entropy)
                     parts.append(found)
                 if backward:
-                    places = range(len(batch)) if whole is None else batch
+                    places = range(len(batch.members)) if whole is None else batch.members
                     self._backward(flat, loss, found, places)
             del flat
             yield
@@ -136,26 +138,26 @@ class Trainer:
             gradients.append(torch.cat([found.entropy[i] for i in places]))
         torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
 
-    def _keep(self, outputs: Outputs, batch: Sequence[int], flat: Mapping[str, torch.Tensor]) -> None:
+    def _keep(self, outputs: Outputs, batch: Batch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]) -> None:
+        sizes = [int(data[i].mask.sum()) for i in batch.members]
         for name, values in flat.items():
-            split = torch.split(values.detach(), self._sizes)
-            for i, part in zip(batch, split, strict=True):
+            for i, part in zip(batch.members, torch.split(values.detach(), sizes), strict=True):
                 outputs[name][i] = part
 
-    def _forward(self, data: Sequence[Datum], names: Sequence[str], *, gradient: bool) -> dict[str, torch.Tensor]:
-        """Flat outputs [n] or [n, K] of all masked-in tokens of ``data``, in order."""
-        length = max(len(datum) for datum in data)
-        tokens = np.zeros((len(data), length), np.int64)
-        for row, datum in zip(tokens, data, strict=True):
-            row[: len(datum)] = datum.tokens
-        # What predicts token t stands at t - 1. Rows are padded on the right, where causal attention never looks.
-        index = np.concatenate([row * length + np.flatnonzero(datum.mask) - 1 for row, datum in enumerate(data)])
-        self._sizes = [int(datum.mask.sum()) for datum in data]
-        temperatures = np.repeat([datum.temperature or 1.0 for datum in data], self._sizes).astype(np.float32)
-        warm = self._tensor(temperatures) if (temperatures != 1.0).any() else None
-        wanted = {name: self._ids(name, data) for name in names}
+    def _forward(
+        self, data: Sequence[Datum], batch: Batch, names: Sequence[str], *, gradient: bool
+    ) -> dict[str, torch.Tensor]:
+        """Flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
+        chosen = [data[i] for i in batch.members]
+        temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
+        warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
+        inputs = {"input_ids": self._tensor(batch.tokens)}
+        if batch.visible is not None and batch.positions is not None:
+            inputs |= {"attention_mask": self._tensor(batch.visible)[:, None]}
+            inputs |= {"position_ids": self._tensor(batch.positions)}
+        wanted = {name: self._ids(name, chosen) for name in names}
         with torch.set_grad_enabled(gradient):
-            return self._head.outputs(self._tensor(tokens), self._tensor(index), wanted, warm)
+            return self._head.outputs(inputs, self._tensor(batch.index), wanted, warm)
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
         """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, none for entropies."""
@@ -166,26 +168,6 @@ class Trainer:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def micro_batches(data: Sequence[Datum], budget: int, *, pairs: bool = False) -> list[list[int]]:
-    """Indices of the datums with a masked-in token, in batches of at most ``budget`` tokens with padding.
-
-    Datums of like length go together; with ``pairs`` datums 2k and 2k + 1 stay together, in that order. A datum
-    longer than the budget is a batch by itself.
-    """
-    width = 2 if pairs else 1
-    units = [list(range(k, min(k + width, len(data)))) for k in range(0, len(data), width)]
-    units = [unit for unit in units if any(data[i].mask.any() for i in unit)]
-    units.sort(key=lambda unit: max(len(data[i]) for i in unit))
-    batches: list[list[int]] = []
-    for unit in units:
-        length = max(len(data[i]) for i in unit)
-        if batches and (len(batches[-1]) + len(unit)) * length <= budget:
-            batches[-1] += unit
-        else:
-            batches.append(list(unit))
-    return batches
 
 
 def _needs(loss: PreparedLoss | None) -> list[str]:

@@ -1,0 +1,115 @@
+"""Packing: every datum sees what it would see alone, and gives the same outputs and gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+from rlkit.backends.local.packing import pack
+
+
+@st.composite
+def batches_of_data(draw):
+    """Groups behind shared prompts, some datums alone, masks with gaps, some all masked out."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    data = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = rng.integers(3, 200, rng.integers(1, 12))
+        for _ in range(draw(st.integers(1, 5))):
+            rest = rng.integers(3, 200, rng.integers(1, 9))
+            own = rng.random(rest.size) < 0.7
+            own[0] = rng.random() < 0.8
+            mask = np.concatenate([np.zeros(prompt.size, bool), own])
+            data.append(rlkit.Datum(np.concatenate([prompt, rest]), mask, {"advantages": rng.normal()}))
+    return [data[i] for i in rng.permutation(len(data))]
+
+
+@given(batches_of_data(), st.integers(8, 80), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_every_token_sees_its_own_past(data, budget, share):
+    """Each scored token is predicted from exactly its own datum's earlier tokens, at their own positions."""
+    seen = []
+    for batch in pack(data, budget, share=share):
+        rows, length = batch.tokens.shape
+        assert len(batch.members) == 1 or rows * length <= budget
+        places = iter(batch.index)
+        for i in batch.members:
+            seen.append(i)
+            for t in np.flatnonzero(data[i].mask):
+                row, column = divmod(int(next(places)), length)
+                if batch.visible is None:
+                    keys = np.arange(column + 1)
+                    positions = keys
+                else:
+                    keys = np.flatnonzero(batch.visible[row, column])
+                    positions = batch.positions[row, keys]
+                assert batch.tokens[row, keys].tolist() == data[i].tokens[:t].tolist()
+                assert positions.tolist() == list(range(t))
+    assert sorted(seen) == [i for i, datum in enumerate(data) if datum.mask.any()]
+
+
+@given(batches_of_data(), st.integers(8, 60))
+@settings(max_examples=40, deadline=None)
+def test_pairs_stay_together(data, budget):
+    """Datums 2k and 2k + 1 are in one batch, one behind the other."""
+    data = [datum for datum in data if datum.mask.any()]
+    data = data[: len(data) // 2 * 2]
+    for batch in pack(data, budget, pairs=True):
+        assert all(a % 2 == 0 and b == a + 1 for a, b in zip(batch.members[::2], batch.members[1::2], strict=True))
+
+
+def test_a_group_reads_its_prompt_once():
+    """Eight completions of 4 tokens behind a prompt of 20 are one row of 20 + 8 * 3 tokens."""
+    data = [rlkit.Datum.supervised(np.arange(1, 21), np.full(4, k + 30)) for k in range(8)]
+    (batch,) = pack(data, 1024)
+    assert batch.tokens.shape == (1, 20 + 8 * 3)
+    assert sum(b.tokens.size for b in pack(data, 1024, share=False)) == 8 * 23
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_shared_prefixes_change_no_number(tiny, kind):
+    """Outputs, loss and gradient are those of every datum computed by itself."""
+    rng = np.random.default_rng(0)
+    policy = rlkit.connect(
+        "local", model=tiny(kind), lora=rlkit.Lora(rank=4), seed=0, device="cpu", micro_batch_tokens=90
+    )
+    trainer = policy._trainer
+    for parameter in trainer.parameters.values():
+        parameter.data.add_(0.05 * np.float32(rng.normal()))
+    for data in (random_groups(rng) for _ in range(4)):
+        found = []
+        for share in (True, False):
+            trainer._head._shares = share
+            output = policy.forward_backward(data, "ppo", want=("entropy",)).result()
+            found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
+            policy.discard().result()
+        (a, packed), (b, alone) = found
+        for x, y in zip(a.logprobs + a.outputs["entropy"], b.logprobs + b.outputs["entropy"], strict=True):
+            assert np.abs(x - y).max() < 1e-5
+        assert relative(packed, alone) < 1e-5
+    trainer._head._shares = None
+    assert trainer._head.shares
+    policy.close()
+
+
+def relative(a, b):
+    """The norm of the difference of two gradients, in norms of the second."""
+    a, b = (torch.cat([x.flatten() for x in tensors]) for tensors in (a, b))
+    return float((a - b).norm() / b.norm())
+
+
+def random_groups(rng):
+    data = []
+    for _ in range(3):
+        prompt = rng.integers(3, 200, rng.integers(1, 20))
+        for _ in range(rng.integers(1, 6)):
+            n = int(rng.integers(1, 12))
+            sample = rlkit.Sample(prompt, rng.integers(3, 200, n), -rng.random(n) * 5)
+            data.append(sample.datum(rng.normal()))
+    return [data[i] for i in rng.permutation(len(data))]
