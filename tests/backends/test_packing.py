@@ -11,7 +11,7 @@ import rlkit
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
-from rlkit.backends.local.packing import pack
+from rlkit.backends.local.packing import pack  # noqa: E402
 
 
 @st.composite
@@ -86,7 +86,7 @@ def test_shared_prefixes_change_no_number(tiny, kind):
         found = []
         for share in (True, False):
             trainer._head._shares = share
-            output = policy.forward_backward(data, "ppo", want=("entropy",)).result()
+            output = policy.forward_backward(data, "cross_entropy", want=("entropy",)).result()
             found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
             policy.discard().result()
         (a, packed), (b, alone) = found
@@ -111,5 +111,5 @@ def random_groups(rng):
         for _ in range(rng.integers(1, 6)):
             n = int(rng.integers(1, 12))
             sample = rlkit.Sample(prompt, rng.integers(3, 200, n), -rng.random(n) * 5)
-            data.append(sample.datum(rng.normal()))
+            data.append(sample.datum(weights=rng.normal()))
     return [data[i] for i in rng.permutation(len(data))]
