@@ -111,6 +111,41 @@ def test_on_policy_gradient_of_a_mixture(batch):
     same_gradient(expert, plain, factor=0.25)
 
 
+ONE = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sppo", ONE),
+        ("cispo", {**ONE, "unified_mask": True}),
+        ("rec", {**ONE, "clip_mode": "one-side"}),
+        ("rec", {**ONE, "clip_mode": "two-side"}),
+        ("rec", {"clip_mode": "ring", "clip_low_threshold": 2, "clip_high_threshold": 2, "ring_low_threshold": 1}),
+        (
+            "rec",
+            {
+                "clip_mode": "ring",
+                "clip_low_threshold": 0,
+                "clip_high_threshold": 0,
+                "ring_low_threshold": 0,
+                "ring_high_threshold": 1,
+            },
+        ),
+        ("dppo_tv", {"divergence_low": 0.0, "divergence_high": 0.0}),
+        ("dppo_kl", {"divergence_low": 0.0, "divergence_high": 0.0}),
+        ("opsm", {"delta": 0.0}),
+    ],
+)
+def test_bounds_are_inside(name, options):
+    """A token that stands exactly on a bound is still trained."""
+    lp, a = np.array([-1.0, -2.0, -0.5]), np.array([1.0, -2.0, 0.0])
+    if options.get("clip_mode") == "ring":  # on the ring's bound: at or beyond it only tokens of one sign stay
+        a = np.abs(a) if options["clip_low_threshold"] else -np.abs(a)
+    gradient = call(name, [lp], {"sampling_logprobs": [lp], "advantages": [a]}, options)[1][0]
+    np.testing.assert_allclose(gradient, -a)
+
+
 @few
 @given(batch=batches())
 def test_ppo_without_bounds_is_importance_sampling(batch):

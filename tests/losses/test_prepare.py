@@ -457,6 +457,24 @@ def test_no_token_no_loss(name):
         assert not gradients[:, 4:].any()
 
 
+@pytest.mark.parametrize("title", [title for title in ALL if not title.startswith("value")])
+def test_on_a_backend(title):
+    """The toy backend runs every loss: the value is that at its own logprobs, and its gradient can be stepped."""
+    driver, inputs = example(ALL[title], np.random.default_rng(3), sizes=(4, 2, 3, 1))
+    if prepare(ALL[title]).driver == "target_logprobs":
+        driver = [np.zeros(len(x)) for x in driver]
+    data, _ = datums(driver, {k: v for k, v in inputs.items() if k != "entropy"})
+    with rlkit.connect("toy", seed=0) as policy:
+        output = policy.forward_backward(data, ALL[title], want=("entropy",)).result()
+        inputs["entropy"] = [d.select(e) for d, e in zip(data, output.outputs["entropy"], strict=True)]
+        if prepare(ALL[title]).driver == "logprobs":
+            given = {k: v for k, v in inputs.items() if k != "entropy" or prepare(ALL[title]).entropy}
+            expected = call(ALL[title], [d.select(lp) for d, lp in zip(data, output.logprobs, strict=True)], given)[0]
+            assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        assert np.isfinite(output.metrics["loss:sum"])
+        policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+
+
 def test_topk_loss_on_a_backend():
     """The toy backend gives the logprobs of the targets, and its gradient moves the model towards the teacher."""
     with rlkit.connect("toy", seed=0) as policy:
