@@ -6,10 +6,25 @@ socket.
 
 from __future__ import annotations
 
+from rlkit.server.adapter import BackendModels
 from rlkit.server.exact import ExactModels
+from rlkit.server.http import Server, serve
 from rlkit.server.models import Model, Models, Outputs, Row, Snapshot
 from rlkit.server.requests import Response
 from rlkit.server.service import Service
 from rlkit.server.state import Applied
 
-__all__ = ["Applied", "ExactModels", "Model", "Models", "Outputs", "Response", "Row", "Service", "Snapshot"]
+__all__ = [
+    "Applied",
+    "BackendModels",
+    "ExactModels",
+    "Model",
+    "Models",
+    "Outputs",
+    "Response",
+    "Row",
+    "Server",
+    "Service",
+    "Snapshot",
+    "serve",
+]

@@ -90,7 +90,7 @@ class _Asked:
     last: int | None
     prompt_top: int
     sample_top: int
-    targets: np.ndarray | None
+    targets: wire.Matrix | None
     alternatives: int
 
     def answer(self, snapshot: Snapshot, *, raw: bool) -> bytes:
@@ -112,7 +112,7 @@ class _Asked:
         if self.prompt_top or self.targets is not None or self.alternatives:
             rows = snapshot.distribution(self.prompt)[:-1]
             prompt_top = self._prompt_top(rows) if self.prompt_top else None
-            targets = _at(rows, self.targets) if self.targets is not None else None
+            targets = (self.targets, _at(rows, self.targets.values)) if self.targets is not None else None
             alternatives = self._alternatives(rows) if self.alternatives else None
         return wire.write_samples(samples, logprobs, prompt_top, targets, alternatives)
 
@@ -209,7 +209,7 @@ def _params(fields: Fields, max_length: int) -> SamplingParams:
         raise ApiError(400, f"asample: sampling_params: {error}") from error
 
 
-def _targets(fields: Fields, size: int) -> np.ndarray | None:
+def _targets(fields: Fields, size: int) -> wire.Matrix | None:
     tensor = fields.object("target_prompt_logprobs", None)
     if tensor is None:
         return None
@@ -217,13 +217,15 @@ def _targets(fields: Fields, size: int) -> np.ndarray | None:
     rows, columns = tensor.items("sparse_crow_indices", None), tensor.items("sparse_col_indices", None)
     where = "asample: target_prompt_logprobs"
     if rows is not None and columns is not None:
-        values = wire.dense(where, values + 1, np.array(rows), np.array(columns), shape) - 1
-    elif values.size != np.prod(shape):
+        matrix = wire.Matrix.sparse(where, values, np.array(rows), np.array(columns), shape, fill=-1)
+    elif values.size == np.prod(shape):
+        matrix = wire.Matrix(values.reshape(shape))
+    else:
         raise ApiError(400, f"{where} has {values.size} values for the shape {shape}")
-    values = values.reshape(shape)
+    values = matrix.values
     if values.ndim != 2 or values.shape[0] != size - 1 or not (values >= 0).any() or values.min(initial=0) < -1:
         raise ApiError(400, f"{where} has shape {shape}; expected [{size - 1}, K] ids, -1 for none, at least one")
-    return values
+    return matrix
 
 
 def _top(rows: np.ndarray, k: int) -> wire.TopLogprobs:

@@ -19,6 +19,7 @@ from rlkit.server.requests import ApiError
 __all__ = [
     "Datum",
     "ForwardBackward",
+    "Matrix",
     "Sampled",
     "TopLogprobs",
     "read_forward_backward",
@@ -149,14 +150,62 @@ class TopLogprobs:
         message.logprobs = np.where(empty, _NO_LOGPROB, self.logprobs).astype(np.float32).tobytes()
 
 
+@attrs.frozen(eq=False)
+class Matrix:
+    """A matrix and how it travels: all of it, or the cells that a CSR layout lists."""
+
+    values: np.ndarray
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+    @classmethod
+    def sparse(
+        cls, where: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int], fill: int = 0
+    ) -> Matrix:
+        """From the listed cells; the others are ``fill``.
+
+        Raises:
+            ApiError: 400, the indices do not fit the shape.
+        """
+        if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > _DENSE_LIMIT:
+            raise ApiError(400, f"{where} is sparse with shape {list(shape)}; expected two dimensions of bounded size")
+        good = rows.size == shape[0] + 1 and rows[0] == 0 and rows[-1] == values.size == columns.size
+        if not good or (np.diff(rows) < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
+            raise ApiError(400, f"{where}: the sparse indices do not fit the shape {list(shape)}")
+        out = np.full(tuple(shape), fill, values.dtype)
+        out[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+        return cls(out, rows, columns)
+
+    def write(self, values: np.ndarray, message: Any) -> None:
+        """Fills a Tensor with ``values`` in this layout."""
+        values = values.astype(np.float32)
+        if self.rows is None or self.columns is None:
+            _write_tensor(message, values)
+            return
+        message.dtype = messages().DTYPE_FLOAT32
+        message.shape.extend(values.shape)
+        listed = values[np.repeat(np.arange(len(values)), np.diff(self.rows)), self.columns]
+        message.sparse_csr.values = listed.tobytes()
+        message.sparse_csr.crow_indices = self.rows.astype(np.int64).tobytes()
+        message.sparse_csr.col_indices = self.columns.astype(np.int64).tobytes()
+
+
 def write_samples(
     samples: Sequence[Sampled],
     prompt_logprobs: np.ndarray | None = None,
     prompt_top: TopLogprobs | None = None,
-    targets: np.ndarray | None = None,
+    targets: tuple[Matrix, np.ndarray] | None = None,
     alternatives: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> bytes:
-    """A SampleResponse; NaN in ``prompt_logprobs`` stands for positions that were not scored."""
+    """A SampleResponse.
+
+    Args:
+        samples: the completions.
+        prompt_logprobs: [P], NaN where the prompt was not scored.
+        prompt_top: [P, k], rows of NaN there.
+        targets: the ids that were asked about, and their logprobs.
+        alternatives: ids and logprobs [P - 1, k].
+    """
     pb = messages()
     message = pb.SampleResponse()
     for sample in samples:
@@ -172,27 +221,11 @@ def write_samples(
     if prompt_top is not None:
         prompt_top.write(message.topk_prompt_logprobs)
     if targets is not None:
-        _write_tensor(message.target_prompt_logprobs, targets.astype(np.float32))
+        targets[0].write(targets[1], message.target_prompt_logprobs)
     if alternatives is not None:
         _write_tensor(message.prompt_alt_tokens.tokens, alternatives[0].astype(np.int64))
         _write_tensor(message.prompt_alt_tokens.logprobs, alternatives[1].astype(np.float32))
     return bytes(message.SerializeToString())
-
-
-def dense(where: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A CSR matrix, filled with 0.
-
-    Raises:
-        ApiError: 400, the indices do not fit the shape.
-    """
-    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > _DENSE_LIMIT:
-        raise ApiError(400, f"{where} is sparse with shape {list(shape)}; expected two dimensions of bounded size")
-    good = rows.size == shape[0] + 1 and rows[0] == 0 and rows[-1] == values.size == columns.size
-    if not good or (np.diff(rows) < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
-        raise ApiError(400, f"{where}: the sparse indices do not fit the shape {list(shape)}")
-    out = np.zeros(tuple(shape), values.dtype)
-    out[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return out
 
 
 def _tensor(where: str, message: Any) -> np.ndarray:
@@ -204,7 +237,7 @@ def _tensor(where: str, message: Any) -> np.ndarray:
     if message.HasField("sparse_csr"):
         csr, index = message.sparse_csr, _INT64
         rows, columns = (_array(where, x, index) for x in (csr.crow_indices, csr.col_indices))
-        return dense(where, _array(where, csr.values, dtype), rows, columns, shape)
+        return Matrix.sparse(where, _array(where, csr.values, dtype), rows, columns, shape).values
     array = _array(where, message.dense, dtype)
     shape = shape or [array.size]
     if len(shape) > 2 or min(shape) < 0 or int(np.prod(shape)) != array.size:

@@ -1,0 +1,146 @@
+"""Models that are rlkit backends: whatever ``rlkit.connect`` makes can stand behind the API."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import losses
+from rlkit.backends.protocol import Sampler, TrainerBackend
+from rlkit.errors import UnsupportedError
+from rlkit.server.losses import Loss
+from rlkit.server.models import Outputs, Row
+from rlkit.types import Adam, Datum, Lora
+
+__all__ = ["BackendModels"]
+
+_PREFIX = "given_"  # of the inputs' names, which may not be those that rlkit gives a meaning
+
+
+class BackendModels:
+    """Models made by a function that makes backends.
+
+    Args:
+        connect: called with ``lora=``, and with ``resume_from=`` or ``init_from=`` to load what a backend of its kind
+            saved: ``functools.partial(rlkit.connect, "local", model=..., folder=...)``.
+
+    >>> import functools, rlkit
+    >>> models = BackendModels(functools.partial(rlkit.connect, "toy"))
+    >>> models.max_length
+    1024
+    """
+
+    def __init__(self, connect: Callable[..., TrainerBackend]) -> None:
+        self._connect = connect
+        self._base = connect(lora=Lora(rank=1))
+        self.tokenizer = self._base.tokenizer
+        self.max_length = self._base.max_length
+
+    def create(self, lora: Lora) -> BackendModel:
+        """A new model."""
+        return BackendModel(self._connect(lora=lora))
+
+    def load(self, handle: str, *, optimizer: bool) -> BackendModel:
+        """A model from a path that ``save`` returned; its adapter is the saved one's."""
+        return BackendModel(self._connect(resume_from=handle) if optimizer else self._connect(init_from=handle))
+
+    def frozen(self, handle: str | None) -> BackendSnapshot:
+        """A saved policy; None is the base."""
+        if handle is None:
+            return BackendSnapshot(self._base.base_sampler().result(), self._base)
+        backend = self._connect(init_from=handle)
+        return BackendSnapshot(backend.sampler().result(), backend)
+
+    def close(self) -> None:
+        """Ends the backend that samples from the base."""
+        self._base.close()
+
+
+class BackendSnapshot:
+    """A sampler of a backend."""
+
+    def __init__(self, sampler: Sampler, owner: TrainerBackend) -> None:
+        self.sampler = sampler
+        self._owner = owner  # kept: a sampler may end with its backend
+
+    def distribution(self, tokens: np.ndarray) -> np.ndarray:
+        """Not to be had through rlkit's protocol."""
+        del tokens
+        message = "this server's model gives logprobs of the tokens themselves, not top-k, target or alternative ones"
+        raise UnsupportedError(message)
+
+
+class BackendModel:
+    """One backend in training."""
+
+    def __init__(self, backend: TrainerBackend) -> None:
+        self._backend = backend
+
+    def run(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> Outputs:
+        """See ``Model.run``.
+
+        Where targets are the tokens shifted by one, and [N], a row is an ordinary datum. All others go through the
+        losses on given targets.
+        """
+        plain = all(row.targets.ndim == 1 and np.array_equal(row.tokens[1:], row.targets[:-1]) for row in rows)
+        data = [_datum(i, row, plain=plain) for i, row in enumerate(rows)]
+        if plain and not backward:
+            found = self._backend.forward(data).result()
+            logprobs = [lp[1:] for lp in found.logprobs]
+        else:
+            kept: dict[int, np.ndarray] = {}
+            function = _function(loss, rows, kept, plain=plain)
+            call = self._backend.forward_backward if backward else self._backend.forward
+            found = call(data, function).result()
+            logprobs = [lp[1:] if plain else kept[i] for i, lp in enumerate(found.logprobs)]
+        result = loss.gradient(logprobs, [row.inputs for row in rows])
+        return Outputs(result.arrays(logprobs), result.metrics)
+
+    def step(self, params: Adam) -> Mapping[str, float]:
+        """One step. A backend refuses one without a gradient."""
+        return self._backend.optim_step(params).result()
+
+    def snapshot(self) -> BackendSnapshot:
+        """The policy as it is."""
+        return BackendSnapshot(self._backend.sampler().result(), self._backend)
+
+    def save(self, name: str, *, optimizer: bool) -> str:
+        """The path of a new folder. A backend refuses while a gradient is accumulated, which would be lost."""
+        return self._backend.save(name, optimizer=optimizer, sampler=not optimizer).result()
+
+    def close(self) -> None:
+        """Ends the backend."""
+        self._backend.close()
+
+
+def _datum(i: int, row: Row, *, plain: bool) -> Datum:
+    """One token more than the row has: its last target where rows are plain, or one that nothing depends on."""
+    tokens = np.append(row.tokens, row.targets[-1] if plain else 0)
+    inputs = {_PREFIX + name: array for name, array in row.inputs.items()}
+    if not plain:
+        inputs["target_tokens"] = row.targets.reshape(row.tokens.size, -1)
+        inputs[_PREFIX + "row"] = np.array(i)
+    return Datum(tokens, np.arange(tokens.size) > 0, inputs)
+
+
+def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray], *, plain: bool) -> Callable[..., Any]:
+    """The loss as a function that rlkit's backends take; without plain rows it keeps the logprobs that it is given."""
+    names = [_PREFIX + name for name in rows[0].inputs] + [_PREFIX + "row"] * (not plain)
+    driver = "logprobs" if plain else "target_logprobs"
+
+    def function(**given: Any) -> tuple[Any, Mapping[str, Any]]:
+        logprobs = given.pop(driver)
+        if not plain:
+            i = int(given.pop(_PREFIX + "row"))
+            logprobs = logprobs.reshape(rows[i].targets.shape)
+            kept[i] = logprobs.detach().cpu().numpy()
+        found, _ = loss.function(logprobs, {name.removeprefix(_PREFIX): x for name, x in given.items()})
+        return found.sum(), {}
+
+    function.__name__ = loss.name.replace(" ", "_")
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (driver, *names)]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return losses.loss(elementwise=loss.elementwise)(function)
