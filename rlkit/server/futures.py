@@ -24,6 +24,7 @@ __all__ = ["Entry", "Futures", "Line"]
 
 Run = Callable[[Callable[[], None]], Any]  # has a job carried out: a worker's submit
 _KEPT = 512  # results that were read and are kept for a client that did not get them
+_LIMIT = 20_000  # requests that are kept in all
 
 
 @attrs.define(eq=False)
@@ -80,20 +81,25 @@ class Futures:
         self._entries: dict[str, Entry] = {}
         self._keys: dict[Hashable, Entry] = {}
         self._read: OrderedDict[str, None] = OrderedDict()
-        self._gone: set[str] = set()
+        self._gone: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
 
     def known(self, key: Hashable) -> Entry | None:
         """The request of that identity, if it came before and repeats are recognised."""
-        return self._keys.get(key) if self.dedupe else None
+        with self._lock:
+            return self._keys.get(key) if self.dedupe else None
 
     def add(self, key: Hashable, operation: str, **accepted: Any) -> Entry:
         """A new request. ``key`` is its identity, ``accepted`` goes into the answer beside ``request_id``."""
-        request_id = f"{operation}-{next(self._numbers):06d}"
-        entry = Entry(request_id, operation, {"request_id": request_id, **accepted}, key=key)
-        self._entries[request_id] = entry
-        self._keys[key] = entry
-        return entry
+        with self._lock:
+            request_id = f"{operation}-{next(self._numbers):06d}"
+            entry = Entry(request_id, operation, {"request_id": request_id, **accepted}, key=key)
+            self._entries[request_id] = entry
+            self._keys[key] = entry
+            while len(self._entries) > _LIMIT and (oldest := next(iter(self._entries.values()))).future.done():
+                self._forget(oldest)
+            return entry
 
     def find(self, request_id: str) -> Entry:
         """The request of that id.
@@ -101,9 +107,9 @@ class Futures:
         Raises:
             ApiError: 410, it was read long ago; 404, there was none.
         """
-        entry = self._entries.get(request_id)
+        with self._lock:
+            entry, gone = self._entries.get(request_id), request_id in self._gone
         if entry is None:
-            gone = request_id in self._gone
             raise ApiError(410 if gone else 404, f"request {request_id!r} is {'no longer kept' if gone else 'unknown'}")
         return entry
 
@@ -137,13 +143,20 @@ class Futures:
         self.find(request_id).future.cancel()
 
     def _mark_read(self, request_id: str) -> None:
-        self._read[request_id] = None
-        while len(self._read) > _KEPT:
-            old, _ = self._read.popitem(last=False)
-            entry = self._entries.pop(old)
-            self._gone.add(old)
-            if self._keys.get(entry.key) is entry:
-                del self._keys[entry.key]
+        with self._lock:
+            self._read[request_id] = None
+            while len(self._read) > _KEPT:
+                old, _ = self._read.popitem(last=False)
+                if old in self._entries:
+                    self._forget(self._entries[old])
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.request_id]
+        self._gone[entry.request_id] = None
+        if len(self._gone) > _LIMIT:
+            self._gone.popitem(last=False)
+        if self._keys.get(entry.key) is entry:
+            del self._keys[entry.key]
 
 
 class Line:
@@ -158,12 +171,14 @@ class Line:
         self._run = run
         self._next = first
         self._held: dict[int, tuple[Entry, Callable[[], Response]] | None] = {}  # None: refused
+        self._refused: set[int] = set()
         self._lock = threading.Lock()
 
     def enter(self, seq_id: int | None, entry: Entry, job: Callable[[], Response]) -> None:
         """Has ``job`` carried out once its turn has come; without a seq_id, or with one that was had, at once."""
         with self._lock:
             if seq_id is None or seq_id < self._next:
+                self._refused.discard(-1 if seq_id is None else seq_id)
                 self._run(functools.partial(entry.carry_out, job))
                 return
             self._held[seq_id] = (entry, job)
@@ -175,7 +190,13 @@ class Line:
         with self._lock:
             if seq_id is not None and seq_id >= self._next:
                 self._held[seq_id] = None
+                self._refused.add(seq_id)
                 self._go_on()
+
+    def had(self, seq_id: int | None) -> bool:
+        """Whether a request of that number was carried out, or will be."""
+        with self._lock:
+            return seq_id is not None and seq_id not in self._refused and (seq_id < self._next or seq_id in self._held)
 
     def _go_on(self) -> None:
         while self._next in self._held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ _HEAD_LIMIT = 64 * 2**10
 _BODY_LIMIT = 256 * 2**20
 _IDLE = 120.0  # seconds that a connection may be silent
 _LARGE = 256 * 2**10  # bodies above it are read in another thread, so that short requests are not held up
+_LEFT_OPEN = ("/client/config", "/telemetry")  # the SDK uses connections of their own for these, and forgets them
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -156,6 +158,8 @@ class Server:
         finally:
             self._connections.discard(task)
             writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request and its answer; whether another may follow."""
@@ -172,7 +176,7 @@ class Server:
             answer = await asyncio.to_thread(self.service.handle, *arguments)
         else:
             answer = await self.service.answer(*arguments)
-        keep = head.headers.get("connection", "").lower() != "close"
+        keep = head.headers.get("connection", "").lower() != "close" and not head.path.endswith(_LEFT_OPEN)
         await _write(writer, answer, keep=keep)
         return keep
 

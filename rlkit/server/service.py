@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import hmac
 import json
+import logging
 import threading
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ from rlkit.server.state import Applied, Endpoints, State
 
 __all__ = ["Service"]
 
+_log = logging.getLogger(__name__)
 _POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
 _ENDPOINTS = [e for part in (sessions, training, sampling, storage) for e in part.endpoints.all]
 _PREFIX = "/api/v1/"
@@ -115,6 +117,9 @@ class Service:
             return Response.error(error)
         except RlkitError as error:
             return Response.error(ApiError(400, str(error)))
+        except Exception as error:  # noqa: BLE001  # one request may fail, the server goes on
+            _log.exception("%s %s failed", method, path.partition("?")[0])
+            return Response.error(ApiError(500, f"{type(error).__name__} in the server; its log says more"))
 
     def waits_for(self, path: str, body: bytes) -> tuple[concurrent.futures.Future[Response], float] | None:
         """What the request would have to wait for, and for how many seconds at most; None: it can be handled now."""
@@ -149,6 +154,12 @@ class Service:
             return Endpoints.find(_ENDPOINTS, request)[0].name, None
         except ApiError:
             return name, None
+
+    def expire(self) -> None:
+        """Ends all sessions from this side: what belongs to them is answered with 410 from now on."""
+        with self._lock:
+            for session in self._state.sessions.values():
+                session.finished = True
 
     def close(self) -> None:
         """Finishes what was accepted and frees all models. May be called twice."""

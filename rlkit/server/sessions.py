@@ -130,6 +130,8 @@ def create_model(state: State, request: Request) -> Response:
 def new_run(state: State, session: Session, number: int, base_model: str, lora: Lora, metadata: Any) -> Run:
     """A model's place, before it is made."""
     model_id = f"{session.session_id}:train:{number}"
+    if model_id in state.runs:  # asked for twice, and repeats are not recognised
+        ended(state.runs[model_id])
     worker = Worker(f"serve-{model_id}")
     run = Run(model_id, base_model, lora, worker, Line(worker.submit), metadata=metadata)
     state.runs[model_id] = run

@@ -39,6 +39,8 @@ def submitted(
         if known.operation != operation:
             raise ApiError(400, f"{operation}: seq_id {seq_id} was the number of a {known.operation}")
         return Response.json(known.accepted)
+    if state.futures.dedupe and run.line.had(seq_id):
+        raise ApiError(410, f"{operation}: seq_id {seq_id} was carried out, and its result is no longer kept")
     try:
         job = prepare()
     except ApiError:

@@ -152,6 +152,10 @@ class FakeTinker:
         """Ends all faults."""
         self._faults.clear()
 
+    def expire(self) -> None:
+        """Ends all sessions from the server's side; what belongs to them is answered with 410."""
+        self.service.expire()
+
     @property
     def applied(self) -> list[Applied]:
         """The operations that were really carried out, in order."""
