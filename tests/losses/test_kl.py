@@ -90,7 +90,8 @@ def test_bounds_of_clamped():
     """Both bounds are arguments."""
     a, b = torch.tensor([-3.0]), torch.tensor([-1.0])
     assert kl.clamped(a, b, value_bound=2.0).item() == 2.0
-    assert kl.clamped(a, b, log_ratio_bound=1.0).item() == pytest.approx(np.e - 2)
+    assert kl.clamped(a, b, value_bound=0.5).item() == 0.5
+    assert kl.clamped(a, b, log_ratio_bound=0.5).item() == pytest.approx(np.exp(0.5) - 1.5)
     for name in ("log_ratio_bound", "value_bound"):
         with pytest.raises(ConfigError, match=name):
             kl.clamped(a, b, **{name: 0.0})
@@ -136,6 +137,7 @@ def test_adaptive_coefficient_by_hand():
     assert after(0.0, 5) == pytest.approx(0.9)
     assert after(0.0, 1000) == pytest.approx(0.8)
     assert after(100.0, 0) == 1.0
+    assert kl.adaptive_coefficient(coef=0.0, target=0.5, horizon=0.5).update(1.0) == 0.0
 
 
 def test_fixed_coefficient():
@@ -153,6 +155,7 @@ def test_adaptive_entropy_by_hand():
     assert bonus.coef == pytest.approx(0.35)
     assert [bonus.update(0.6), bonus.update(0.6), bonus.coef] == [0.0, 0.0, 0.0]
     assert AdaptiveEntropy(low=0.1, coef=0.1).update(9.0) == 0.0
+    assert AdaptiveEntropy(low=0.1, high=0.1, coef=0.1).update(0.0) == 0.1
 
 
 def test_defaults():
