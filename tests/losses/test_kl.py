@@ -137,6 +137,7 @@ def test_adaptive_coefficient_by_hand():
     assert after(0.0, 5) == pytest.approx(0.9)
     assert after(0.0, 1000) == pytest.approx(0.8)
     assert after(100.0, 0) == 1.0
+    assert kl.adaptive_coefficient(coef=1.0, target=2.0, horizon=10).update(9.0) == pytest.approx(1.02)  # n = 1
     assert kl.adaptive_coefficient(coef=0.0, target=0.5, horizon=0.5).update(1.0) == 0.0
 
 

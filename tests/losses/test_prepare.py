@@ -378,6 +378,18 @@ def test_loss_without_weights_stays_without():
     assert not prepare(with_entropy(plain)).optional
 
 
+def loose(logprobs, weights=1.0, reference_logprobs=-1.0, sampling_logprobs=-1.0):
+    """A loss that can do without a reference."""
+    return -(weights * (logprobs - reference_logprobs) * (logprobs - sampling_logprobs)).sum()
+
+
+def test_what_one_needs_and_the_other_does_not():
+    """An input that the term needs is needed; one that both can do without keeps the loss's default."""
+    prepared = prepare(with_kl(loose, 0.1, "ratio_corrected"))
+    assert prepared.inputs == ("reference_logprobs",)
+    assert dict(prepared.optional) == {"weights": 1.0, "sampling_logprobs": -1.0}
+
+
 def with_clash(logprobs, *, kl_coef=1.0):
     return kl_coef * logprobs.sum()
 
