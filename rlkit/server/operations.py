@@ -93,5 +93,5 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{n}": _of_numbers(getattr(operator, n)) for n in _OPERATORS},
     "operator.getitem": operator.getitem,
     **{f"math.{n}": getattr(math, n) for n in _MATH},
-    "builtins.getattr": _attribute,
+    "getattr": _attribute,
 }

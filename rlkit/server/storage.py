@@ -26,7 +26,7 @@ def save_weights(state: State, request: Request) -> Response:
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
 
     def prepare() -> Callable[[], Response]:
-        name = fields.text("path", None) or f"{seq_id or 0:06d}"
+        name = fields.text("path", f"{seq_id or 0:06d}")
         save = _saved(state, run, fields, "weights", name, overwrite=fields.flag("overwrite", False))
 
         def job() -> Response:

@@ -43,7 +43,7 @@ def submitted(
         raise ApiError(410, f"{operation}: seq_id {seq_id} was carried out, and its result is no longer kept")
     try:
         job = prepare()
-    except ApiError:
+    except Exception:
         run.line.skip(seq_id)
         raise
     entry = state.futures.add(key, operation, model_id=run.model_id)
