@@ -105,7 +105,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlkit-serve", daemon=True)
         self._thread.start()
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._closed = False
         try:
             self._server = asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop).result()
@@ -122,6 +122,7 @@ class Server:
         self._closed = True
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self.service.close()
+        asyncio.run_coroutine_threadsafe(self._drained(), self._loop).result()
         self._end_loop()
 
     def __enter__(self) -> Self:
@@ -136,10 +137,19 @@ class Server:
         return await asyncio.start_server(self._connected, host, port, limit=_HEAD_LIMIT, backlog=512)
 
     async def _stop(self) -> None:
+        # asyncio loses connections that it is accepting when the server closes: from here on none is accepted, and
+        # those in between get the time to arrive.
+        for listening in self._server.sockets:
+            with contextlib.suppress(NotImplementedError):
+                self._loop.remove_reader(listening.fileno())
+        await asyncio.sleep(0.02)
         self._server.close()
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        for writer in self._connections.values():
+            writer.close()
+
+    async def _drained(self) -> None:
+        if self._connections:
+            await asyncio.wait(list(self._connections), timeout=5.0)
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -149,14 +159,14 @@ class Server:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # a callback of start_server is a task
-        self._connections.add(task)
+        self._connections[task] = writer
         try:
-            while await self._exchange(reader, writer):
+            while not self._closed and await self._exchange(reader, writer):
                 pass
-        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+        except (OSError, EOFError, TimeoutError):
             pass  # the client is gone, or the server closes
         finally:
-            self._connections.discard(task)
+            del self._connections[task]
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

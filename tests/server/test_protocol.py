@@ -11,7 +11,7 @@ import pytest
 from rlkit.server import ExactModels, Service
 
 pytest.importorskip("tinker")
-from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
+from tinker.proto import tinker_public_pb2 as pb
 
 
 class Client:
