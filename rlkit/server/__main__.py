@@ -47,7 +47,6 @@ def _serve(options: argparse.Namespace) -> int:
         settings["model"] = options.model
     name = options.name or (Path(options.model).name if options.model else options.backend)
     names = dict.fromkeys([name, *([options.model] if options.model else [])])
-    local = options.model is not None and Path(options.model).is_dir()
     stop = threading.Event()
     with serve(
         functools.partial(rlkit.connect, options.backend, **settings),
@@ -57,7 +56,6 @@ def _serve(options: argparse.Namespace) -> int:
         names=tuple(names),
         folder=options.folder,
         seed=options.seed,
-        tokenizer_id=str(Path(options.model).resolve()) if local else None,
     ) as server:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())

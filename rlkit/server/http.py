@@ -58,7 +58,7 @@ def serve(
         key: what clients must give as their API key, beginning "tml-"; None lets any in.
         names: base models that clients may name.
         folder: where the list of saved states is kept; None forgets them with the server.
-        tokenizer_id: what clients load the tokenizer by, such as a directory.
+        tokenizer_id: what clients load the tokenizer by; None: where the model's was read from.
         options: as for ``Service``.
 
     Raises:
@@ -77,8 +77,11 @@ def serve(
         )
     if key is None and not _loopback(host):
         raise ConfigError(f"serve(host={host!r}) can be reached from other machines and wants a key=")
+    made = BackendModels(models) if callable(models) else models
+    if tokenizer_id is None:  # clients on this machine can read a directory
+        tokenizer_id = getattr(getattr(made.tokenizer, "hf", None), "name_or_path", None)
     service = Service(
-        BackendModels(models) if callable(models) else models,
+        made,
         names=names,
         keys=None if key is None else [key],
         folder=None if folder is None else Path(folder),

@@ -38,11 +38,25 @@ def create_sampling_session(state: State, request: Request) -> Response:
     return Response.json({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
-def new_sampler(state: State, sampler_id: str, base_model: str, path: str | None, read: Callable[[], Snapshot]) -> None:
-    """Keeps a sampler under ``sampler_id``."""
+def new_sampler(
+    state: State,
+    sampler_id: str,
+    base_model: str,
+    path: str | None,
+    read: Callable[[], Snapshot],
+    *,
+    again: bool = True,
+) -> None:
+    """Keeps a sampler under ``sampler_id``, and lets go of those that were used longest ago."""
     session_id, _, number = sampler_id.partition(":sample:")
-    word = int(number) * 2**20 + state.sessions[session_id].number
-    state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read)
+    with state.lock:
+        word = int(number) * 2**20 + state.sessions[session_id].number
+        state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read, again)
+        kept = [s for s in state.samplers.values() if s.sampler_id.startswith(f"{session_id}:sample:")]
+        for old in kept[: max(len(kept) - state.max_samplers, 0)]:
+            old.forget()
+            if not old.again:
+                del state.samplers[old.sampler_id]
 
 
 @endpoints.add("GET", "samplers/{sampler_id}")
@@ -150,7 +164,9 @@ def _sampler(state: State, sampler_id: str) -> SamplerSession:
     sampler = state.samplers.get(sampler_id)
     if sampler is None:
         state.session(sampler_id.partition(":sample:")[0])
-        raise ApiError(404, f"sampler {sampler_id!r} is unknown")
+        what = f"is unknown, or was let go of: this server keeps the {state.max_samplers} that were used last"
+        raise ApiError(404, f"sampler {sampler_id!r} {what}")
+    state.samplers.move_to_end(sampler_id)
     return sampler
 
 

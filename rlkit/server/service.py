@@ -7,7 +7,6 @@ import concurrent.futures
 import hmac
 import json
 import logging
-import threading
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +44,9 @@ class Service:
         tokenizer_id: what clients load the tokenizer by.
         config: flags of the answer to ``client/config``.
         max_rank: of an adapter.
+        max_samplers: policies that a session keeps to sample from. Beyond it the one that was used longest ago goes;
+            named ones and the base are read again when they are needed, others are gone.
+        idle: seconds without a sign of life after which a session is ended and its models freed.
         dedupe: carry out a request that arrives twice once.
         patience: seconds that a request waits for one with a lower seq_id before it fails.
         raw_logprobs: give samples the logprobs of the untempered distribution instead of the one drawn from.
@@ -67,12 +69,13 @@ class Service:
         tokenizer_id: str | None = None,
         config: Mapping[str, Any] | None = None,
         max_rank: int = 128,
+        max_samplers: int = 64,
+        idle: float = 1800.0,
         dedupe: bool = True,
         patience: float = 30.0,
         raw_logprobs: bool = False,
     ) -> None:
         self._keys = None if keys is None else [key.encode() for key in keys]
-        self._lock = threading.RLock()
         flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "custom_loss_server_side": True}
         self._state = State(
             models=models,
@@ -81,16 +84,20 @@ class Service:
             config={**flags, **(config or {})},
             seeds=SeedStream(entropy_of(seed)),
             max_rank=max_rank,
+            max_samplers=max_samplers,
+            idle=idle,
             raw_logprobs=raw_logprobs,
             futures=Futures(dedupe=dedupe, patience=patience),
             checkpoints=Checkpoints(folder),
             pool=concurrent.futures.ThreadPoolExecutor(64, "rlkit-serve-sample"),
         )
+        self._lock = self._state.lock
 
     @property
     def applied(self) -> list[Applied]:
         """The operations that were carried out, in order."""
-        return list(self._state.applied)
+        with self._lock:
+            return list(self._state.applied)
 
     def handle(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
         """The answer to a request.
@@ -163,6 +170,7 @@ class Service:
 
     def close(self) -> None:
         """Finishes what was accepted and frees all models. May be called twice."""
+        self.expire()  # clients that were left open stop asking
         with self._lock:
             runs = list(self._state.runs.values())
             self._state.runs.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rlkit.backends.worker import Worker
@@ -55,6 +56,7 @@ def capabilities(state: State, request: Request) -> Response:
 def create_session(state: State, request: Request) -> Response:
     """A new session; a repeat under the same idempotency key gets the first one's answer."""
     request.fields()
+    _end_idle(state)
     key = request.headers.get("x-idempotency-key")
     if key is not None and key in state.answers and state.futures.dedupe:
         return state.answers[key]
@@ -80,15 +82,26 @@ def session_heartbeat(state: State, request: Request) -> Response:
 def finish_session(state: State, request: Request, session_id: str) -> Response:
     """Ends a session and frees its models and samplers. What was saved stays."""
     del request
-    session = state.sessions.get(session_id)
-    if session is None:
+    if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
-    session.finished = True
-    for model_id in [m for m in state.runs if m.split(":train:")[0] == session_id]:
-        ended(state.runs[model_id])
-    for sampler_id in [s for s in state.samplers if s.split(":sample:")[0] == session_id]:
-        del state.samplers[sampler_id]
+    _finish(state, state.sessions[session_id])
     return Response.json({"session_id": session_id})
+
+
+def _finish(state: State, session: Session) -> None:
+    session.finished = True
+    for model_id, run in state.runs.items():
+        if model_id.split(":train:")[0] == session.session_id:
+            ended(run)
+    for sampler_id in [s for s in state.samplers if s.split(":sample:")[0] == session.session_id]:
+        del state.samplers[sampler_id]
+
+
+def _end_idle(state: State) -> None:
+    """Ends the sessions whose clients have gone without a word."""
+    for session in state.sessions.values():
+        if not session.finished and time.monotonic() - session.last_seen > state.idle:
+            _finish(state, session)
 
 
 def ended(run: Run) -> None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import re
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -22,6 +23,8 @@ from rlkit.server.requests import ApiError, Request, Response
 from rlkit.types import Lora
 
 __all__ = ["Applied", "Endpoint", "Endpoints", "Run", "SamplerSession", "Session", "State"]
+
+_APPLIED = 100_000  # operations that are remembered
 
 
 @attrs.frozen
@@ -77,15 +80,27 @@ class Run:
 
 @attrs.define(eq=False)
 class SamplerSession:
-    """A frozen policy that a client samples from, read when it is first needed."""
+    """A frozen policy that a client samples from, read when it is first needed.
+
+    Attributes:
+        number: what tells its seeds from another sampler's.
+        read: gives the policy.
+        again: it can be read again; False for one that exists only here.
+    """
 
     sampler_id: str
     base_model: str
     model_path: str | None
     number: int
     read: Callable[[], Snapshot]
+    again: bool = True
     _snapshot: Snapshot | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def forget(self) -> None:
+        """Frees the policy; it is read again when it is needed."""
+        with self._lock:
+            self._snapshot = None
 
     def snapshot(self) -> Snapshot:
         """The policy."""
@@ -105,15 +120,18 @@ class State:
     config: Mapping[str, Any]
     seeds: SeedStream
     max_rank: int
+    max_samplers: int
+    idle: float
     raw_logprobs: bool
     futures: Futures
     checkpoints: Checkpoints
     pool: concurrent.futures.ThreadPoolExecutor
+    lock: threading.RLock = attrs.field(factory=threading.RLock)  # of all that follows
     sessions: dict[str, Session] = attrs.field(factory=dict)
     runs: dict[str, Run] = attrs.field(factory=dict)
-    samplers: dict[str, SamplerSession] = attrs.field(factory=dict)
+    samplers: OrderedDict[str, SamplerSession] = attrs.field(factory=OrderedDict)  # the last used is last
     losses: dict[tuple[str, str], Loss] = attrs.field(factory=dict)
-    applied: list[Applied] = attrs.field(factory=list)
+    applied: deque[Applied] = attrs.field(factory=lambda: deque(maxlen=_APPLIED))
     answers: dict[str, Response] = attrs.field(factory=dict)  # by idempotency key
 
     def session(self, session_id: str) -> Session:
@@ -160,7 +178,8 @@ class State:
 
     def done(self, operation: str, model_id: str, seq_id: int | None) -> None:
         """Notes that an operation was carried out."""
-        self.applied.append(Applied(operation, model_id, seq_id))
+        with self.lock:
+            self.applied.append(Applied(operation, model_id, seq_id))
 
 
 Handler: TypeAlias = Callable[..., Response]

@@ -60,7 +60,7 @@ def save_weights_for_sampler(state: State, request: Request) -> Response:
             else:
                 snapshot = run.ready().snapshot()
                 sampler_id = f"{run.model_id.split(':train:')[0]}:sample:{number}"
-                new_sampler(state, sampler_id, run.base_model, None, lambda: snapshot)
+                new_sampler(state, sampler_id, run.base_model, None, lambda: snapshot, again=False)
                 found["sampling_session_id"] = sampler_id
             state.done("save_weights_for_sampler", run.model_id, seq_id)
             return Response.json(found)

@@ -115,6 +115,7 @@ class FakeTinker:
             patience=patience,
             config=config,
             raw_logprobs=raw_logprobs,
+            max_samplers=1024,
         )
         self._deliveries = deliveries
         self._faults = Faults()
@@ -265,6 +266,10 @@ async def _failure(fault: Fault, request: Any) -> Any:
         if limit is not None and fault.seconds > limit:
             raise httpx.ReadTimeout("the answer came too late, by the fault that was asked for", request=request)
         return None
+    if fault.kind in ("paused_capacity", "paused_rate_limit"):
+        await asyncio.sleep(fault.seconds)
+        body = {"type": "try_again", "queue_state": fault.kind, "queue_state_reason": "the fault that was asked for"}
+        return httpx.Response(408, json={"request_id": "", **body}, request=request)
     if fault.kind == "bad_json":
         return httpx.Response(
             200, headers={"content-type": "application/json"}, content=b'{"request_id": ', request=request

@@ -28,6 +28,8 @@ Kind: TypeAlias = Literal[
     "timeout",
     "slow",
     "bad_json",
+    "paused_capacity",
+    "paused_rate_limit",
 ]
 _KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
 
@@ -38,14 +40,16 @@ class Fault:
 
     Args:
         kind: an HTTP status; "reset" (the connection breaks), "timeout" (no answer within the client's patience, which
-            is cut short), "slow" (the answer comes ``seconds`` late), "bad_json" (status 200, half a body).
+            is cut short), "slow" (the answer comes ``seconds`` late), "bad_json" (status 200, half a body),
+            "paused_capacity" and "paused_rate_limit" (of "retrieve_future": not yet, the queue is paused; answered
+            after ``seconds``, as the client asks again at once).
         endpoint: which requests, by the last part of the path ("optim_step", "forward_backward", "retrieve_future",
             "asample", ...); "*" for all.
         when: "before" the request had an effect, or "after" it had: the operation is carried out and its answer lost.
         times: how many requests; None for all.
         skip: how many matching requests pass before the first that fails.
         operation: with "retrieve_future", only results of that operation ("optim_step", "forward_backward", ...).
-        seconds: of "slow".
+        seconds: of "slow" and of the pauses.
 
     >>> Fault("503", "optim_step", when="after", times=3)
     Fault(kind='503', endpoint='optim_step', when='after', times=3, skip=0, operation=None, seconds=1.0)

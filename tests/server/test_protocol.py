@@ -355,3 +355,16 @@ def test_same_seed_same_ids():
         with Service(ExactModels(), names=["toy"], seed=seed) as service:
             ids.append(Client(service).session)
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_idle_sessions_end(make):
+    """Their models are freed when the next client comes; one that gives signs of life stays."""
+    client = make(idle=0.2)
+    model = client.model()
+    alive = client.post("create_session", {})[1]["session_id"]
+    for _ in range(5):
+        time.sleep(0.06)
+        assert client.post("session_heartbeat", {"session_id": alive})[0] == 200
+    client.post("create_session", {})
+    assert client.post("session_heartbeat", {"session_id": alive})[0] == 200
+    assert client.step(model, 1)[0] == 410

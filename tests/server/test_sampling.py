@@ -251,3 +251,27 @@ def test_full_context():
 def test_bad_requests(sampler, options, message):
     with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError), match=message):
         ask(sampler, **options)
+
+
+def test_samplers_are_let_go_of():
+    """Those that were used longest ago; what can be read again is, whatever was taken in between."""
+    from rlkit.server import ExactModels, Service
+
+    with FakeTinker() as fake:
+        fake.service.close()
+        fake.service = Service(ExactModels(), names=["toy"], max_samplers=3)
+        service = fake.service_client()
+        training = service.create_lora_training_client("toy").result()
+        base = service.create_sampling_client(base_model="toy").result()
+        path = training.save_weights_for_sampler("a").result().path
+        named = service.create_sampling_client(model_path=path).result()
+        reference = training.save_weights_and_get_sampling_client().result()
+        samplers = []
+        for _ in range(5):
+            samplers.append(training.save_weights_and_get_sampling_client().result())
+            ask(reference)
+        assert len(fake.service._state.samplers) == 5  # three, and two that can be read again
+        for sampler in (base, named, reference, samplers[-1]):
+            ask(sampler)
+        with pytest.raises(tinker.NotFoundError, match="let go of"):
+            ask(samplers[0])

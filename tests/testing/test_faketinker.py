@@ -442,6 +442,15 @@ def test_a_failed_gradient_does_not_stop_the_step():
         assert fake.count("optim_step") == 1
 
 
+def test_a_paused_queue(caplog):
+    """The SDK says so and goes on when it is over."""
+    fault = Fault("paused_capacity", "retrieve_future", operation="optim_step", times=3, seconds=0.05)
+    with FakeTinker(faults=[fault]) as fake:
+        assert started(fake).optim_step(STEP).result()
+        assert "the fault that was asked for" in caplog.text
+        assert [x.fault for x in fake.requests if x.operation == "optim_step"] == [fault, fault, fault, None]
+
+
 def test_an_expired_session():
     with FakeTinker() as fake:
         training = started(fake)
