@@ -444,11 +444,12 @@ def test_a_failed_gradient_does_not_stop_the_step():
 
 def test_a_paused_queue(caplog):
     """The SDK says so and goes on when it is over."""
-    fault = Fault("paused_capacity", "retrieve_future", operation="optim_step", times=3, seconds=0.05)
+    fault = Fault("paused_capacity", "retrieve_future", operation="sample", times=3, seconds=0.05)
     with FakeTinker(faults=[fault]) as fake:
-        assert started(fake).optim_step(STEP).result()
+        sampler = started(fake).save_weights_and_get_sampling_client().result()
+        assert sampler.compute_logprobs(prompt([1, 2])).result()[0] is None
         assert "the fault that was asked for" in caplog.text
-        assert [x.fault for x in fake.requests if x.operation == "optim_step"] == [fault, fault, fault, None]
+        assert [x.fault for x in fake.requests if x.operation == "sample"] == [fault, fault, fault, None]
 
 
 def test_an_expired_session():
