@@ -68,6 +68,7 @@ class FakeTinker:
             that applies a step twice whose first answer was lost.
         deliveries: how often each request is delivered.
         patience: seconds that a request waits for one with a lower seq_id before it fails.
+        max_samplers: unnamed snapshots that a session keeps; the one that was used longest ago goes.
         config: flags of ``client/config``, such as ``{"fwdbwd_max_chunk_len": 4}``.
         raw_logprobs: give samples the logprobs of the untempered distribution.
         telemetry: let the SDK send telemetry here.
@@ -94,6 +95,7 @@ class FakeTinker:
         dedupe: bool = True,
         deliveries: int = 1,
         patience: float = 30.0,
+        max_samplers: int = 64,
         config: Mapping[str, Any] | None = None,
         raw_logprobs: bool = False,
         telemetry: bool = False,
@@ -115,7 +117,7 @@ class FakeTinker:
             patience=patience,
             config=config,
             raw_logprobs=raw_logprobs,
-            max_samplers=1024,
+            max_samplers=max_samplers,
         )
         self._deliveries = deliveries
         self._faults = Faults()
