@@ -1,0 +1,132 @@
+"""Estimators on 100,000 groups and 1,000,000 tokens in one call, beside a Python loop and beside verl where it is installed.
+
+    python benchmarks/estimators.py [--rounds 7]
+
+The two sides take turns in one process after a warm-up; medians of CPU seconds. The table goes to the screen, the figures
+to benchmarks/results/estimators.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from rlkit.advantages import discounted_returns, gae, grpo, rebn, rloo, token_weights
+
+RNG = np.random.default_rng(0)
+GROUPS = [RNG.random(n) for n in RNG.integers(4, 17, 100_000)]  # ragged
+MATRIX = RNG.random((100_000, 8))
+ROWS = [RNG.random(n) for n in RNG.integers(5, 16, 100_000)]  # about 1,000,000 tokens
+VALUES = [RNG.random(row.size) for row in ROWS]
+LENGTHS = np.array([row.size for row in ROWS])
+
+
+def grpo_loop(groups: list[np.ndarray]) -> list[np.ndarray]:
+    return [(r - r.mean()) / (r.std(ddof=1) + 1e-6) if r.max() > r.min() else np.zeros_like(r) for r in groups]
+
+
+def rloo_loop(groups: list[np.ndarray]) -> list[np.ndarray]:
+    return [(r - r.mean()) * (r.size / (r.size - 1)) for r in groups]
+
+
+def returns_loop(rows: list[np.ndarray], gamma: float = 0.9) -> list[np.ndarray]:
+    out = []
+    for row in rows:
+        total, returns = 0.0, np.empty_like(row)
+        for t in range(row.size - 1, -1, -1):
+            total = row[t] + gamma * total
+            returns[t] = total
+        out.append(returns)
+    return out
+
+
+def gae_loop(
+    rows: list[np.ndarray], values: list[np.ndarray], gamma: float = 0.99, lam: float = 0.95
+) -> list[np.ndarray]:
+    out = []
+    for row, value in zip(rows, values, strict=True):
+        total, after, advantages = 0.0, 0.0, np.empty_like(row)
+        for t in range(row.size - 1, -1, -1):
+            total = row[t] + gamma * after - value[t] + gamma * lam * total
+            after, advantages[t] = value[t], total
+        out.append(advantages)
+    return out
+
+
+def rebn_loop(rows: list[np.ndarray]) -> list[np.ndarray]:
+    flat = [x for row in rows for x in row]
+    mean = sum(flat) / len(flat)
+    deviation = (sum((x - mean) ** 2 for x in flat) / (len(flat) - 1)) ** 0.5
+    return [(row - mean) / (deviation + 1e-9) for row in rows]
+
+
+def weights_loop(lengths: np.ndarray) -> list[float]:
+    used = sum(1 for n in lengths if n)
+    return [1.0 / (used * n) if n else 0.0 for n in lengths]
+
+
+CASES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "grpo, ragged": (lambda: grpo(GROUPS), lambda: grpo_loop(GROUPS)),
+    "grpo, matrix": (lambda: grpo(MATRIX), lambda: grpo_loop(list(MATRIX))),
+    "rloo, ragged": (lambda: rloo(GROUPS), lambda: rloo_loop(GROUPS)),
+    "discounted_returns": (lambda: discounted_returns(ROWS, gamma=0.9), lambda: returns_loop(ROWS)),
+    "gae": (lambda: gae(ROWS, values=VALUES, gamma=0.99, lam=0.95), lambda: gae_loop(ROWS, VALUES)),
+    "rebn": (lambda: rebn(ROWS), lambda: rebn_loop(ROWS)),
+    "token_weights": (lambda: token_weights(LENGTHS, "seq-mean-token-mean"), lambda: weights_loop(LENGTHS)),
+}
+
+
+def peers() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """verl's functions on the same matrix, where verl can be imported."""
+    try:
+        import torch
+        from verl.trainer.ppo import core_algos
+    except ImportError:
+        return {}
+    rewards = torch.from_numpy(MATRIX.reshape(-1, 1))
+    mask = torch.ones_like(rewards)
+    index = np.repeat(np.arange(MATRIX.shape[0]), MATRIX.shape[1])
+    rows = torch.from_numpy(RNG.random((10_000, 100)))
+    arrays, full = rows.numpy(), torch.ones_like(rows)
+    return {
+        "grpo beside verl": (
+            lambda: grpo(MATRIX),
+            lambda: core_algos.compute_grpo_outcome_advantage(rewards, mask, index),
+        ),
+        "gae beside verl": (
+            lambda: gae(arrays, values=arrays, gamma=0.99, lam=0.95),
+            lambda: core_algos.compute_gae_advantage_return(rows, rows, full, 0.99, 0.95),
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    found = {}
+    for name, sides in (CASES | peers()).items():
+        for side in sides:
+            side()  # warm-up
+        took: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for side, times in zip(sides, took, strict=True):
+                start = time.process_time()
+                side()
+                times.append(time.process_time() - start)
+        ours, theirs = (statistics.median(times) for times in took)
+        found[name] = {"rlkit_ms": 1e3 * ours, "other_ms": 1e3 * theirs, "ratio": theirs / ours}
+        print(f"{name:24} rlkit {1e3 * ours:8.1f} ms   other {1e3 * theirs:9.1f} ms   ratio {theirs / ours:6.1f}")
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "estimators.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
