@@ -113,3 +113,13 @@ def random_groups(rng):
             sample = rlkit.Sample(prompt, rng.integers(3, 200, n), -rng.random(n) * 5)
             data.append(sample.datum(weights=rng.normal()))
     return [data[i] for i in rng.permutation(len(data))]
+
+
+def test_rows_of_a_group_are_even():
+    """A group too large for one row is cut into about equal ones, so that little is padding."""
+    data = [rlkit.Datum.supervised(np.arange(1, 51), np.full(64, k + 30)) for k in range(40)]
+    batches = pack(data, 1024)
+    useful = sum(50 * batch.tokens.shape[0] + 63 * len(batch.members) for batch in batches)
+    assert useful > 0.85 * sum(batch.tokens.size for batch in batches)
+    eight = pack(data[:8], 1024)
+    assert [batch.tokens.shape for batch in eight] == [(1, 50 + 8 * 63)]

@@ -16,7 +16,7 @@ from rlkit.types import Datum
 
 __all__ = ["Batch", "pack"]
 
-ROW = 512  # a longer row costs more in attention than a repeated prefix does
+ROW = 768  # a longer row costs more in attention than a repeated prefix does
 
 
 @attrs.frozen(eq=False)
@@ -74,20 +74,21 @@ def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool
         units.sort(key=lambda u: (extents[u[0]].first, prefixes[u[0]], extents[u[0]].last))
     else:
         units.sort(key=lambda u: max(extents[i].last for i in u))
+    limits = _limits(prefixes, extents, budget)
     batches: list[list[int]] = []
     rows: list[_Row] = []
     packed: list[list[_Row]] = []
     for unit in units:
         grown = [attrs.evolve(row, parts=list(row.parts)) for row in rows]
         for i in unit:
-            _place(grown, i, extents[i], prefixes[i])
+            _place(grown, i, extents[i], prefixes[i], limits)
         if batches and len(grown) * max(row.length for row in grown) <= budget:
             batches[-1] += unit
             packed[-1] = rows = grown
         else:
             rows = []
             for i in unit:
-                _place(rows, i, extents[i], prefixes[i])
+                _place(rows, i, extents[i], prefixes[i], limits)
             batches.append(list(unit))
             packed.append(rows)
     return [_batch(data, members, rows, extents) for members, rows in zip(batches, packed, strict=True)]
@@ -98,10 +99,24 @@ def _extent(datum: Datum) -> _Extent:
     return _Extent(int(places[0]), int(places[-1]))
 
 
-def _place(rows: list[_Row], i: int, extent: _Extent, prefix: bytes) -> None:
+def _limits(prefixes: dict[int, bytes], extents: dict[int, _Extent], budget: int) -> dict[bytes, int]:
+    """How long the rows of each prefix may be: about equal ones, as few as ``ROW`` allows, with little padding."""
+    rests: dict[bytes, list[int]] = {}
+    starts = {prefixes[i]: extent.first for i, extent in extents.items()}
+    for i, extent in extents.items():
+        rests.setdefault(prefixes[i], []).append(extent.rest)
+    limits = {}
+    for prefix, lengths in rests.items():
+        room = max(1, min(ROW, budget) - starts[prefix])
+        count = -(-sum(lengths) // room)
+        limits[prefix] = min(budget, starts[prefix] + -(-sum(lengths) // max(1, count)) + max(lengths) - 1)
+    return limits
+
+
+def _place(rows: list[_Row], i: int, extent: _Extent, prefix: bytes, limits: dict[bytes, int]) -> None:
     """Appends datum ``i`` to the last row if that has its prefix and room, else begins a row."""
     row = rows[-1] if rows else None
-    if row is None or row.prefix != prefix or row.start != extent.first or row.length + extent.rest > ROW:
+    if row is None or row.prefix != prefix or row.start != extent.first or row.length + extent.rest > limits[prefix]:
         row = _Row(prefix, extent.first, extent.first)
         rows.append(row)
     row.parts.append((i, row.length))
