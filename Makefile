@@ -11,7 +11,7 @@ READY := $(VENV)/ready
 help: ## what there is to make
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 8
 
-demo: $(READY) ## train a real model on this CPU and show what it learned (about 5 minutes; ARGS="--help")
+demo: $(READY) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
 
 test: lint types ## lint, types and all tests
