@@ -79,6 +79,15 @@ def real(
     return number
 
 
+def temperature(where: str, value: Any, *, zero: bool, error: type[RlkitError] = ConfigError) -> float:
+    """``value`` in [1e-3, 1e3], where logits divided by it stay finite, or 0 where that may mean greedy."""
+    number = real(where, value, low=0.0, error=error)
+    if (number == 0 and not zero) or (number != 0 and not 1e-3 <= number <= 1e3):
+        expected = "a number in [0.001, 1000]" + (", or 0 for greedy" if zero else "")
+        raise error(problem(where, f"got {value}", expected))
+    return number
+
+
 def flag(where: str, value: Any, *, error: type[RlkitError] = ConfigError) -> bool:
     """``value`` as a bool; 0, 1 and None are refused."""
     if not isinstance(value, (bool, np.bool_)):

@@ -35,7 +35,7 @@ class Datum:
             array of length n is scattered to the masked-in positions. Masked-out entries become 0, whatever they
             were. Integers stay integers, except for advantages, weights, values, returns, rewards, entropy and
             names that end in ``logprobs``.
-        temperature: what the tokens were sampled at, >= 0; 0 means greedy.
+        temperature: what the tokens were sampled at, in [0.001, 1000]; 0 means greedy.
         truncated: sampled with top_p < 1 or with top_k; losses that use ``sampling_logprobs`` refuse such a datum.
 
     Raises:
@@ -63,7 +63,7 @@ class Datum:
         object.__setattr__(self, "mask", mask)
         inputs = {name: _aligned(name, value, mask) for name, value in self.inputs.items()}
         object.__setattr__(self, "inputs", MappingProxyType(inputs))
-        temperature = _check.real("Datum.temperature", self.temperature, low=0.0, error=DataError)
+        temperature = _check.temperature("Datum.temperature", self.temperature, zero=True, error=DataError)
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "truncated", _check.flag("Datum.truncated", self.truncated, error=DataError))
 
@@ -149,9 +149,10 @@ class Sample:
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "logprobs", _check.frozen(logprobs))
         _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
-        _check.real("Sample.temperature", self.temperature, low=0.0, error=DataError)
+        _check.temperature("Sample.temperature", self.temperature, zero=True, error=DataError)
         _check.real("Sample.top_p", self.top_p, above=0.0, high=1.0, error=DataError)
-        _check.integer("Sample.top_k", self.top_k, low=-1, error=DataError)
+        if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
+            _check.integer("Sample.top_k", self.top_k, low=1, why="or -1 for off", error=DataError)
         _check.integer("Sample.version", self.version, low=0, error=DataError)
 
     def datum(self, advantage: Any = None, **inputs: Any) -> Datum:
@@ -169,7 +170,11 @@ class Sample:
                 raise DataError("Sample.datum: got both advantage and advantages=; give one of them")
             array = _check.as_array("advantage", advantage, "a number, or one per token")
             inputs["advantages"] = np.full(n, array) if array.ndim == 0 else array
-        truncated = (self.top_p < 1.0 or self.top_k > 0) and "sampling_logprobs" not in inputs
+        taken = {"tokens", "mask", "inputs", "prompt", "temperature", "truncated"} & inputs.keys()
+        if taken:
+            raise DataError(f"Sample.datum: {min(taken)!r} is the sample's own; change it with attrs.evolve")
+        cut = self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+        truncated = cut and "sampling_logprobs" not in inputs
         inputs.setdefault("sampling_logprobs", self.logprobs)
         tokens = np.concatenate([self.prompt, self.tokens])
         mask = np.arange(tokens.size) >= self.prompt.size
@@ -185,7 +190,7 @@ class SamplingParams:
 
     Args:
         max_tokens: >= 1; the completion also ends where the model's context does.
-        temperature: >= 0; 0 is greedy, its logprobs untempered.
+        temperature: in [0.001, 1000]; 0 is greedy, its logprobs untempered.
         top_p: in (0, 1]; 1 is off.
         top_k: >= 1, or -1 for off.
         stop: None: the model's end tokens. A non-empty tuple of strings or of token ids: these in addition.
@@ -207,7 +212,7 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         where = "SamplingParams."
         _check.integer(where + "max_tokens", self.max_tokens, low=1)
-        _check.real(where + "temperature", self.temperature, low=0.0)
+        _check.temperature(where + "temperature", self.temperature, zero=True)
         _check.real(where + "top_p", self.top_p, above=0.0, high=1.0)
         if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
             _check.integer(where + "top_k", self.top_k, low=1, why="or -1 for off")
@@ -328,7 +333,11 @@ def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
     array = _check.as_array(where, value, f"shape (), ({n},) or ({length},)")
     if array.dtype.kind == "b":
         raise DataError(_check.problem(where, "holds booleans", "numbers", "write 0.0 and 1.0"))
-    if array.ndim > 2 or (array.ndim and array.shape[0] not in (n, length)):
+    if (
+        array.ndim > 2
+        or (array.ndim == 2 and array.shape[1] == 0)
+        or (array.ndim and array.shape[0] not in (n, length))
+    ):
         expected = f"(), ({n},), ({length},), ({n}, K) or ({length}, K)"
         raise DataError(_check.problem(where, f"has shape {array.shape}", expected, "one entry per token"))
     real = array.dtype.kind == "f" or name in _REAL_INPUTS or name.endswith("logprobs")

@@ -127,6 +127,17 @@ def test_sample_datum():
 
 
 BAD = [
+    (lambda: Datum(T, M, temperature=1e-300), DataError, "temperature"),
+    (lambda: Datum(T, M, temperature=1e300), DataError, "temperature"),
+    (lambda: Datum(T, M, {"target_tokens": np.zeros((2, 0), int)}), DataError, "target_tokens"),
+    (lambda: Sample([1], [2], [-1.0], top_k=0), DataError, "top_k"),
+    (lambda: Sample([1], [2], [-1.0]).datum(1.0, temperature=2.0), DataError, "temperature"),
+    (lambda: SamplingParams(temperature=1e-300), ConfigError, "temperature"),
+    (lambda: rlkit.connect("toy", resume_from=""), ConfigError, "resume_from"),
+    (lambda: rlkit.connect("toy", resume_from=False), ConfigError, "resume_from"),
+    (lambda: rlkit.connect("toy", folder=3), ConfigError, "folder"),
+    (lambda: rlkit.connect("toy", lora=3), ConfigError, "lora"),
+    (lambda: rlkit.connect("toy", model=3), ConfigError, "model"),
     (lambda: Datum(None, M), DataError, "Datum.tokens"),
     (lambda: Datum("text", M), DataError, "encode"),
     (lambda: Datum([1], [0]), DataError, "at least 2"),
@@ -213,6 +224,12 @@ def test_bad_values_are_named(call, error, match):
         call()
     assert isinstance(caught.value, rlkit.RlkitError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_greedy_is_not_truncated():
+    """top_k means nothing to a greedy sample, in its datum as in its settings."""
+    assert not Sample([1], [2], [-1.0], temperature=0.0, top_k=5).datum(1.0).truncated
+    assert not SamplingParams(temperature=0.0, top_k=5).truncates
 
 
 def test_unknown_fields_are_refused():

@@ -6,6 +6,7 @@ worker thread calls; everything that a user sees is here.
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -50,6 +51,10 @@ class InProcessBackend(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
+        if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not str(folder)):
+            raise ConfigError(
+                _check.problem("folder", f"got {_check.shown(folder)}", "a path, or None for rlkit-saves")
+            )
         self.folder = Path("rlkit-saves" if folder is None else folder)
         self._name = name
         self._worker = Worker(name, background)
@@ -222,8 +227,8 @@ class InProcessBackend(ABC):
     def _checked(
         self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
     ) -> tuple[list[Datum], Any, tuple[str, ...]]:
-        if isinstance(want, str):
-            raise ConfigError(_check.problem("want", f"got {want!r}", "a sequence of names", f"write ({want!r},)"))
+        if isinstance(want, str) or not isinstance(want, Sequence):
+            raise ConfigError(_check.problem("want", f"got {_check.shown(want)}", "a sequence of names"))
         for name in want:
             if name not in _WANTED:
                 raise UnsupportedError(f"want: the {self._name} backend has no output {name!r}; it has: {_WANTED[0]}")

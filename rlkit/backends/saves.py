@@ -71,8 +71,10 @@ def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str,
     Raises:
         CheckpointError: nothing is there, it is damaged, or it is another backend's.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(_check.problem("path", f"got {_check.shown(path)}", "what save() returned"))
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(
+            _check.problem("resume_from or init_from", f"got {_check.shown(path)}", "the path that save() returned")
+        )
     folder = Path(path)
     try:
         state = json.loads((folder / _STATE).read_text())

@@ -114,6 +114,11 @@ def _plus(
     if isinstance(coef, str):
         if not coef.isidentifier():
             raise ConfigError(_check.problem("coef", f"got {coef!r}", "a number, or the name of a datum input"))
+        taken = {p.name for p in own if p.kind is not p.KEYWORD_ONLY} | {"weights", "reference_logprobs", "entropy"}
+        if coef in taken:
+            raise ConfigError(
+                f"coef: {coef!r} is an input of the loss already; name one that holds the coefficient alone"
+            )
         coef_name, extra = coef, _Parameter(coef, _Parameter.POSITIONAL_OR_KEYWORD)
     else:
         coef = _coefficient(coef_name, coef)

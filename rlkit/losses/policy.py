@@ -111,6 +111,7 @@ def cispo(
     Tinker absolute bounds.
     """
     bounds(clip_low_threshold, clip_high_threshold)
+    _check.flag("unified_mask", unified_mask)
     ratio = (logprobs - sampling_logprobs).exp().detach()
     weight = ratio.clamp(clip_low_threshold, clip_high_threshold)
     if unified_mask:

@@ -23,6 +23,7 @@ from rlkit.types import Datum
 __all__ = ["LossGradient", "PreparedLoss", "prepare"]
 
 Driver: TypeAlias = Literal["logprobs", "target_logprobs", "values"]
+_RESERVED = ("loss:sum", "tokens:sum", "datums:sum")
 _DRIVERS = ("logprobs", "target_logprobs", "values")
 
 
@@ -313,6 +314,9 @@ def _returned(name: str, result: Any) -> tuple[torch.Tensor, dict[str, float]]:
         raise ConfigError(_check.problem(f"the loss {name!r}", f"returned metrics {_check.shown(reported)}", "a dict"))
     metrics = {}
     for key, number in reported.items():
+        if not isinstance(key, str) or key in _RESERVED:
+            expected = f"names of its own; {', '.join(_RESERVED)} are the backend's"
+            raise ConfigError(_check.problem(f"the loss {name!r}", f"returned the metric {key!r}", expected))
         suffixed = key if key.endswith((":sum", ":mean")) else f"{key}:mean"
         metrics[suffixed] = float(number)
     return value, metrics

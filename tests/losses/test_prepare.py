@@ -519,3 +519,10 @@ def test_exact_entropy_on_a_backend():
 def test_pair_names():
     """The list of pair losses that these tests use is the registry's."""
     assert {name for name in NAMES if prepare(name).level == "pair"} == set(PAIRS)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "weights", "advantages", "reference_logprobs"])
+def test_coefficient_inputs_have_names_of_their_own(name):
+    """A coefficient named after another input would silently be that input."""
+    with pytest.raises(rlkit.ConfigError, match=name):
+        rlkit.losses.with_kl("ppo", coef=name)

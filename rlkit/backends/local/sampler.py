@@ -58,7 +58,7 @@ class LocalSampler:
         """See ``Sampler.logprobs``."""
         snapshot = self.snapshot
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        temperature = _check.real("logprobs(temperature)", temperature, above=0.0)
+        temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         request = ScoreRequest(snapshot, array, temperature)
         self._submit(request)
         return Future.wrap(request.future, convert=self._returned)

@@ -59,7 +59,10 @@ class ToyBackend(InProcessBackend):
         init_from: str | None = None,
         max_length: int = 1024,
     ) -> None:
-        del model, lora
+        if model is not None and not isinstance(model, str):
+            raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", "a name or None"))
+        if lora is not None and not isinstance(lora, Lora):
+            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
         if resume_from is not None and init_from is not None:
             raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
         _check.integer("max_length", max_length, low=2)
@@ -71,7 +74,7 @@ class ToyBackend(InProcessBackend):
         self._moment_steps = 0
         self._gradient = np.zeros_like(self._weights)
         self._seeds = SeedStream(entropy_of(seed))
-        version = self._load(resume_from or init_from, optimizer=resume_from is not None)
+        version = self._load(init_from if resume_from is None else resume_from, optimizer=resume_from is not None)
         super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder)
         self.version = version
 

@@ -54,7 +54,7 @@ class ToySampler:
         """See ``Sampler.logprobs``."""
         weights = self._open()
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        temperature = _check.real("logprobs(temperature)", temperature, above=0.0)
+        temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         out = np.zeros(array.size, np.float32)
         if array.size > 1:
             row = Row(self._features.all(array[:-1]), weights, temperature)
