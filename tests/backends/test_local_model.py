@@ -372,6 +372,7 @@ def test_saves_of_other_shapes_are_refused(connect, tiny, tmp_path):
         rlkit.connect("local", model=tiny("llama"), init_from=path, lora=rlkit.Lora(rank=8), device="cpu")
     same = attrs.evolve(rlkit.Lora(rank=4), seed=5)
     rlkit.connect("local", model=tiny("llama"), init_from=path, lora=same, device="cpu").close()
+    rlkit.connect("local", init_from=path, device="cpu").close()  # the model that it was trained on
     with pytest.raises(rlkit.CheckpointError, match="another model|shape"):
         connect("gpt2", init_from=path)
     with pytest.raises(rlkit.CheckpointError, match="'local'"):

@@ -34,7 +34,7 @@ class LocalBackend(InProcessBackend):
     """A LoRA on a causal language model, trained and sampled in this process.
 
     Args:
-        model: "smollm2-135m-instruct", a directory, or a hub id.
+        model: "smollm2-135m-instruct", a directory, or a hub id; None is the one that a saved path was trained on.
         lora: the adapter; None is ``Lora()``, or the saved one's shape with ``resume_from`` or ``init_from``.
         seed: of the adapter's start and of sampling; None for a fresh one.
         folder: where ``save`` writes, ``rlkit-saves`` by default.
@@ -77,6 +77,8 @@ class LocalBackend(InProcessBackend):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
         path = resume_from if resume_from is not None else init_from
         saved = saves.read(path, backend="local") if path is not None else None
+        if model is None and saved is not None:
+            model = saved[1].get("model")
         if model is None:
             raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
