@@ -21,6 +21,19 @@ def blocks(path):
         yield match[1].strip(), "\n" * text.count("\n", 0, match.start(2)) + match[2]
 
 
+@pytest.fixture(autouse=True)
+def _registries_as_they_were():
+    """What a page registers is gone after it."""
+    import rlkit
+    from rlkit import losses
+
+    kept = [(registry, dict(registry)) for registry in (rlkit.advantages.registry, losses.registry)]
+    yield
+    for registry, names in kept:
+        for name in registry.keys() - names.keys():
+            del registry[name]
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_page_runs(path, tmp_path, monkeypatch):
     """Each block sees what the blocks before it made; what is marked no-run needs a real model."""

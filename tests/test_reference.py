@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,26 +11,23 @@ import pytest
 pytest.importorskip("torch")
 import rlkit
 
-ROOT = Path(__file__).parents[1]
+SCRIPT = Path(__file__).parents[1] / "docs" / "reference.py"
 
 
-@pytest.fixture(scope="module")
-def reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_page_is_up_to_date():
+    """docs/reference.md is what ``python docs/reference.py`` writes, in a process where nobody registered more."""
+    found = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
 
 
-def test_page_is_up_to_date(reference):
-    """docs/reference.md is what ``python docs/reference.py`` writes."""
-    assert reference.PAGE.read_text() == reference.page()
-
-
-def test_every_registered_function_has_a_source(reference):
-    """Every estimator and loss says in one line what it is, and where it comes from."""
+def test_every_registered_function_has_a_source():
+    """Every estimator and loss of rlkit says in one line what it is, and where it comes from."""
     exempt = {"cross_entropy", "running_baseline", "running_normalization"}
+    checked = 0
     for registry in (rlkit.advantages.registry, rlkit.losses.registry, rlkit.losses.kl.registry):
         for name, summary in registry.table():
-            assert summary.endswith("."), name
-            assert name in exempt or "Source" in (registry[name].__doc__ or ""), name
+            if registry[name].__module__.startswith("rlkit.") and name not in exempt:
+                assert summary.endswith("."), name
+                assert "Source" in registry[name].__doc__, name
+                checked += 1
+    assert checked > 70
