@@ -117,3 +117,8 @@ def test_small_components_that_cancel_give_zero():
         rewards = np.random.default_rng(seed).random((3, 5))
         found = adv.gdpo([rewards, -3.0 * rewards], weights=[0.05, 0.05], eps=0.0)
         assert not np.asarray(found).any()
+
+
+def test_decay_of_the_running_baseline_is_pinned():
+    """The default of the object is part of the API, as the function's is."""
+    assert adv.RunningBaseline().decay == 0.95

@@ -82,11 +82,13 @@ def test_shared_prefixes_change_no_number(tiny, kind):
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(0.05 * np.float32(rng.normal()))
-    for data in (random_groups(rng) for _ in range(4)):
+    for loss, data in ((loss, random_groups(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
+        near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
+        data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
         found = []
         for share in (True, False):
             trainer._head._shares = share
-            output = policy.forward_backward(data, "cross_entropy", want=("entropy",)).result()
+            output = policy.forward_backward(data, loss, want=("entropy",)).result()
             found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
             policy.discard().result()
         (a, packed), (b, alone) = found
