@@ -1,0 +1,294 @@
+"""What an environment is, and sets of tasks to play in it.
+
+An environment is any object with ``reset``, ``step`` and ``close``, plain or ``async``; plain ones run in threads. One
+object plays one episode. A ``Task`` makes such objects, all for the same problem, so that a group can be compared; a
+``Tasks`` is a set of them from which batches are drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, Self, TypeAlias, overload, runtime_checkable
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+
+__all__ = ["Action", "Env", "Message", "Observation", "Settings", "StepResult", "Task", "TaskSource", "Tasks"]
+
+Message: TypeAlias = Mapping[str, Any]
+Observation: TypeAlias = str | Sequence[Message] | np.ndarray
+
+_REDUCTIONS = ("sum", "mean", "max", "min", "last")
+
+
+class Action(str):
+    """What the policy said: a string, special tokens left out, that also knows the tokens it was sampled as.
+
+    Args:
+        text: the decoded text; a prefilled beginning of the reply is part of it.
+        tokens: int64 [n], as sampled, the stop token included.
+        raw: the text with special tokens; None: the same as ``text``.
+        stop_reason: "stop" or "length": whether the policy ended its turn or was cut.
+
+    >>> action = Action("<guess>7</guess>", tokens=[60, 55], stop_reason="length")
+    >>> action.removeprefix("<guess>"), action.tokens.size, action.stop_reason
+    ('7</guess>', 2, 'length')
+    """
+
+    __slots__ = ("raw", "stop_reason", "tokens")
+
+    tokens: np.ndarray
+    raw: str
+    stop_reason: Literal["stop", "length"]
+
+    def __new__(
+        cls, text: str, *, tokens: Any = (), raw: str | None = None, stop_reason: Literal["stop", "length"] = "stop"
+    ) -> Self:
+        """The string, with its attributes checked."""
+        self = super().__new__(cls, text)
+        self.tokens = _check.token_ids("Action.tokens", tokens)
+        self.raw = str(text) if raw is None else raw
+        _check.choice("Action.stop_reason", stop_reason, ("stop", "length"))
+        self.stop_reason = stop_reason
+        return self
+
+    def __reduce__(self) -> Any:
+        make = functools.partial(type(self), tokens=self.tokens, raw=self.raw, stop_reason=self.stop_reason)
+        return make, (str(self),)
+
+
+@attrs.frozen
+class StepResult:
+    """What an environment answers to an action.
+
+    Attributes:
+        observation: text (it becomes a user message), chat messages to append, or token ids [T] to append as they
+            are; of no consequence once the episode is over.
+        reward: of this step, finite.
+        terminated: the episode came to an end of its own.
+        truncated: the environment cut it off.
+        info: anything worth a look later.
+    """
+
+    observation: Observation = ""
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}))
+
+
+@runtime_checkable
+class Env(Protocol):
+    """One episode: ``reset`` once, ``step`` until it says that it is over, ``close`` always.
+
+    Each method may be ``async``. An optional attribute ``tools`` lists function schemas in the form that chat
+    templates take; it is read after ``reset`` and rendered into the prompt.
+    """
+
+    def reset(self, seed: int) -> Observation | Awaitable[Observation]:
+        """Begins the episode; the same seed begins the same one."""
+
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
+        """Plays one action. The five values of gymnasium, as a tuple, do as well as a ``StepResult``."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Frees what the episode holds; called once, whatever happened before."""
+
+
+@attrs.frozen
+class Settings:
+    """How the episodes of an environment are played and scored; None leaves it to the rollout.
+
+    Attributes:
+        n: episodes per task, >= 1.
+        min_n: a group that lost episodes to failures is kept from this many on, in [1, n].
+        temperature: of sampling, in [0.001, 1000]; 0 is greedy.
+        max_tokens: per turn, >= 1.
+        max_turns: per episode, >= 1.
+        max_total_tokens: the policy's own in an episode, >= 1.
+        deadline: seconds from the episode's start, > 0.
+        reduction: an episode's reward from those of its steps: "sum", "mean", "max", "min" or "last".
+        nonterminal_reward: what an episode gets that did not come to an end of its own; finite.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    >>> Settings(n=8).over(Settings(n=4, max_turns=5)).max_turns
+    5
+    """
+
+    n: int | None = None
+    min_n: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    max_turns: int | None = None
+    max_total_tokens: int | None = None
+    deadline: float | None = None
+    reduction: Literal["sum", "mean", "max", "min", "last"] | None = None
+    nonterminal_reward: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("n", "min_n", "max_tokens", "max_turns", "max_total_tokens"):
+            if getattr(self, name) is not None:
+                _check.integer(f"Settings.{name}", getattr(self, name), low=1)
+        if self.n is not None and self.min_n is not None:
+            _check.integer("Settings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
+        if self.temperature is not None:
+            _check.temperature("Settings.temperature", self.temperature, zero=True)
+        if self.deadline is not None:
+            _check.real("Settings.deadline", self.deadline, above=0.0, why="seconds")
+        if self.reduction is not None:
+            _check.choice("Settings.reduction", self.reduction, _REDUCTIONS)
+        if self.nonterminal_reward is not None:
+            _check.real("Settings.nonterminal_reward", self.nonterminal_reward)
+
+    def over(self, defaults: Settings) -> Settings:
+        """These settings, with ``defaults`` where they say nothing."""
+        own = attrs.asdict(self, filter=lambda _, value: value is not None)
+        return attrs.evolve(defaults, **own)
+
+
+@attrs.frozen
+class Task:
+    """One problem. A group is ``n`` episodes of one task.
+
+    Attributes:
+        make: a fresh environment for one episode; called once per episode.
+        name: the environment's, for metrics ``env/<name>/...``.
+        index: which item of its set it is.
+        seed: given to ``reset`` for every member of a group; None: the rollout derives one, the same for all members.
+        settings: what this environment wants to have different.
+    """
+
+    make: Callable[[], Env] = attrs.field(repr=False)
+    name: str = "env"
+    index: int | None = None
+    seed: int | None = None
+    settings: Settings = attrs.field(factory=Settings)
+
+    def __attrs_post_init__(self) -> None:
+        if not callable(self.make):
+            raise ConfigError(_check.problem("Task.make", f"got {_check.shown(self.make)}", "a callable"))
+        check_name("Task.name", self.name)
+        if self.seed is not None:
+            _check.integer("Task.seed", self.seed, low=0)
+        if not isinstance(self.settings, Settings):
+            raise ConfigError(_check.problem("Task.settings", f"got {_check.shown(self.settings)}", "Settings"))
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """An endless stream of tasks: ``Tasks`` or a mixture of them."""
+
+    def at(self, position: int, *, seed: int = 0) -> Task:
+        """The task at this place of the stream, counted from 0."""
+
+    def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
+        """The tasks at ``step * size`` and the ``size - 1`` places after it."""
+
+
+class Tasks(Sequence[Task]):
+    """The tasks of one environment and split.
+
+    Args:
+        make: index -> a fresh environment for that task.
+        size: how many there are, >= 1.
+        name: the environment's, for metrics.
+        split: "train", "test", or whatever the environment calls it.
+        seeds: index -> what ``reset`` is given; None leaves it to the rollout.
+        settings: what this environment wants to have different.
+
+    ``tasks[i]`` is a task, ``tasks[:100]`` a smaller set. ``tasks.batch(step, size)`` depends on its arguments alone,
+    so a resumed run goes on exactly where it was.
+
+    >>> class Echo:
+    ...     def __init__(self, word): self.word = word
+    ...     def reset(self, seed): return f"Say {self.word}"
+    ...     def step(self, action): return StepResult(reward=float(action == self.word), terminated=True)
+    ...     def close(self): pass
+    >>> tasks = Tasks(lambda i: Echo("abc"[i]), 3, name="echo")
+    >>> [task.index for task in tasks.batch(0, 2)], [task.index for task in tasks.batch(1, 2)]
+    ([1, 0], [2, 2])
+    >>> tasks[1].make().reset(0)
+    'Say b'
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Env],
+        size: int | Sequence[int],
+        *,
+        name: str = "env",
+        split: str = "train",
+        seeds: Callable[[int], int] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        if not callable(make):
+            raise ConfigError(_check.problem("Tasks.make", f"got {_check.shown(make)}", "a callable of an index"))
+        self._indices = size if isinstance(size, Sequence) else range(_check.integer("Tasks.size", size, low=1))
+        self._make = make
+        self._seeds = seeds
+        self.name = check_name("Tasks.name", name)
+        self.split = check_name("Tasks.split", split)
+        self.settings = Settings() if settings is None else settings
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, item: int) -> Task: ...
+    @overload
+    def __getitem__(self, item: slice) -> Tasks: ...
+    def __getitem__(self, item: int | slice) -> Task | Tasks:
+        """One task, or the set of some."""
+        if isinstance(item, slice):
+            indices = self._indices[item]
+            _check.integer("Tasks[...]: number of tasks", len(indices), low=1)
+            kept = {"name": self.name, "split": self.split, "seeds": self._seeds, "settings": self.settings}
+            return type(self)(self._make, indices, **kept)  # type: ignore[arg-type]
+        index = self._indices[item]
+        seed = None if self._seeds is None else self._seeds(index)
+        return Task(functools.partial(self._make, index), self.name, index, seed, self.settings)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[i] for i in range(len(self)))
+
+    def at(self, position: int, *, seed: int = 0) -> Task:
+        """The task at this place of the endless stream: one shuffled pass over the set after the other."""
+        epoch, place = divmod(_check.integer("position", position, low=0), len(self))
+        order = shuffled(len(self), _check.integer("seed", seed, low=0), epoch, f"{self.name}/{self.split}")
+        return self[int(order[place])]
+
+    def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
+        """The tasks of a step: each comes once per pass, whatever the size, and no remainder is dropped.
+
+        Args:
+            step: >= 0.
+            size: >= 1; more than there are tasks repeats them.
+            seed: >= 0, of the order.
+        """
+        step, size = _check.integer("step", step, low=0), _check.integer("size", size, low=1)
+        return [self.at(position, seed=seed) for position in range(step * size, (step + 1) * size)]
+
+    def __repr__(self) -> str:
+        return f"Tasks({self.name!r}, split={self.split!r}, size={len(self)})"
+
+
+def check_name(where: str, value: Any) -> str:
+    """``value`` as a name: a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a string that is not empty"))
+    return value
+
+
+@functools.lru_cache(maxsize=16)
+def shuffled(size: int, seed: int, epoch: int, salt: str) -> np.ndarray:
+    """int64 [size]: the order of one pass. Sorting raw draws stays the same across numpy's versions."""
+    stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, zlib.crc32(salt.encode())]))
+    return _check.frozen(np.argsort(stream.random_raw(size), kind="stable"))
