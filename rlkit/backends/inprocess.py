@@ -11,21 +11,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
 from rlkit import _check
 from rlkit.backends import saves
+from rlkit.backends.checking import checked_call
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer
 from rlkit.backends.worker import Background, Worker
-from rlkit.errors import BackendError, ConfigError, DataError, TrainerFailed, UnsupportedError
+from rlkit.errors import BackendError, ConfigError, TrainerFailed
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput
 
-__all__ = ["InProcessBackend"]
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import PreparedLoss
 
-_WANTED = ("entropy",)
+__all__ = ["InProcessBackend"]
 
 
 @attrs.frozen(eq=False)
@@ -226,25 +228,9 @@ class InProcessBackend(ABC):
 
     def _checked(
         self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
-    ) -> tuple[list[Datum], Any, tuple[str, ...]]:
-        if isinstance(want, str) or not isinstance(want, Sequence):
-            raise ConfigError(_check.problem("want", f"got {_check.shown(want)}", "a sequence of names"))
-        for name in want:
-            if name not in _WANTED:
-                raise UnsupportedError(f"want: the {self._name} backend has no output {name!r}; it has: {_WANTED[0]}")
-        data = checked_data(data, self.tokenizer.vocab_size, self.max_length)
-        prepared = None
-        if loss is not None:
-            from rlkit.losses.prepare import prepare  # needs torch
-
-            prepared = prepare(loss, config)
-            if prepared.driver == "values":
-                raise UnsupportedError(
-                    f"the loss {prepared.name!r} needs a value head, which a policy has not: use a critic"
-                )
-            prepared.check(data)
-            prepared.try_out(data)
-        return data, prepared, tuple(want)
+    ) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
+        size, wanted = self.tokenizer.vocab_size, ("entropy",)
+        return checked_call(self._name, data, loss, config, want, wanted, vocab_size=size, max_length=self.max_length)
 
     def _submit(self, call: str, job: Callable[[], Any], *, trains: bool) -> Future[Any]:
         """Queues ``job``; a failure of one that trains refuses what was queued behind it."""
@@ -283,28 +269,3 @@ class InProcessBackend(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError(f"the {self._name} backend is closed")
-
-
-def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:
-    """``data`` as a non-empty list of datums that fit the model, or a DataError naming datum and token."""
-    if isinstance(data, Datum) or not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-        raise DataError(_check.problem("data", f"got {_check.shown(data)}", "a list of Datum"))
-    if not data:
-        raise DataError("data is empty; expected at least one Datum")
-    for i, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise DataError(_check.problem(f"data[{i}]", f"got {_check.shown(datum)}", "a Datum"))
-        if len(datum) > max_length:
-            raise DataError(_check.problem(f"data[{i}].tokens", f"has {len(datum)}", f"<= {max_length}", "the context"))
-        _check.token_ids(f"data[{i}].tokens", datum.tokens, vocab_size=vocab_size)
-        targets = datum.inputs.get("target_tokens")
-        if targets is not None and (targets.ndim == 0 or targets.max() >= vocab_size or targets.min() < -1):
-            where = f"data[{i}].inputs['target_tokens']"
-            raise DataError(
-                _check.problem(where, f"spans {_span(targets)}", f"ids in [0, {vocab_size}) or -1 for none")
-            )
-    return list(data)
-
-
-def _span(array: Any) -> str:
-    return f"[{array.min()}, {array.max()}] in shape {array.shape}"

@@ -1,0 +1,84 @@
+"""The checks of a training call's arguments, alike for every backend: before any work, naming datum and field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlkit import _check
+from rlkit.backends.protocol import LossLike
+from rlkit.errors import ConfigError, DataError, UnsupportedError
+from rlkit.types import Datum
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import PreparedLoss
+
+__all__ = ["checked_call", "checked_data"]
+
+
+def checked_call(
+    name: str,
+    data: Sequence[Datum],
+    loss: LossLike | None,
+    config: Mapping[str, Any] | None,
+    want: Sequence[str],
+    wanted: Sequence[str],
+    *,
+    vocab_size: int,
+    max_length: int,
+) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
+    """``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
+
+    Args:
+        name: the backend's, for messages.
+        data, loss, config, want: as in ``TrainerBackend.forward``.
+        wanted: what the backend has for ``want``.
+        vocab_size, max_length: the model's.
+    """
+    if isinstance(want, str) or not isinstance(want, Sequence):
+        raise ConfigError(_check.problem("want", f"got {_check.shown(want)}", "a sequence of names"))
+    for output in want:
+        if output not in wanted:
+            has = f"it has: {', '.join(wanted)}" if wanted else "it has none beside logprobs"
+            raise UnsupportedError(f"want: the {name} backend has no output {output!r}; {has}")
+    data = checked_data(data, vocab_size, max_length)
+    if loss is None:
+        return data, None, tuple(want)
+    from rlkit.losses.prepare import prepare  # needs torch
+
+    prepared = prepare(loss, config)
+    if prepared.driver == "values":
+        raise UnsupportedError(f"the loss {prepared.name!r} needs a value head, which a policy has not: use a critic")
+    if prepared.entropy and "entropy" not in wanted:
+        raise UnsupportedError(
+            f"the loss {prepared.name!r} needs exact entropies, which the {name} backend can not give; "
+            "rlkit.advantages.entropy_bonus is the sampled estimate"
+        )
+    prepared.check(data)
+    prepared.try_out(data)
+    return data, prepared, tuple(want)
+
+
+def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:
+    """``data`` as a non-empty list of datums that fit the model, or a DataError naming datum and token."""
+    if isinstance(data, Datum) or not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
+        raise DataError(_check.problem("data", f"got {_check.shown(data)}", "a list of Datum"))
+    if not data:
+        raise DataError("data is empty; expected at least one Datum")
+    for i, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise DataError(_check.problem(f"data[{i}]", f"got {_check.shown(datum)}", "a Datum"))
+        if len(datum) > max_length:
+            raise DataError(_check.problem(f"data[{i}].tokens", f"has {len(datum)}", f"<= {max_length}", "the context"))
+        _check.token_ids(f"data[{i}].tokens", datum.tokens, vocab_size=vocab_size)
+        targets = datum.inputs.get("target_tokens")
+        if targets is not None and (targets.ndim == 0 or targets.max() >= vocab_size or targets.min() < -1):
+            where = f"data[{i}].inputs['target_tokens']"
+            raise DataError(
+                _check.problem(where, f"spans {_span(targets)}", f"ids in [0, {vocab_size}) or -1 for none")
+            )
+    return list(data)
+
+
+def _span(array: Any) -> str:
+    return f"[{array.min()}, {array.max()}] in shape {array.shape}"
