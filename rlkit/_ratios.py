@@ -9,6 +9,7 @@ import numpy as np
 from rlkit import _check, _rows
 from rlkit.errors import ConfigError, DataError
 
+HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.0625; beyond this it is no logprob
 LARGEST = 300.0  # exp(2 * 300) is still finite; a token beyond it is broken, and its exact size does not matter
 
 
@@ -17,15 +18,25 @@ def logprobs(where: str, value: Any, *, some: bool = True) -> _rows.Rows:
     rows = _rows.parse(where, value, empty=True)
     if some and rows.flat.size == 0:
         raise DataError(_check.problem(where, "holds no tokens", "at least one"))
-    rows.check_finite(rows.flat)
+    check(rows, rows.flat, where)
     return rows
+
+
+def check(rows: _rows.Rows, flat: np.ndarray, where: str, among: np.ndarray | None = None) -> None:
+    """Raise for the first entry of ``flat`` [N] (``among`` those that count) that can be no logprob."""
+    rows.check_finite(flat, where=where, among=among)
+    high = flat > HIGHEST if among is None else among & (flat > HIGHEST)
+    if high.any():
+        index = int(np.argmax(high))
+        why = f"a logprob is at most 0, but for rounding up to {HIGHEST}; is it a probability, or its sign reversed?"
+        raise DataError(_check.problem(rows.name(index, where), f"is {flat[index]}", "a logprob", why))
 
 
 def log_ratios(trainer_logprobs: Any, sampling_logprobs: Any, *, some: bool = True) -> tuple[_rows.Rows, np.ndarray]:
     """The rows, and trainer - sampling for each token [N]."""
     rows = logprobs("trainer_logprobs", trainer_logprobs, some=some)
     sampling = rows.like("sampling_logprobs", sampling_logprobs)
-    rows.check_finite(sampling, where="sampling_logprobs")
+    check(rows, sampling, "sampling_logprobs")
     return rows, np.subtract(rows.flat, sampling)
 
 

@@ -121,7 +121,7 @@ def parse(where: str, value: Any, *, boolean: bool = False, empty: bool = False)
         if kinds == {np.ndarray} and _plain(value):
             rows = list(value) if not boolean else _each(where, value, boolean)
         elif any(issubclass(kind, (list, tuple)) or hasattr(kind, "__array__") for kind in kinds) and any(
-            np.ndim(entry) for entry in value if isinstance(entry, (list, tuple)) or hasattr(entry, "__array__")
+            not is_one(entry) for entry in value if isinstance(entry, (list, tuple)) or hasattr(entry, "__array__")
         ):
             rows = _each(where, value, boolean)
         else:
@@ -144,6 +144,11 @@ def vector(where: str, value: Any, length: int | None = None, *, boolean: bool =
         expected = "a 1-D array" if length is None else f"({length},)"
         raise DataError(_check.problem(where, f"has shape {array.shape}", expected, why))
     return array
+
+
+def is_one(value: Any) -> bool:
+    """Whether ``value`` is one entry, not a sequence; numpy's ``ndim`` would fail where lists are ragged."""
+    return not isinstance(value, (list, tuple)) and np.ndim(value) == 0
 
 
 def labels(where: str, value: Any, length: int, why: str = "one label per reward") -> tuple[np.ndarray, int]:

@@ -137,14 +137,14 @@ def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) 
         values: one more than boundaries; finite.
 
     Raises:
-        ConfigError: boundaries do not rise, or values are not one more.
+        ConfigError: boundaries do not rise, values are not one more, or either is no list of numbers.
 
     >>> [piecewise(step, boundaries=[2, 5], values=[1.0, 0.5, 0.1]) for step in (1, 2, 4, 5)]
     [1.0, 0.5, 0.5, 0.1]
     """
     step = _check.integer("step", step, low=0)
-    edges = [_check.integer(f"boundaries[{i}]", edge, low=0) for i, edge in enumerate(boundaries)]
-    levels = [_check.real(f"values[{i}]", value) for i, value in enumerate(values)]
+    edges = [_check.integer(f"boundaries[{i}]", edge, low=0) for i, edge in enumerate(_items("boundaries", boundaries))]
+    levels = [_check.real(f"values[{i}]", value) for i, value in enumerate(_items("values", values))]
     if sorted(set(edges)) != edges:
         raise ConfigError(_check.problem("boundaries", f"got {edges}", "steps that rise"))
     if len(levels) != len(edges) + 1:
@@ -208,6 +208,14 @@ def lr_for(model: Any, *, hidden_size: int, lora: bool = True) -> float:
         expected = "a name that contains " + " or ".join(map(repr, _EXPONENTS))
         raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", expected, "others were not measured"))
     return 5e-5 * (10.0 if lora else 1.0) * math.pow(2000 / hidden_size, _EXPONENTS[families[0]])
+
+
+def _items(where: str, value: Any) -> Sequence[Any]:
+    """``value`` as a sequence of numbers, which are still to be checked."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+        raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a list of numbers"))
+    return items
 
 
 def _part(step: int, steps: int) -> float:

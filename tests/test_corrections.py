@@ -141,18 +141,19 @@ def test_on_policy(name: str) -> None:
 @pytest.mark.parametrize("gap", [-1e6, -800.0, 800.0, 1e6])
 def test_finite(name: str, gap: float) -> None:
     """A token that one policy finds impossible gives no infinity and no NaN."""
-    for row in call(name, [[gap, -1.0], [gap, gap]], [[0.0, -1.0], [0.0, 0.0]]):
+    p, q = min(gap, 0.0), min(-gap, 0.0)
+    for row in call(name, [[p, -1.0], [p, p]], [[q, -1.0], [q, q]]):
         assert np.isfinite(row).all()
 
 
 def test_bounds_belong_to_the_inside() -> None:
     """A ratio on a bound is kept, and asymmetric bounds are not the other way round."""
-    p, q = [math.log(1.5), math.log(0.75), 0.0, math.log(0.6)], [0.0] * 4
+    p, q = [math.log(0.75), math.log(0.375), math.log(0.5), math.log(0.3)], [math.log(0.5)] * 4
     bounds = {"clip_low_threshold": 0.75, "clip_high_threshold": 1.0}
     np.testing.assert_array_equal(call("token_mask", p, q, **bounds), [0.0, 1.0, 1.0, 0.0])
     np.testing.assert_allclose(call("icepop", p, q, **bounds), [0.0, 0.75, 1.0, 0.0])
     keep = {"clip_low_threshold": 0.9, "clip_high_threshold": 2.0}
-    np.testing.assert_array_equal(call("token_mask", [math.log(1.5), math.log(0.667)], [0.0, 0.0], **keep), [1.0, 0.0])
+    np.testing.assert_array_equal(call("token_mask", p[:2], q[:2], **keep), [1.0, 0.0])
 
 
 def test_no_tokens_at_all() -> None:
@@ -170,6 +171,8 @@ def test_bad_logprobs(name: str) -> None:
         ([[-1.0, NAN]], [[-1.0, -1.0]], r"trainer_logprobs\[0\]\[1\]: is nan"),
         ([-1.0], [-INF], r"sampling_logprobs\[0\]: is -inf"),
         (None, [-1.0], "trainer_logprobs"),
+        ([0.11], [-1.0], r"trainer_logprobs\[0\]: is 0.11; expected a logprob"),
+        ([[-1.0], [-1.0, -1.0]], [[-1.0], [-1.0, 3.0]], r"sampling_logprobs\[1\]\[1\]: is 3.0; expected a logprob"),
         ([-1.0], ["x"], r"sampling_logprobs\[0\]"),
     ):
         with pytest.raises(DataError, match=rf"^{message}"):

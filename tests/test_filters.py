@@ -113,6 +113,44 @@ def test_and() -> None:
         both.dropped["unscored"] = 0  # type: ignore[index]
 
 
+def test_selection_of_your_own() -> None:
+    """A mask is copied, so that what was checked stays; a list is as good as an array; nothing may be selected."""
+    keep = np.array([True, False])
+    mine = filters.Selection(keep, {"mine": 1})
+    keep[:] = True
+    assert mine.keep.tolist() == [True, False]
+    with pytest.raises(ValueError, match="read-only"):
+        mine.keep[1] = True
+    assert filters.Selection([True, False], {}).kept == 1  # type: ignore[arg-type]
+    empty = filters.Selection([], {})  # type: ignore[arg-type]
+    assert (empty.kept, empty.keep.dtype, empty.indices.size) == (0, bool, 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "dropped", "message"),
+    [
+        ([0, 1], {}, "keep: got"),
+        (np.array([2, 5]), {}, "keep: got"),
+        (np.array([1.0, 0.0]), {}, "keep: got"),
+        ([[True], [False]], {}, "keep: got"),
+        (np.zeros((0, 2), bool), {}, "keep: got"),
+        ([[True], [True, False]], {}, "keep: got"),
+        (True, {}, "keep: got"),
+        (None, {}, "keep: is None"),
+        (["a"], {}, "keep: got"),
+        ([True], None, "dropped: got None"),
+        ([True], ["mine"], "dropped: got"),
+        ([True], {1: 1}, "dropped: has the key 1"),
+        ([True], {"mine": -1}, r"dropped\['mine'\]: got -1"),
+        ([True], {"mine": 0.5}, r"dropped\['mine'\]: got 0.5"),
+    ],
+)
+def test_selection_refuses(keep: Any, dropped: Any, message: str) -> None:
+    """A mask is booleans in one row (indices are none), and what was dropped are counts by name."""
+    with pytest.raises(DataError, match=rf"^{message}"):
+        filters.Selection(keep, dropped)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "settings", "error", "message"),
     [

@@ -131,6 +131,8 @@ def test_forms() -> None:
         ([NAN], [-1.0], r"trainer_logprobs\[0\]: is nan"),
         ([[-1.0], [-1.0, -INF]], [[-1.0], [-1.0, -1.0]], r"trainer_logprobs\[1\]\[1\]: is -inf"),
         ([-1.0, -1.0], [-1.0, INF], r"sampling_logprobs\[1\]: is inf"),
+        ([-1.0, 0.11], [-1.0, -1.0], r"trainer_logprobs\[1\]: is 0.11; expected a logprob"),
+        ([-1.0, -1.0], [-1.0, 3.0], r"sampling_logprobs\[1\]: is 3.0; expected a logprob"),
         ([], [], "trainer_logprobs"),
         ([[], []], [[], []], "trainer_logprobs: holds no tokens"),
         (None, [-1.0], "trainer_logprobs"),
@@ -144,6 +146,13 @@ def test_bad_logprobs(name: str, p: Any, q: Any, message: str) -> None:
     """Logprobs have to be finite, of one shape, and some."""
     with pytest.raises(DataError, match=rf"^{message}"):
         getattr(metrics, name)(trainer_logprobs=p, sampling_logprobs=q)
+
+
+def test_rounding_above_zero_passes() -> None:
+    """Logprobs a little above 0 come from rounding, and stop no run."""
+    assert metrics.kl_v1(trainer_logprobs=[1e-3], sampling_logprobs=[0.06]) == pytest.approx(0.059)
+    with pytest.raises(DataError, match=r"^sampling_logprobs\[0\]: is 0.4; .*probability"):
+        metrics.entropy_estimate(sampling_logprobs=[0.4])
 
 
 def test_bad_settings() -> None:
@@ -194,6 +203,8 @@ def test_pass_at_k_is_the_share_of_subsets(n: int, data: st.DataObject) -> None:
         (3, 1, 0, ConfigError, "k"),
         (3.5, 1, 1, DataError, "n"),
         (True, 1, 1, DataError, "n"),
+        ([[3], [3, 4]], [1, 1], 1, DataError, "n: got"),
+        ([3, 3], [[1], [1, 1]], 1, DataError, "c: got"),
         ([3, 3], [1, 4], 1, DataError, r"c\[1\]"),
         ([3, 2], [1, 1], 3, DataError, r"n\[1\]"),
         ([3, 3], [1], 1, DataError, "c"),

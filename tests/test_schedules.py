@@ -6,6 +6,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,6 +87,12 @@ def test_lr_for() -> None:
     assert full * 10 == pytest.approx(schedules.lr_for("qwen", hidden_size=4096))
 
 
+def test_piecewise_of_arrays() -> None:
+    """Boundaries and values may be arrays, tuples and ranges."""
+    assert schedules.piecewise(5, boundaries=np.array([2, 5]), values=np.array([1.0, 0.5, 0.1])) == 0.1
+    assert schedules.piecewise(1, boundaries=range(1, 3), values=(1, 2, 3)) == 2.0
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "settings", "message"),
     [
@@ -102,6 +109,13 @@ def test_lr_for() -> None:
         ("piecewise", (0,), {"boundaries": [3, 3], "values": [1.0, 2.0, 3.0]}, "boundaries"),
         ("piecewise", (0,), {"boundaries": [3], "values": [1.0]}, "values"),
         ("piecewise", (0,), {"boundaries": [3], "values": [1.0, None]}, r"values\[1\]"),
+        ("piecewise", (0,), {"boundaries": None, "values": [1.0]}, "boundaries: got None"),
+        ("piecewise", (0,), {"boundaries": 3, "values": [1.0]}, "boundaries: got 3"),
+        ("piecewise", (0,), {"boundaries": "12", "values": [1.0]}, "boundaries: got '12'"),
+        ("piecewise", (0,), {"boundaries": {3: 1}, "values": [1.0]}, "boundaries: got {3: 1}"),
+        ("piecewise", (0,), {"boundaries": np.array(3), "values": [1.0]}, "boundaries: got"),
+        ("piecewise", (0,), {"boundaries": np.array([[3]]), "values": [1.0]}, r"boundaries\[0\]"),
+        ("piecewise", (0,), {"boundaries": [3], "values": None}, "values: got None"),
         ("piecewise", (0,), {"boundaries": [-3], "values": [1.0, 1.0]}, r"boundaries\[0\]"),
         ("chord_schedule", (0,), {"warmup_steps": 1, "decay_steps": 1, "peak": 1.1}, "peak"),
         ("chord_schedule", (0,), {"warmup_steps": -1, "decay_steps": 1}, "warmup_steps"),

@@ -91,7 +91,7 @@ class Steps:
 def _per_row(where: str, value: Any, rows: _rows.Rows) -> np.ndarray:
     """A number, or one per row."""
     count = rows.lengths.size
-    if np.ndim(value) == 0:
+    if _rows.is_one(value):
         number = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
         number = _check.real(where, number, low=-_rows.LARGEST, high=_rows.LARGEST, error=DataError)
         return np.full(count, number)

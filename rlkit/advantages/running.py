@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import attrs
@@ -12,6 +12,7 @@ from rlkit import _check, _rows
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
+from rlkit.errors import ConfigError
 
 __all__ = ["RunningBaseline", "RunningNormalization", "running_baseline", "running_normalization"]
 
@@ -24,7 +25,10 @@ class RunningBaseline:
 
     Args:
         decay: in [0, 1].
-        baselines: role -> b; all that a checkpoint needs to hold.
+        baselines: role -> b, finite; all that a checkpoint needs to hold. It is copied.
+
+    Raises:
+        ConfigError: a field is out of range.
 
     >>> baseline = RunningBaseline(decay=0.5)
     >>> baseline.update([1.0, 3.0], ["white", "black"])
@@ -43,6 +47,10 @@ class RunningBaseline:
 
     def __attrs_post_init__(self) -> None:
         self.decay = _check.real("decay", self.decay, low=0.0, high=1.0)
+        if not isinstance(self.baselines, Mapping):
+            what = f"got {_check.shown(self.baselines)}"
+            raise ConfigError(_check.problem("baselines", what, "a mapping of roles to numbers"))
+        self.baselines = {role: _number(f"baselines[{role!r}]", b) for role, b in self.baselines.items()}
 
     def update(self, rewards: Any, roles: Any = None) -> np.ndarray:
         """Advantages [N] of flat ``rewards`` [N], which then move the baselines of their ``roles`` [N] in order.
@@ -71,6 +79,9 @@ class RunningNormalization:
         count, mean, squares, lowest, highest: of what has been seen (squares: the sum of squared deviations); all
             that a checkpoint needs to hold.
 
+    Raises:
+        ConfigError: a field is out of range, or what has been seen contradicts itself.
+
     >>> normalization = RunningNormalization(eps=0.0)
     >>> normalization.update([5.0, 5.0])
     array([0., 0.])
@@ -90,6 +101,19 @@ class RunningNormalization:
 
     def __attrs_post_init__(self) -> None:
         _groups.settings(ddof=self.ddof, eps=self.eps)
+        self.count = _check.integer("count", self.count, low=0)
+        self.mean = _number("mean", self.mean)
+        self.squares = _check.real("squares", self.squares, low=0.0)
+        if self.count == 0:
+            seen = (self.mean, self.squares, self.lowest, self.highest)
+            if seen != (0.0, 0.0, np.inf, -np.inf):
+                raise ConfigError(_check.problem("count", "is 0, and yet something was seen", "the fields as saved"))
+            return
+        self.lowest, self.highest = _number("lowest", self.lowest), _number("highest", self.highest)
+        slack = 1e-9 * max(abs(self.lowest), abs(self.highest))  # a merged mean may be off in its last digits
+        if not self.lowest - slack <= self.mean <= self.highest + slack:
+            what = f"is {self.mean}, not between lowest={self.lowest} and highest={self.highest}"
+            raise ConfigError(_check.problem("mean", what, "the fields as saved"))
 
     def update(self, rewards: Any) -> np.ndarray:
         """Advantages [N] of flat ``rewards`` [N]; unscored ones (NaN) get 0 and count nowhere."""
@@ -127,6 +151,10 @@ def running_normalization(*, ddof: int = 1, eps: float = 1e-6) -> RunningNormali
     array([0.])
     """
     return RunningNormalization(ddof=ddof, eps=eps)
+
+
+def _number(where: str, value: Any) -> float:
+    return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST)
 
 
 def _names(roles: Any, length: int) -> list[Hashable]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, _ratios, _rows
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -15,6 +15,7 @@ from rlkit.advantages._steps import Steps
 __all__ = ["entropy_bonus", "jsd", "kl_penalty", "on_policy_distillation"]
 
 _LARGEST_LOG_RATIO = 300.0  # beyond it exp() leaves what can be added up; such a token is broken anyway
+_LARGEST_DISTANCE = 1e75  # beyond it coef d^2 could overflow
 
 
 @register("on_policy_distillation")
@@ -32,8 +33,9 @@ def on_policy_distillation(
     a_t = clip(coef (teacher - sampling), -clip, clip), and A_t = a_t + gamma A_{t+1}
 
     Args:
-        teacher_logprobs, sampling_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite.
-        coef: >= 0.
+        teacher_logprobs, sampling_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite and at
+            most 0, but for rounding up to 0.1.
+        coef: in [0, 1e150].
         clip: > 0, or None for no clipping.
         gamma: in [0, 1]; 0 looks at each token alone.
         mask: shaped alike; masked tokens get 0 and are passed over.
@@ -42,7 +44,7 @@ def on_policy_distillation(
         float64 in the form of the logprobs.
 
     Raises:
-        DataError: shapes differ, or a number that counts is not finite.
+        DataError: shapes differ, or an entry that counts is no logprob.
         ConfigError: a setting is out of range.
 
     >>> on_policy_distillation(teacher_logprobs=[-1.0, -4.0], sampling_logprobs=[-2.0, -1.0], clip=2.0, gamma=0.5)
@@ -51,7 +53,7 @@ def on_policy_distillation(
     Source: Thinking Machines Lab, "On-policy distillation" (2025); arXiv:2306.13649. Peers: tinker-cookbook the same;
     Trinity clips to [-5, 5]; slime subtracts it from another advantage.
     """
-    coef = _check.real("coef", coef, low=0.0)
+    coef = _check.real("coef", coef, low=0.0, high=_rows.LARGEST)
     gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps, teacher, sampling = _pair("teacher_logprobs", teacher_logprobs, sampling_logprobs, mask)
     a = coef * (teacher - sampling)
@@ -72,7 +74,7 @@ def jsd(
     Args:
         teacher_logprobs, sampling_logprobs: as for ``on_policy_distillation``.
         beta: in [0, 1], the teacher's share.
-        coef: >= 0.
+        coef: in [0, 1e150].
         mask: as for ``on_policy_distillation``.
 
     Raises:
@@ -87,7 +89,7 @@ def jsd(
     expectation over tokens and its gradient is not that of the divergence: the loss topk_jsd has that.
     """
     beta = _check.real("beta", beta, low=0.0, high=1.0)
-    coef = _check.real("coef", coef, low=0.0)
+    coef = _check.real("coef", coef, low=0.0, high=_rows.LARGEST)
     steps, teacher, sampling = _pair("teacher_logprobs", teacher_logprobs, sampling_logprobs, mask)
     if beta in {0.0, 1.0}:
         return steps.restore(np.zeros(teacher.size))
@@ -110,8 +112,9 @@ def kl_penalty(
     -coef kl_t with d = sampling - reference and kl = d ("k1"), d^2 / 2 ("k2"), e^-d - 1 + d ("k3") or |d| ("abs")
 
     Args:
-        sampling_logprobs, reference_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite.
-        coef: >= 0.
+        sampling_logprobs, reference_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite and at
+            most 0, but for rounding up to 0.1.
+        coef: in [0, 1e150].
         estimator: as above.
         center: whether to subtract the mean over the batch's tokens, so that the penalty moves no sum.
         mask: shaped alike; masked tokens get 0 and count nowhere.
@@ -127,7 +130,7 @@ def kl_penalty(
     Source: arXiv:1909.08593 (KL in the reward); Schulman, "Approximating KL divergence" (2020). Peers:
     tinker-cookbook centres over the batch; verl clamps k3 to [-10, 10].
     """
-    coef = _check.real("coef", coef, low=0.0)
+    coef = _check.real("coef", coef, low=0.0, high=_rows.LARGEST)
     _check.choice("estimator", estimator, ("k1", "k2", "k3", "abs"))
     center = _check.flag("center", center)
     steps, reference, sampling = _pair("reference_logprobs", reference_logprobs, sampling_logprobs, mask)
@@ -135,7 +138,7 @@ def kl_penalty(
     if estimator == "k1":
         kl = d
     elif estimator == "k2":
-        kl = 0.5 * d * d
+        kl = 0.5 * np.square(np.clip(d, -_LARGEST_DISTANCE, _LARGEST_DISTANCE))
     elif estimator == "k3":
         kl = np.expm1(np.minimum(-d, _LARGEST_LOG_RATIO)) + d
     else:
@@ -153,8 +156,9 @@ def entropy_bonus(*, sampling_logprobs: Any, coef: float = 0.01, mask: Any = Non
     -coef log q: on-policy, its policy gradient is coef times the gradient of the entropy of each token
 
     Args:
-        sampling_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite.
-        coef: >= 0.
+        sampling_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite and at
+            most 0, but for rounding up to 0.1.
+        coef: in [0, 1e150].
         mask: shaped alike; masked tokens get 0.
 
     Raises:
@@ -165,12 +169,21 @@ def entropy_bonus(*, sampling_logprobs: Any, coef: float = 0.01, mask: Any = Non
 
     Source: E[-log q grad log q] = grad H. Peers: Trinity on Tinker uses -q (1 + log q), which is something else.
     """
-    coef = _check.real("coef", coef, low=0.0)
-    steps = Steps.parse(sampling_logprobs, mask=mask, where="sampling_logprobs", empty=True)
+    coef = _check.real("coef", coef, low=0.0, high=_rows.LARGEST)
+    steps = _tokens(sampling_logprobs, mask)
     return steps.restore(-coef * steps.rewards)
 
 
 def _pair(name: str, other: Any, sampling: Any, mask: Any) -> tuple[Steps, np.ndarray, np.ndarray]:
     """The tokens that count, and both policies' logprobs of them [n]."""
+    steps = _tokens(sampling, mask)
+    flat = steps.rows.like(name, other)
+    _ratios.check(steps.rows, flat, name, steps.mask)
+    return steps, flat if steps.mask is None else flat[steps.mask], steps.rewards
+
+
+def _tokens(sampling: Any, mask: Any) -> Steps:
+    """The sampled tokens that count, and their logprobs."""
     steps = Steps.parse(sampling, mask=mask, where="sampling_logprobs", empty=True)
-    return steps, steps.select(name, other), steps.rewards
+    _ratios.check(steps.rows, steps.rows.flat, "sampling_logprobs", steps.mask)
+    return steps

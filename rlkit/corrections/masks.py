@@ -28,18 +28,18 @@ def token_mask(
 
     Args:
         trainer_logprobs, sampling_logprobs: of the policy's own tokens: [n], [B, n] or a list of [n_i], of one shape,
-            finite; a sequence may be empty.
+            finite and at most 0, but for rounding up to 0.1; a sequence may be empty.
         clip_low_threshold, clip_high_threshold: >= 0, bounds on the ratio itself that do not cross.
 
     Returns:
         float64 in the form of the logprobs.
 
     Raises:
-        DataError: shapes differ, or an entry is not finite.
+        DataError: shapes differ, or an entry is no logprob.
         ConfigError: a bound is out of range, or they cross.
 
     >>> import math
-    >>> token_mask(trainer_logprobs=[0.0, math.log(3.0)], sampling_logprobs=[0.0, 0.0])
+    >>> token_mask(trainer_logprobs=[-1.0, math.log(0.3)], sampling_logprobs=[-1.0, math.log(0.1)])  # 1 and 3
     array([1., 0.])
 
     Source: none of its own; the mask of IcePop, arXiv:2510.18855. Peers: verl 0.9 bounds the inverse ratio.
@@ -65,8 +65,8 @@ def sequence_mask(
         DataError, ConfigError: as for ``token_mask``.
 
     >>> import math
-    >>> sequence_mask(trainer_logprobs=[[math.log(3.0), math.log(0.5)], [math.log(3.0)]],
-    ...     sampling_logprobs=[[0.0, 0.0], [0.0]])  # products 1.5 and 3
+    >>> a, b = math.log(0.1), math.log(0.3)
+    >>> sequence_mask(trainer_logprobs=[[b, math.log(0.15)], [b]], sampling_logprobs=[[a, b], [a]])  # 1.5 and 3
     [array([1., 1.]), array([0.])]
 
     Source: "When speed kills stability" (2025), masked importance sampling. Peers: TRL's sequence_mask has only the
@@ -93,8 +93,8 @@ def geometric_sequence_mask(
         DataError, ConfigError: as for ``token_mask``.
 
     >>> import math
-    >>> geometric_sequence_mask(trainer_logprobs=[[math.log(4.0), 0.0], [0.0, 0.0]],
-    ...     sampling_logprobs=[[0.0, 0.0], [0.0, 0.0]])  # geometric means 2 and 1
+    >>> geometric_sequence_mask(trainer_logprobs=[[math.log(0.4), -1.0], [-1.0, -1.0]],
+    ...     sampling_logprobs=[[math.log(0.1), -1.0], [-1.0, -1.0]])  # geometric means 2 and 1
     array([[0., 0.],
            [1., 1.]])
 

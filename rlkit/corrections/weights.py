@@ -19,18 +19,19 @@ def token_tis(*, trainer_logprobs: Any, sampling_logprobs: Any, clip_high_thresh
 
     Args:
         trainer_logprobs, sampling_logprobs: of the policy's own tokens: [n], [B, n] or a list of [n_i], of one shape,
-            finite; a sequence may be empty.
+            finite and at most 0, but for rounding up to 0.1; a sequence may be empty.
         clip_high_threshold: >= 0, a bound on the ratio itself.
 
     Returns:
         float64 in the form of the logprobs.
 
     Raises:
-        DataError: shapes differ, or an entry is not finite.
+        DataError: shapes differ, or an entry is no logprob.
         ConfigError: the bound is out of range.
 
     >>> import math
-    >>> token_tis(trainer_logprobs=[math.log(0.25), math.log(3.0)], sampling_logprobs=[0.0, 0.0]).round(6)
+    >>> p, q = [math.log(0.05), math.log(0.6)], [math.log(0.2), math.log(0.2)]
+    >>> token_tis(trainer_logprobs=p, sampling_logprobs=q).round(6)
     array([0.25, 2.  ])
 
     Source: IMPALA, arXiv:1802.01561; "Your efficient RL framework secretly brings you off-policy RL training" (2025).
@@ -51,7 +52,8 @@ def sequence_tis(*, trainer_logprobs: Any, sampling_logprobs: Any, clip_high_thr
         DataError, ConfigError: as for ``token_tis``.
 
     >>> import math
-    >>> sequence_tis(trainer_logprobs=[math.log(0.5), math.log(0.5)], sampling_logprobs=[0.0, 0.0]).round(6)
+    >>> p, q = [math.log(0.1), math.log(0.1)], [math.log(0.2), math.log(0.2)]
+    >>> sequence_tis(trainer_logprobs=p, sampling_logprobs=q).round(6)
     array([0.25, 0.25])
 
     Source: as for ``token_tis``. Peers: verl's sequence level.
@@ -80,7 +82,8 @@ def icepop(
         DataError, ConfigError: as for ``token_tis``; the bounds cross.
 
     >>> import math
-    >>> icepop(trainer_logprobs=[math.log(0.25), math.log(3.0)], sampling_logprobs=[0.0, 0.0]).round(6)
+    >>> p, q = [math.log(0.05), math.log(0.6)], [math.log(0.2), math.log(0.2)]
+    >>> icepop(trainer_logprobs=p, sampling_logprobs=q).round(6)
     array([0., 3.])
 
     Source: Ring-1T, arXiv:2510.18855; bounds as in INTELLECT-3, arXiv:2512.16144, equation 1. Peers: verl's token
@@ -102,7 +105,7 @@ def batch_normalized(*, trainer_logprobs: Any, sampling_logprobs: Any) -> Any:
         DataError: as for ``token_tis``.
 
     >>> import math
-    >>> batch_normalized(trainer_logprobs=[math.log(3.0), 0.0], sampling_logprobs=[0.0, 0.0]).round(6)  # mean 2
+    >>> batch_normalized(trainer_logprobs=[math.log(0.6), -1.0], sampling_logprobs=[math.log(0.2), -1.0]).round(6)
     array([1.5, 0.5])
 
     Source: self-normalised importance sampling. Peers: verl's rollout_is_batch_normalize.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import numpy as np
@@ -13,9 +14,26 @@ from rlkit.errors import DataError
 
 __all__ = ["Selection", "select"]
 
+_MASK = "a 1-D array of True and False"
 
-def _read_only(counts: Mapping[str, int]) -> Mapping[str, int]:
-    return MappingProxyType(dict(counts))
+
+def _flags(keep: Any) -> np.ndarray:
+    array = _check.as_array("keep", keep, _MASK)
+    array = array.astype(bool) if array.shape == (0,) else array  # an empty list has no dtype of its own
+    if array.ndim != 1 or array.dtype.kind != "b":
+        raise DataError(_check.problem("keep", f"got {_check.shown(array)}", _MASK, "indices are no mask"))
+    return _check.frozen(array)
+
+
+def _counts(dropped: Any) -> Mapping[str, int]:
+    if not isinstance(dropped, Mapping):
+        raise DataError(_check.problem("dropped", f"got {_check.shown(dropped)}", "filter names with counts"))
+    counts = {}
+    for name, number in dropped.items():
+        if not isinstance(name, str):
+            raise DataError(_check.problem("dropped", f"has the key {_check.shown(name)}", "names of filters"))
+        counts[name] = _check.integer(f"dropped[{name!r}]", number, low=0, error=DataError)
+    return MappingProxyType(counts)
 
 
 @attrs.frozen(eq=False)
@@ -23,8 +41,11 @@ class Selection:
     """What a filter keeps.
 
     Attributes:
-        keep: bool [N], one entry per group or per trajectory.
+        keep: bool [N], one entry per group or per trajectory; read-only.
         dropped: name of the filter -> how many it would drop by itself.
+
+    Raises:
+        DataError: keep is no 1-D array of booleans, or dropped no mapping of names to counts.
 
     >>> from rlkit.filters import overlong, unscored
     >>> selection = unscored([1.0, float("nan")]) & overlong([5, 9], max_length=4)
@@ -32,8 +53,8 @@ class Selection:
     (array([False, False]), {'unscored': 1, 'overlong': 2}, 0)
     """
 
-    keep: np.ndarray
-    dropped: Mapping[str, int] = attrs.field(converter=_read_only)
+    keep: np.ndarray = attrs.field(converter=_flags)
+    dropped: Mapping[str, int] = attrs.field(converter=_counts)
 
     @property
     def kept(self) -> int:

@@ -71,12 +71,11 @@ def opsm(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        delta: finite; how far the sequence may have drifted, in nats per token, before its negative tokens are left
-            out.
+        delta: >= 0; how far the sequence may have drifted, in nats per token, before its negative tokens are left out.
         clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high.
 
     Raises:
-        ConfigError: the bounds cross, or ``delta`` is not finite.
+        ConfigError: the bounds cross, or ``delta`` is negative or not finite.
 
     >>> import torch
     >>> lp, q = torch.tensor([-1.0, -1.5]), torch.tensor([-1.0, -1.0])  # drift 0.25
@@ -85,7 +84,7 @@ def opsm(
 
     Source: arXiv:2512.02556 (off-policy sequence masking). Peers: TRL's ``off_policy_mask_threshold``.
     """
-    _check.real("delta", delta)
+    _check.real("delta", delta, low=0.0, why="below 0 it would drop tokens on-policy")
     bounds(clip_low_threshold, clip_high_threshold)
     distance = logprobs - sampling_logprobs
     ratio = distance.exp()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from rlkit import _check
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.losses.prepare import PreparedLoss
 
@@ -33,7 +34,8 @@ def traceable(
 
     Raises:
         UnsupportedError: the loss looks at several datums, or takes more inputs than a trace can have.
-        ConfigError: ``inputs`` lacks one that the loss needs, or ``scalars`` names none of them.
+        ConfigError: ``prepared`` is not from ``prepare``, ``inputs`` lacks one that the loss needs, or ``scalars``
+            names none of them.
 
     >>> import inspect
     >>> from rlkit.losses import prepare
@@ -45,6 +47,9 @@ def traceable(
     >>> ppo(lp, mask, q, torch.tensor([nan, 3.0]), torch.tensor([nan, 0.5]))
     (tensor(-1.5000), {})
     """
+    if not isinstance(prepared, PreparedLoss):
+        what = f"got {_check.shown(prepared)}"
+        raise ConfigError(_check.problem("prepared", what, "a PreparedLoss, which losses.prepare(loss) gives"))
     if prepared.level != "datum":
         raise UnsupportedError(
             f"the loss {prepared.name!r} is of level {prepared.level!r}; a traced loss is called on one datum at a time"

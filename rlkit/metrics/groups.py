@@ -70,7 +70,7 @@ def pass_at_k(n: Any, c: Any, k: int) -> Any:
     Source: Codex, arXiv:2107.03374, equation 1. Peers: 1 - (1 - c / n)^k, seen in places, is biased.
     """
     k = _check.integer("k", k, low=1)
-    if np.ndim(n) == 0 and np.ndim(c) == 0:
+    if _rows.is_one(n) and _rows.is_one(c):
         n = _check.integer("n", n, low=k, why="at least k samples", error=DataError)
         c = _check.integer("c", c, low=0, high=n, error=DataError)
         return 1.0 - float(np.prod([(n - c - i) / (n - i) for i in range(k)])) if n - c >= k else 1.0

@@ -30,10 +30,11 @@ def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     """The mean of sampling - trainer: the unbiased estimate of KL(sampler || trainer), which may be negative.
 
     Args:
-        trainer_logprobs, sampling_logprobs: [n] or a list of [n_i], of one shape, finite.
+        trainer_logprobs, sampling_logprobs: [n] or a list of [n_i], of one shape, finite and at most 0, but for
+            rounding up to 0.1.
 
     Raises:
-        DataError: shapes differ, an entry is not finite, or there is no token at all.
+        DataError: shapes differ, an entry is no logprob, or there is no token at all.
 
     >>> kl_v1(trainer_logprobs=[-0.5, -2.0], sampling_logprobs=[-1.0, -1.0])  # (-0.5 + 1) / 2
     0.25
@@ -72,7 +73,7 @@ def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
         DataError: as for ``kl_v1``.
 
     >>> import math
-    >>> round(kl_k3(trainer_logprobs=[math.log(2.0)], sampling_logprobs=[0.0]), 6)  # 2 - 1 - log 2
+    >>> round(kl_k3(trainer_logprobs=[math.log(0.5)], sampling_logprobs=[math.log(0.25)]), 6)  # 2 - 1 - log 2
     0.306853
 
     Source: Schulman (2020), k3. Peers: verl, SkyRL and OpenRLHF clamp it at 10, where it matters most.
@@ -85,7 +86,7 @@ def entropy_estimate(*, sampling_logprobs: Any) -> float:
     """The mean of -log q over the sampled tokens: an unbiased estimate of the policy's entropy per token, in nats.
 
     Args:
-        sampling_logprobs: [n] or a list of [n_i], finite.
+        sampling_logprobs: as for ``kl_v1``.
 
     Raises:
         DataError: as for ``kl_v1``.
@@ -137,7 +138,7 @@ def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> f
         DataError: as for ``kl_v1``.
 
     >>> import math
-    >>> round(effective_sample_size(trainer_logprobs=[math.log(3.0), 0.0], sampling_logprobs=[0.0, 0.0]), 6)
+    >>> round(effective_sample_size(trainer_logprobs=[math.log(0.6), -1.0], sampling_logprobs=[math.log(0.2), -1.0]), 6)
     0.8
 
     Weights 3 and 1: (3 + 1)^2 / (2 (9 + 1)) = 0.8.
@@ -162,10 +163,10 @@ def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token")
         ConfigError: the level is unknown.
 
     >>> import math
-    >>> log2 = math.log(2.0)
-    >>> round(chi2(trainer_logprobs=[log2, 0.0], sampling_logprobs=[0.0, 0.0]), 6)  # (4 + 1) / 2 - 1
+    >>> p, q = [math.log(0.5), -1.0], [math.log(0.25), -1.0]
+    >>> round(chi2(trainer_logprobs=p, sampling_logprobs=q), 6)  # (4 + 1) / 2 - 1
     1.5
-    >>> round(chi2(trainer_logprobs=[log2, 0.0], sampling_logprobs=[0.0, 0.0], level="sequence"), 6)  # 4 - 1
+    >>> round(chi2(trainer_logprobs=p, sampling_logprobs=q, level="sequence"), 6)  # 4 - 1
     3.0
 
     Source: Pearson's divergence. Peers: verl's chi2_token and chi2_seq.

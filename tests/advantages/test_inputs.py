@@ -46,6 +46,7 @@ BAD_REWARDS: list[tuple[Any, str]] = [
     ([[1.0, 2.0, 3.0], [1.0, -INF]], r"rewards\[1\]\[1\]: is -inf"),
     (np.array([[0.0, 1.0], [2.0, INF]], np.float32), r"rewards\[1\]\[1\]: is inf"),
     ([1e151, 0.0], r"rewards\[0\]"),
+    ([[[1.0], [1.0, 2.0]], [1.0]], r"rewards\[0\]: got"),
 ]
 GROUP = [
     "asymre",
@@ -152,6 +153,9 @@ BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("discounted_returns", [1.0], {"bootstrap_value": None}, "bootstrap_value"),
     ("discounted_returns", [1.0], {"bootstrap_value": True}, "bootstrap_value"),
     ("discounted_returns", [[1.0], [2.0]], {"bootstrap_value": [1.0]}, "bootstrap_value"),
+    ("discounted_returns", [[1.0], [2.0]], {"bootstrap_value": [[1.0], [1.0, 2.0]]}, "bootstrap_value: got"),
+    ("gae", [[1.0], [2.0]], {"values": [[1.0], [2.0]], "lam": [[1.0], [1.0, 0.5]]}, "lam: got"),
+    ("remax", [[1.0], [2.0]], {"baseline": [[1.0], [1.0, 2.0]]}, "baseline: got"),
     ("discounted_returns", [[1.0], [2.0]], {"bootstrap_value": [1.0, INF]}, r"bootstrap_value\[1\]"),
     ("rebn", [1.0, 2.0], {"mask": [1, 0, 1]}, "mask"),
     ("gae", [1.0, 2.0], {"values": [1.0]}, "values"),
@@ -219,6 +223,33 @@ def test_token_functions_refuse(name: str) -> None:
         function(**{other: [-1.0, -1.0], "sampling_logprobs": [-1.0, -INF]})
     with pytest.raises(ConfigError, match="^coef"):
         function(**{other: [-1.0], "sampling_logprobs": [-1.0]}, coef=-1.0)
+
+
+@pytest.mark.parametrize("name", [*TOKEN_PAIRS, "entropy_bonus"])
+def test_logprobs_are_not_positive(name: str) -> None:
+    """A logprob is at most 0: rounding passes, a probability or a reversed sign does not, masked ones do not matter."""
+    function, others = adv.registry[name], [TOKEN_PAIRS[name] + "_logprobs"] if name in TOKEN_PAIRS else []
+    near, far = [[-1.0], [-1.0, 1e-3]], [[-1.0], [-1.0, 0.2]]
+    kept = dict.fromkeys(["sampling_logprobs", *others], near)
+    assert all(np.isfinite(row).all() for row in function(**kept))
+    for wrong in kept:
+        with pytest.raises(DataError, match=rf"^{wrong}\[1\]\[1\]: is 0.2; expected a logprob"):
+            function(**{**kept, wrong: far})
+        masked = function(**{**kept, wrong: far}, mask=[[1], [1, 0]])
+        np.testing.assert_array_equal(masked[1][1], 0.0)
+
+
+@pytest.mark.parametrize("name", [*TOKEN_PAIRS, "entropy_bonus"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_largest_coefficient(name: str, estimator: str) -> None:
+    """The largest coefficient on the largest logprobs stays finite; beyond it is a ConfigError."""
+    given = {other: [-1e150, -1.0] for other in ["sampling_logprobs"]}
+    if name in TOKEN_PAIRS:
+        given[TOKEN_PAIRS[name] + "_logprobs"] = [-1.0, -1e150]
+    more = {"estimator": estimator} if name == "kl_penalty" else {}
+    assert np.isfinite(adv.registry[name](**given, **more, coef=1e150)).all()
+    with pytest.raises(ConfigError, match="^coef"):
+        adv.registry[name](**given, **more, coef=1e308)
 
 
 def test_token_settings() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
+from rlkit.errors import ConfigError
 
 NAN = float("nan")
 laws = settings(max_examples=50, deadline=None)
@@ -282,3 +285,63 @@ def test_running_normalization(batch: list[list[float]]) -> None:
         if len(seen) > 1 and max(seen) > min(seen):
             expected = np.nan_to_num((np.array(part) - np.mean(seen)) / (np.std(seen, ddof=1) + 1e-3))
         np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+
+
+@laws
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_running_states_go_through_json(batch: list[list[float]]) -> None:
+    """What update leaves behind is accepted again, and goes on as if nothing had happened."""
+    for running in (adv.running_normalization(), adv.running_baseline(decay=0.9)):
+        for part in batch:
+            running.update(part)
+            state = json.loads(json.dumps(attrs.asdict(running)))
+            again = type(running)(**state)
+            assert again == running
+            np.testing.assert_array_equal(type(running)(**state).update([1.0, 3.0]), again.update([1.0, 3.0]))
+
+
+def test_running_baseline_copies_its_state() -> None:
+    """Two baselines made from one state do not move each other."""
+    state = {"white": 0.5}
+    adv.RunningBaseline(decay=0.5, baselines=state).update([1.0], ["white"])
+    assert state == {"white": 0.5}
+
+
+SEEN = {"count": 3, "mean": 4.0, "squares": 6.0, "lowest": 2.0, "highest": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "message"),
+    [
+        (adv.RunningBaseline, {"baselines": None}, "baselines: got None"),
+        (adv.RunningBaseline, {"baselines": [1.0]}, "baselines: got"),
+        (adv.RunningBaseline, {"baselines": {"a": "1"}}, r"baselines\['a'\]: got '1'"),
+        (adv.RunningBaseline, {"baselines": {"a": float("nan")}}, r"baselines\['a'\]: got nan"),
+        (adv.RunningBaseline, {"baselines": {"a": 0.0, 3: 1e151}}, r"baselines\[3\]: got 1e\+151"),
+        (adv.RunningNormalization, {**SEEN, "count": 1.5}, "count: got 1.5"),
+        (adv.RunningNormalization, {**SEEN, "count": -1}, "count: got -1"),
+        (adv.RunningNormalization, {**SEEN, "count": 0}, "count: is 0"),
+        (adv.RunningNormalization, {"mean": 1.0}, "count: is 0"),
+        (adv.RunningNormalization, {"squares": 1.0}, "count: is 0"),
+        (adv.RunningNormalization, {"lowest": 1.0, "highest": 1.0}, "count: is 0"),
+        (adv.RunningNormalization, {**SEEN, "mean": None}, "mean: got None"),
+        (adv.RunningNormalization, {**SEEN, "mean": float("nan")}, "mean: got nan"),
+        (adv.RunningNormalization, {**SEEN, "mean": 1.9}, "mean: is 1.9, not between"),
+        (adv.RunningNormalization, {**SEEN, "mean": 5.1}, "mean: is 5.1, not between"),
+        (adv.RunningNormalization, {**SEEN, "squares": -1.0}, "squares: got -1"),
+        (adv.RunningNormalization, {**SEEN, "squares": float("inf")}, "squares: got inf"),
+        (adv.RunningNormalization, {**SEEN, "lowest": float("-inf")}, "lowest: got -inf"),
+        (adv.RunningNormalization, {**SEEN, "highest": float("inf")}, "highest: got inf"),
+        (adv.RunningNormalization, {**SEEN, "lowest": 5.0, "highest": 2.0}, "mean"),
+    ],
+)
+def test_running_states_are_checked(kind: type, state: dict[str, Any], message: str) -> None:
+    """A damaged state is refused when it is loaded, not steps later."""
+    with pytest.raises(ConfigError, match=rf"^({message})"):
+        kind(**state)
+
+
+def test_running_states_of_one_number_and_of_the_largest() -> None:
+    """States at the ends of their ranges are accepted."""
+    assert adv.RunningNormalization(count=1, mean=2.0, lowest=2.0, highest=2.0).update([2.0]).tolist() == [0.0]
+    assert adv.RunningBaseline(baselines={"": 1e150}).update([1e150]).tolist() == [0.0]

@@ -94,6 +94,11 @@ def test_rows_do_not_see_each_other(batch: Any, gamma: float) -> None:
         np.testing.assert_array_equal(row, adv.gae(r, values=v, gamma=gamma, bootstrap_value=b)[0])
 
 
+def below(numbers: Any) -> Any:
+    """Numbers as logprobs."""
+    return [below(x) if isinstance(x, list) else x - 20.0 for x in numbers]
+
+
 def call(name: str, rewards: Any, values: Any, mask: Any = None) -> list[Any]:
     """Every function over time that takes a mask, as a list of results."""
     calls: dict[str, Callable[[], Any]] = {
@@ -107,13 +112,13 @@ def call(name: str, rewards: Any, values: Any, mask: Any = None) -> list[Any]:
         "remax": lambda: adv.remax(rewards, baseline=0.4, mask=mask),
         "rebn": lambda: adv.rebn(rewards, mask=mask),
         "on_policy_distillation": lambda: adv.on_policy_distillation(
-            teacher_logprobs=values, sampling_logprobs=rewards, gamma=0.5, mask=mask
+            teacher_logprobs=below(values), sampling_logprobs=below(rewards), gamma=0.5, mask=mask
         ),
-        "jsd": lambda: adv.jsd(teacher_logprobs=values, sampling_logprobs=rewards, mask=mask),
+        "jsd": lambda: adv.jsd(teacher_logprobs=below(values), sampling_logprobs=below(rewards), mask=mask),
         "kl_penalty": lambda: adv.kl_penalty(
-            sampling_logprobs=rewards, reference_logprobs=values, center=True, mask=mask
+            sampling_logprobs=below(rewards), reference_logprobs=below(values), center=True, mask=mask
         ),
-        "entropy_bonus": lambda: adv.entropy_bonus(sampling_logprobs=rewards, mask=mask),
+        "entropy_bonus": lambda: adv.entropy_bonus(sampling_logprobs=below(rewards), mask=mask),
     }
     result = calls[name]()
     return list(result) if isinstance(result, tuple) else [result]

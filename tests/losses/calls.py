@@ -27,7 +27,7 @@ VARIANTS = [
     ("dppo_kl", {"divergence_low": 0.005, "divergence_high": 0.01, "ratio_cap": 1.2}),
     ("sapo", {"tau_pos": 2.0, "tau_neg": 0.6}),
     ("vespo", {"k_pos": 1.5, "lambda_pos": 0.5, "k_neg": 0.7, "lambda_neg": 2.5}),
-    ("opsm", {"delta": -0.1}),
+    ("opsm", {"delta": 0.0}),
     ("opsm", {"delta": 0.02}),
     ("opmd", {"tau": 0.3}),
     ("rec", {"clip_mode": "one-side", "weight": "importance_sampling"}),

@@ -218,11 +218,14 @@ def test_sequences_of_one_token(batch):
 @few
 @given(batch=batches())
 def test_opsm_between_its_limits(batch):
-    """With a far threshold nothing is left out, with a low one every token of negative advantage is."""
+    """With a far threshold nothing is left out; without tolerance, of a drifted sequence every token with A < 0."""
     lp, inputs = batch
     same(call("opsm", lp, inputs, {"delta": 1e3}), call("ppo", lp, inputs))
     good = {**inputs, "advantages": [np.maximum(a, 0) for a in inputs["advantages"]]}
-    same(call("opsm", lp, inputs, {"delta": -1e3}), call("ppo", lp, good))
+    drifted = [q - 0.01 - abs(x - q) for x, q in zip(lp, inputs["sampling_logprobs"], strict=True)]
+    same(call("opsm", drifted, inputs, {"delta": 0.0}), call("ppo", drifted, good))
+    nearer = [q + 0.01 + abs(x - q) for x, q in zip(lp, inputs["sampling_logprobs"], strict=True)]
+    same(call("opsm", nearer, inputs, {"delta": 0.0}), call("ppo", nearer, inputs))
 
 
 @few

@@ -142,6 +142,9 @@ def test_what_can_not_be_traced():
             traceable(prepare(name))
     with pytest.raises(ConfigError, match="inputs lacks 'advantages'"):
         traceable(prepare("ppo"), inputs=["sampling_logprobs"])
+    for unprepared in ("ppo", losses.ppo, None):
+        with pytest.raises(ConfigError, match=r"^prepared: got .*; expected a PreparedLoss"):
+            traceable(unprepared)
     with pytest.raises(ConfigError, match="'mu' is not among"):
         traceable(prepare("ppo"), scalars=["mu"])
 
