@@ -1,0 +1,156 @@
+"""From a trajectory to the datums that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import DataError
+from rlkit.trajectory.types import Trajectory, Turn
+from rlkit.types import Datum, Sample
+
+__all__ = ["datums"]
+
+
+def datums(trajectory: Trajectory, advantages: Any = None, *, split: str = "raise", **inputs: Any) -> list[Datum]:
+    """The datums that train a trajectory: its tokens exactly as they were sent and sampled.
+
+    Turns whose prompt begins with the previous prompt and action are merged into one datum, so the cost is linear in
+    the length of the conversation. A turn whose prompt does not (a template rewrote the history, or the environment
+    replaced it), or that was drawn at another temperature or cut by top_p or top_k, starts a new one. The mask is True
+    at the actions' tokens and nowhere else; a datum without any is left out.
+
+    Args:
+        trajectory: T turns with n_1 ... n_T action tokens.
+        advantages: one number for the trajectory; or [T], one per turn; or a sequence of T arrays [n_i], one number
+            per action token (``trajectory.per_turn`` cuts a flat array).
+        split: "raise": a DataError where more than one datum is needed, because losses on sequences, such as gspo, act
+            per datum and would see parts; "allow".
+        inputs: further inputs in the same forms, ``weights=`` for example: what ``token_weights`` gives for
+            ``trajectory.token_count`` goes to every datum of the trajectory. Per token also [n_i, K]. A single
+            number other than an advantage stays one number per datum. An explicit ``sampling_logprobs=`` takes the
+            place of the recorded ones and says that truncation by top_p or top_k has been corrected for.
+
+    Returns:
+        One datum or, with split="allow", as many as needed, none where no action has a token. Each has
+        ``sampling_logprobs`` and what was given.
+
+    Raises:
+        DataError: what was given has none of the forms, or a split is needed.
+        ConfigError: split is unknown.
+
+    >>> from rlkit import Sample
+    >>> from rlkit.trajectory import Trajectory, Turn, datums
+    >>> first = Turn(Sample([5, 6], [7], [-0.5]))
+    >>> second = Turn(Sample([5, 6, 7, 1], [8, 9], [-1.0, -2.0]))  # begins with 5 6 7
+    >>> (datum,) = datums(Trajectory([first, second]), [0.5, -1.0], weights=0.25)
+    >>> datum.tokens, datum.mask.astype(int), datum.inputs["advantages"]
+    (array([5, 6, 7, 1, 8, 9]), array([0, 0, 1, 0, 1, 1]), array([ 0. ,  0. ,  0.5,  0. , -1. , -1. ], dtype=float32))
+
+    Peers: one datum per turn, quadratic in the length of the conversation, is what several libraries train; others put
+    advantages on the last tokens, tool replies included.
+    """
+    _check.choice("split", split, ("raise", "allow"))
+    if not isinstance(trajectory, Trajectory):
+        raise DataError(_check.problem("trajectory", f"got {_check.shown(trajectory)}", "an rlkit Trajectory"))
+    taken = {"tokens", "mask", "inputs", "temperature", "truncated"} & inputs.keys()
+    if taken:
+        raise DataError(f"datums: {min(taken)!r} is the trajectory's own; it can not be given")
+    if advantages is not None:
+        inputs["advantages"] = advantages
+    turns = trajectory.turns
+    forms = {name: _per_token(name, value, turns) for name, value in inputs.items()}
+    runs = _runs(turns)
+    if len(runs) > 1 and split == "raise":
+        raise DataError(
+            f"datums: turn {runs[1][0]} does not continue the tokens of the turn before it, so this trajectory needs"
+            f' {len(runs)} datums, and losses on sequences would see parts; split="allow" accepts that'
+        )
+    return [_merged([turns[i] for i in run], run, forms) for run in runs]
+
+
+def _runs(turns: Sequence[Turn]) -> list[list[int]]:
+    """Indices of turns, cut where one can not share a datum with the one before; each run ends with a token."""
+    runs: list[list[int]] = []
+    for i, turn in enumerate(turns):
+        if i and _continues(turns[i - 1], turn):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    for run in runs:
+        while run and not turns[run[-1]].tokens.size:
+            run.pop()
+    return [run for run in runs if run]
+
+
+def _continues(before: Turn, turn: Turn) -> bool:
+    p, n = before.prompt.size, before.tokens.size
+    return (
+        turn.prompt.size >= p + n
+        and np.array_equal(turn.prompt[:p], before.prompt)
+        and np.array_equal(turn.prompt[p : p + n], before.tokens)
+        and turn.sample.temperature == before.sample.temperature
+        and _cut(turn.sample) == _cut(before.sample)
+    )
+
+
+def _cut(sample: Sample) -> bool:
+    """Whether top_p or top_k cut the distribution that it was drawn from."""
+    return sample.temperature > 0 and (sample.top_p < 1.0 or sample.top_k > 0)
+
+
+def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, Any]) -> Datum:
+    last = turns[-1]
+    tokens = np.concatenate([last.prompt, last.tokens])
+    mask = np.zeros(tokens.size, bool)
+    for turn in turns:
+        mask[turn.prompt.size : turn.prompt.size + turn.tokens.size] = True
+    inputs: dict[str, Any] = {}
+    for name, parts in forms.items():
+        inputs[name] = np.concatenate([parts[i] for i in run]) if isinstance(parts, list) else parts
+    truncated = _cut(last.sample) and "sampling_logprobs" not in inputs
+    inputs.setdefault("sampling_logprobs", np.concatenate([turn.logprobs for turn in turns]))
+    return Datum(tokens, mask, inputs, temperature=last.sample.temperature, truncated=truncated)
+
+
+def _per_token(name: str, value: Any, turns: Sequence[Turn]) -> Any:
+    """A number as a rank-0 array; everything else as one array [n_i] or [n_i, K] per turn."""
+    where = f"datums({name})"
+    count = len(turns)
+    expected = f"a number, [{count}] (one per turn), or {count} arrays (one entry per action token)"
+    if isinstance(value, (str, bytes, Mapping)):
+        raise DataError(_check.problem(where, f"got {_check.shown(value)}", expected))
+    if isinstance(value, (list, tuple)) and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in value):
+        if len(value) != count:
+            raise DataError(_check.problem(where, f"has {len(value)} arrays", f"{count}", "one per turn"))
+        return [_tokens_of(f"{where}[{i}]", x, turn) for i, (x, turn) in enumerate(zip(value, turns, strict=True))]
+    array = _check.as_array(where, value, expected)
+    if array.ndim >= 2 and array.shape[0] == count:
+        return [_tokens_of(f"{where}[{i}]", x, turn) for i, (x, turn) in enumerate(zip(array, turns, strict=True))]
+    if array.ndim == 1 and array.size == count:
+        _finite(where, array)
+        return [np.full(turn.tokens.size, x) for x, turn in zip(array, turns, strict=True)]
+    if array.ndim:
+        hint = "a flat array of tokens is cut by trajectory.per_turn(x)"
+        raise DataError(_check.problem(where, f"has shape {array.shape}", expected, hint))
+    _finite(where, array)
+    return [np.full(turn.tokens.size, array) for turn in turns] if name == "advantages" else array
+
+
+def _tokens_of(where: str, value: Any, turn: Turn) -> np.ndarray:
+    array = _check.as_array(where, value, f"[{turn.tokens.size}]")
+    if array.ndim not in (1, 2) or array.shape[0] != turn.tokens.size:
+        what, expected = f"has shape {array.shape}", f"({turn.tokens.size},)"
+        raise DataError(_check.problem(where, what, expected, "one entry per token of this turn's action"))
+    _finite(where, array)
+    return array
+
+
+def _finite(where: str, array: np.ndarray) -> None:
+    bad = np.argwhere(~np.isfinite(array))
+    if bad.size or (array.ndim == 0 and not np.isfinite(array)):
+        index = "".join(f"[{i}]" for i in bad[0])
+        raise DataError(_check.problem(where + index, f"is {array[tuple(bad[0])]}", "a finite number"))

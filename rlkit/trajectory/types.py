@@ -1,0 +1,314 @@
+"""What an episode leaves behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import DataError
+from rlkit.rewards import reduction
+from rlkit.types import Sample
+
+__all__ = ["Failure", "Group", "Trajectory", "Turn"]
+
+REDUCTIONS = ("sum", "mean", "max", "min", "last")
+
+
+def _given(value: Any) -> Any:
+    """What the caller gave, of any type; it is checked once all fields are there."""
+    return value
+
+
+def _read_only(value: Any) -> Any:
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+@attrs.frozen(eq=False, repr=False)
+class Turn:
+    """One action of the policy, with the prompt that it answered and the reward that it got.
+
+    Args:
+        sample: what the sampler returned: the prompt as it was sent, the action's tokens as they were drawn, their
+            logprobs, stop_reason, how they were drawn, and the policy's version. An action may be empty.
+        reward: finite, or NaN where it could not be scored.
+        metrics: name -> finite number, such as what the environment said about the step.
+
+    Raises:
+        DataError: naming the field.
+
+    >>> from rlkit import Sample
+    >>> turn = Turn(Sample([5, 6], [7], [-0.5]), reward=1.0)
+    >>> turn.prompt, turn.tokens, turn.version
+    (array([5, 6]), array([7]), 0)
+    """
+
+    sample: Sample
+    reward: float = attrs.field(default=0.0, converter=_given)
+    metrics: Mapping[str, float] = attrs.field(factory=dict, converter=_read_only)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.sample, Sample):
+            raise DataError(_check.problem("Turn.sample", f"got {_check.shown(self.sample)}", "an rlkit.Sample"))
+        object.__setattr__(self, "reward", _reward("Turn.reward", self.reward))
+        _numbers("Turn.metrics", self.metrics)
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """int64 [P], as it was sent."""
+        return self.sample.prompt
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [n], the action as it was drawn."""
+        return self.sample.tokens
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [n], of the action's tokens when they were drawn."""
+        return self.sample.logprobs
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the action ended: "stop", or "length" where it was cut."""
+        return self.sample.stop_reason
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the policy that acted."""
+        return self.sample.version
+
+    def __reduce__(self) -> Any:
+        return _reduced(self)
+
+    def __repr__(self) -> str:
+        return f"Turn(P={self.prompt.size}, n={self.tokens.size}, reward={self.reward:g})"
+
+
+@attrs.frozen(eq=False, repr=False)
+class Trajectory:
+    """One episode.
+
+    Args:
+        turns: in order; may be empty, where the first prompt already did not fit.
+        terminated: the environment came to an end of its own.
+        truncated: a limit cut it short: the environment's, or one of turns, tokens, context or time.
+        ended: why it ended: "terminated", or the limit's name.
+        env: name of the environment.
+        index: which item of the environment's set, or None.
+        seed: what the environment was reset with, or None.
+        reduction: how the turns' rewards become ``reward``: "sum", "mean", "max", "min" or "last".
+        nonterminal_reward: what ``reward`` is for an episode that was not ``terminated``; None: as for the others.
+        tags: name -> text, number or bool; yours.
+        metrics: name -> finite number, about the whole episode.
+        messages: the conversation as text, for people; not trained.
+
+    Raises:
+        DataError: naming the field.
+
+    >>> from rlkit import Sample
+    >>> first = Turn(Sample([5, 6], [7], [-0.5]), reward=0.25)
+    >>> second = Turn(Sample([5, 6, 7, 1], [8, 9], [-1.0, -1.0]), reward=0.5)
+    >>> trajectory = Trajectory([first, second], terminated=True, ended="terminated")
+    >>> trajectory.reward, trajectory.token_count
+    (0.75, 3)
+    """
+
+    turns: Sequence[Turn] = attrs.field(converter=_given)
+    terminated: bool = attrs.field(default=False, kw_only=True)
+    truncated: bool = attrs.field(default=False, kw_only=True)
+    ended: str = attrs.field(default="", kw_only=True)
+    env: str = attrs.field(default="env", kw_only=True)
+    index: int | None = attrs.field(default=None, kw_only=True)
+    seed: int | None = attrs.field(default=None, kw_only=True)
+    reduction: str = attrs.field(default="sum", kw_only=True)
+    nonterminal_reward: float | None = attrs.field(default=None, kw_only=True)
+    tags: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, converter=_read_only)
+    metrics: Mapping[str, float] = attrs.field(factory=dict, kw_only=True, converter=_read_only)
+    messages: Sequence[Mapping[str, Any]] = attrs.field(factory=tuple, kw_only=True, converter=_given)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "turns", _items("Trajectory.turns", self.turns, Turn))
+        for name in ("terminated", "truncated"):
+            _check.flag(f"Trajectory.{name}", getattr(self, name), error=DataError)
+        for name in ("ended", "env"):
+            _text(f"Trajectory.{name}", getattr(self, name))
+        for name in ("index", "seed"):
+            if getattr(self, name) is not None:
+                _check.integer(f"Trajectory.{name}", getattr(self, name), low=0, error=DataError)
+        _check.choice("Trajectory.reduction", self.reduction, REDUCTIONS, error=DataError)
+        if self.nonterminal_reward is not None:
+            _check.real("Trajectory.nonterminal_reward", self.nonterminal_reward, error=DataError)
+        _numbers("Trajectory.metrics", self.metrics)
+        _tags("Trajectory.tags", self.tags)
+        object.__setattr__(self, "messages", _items("Trajectory.messages", self.messages, Mapping))
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [turns]."""
+        return np.array([turn.reward for turn in self.turns], np.float64)
+
+    @property
+    def reward(self) -> float:
+        """The turns' rewards, reduced; NaN where one is unscored, 0 where there are no turns."""
+        if self.nonterminal_reward is not None and not self.terminated:
+            return float(self.nonterminal_reward)
+        rewards = self.rewards
+        if not rewards.size:
+            return 0.0
+        return float(rewards[-1]) if self.reduction == "last" else float(reduction(rewards, self.reduction))
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that the policy chose, over all turns: the length that ``token_weights`` takes."""
+        return sum(turn.tokens.size for turn in self.turns)
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version among the turns; 0 where there are none."""
+        return min((turn.version for turn in self.turns), default=0)
+
+    def per_turn(self, values: Any) -> list[np.ndarray]:
+        """[token_count, ...] cut into one array [n_i, ...] per turn, as ``datums`` takes what is given per token."""
+        array = _check.as_array("per_turn(values)", values, "one entry per action token")
+        if array.ndim == 0 or array.shape[0] != self.token_count:
+            expected = f"length {self.token_count}"
+            raise DataError(_check.problem("per_turn(values)", _check.shown(array), expected, "one per action token"))
+        return np.split(array, np.cumsum([turn.tokens.size for turn in self.turns])[:-1])
+
+    def __reduce__(self) -> Any:
+        return _reduced(self)
+
+    def __repr__(self) -> str:
+        text = f"Trajectory({self.env!r}, {len(self.turns)} turns, {self.token_count} tokens"
+        return f"{text}, reward={self.reward:g}, ended={self.ended!r})"
+
+
+@attrs.frozen
+class Failure:
+    """An episode that could not be carried through, for reasons that are not the policy's.
+
+    Attributes:
+        env: name of the environment.
+        kind: the exception's class name, or "timeout".
+        message: what it said, shortened.
+        where: "make", "reset", "step", "sampler" or "chat".
+        turns: how many turns had been made.
+        member: which member of its group.
+    """
+
+    env: str
+    kind: str
+    message: str = ""
+    where: str = ""
+    turns: int = 0
+    member: int = 0
+
+
+@attrs.frozen(eq=False, repr=False)
+class Group:
+    """Episodes of one task by one policy: what an estimator compares.
+
+    Args:
+        trajectories: those that were carried through, in the order of their members.
+        failures: those that were not; they are in no loss and no baseline.
+        env: name of the environment.
+        index: which item of the environment's set, or None.
+        number: which group of the step, counted from 0.
+        step: the step that it was sampled for.
+
+    >>> from rlkit import Sample
+    >>> group = Group([Trajectory([Turn(Sample([5], [7], [-0.5]), reward=r)]) for r in (0.0, 1.0)])
+    >>> group.rewards
+    array([0., 1.])
+    """
+
+    trajectories: Sequence[Trajectory] = attrs.field(converter=_given)
+    failures: Sequence[Failure] = attrs.field(factory=tuple, kw_only=True, converter=_given)
+    env: str = attrs.field(default="env", kw_only=True)
+    index: int | None = attrs.field(default=None, kw_only=True)
+    number: int = attrs.field(default=0, kw_only=True)
+    step: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "trajectories", _items("Group.trajectories", self.trajectories, Trajectory))
+        object.__setattr__(self, "failures", _items("Group.failures", self.failures, Failure))
+        _text("Group.env", self.env)
+        for name in ("index", "number", "step"):
+            if name != "index" or self.index is not None:
+                _check.integer(f"Group.{name}", getattr(self, name), low=0, error=DataError)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [trajectories], what an estimator takes as one group."""
+        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
+
+    @property
+    def same_start(self) -> bool:
+        """Whether all members answered the same first prompt; if not, comparing them means little."""
+        starts = {t.turns[0].prompt.tobytes() for t in self.trajectories if t.turns}
+        return len(starts) <= 1
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version among the trajectories; 0 where there are none."""
+        return min((t.version for t in self.trajectories), default=0)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __repr__(self) -> str:
+        return f"Group({self.env!r}, rewards={self.rewards.round(4).tolist()}, {len(self.failures)} failed)"
+
+
+def _reduced(record: Any) -> Any:
+    """For pickle, which can not take read-only mappings."""
+    fields = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+    return functools.partial(type(record), **plain), ()
+
+
+def _items(where: str, value: Any, kind: type) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}"))
+    items = tuple(value)
+    for i, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise DataError(_check.problem(f"{where}[{i}]", f"got {_check.shown(item)}", f"a {kind.__name__}"))
+    return items
+
+
+def _reward(where: str, value: Any) -> float:
+    if isinstance(value, (float, np.floating)) and np.isnan(value):
+        return float("nan")
+    return _check.real(where, value, error=DataError, why="or NaN for unscored")
+
+
+def _text(where: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "text"))
+
+
+def _numbers(where: str, value: Any) -> None:
+    _names(where, value)
+    for name, number in value.items():
+        _check.real(f"{where}[{name!r}]", number, error=DataError)
+
+
+def _tags(where: str, value: Any) -> None:
+    _names(where, value)
+    for name, tag in value.items():
+        if not isinstance(tag, (str, bool, int, float)):
+            raise DataError(
+                _check.problem(f"{where}[{name!r}]", f"got {_check.shown(tag)}", "text, a number or a bool")
+            )
+
+
+def _names(where: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "a mapping with names as keys"))

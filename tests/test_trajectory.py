@@ -1,0 +1,294 @@
+"""Trajectories become datums without a token lost or invented."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit
+from rlkit import DataError, Sample
+from rlkit.advantages import token_weights
+from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
+
+VOCABULARY = 259  # the toy's
+
+
+@st.composite
+def trajectories(draw, max_turns=6, split=True):
+    """Turns with random tokens, special ones among them; some actions empty, some prompts that rewrite the history."""
+    tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=5)
+    prompt = draw(tokens.filter(bool))
+    turns = []
+    for _ in range(draw(st.integers(1, max_turns))):
+        action = draw(tokens)
+        logprobs = draw(st.lists(st.floats(-20, 0, width=32), min_size=len(action), max_size=len(action)))
+        turns.append(Turn(Sample(prompt, action, logprobs), reward=draw(st.floats(-2, 2))))
+        if split and draw(st.integers(0, 3)) == 0:
+            prompt = draw(tokens.filter(bool))
+        else:
+            prompt = [*prompt, *action, *draw(tokens)]
+    return Trajectory(turns)
+
+
+def spans(trajectory, data):
+    """For each turn with tokens the datum and the places where its action must stand, found by searching."""
+    found, d, place = [], 0, 0
+    for turn in trajectory.turns:
+        if not turn.tokens.size:
+            continue
+        whole = np.concatenate([turn.prompt, turn.tokens])
+        while not (len(data[d].tokens) >= whole.size and (data[d].tokens[: whole.size] == whole).all()) or (
+            whole.size <= place
+        ):
+            d, place = d + 1, 0
+        found.append((turn, d, range(turn.prompt.size, whole.size)))
+        place = whole.size
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(trajectories(), st.integers(0, 2**32 - 1))
+def test_every_sampled_token_is_trained_once_and_no_other(trajectory, seed):
+    """Trained ids, logprobs and advantages are the sampled ones, in order; everything else is masked and 0."""
+    rng = np.random.default_rng(seed)
+    advantages = [rng.normal(size=turn.tokens.size) for turn in trajectory.turns]
+    data = datums(trajectory, advantages, split="allow")
+    flat = {"tokens": [], "sampling_logprobs": [], "advantages": []}
+    for datum in data:
+        flat["tokens"].append(datum.tokens[datum.mask])
+        for name in ("sampling_logprobs", "advantages"):
+            flat[name].append(datum.inputs[name][datum.mask])
+            assert (datum.inputs[name][~datum.mask] == 0).all()
+    joined = {name: np.concatenate([*parts, np.zeros(0)]) for name, parts in flat.items()}
+    empty = [np.zeros(0)]
+    assert (joined["tokens"] == np.concatenate([t.tokens for t in trajectory.turns] + empty)).all()
+    assert (joined["sampling_logprobs"] == np.concatenate([t.logprobs for t in trajectory.turns] + empty)).all()
+    assert (joined["advantages"] == np.concatenate(advantages + empty).astype(np.float32)).all()
+    marked = [np.zeros(len(datum), bool) for datum in data]
+    for _, d, place in spans(trajectory, data):
+        marked[d][list(place)] = True
+    assert all((mark == datum.mask).all() for mark, datum in zip(marked, data, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(trajectories(split=False))
+def test_turns_that_extend_each_other_share_one_datum(trajectory):
+    """It is as long as the last prompt and action that has tokens: the cost is linear."""
+    data = datums(trajectory, 1.0)
+    filled = [turn for turn in trajectory.turns if turn.tokens.size]
+    assert len(data) == bool(filled)
+    if filled:
+        assert (data[0].tokens == np.concatenate([filled[-1].prompt, filled[-1].tokens])).all()
+
+
+@pytest.fixture(scope="module")
+def toy():
+    pytest.importorskip("torch")
+    with rlkit.connect("toy", seed=0) as policy:
+        yield policy
+
+
+def gradient(policy, data, loss, **config):
+    if not data:
+        return 0.0
+    policy.forward_backward(data, loss, config=config).result()
+    found = policy._gradient.copy()
+    policy.discard()
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(trajectories(), st.integers(0, 2**32 - 1))
+def test_merging_does_not_change_the_gradient_of_losses_per_token(toy, trajectory, seed):
+    """One datum for many turns gives the gradient of one datum per turn, for ppo with weights and a KL term too."""
+    rng = np.random.default_rng(seed)
+    per_turn = rng.normal(size=len(trajectory.turns))
+    weights = [rng.uniform(size=turn.tokens.size) for turn in trajectory.turns]
+    merged = datums(trajectory, per_turn, split="allow", weights=weights)
+    single = [
+        turn.sample.datum(a, weights=w)
+        for turn, a, w in zip(trajectory.turns, per_turn, weights, strict=True)
+        if turn.tokens.size
+    ]
+    for loss in ("importance_sampling", "ppo", "cispo", rlkit.losses.with_entropy("reinforce", coef=0.1)):
+        one, many = gradient(toy, merged, loss), gradient(toy, single, loss)
+        assert np.allclose(one, many, rtol=1e-5, atol=1e-9)
+
+
+def oracle_gradient(policy, trajectory, advantages):
+    """d/dW of -sum A_t log p(token t | what the sampler had seen), from the sampled actions alone."""
+    from rlkit.backends.toy.model import Features
+
+    features, weights = Features(VOCABULARY), policy._weights
+    total = np.zeros_like(weights)
+    for turn, numbers in zip(trajectory.turns, advantages, strict=True):
+        for k, number in enumerate(numbers):
+            seen = np.concatenate([turn.prompt, turn.tokens[:k]])
+            x = features.all(seen)[-1]
+            logits = x @ weights
+            p = np.exp(logits - logits.max())
+            p /= p.sum()
+            p[turn.tokens[k]] -= 1.0
+            total += number * np.outer(x, p)
+    return total
+
+
+@settings(max_examples=25, deadline=None)
+@given(trajectories(max_turns=4), st.integers(0, 2**32 - 1))
+def test_the_gradient_is_that_of_the_sampled_actions(toy, trajectory, seed):
+    """By an oracle that never sees a datum, and exactly 0 where all advantages are."""
+    rng = np.random.default_rng(seed)
+    advantages = [rng.normal(size=turn.tokens.size).astype(np.float32) for turn in trajectory.turns]
+    found = gradient(toy, datums(trajectory, advantages, split="allow"), "reinforce")
+    assert np.allclose(found, oracle_gradient(toy, trajectory, advantages), rtol=1e-5, atol=1e-7)
+    assert not np.any(gradient(toy, datums(trajectory, 0.0, split="allow"), "reinforce"))
+
+
+def two_turns(second=(5, 6, 7, 1), **kwargs):
+    first = Turn(Sample([5, 6], [7], [-0.5]), reward=0.25)
+    return Trajectory([first, Turn(Sample(second, [8, 9], [-1.0, -2.0], **kwargs), reward=0.5)])
+
+
+def test_forms_of_advantages():
+    """A number, one per turn, one per token; a number for something else stays one number."""
+    trajectory = two_turns()
+    (datum,) = datums(trajectory, 2.0, weights=0.5, beta=[1, 2], kl=[[1.0], [2.0, 3.0]])
+    assert datum.inputs["advantages"].tolist() == [0, 0, 2, 0, 2, 2]
+    assert datum.inputs["weights"].shape == ()
+    assert datum.inputs["beta"].tolist() == [0, 0, 1, 0, 2, 2]
+    assert datum.inputs["beta"].dtype == np.int64
+    assert datum.inputs["kl"].tolist() == [0, 0, 1, 0, 2, 3]
+    (datum,) = datums(trajectory, np.array([1.0, -1.0]))
+    assert datum.inputs["advantages"].tolist() == [0, 0, 1, 0, -1, -1]
+    (datum,) = datums(trajectory, trajectory.per_turn([1.0, 2.0, 3.0]))
+    assert datum.inputs["advantages"].tolist() == [0, 0, 1, 0, 2, 3]
+    (datum,) = datums(trajectory, target_tokens=[np.array([[3, 4]]), np.array([[5, 6], [7, 8]])])
+    assert datum.inputs["target_tokens"].tolist() == [[0, 0], [0, 0], [3, 4], [0, 0], [5, 6], [7, 8]]
+    assert "advantages" not in datum.inputs
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ([1.0, 2.0, 3.0], r"datums\(advantages\): has shape \(3,\).*2\] \(one per turn\).*per_turn"),
+        ([[1.0], [2.0]], r"datums\(advantages\)\[1\]: has shape \(1,\); expected \(2,\)"),
+        ([[1.0]], r"has 1 arrays; expected 2"),
+        ([[1.0], [2.0, float("nan")]], r"datums\(advantages\)\[1\]\[1\]: is nan"),
+        ([1.0, float("inf")], r"datums\(advantages\)\[1\]: is inf"),
+        (float("nan"), r"datums\(advantages\): is nan"),
+        ("text", "got 'text'"),
+        ([None, 1.0], r"datums\(advantages\)"),
+        ([[1.0], [[1.0], [1.0, 2.0]]], r"datums\(advantages\)\[1\]"),
+        ({"a": 1}, "got {'a': 1}"),
+    ],
+)
+def test_bad_advantages(advantages, message):
+    with pytest.raises(DataError, match=message):
+        datums(two_turns(), advantages)
+
+
+def test_a_split_has_to_be_allowed():
+    """Losses on sequences act per datum, so a trajectory in parts is refused unless asked for."""
+    rewritten = two_turns(second=(5, 9, 7, 1))
+    with pytest.raises(DataError, match=r"turn 1 does not continue .* 2 datums.*split=\"allow\""):
+        datums(rewritten, 1.0)
+    assert [datum.tokens.tolist() for datum in datums(rewritten, 1.0, split="allow")] == [[5, 6, 7], [5, 9, 7, 1, 8, 9]]
+    with pytest.raises(rlkit.ConfigError, match="split"):
+        datums(rewritten, 1.0, split="yes")
+
+
+@pytest.mark.parametrize("kwargs", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}])
+def test_turns_drawn_differently_do_not_share_a_datum(kwargs):
+    """A datum has one temperature, and is truncated or not."""
+    data = datums(two_turns(**kwargs), 1.0, split="allow")
+    assert [(d.temperature, d.truncated) for d in data] == [
+        (1.0, False),
+        (kwargs.get("temperature", 1.0), "temperature" not in kwargs),
+    ]
+
+
+def test_truncation_corrected_for():
+    data = datums(two_turns(top_p=0.9), 1.0, split="allow", sampling_logprobs=[[-1.0], [-1.0, -1.5]])
+    assert [d.truncated for d in data] == [False, False]
+    assert data[1].inputs["sampling_logprobs"].tolist() == [0, 0, 0, 0, -1.0, -1.5]
+
+
+@pytest.mark.parametrize("name", ["tokens", "mask", "temperature", "truncated", "inputs"])
+def test_what_is_the_trajectorys_own(name):
+    with pytest.raises(DataError, match=name):
+        datums(two_turns(), 1.0, **{name: 1})
+
+
+def test_weights_of_a_batch_count_trajectories():
+    """A sequence is a trajectory: its weight goes to every datum of it, and all tokens add up to one."""
+    batch = [two_turns(), two_turns(second=(1, 2)), Trajectory([])]
+    weights = token_weights([t.token_count for t in batch], "seq-mean-token-mean")
+    data = [datums(t, 1.0, split="allow", weights=w) for t, w in zip(batch, weights, strict=True)]
+    assert [len(d) for d in data] == [1, 2, 0]
+    sums = [sum(d.mask.sum() * d.inputs["weights"] for d in parts) for parts in data]
+    assert np.allclose(sums, [0.5, 0.5, 0])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", 0.75), ("mean", 0.375), ("max", 0.5), ("min", 0.25), ("last", 0.5)]
+)
+def test_rewards_are_reduced(reduction, expected):
+    turns = two_turns().turns
+    assert Trajectory(turns, reduction=reduction).reward == expected
+    assert Trajectory(turns, reduction=reduction, nonterminal_reward=-1.0).reward == -1
+    assert Trajectory(turns, reduction=reduction, nonterminal_reward=-1.0, terminated=True).reward == expected
+    assert Trajectory([], reduction=reduction).reward == 0
+    unscored = [Turn(turns[0].sample, reward=float("nan")), Turn(turns[1].sample, reward=float("nan"))]
+    assert np.isnan(Trajectory(unscored, reduction=reduction).reward)
+
+
+def test_versions_and_starts_of_a_group():
+    old = Trajectory([Turn(Sample([5], [6], [-1.0], version=3)), Turn(Sample([5], [6], [-1.0], version=2))])
+    new = Trajectory([Turn(Sample([5], [6], [-1.0], version=4))])
+    assert (old.version, Group([new, old]).version, Group([]).version) == (2, 2, 0)
+    assert Group([new, old, Trajectory([])]).same_start
+    assert not Group([new, Trajectory([Turn(Sample([6], [6], [-1.0]))])]).same_start
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Turn([1]), r"Turn\.sample"),
+        (lambda: Turn(Sample([1], [2], [0.0]), reward="1"), r"Turn\.reward"),
+        (lambda: Turn(Sample([1], [2], [0.0]), reward=float("inf")), r"Turn\.reward"),
+        (lambda: Turn(Sample([1], [2], [0.0]), metrics={"a": float("nan")}), r"Turn\.metrics\['a'\]"),
+        (lambda: Turn(Sample([1], [2], [0.0]), metrics=[1]), r"Turn\.metrics"),
+        (lambda: Trajectory([1]), r"Trajectory\.turns\[0\]"),
+        (lambda: Trajectory(3), r"Trajectory\.turns"),
+        (lambda: Trajectory([], reduction="median"), r"Trajectory\.reduction"),
+        (lambda: Trajectory([], terminated=1), r"Trajectory\.terminated"),
+        (lambda: Trajectory([], tags={"a": []}), r"Trajectory\.tags\['a'\]"),
+        (lambda: Trajectory([], index=-1), r"Trajectory\.index"),
+        (lambda: Trajectory([], nonterminal_reward=float("nan")), r"Trajectory\.nonterminal_reward"),
+        (lambda: Group([1]), r"Group\.trajectories\[0\]"),
+        (lambda: Group([], failures=[1]), r"Group\.failures\[0\]"),
+        (lambda: Group([], step=-1), r"Group\.step"),
+        (lambda: datums([1], 1.0), "trajectory"),
+        (lambda: two_turns().per_turn([1.0]), "length 3"),
+    ],
+)
+def test_bad_fields_are_named(make, message):
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+def test_repr_is_short():
+    assert repr(two_turns().turns[1]) == "Turn(P=4, n=2, reward=0.5)"
+    assert repr(two_turns()) == "Trajectory('env', 2 turns, 3 tokens, reward=0.75, ended='')"
+    assert repr(Group([two_turns()], failures=[Failure("env", "OSError")])) == "Group('env', rewards=[0.75], 1 failed)"
+
+
+def test_pickled_and_back():
+    """Trajectories travel between processes."""
+    group = pickle.loads(pickle.dumps(Group([two_turns()], failures=[Failure("e", "OSError")], env="e")))
+    assert group.rewards.tolist() == [0.75]
+    assert (group.trajectories[0].turns[1].prompt == [5, 6, 7, 1]).all()
