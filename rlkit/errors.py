@@ -12,6 +12,9 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "EnvBusy",
+    "EnvError",
+    "EnvTimeout",
     "RlkitError",
     "StepOutcomeUnknown",
     "TrainerFailed",
@@ -58,3 +61,15 @@ class TrainerFailed(BackendError):
 
 class CheckpointError(BackendError):
     """A saved state could not be written, or is missing, damaged or of another kind."""
+
+
+class EnvError(RlkitError, RuntimeError):
+    """An environment answered with what is no observation or no reward, or tried to end the program."""
+
+
+class EnvTimeout(EnvError, TimeoutError):
+    """An environment did not answer in time; where it was running in a thread, the thread goes on."""
+
+
+class EnvBusy(EnvError):
+    """An environment has no capacity now; the same call may succeed later."""
