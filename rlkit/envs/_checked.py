@@ -1,0 +1,144 @@
+"""What environments answer, in its proper form, or an EnvError that names the environment."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check, _rows
+from rlkit.envs.protocol import Observation, StepResult
+from rlkit.errors import DataError, EnvError
+
+_FORMS = "text, chat messages or token ids"
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_DEEPEST = 32  # levels of lists and mappings inside of a message
+
+
+def shown(value: Any) -> str:
+    """``value`` in a message: short, whatever it is and however large, and without trusting its ``__repr__``."""
+    text = _SHORT.repr(value)
+    return text if value is None else f"{text} ({type(value).__name__})"
+
+
+def first_observation(value: Any, *, where: str, max_chars: int) -> Observation:
+    """What ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "role" not in value[1]:
+        value = value[0]
+    return observation(value, where=where, max_chars=max_chars)
+
+
+def observation(value: Any, *, where: str, max_chars: int) -> Observation:
+    """``value`` as a str, a tuple of messages (copied, so that later changes are not seen), or int64 [T]."""
+    where = f"{where}: observation"
+    if isinstance(value, str):
+        return _Copy(where, max_chars).text(value, where)
+    if isinstance(value, Mapping):
+        value = [value]
+    if _listed(value) and len(value) > max_chars:
+        raise EnvError(_check.problem(where, f"has {len(value)} entries", f"at most {max_chars}"))
+    if isinstance(value, np.ndarray) or (_listed(value) and value and not isinstance(value[0], Mapping)):
+        try:
+            tokens = _check.token_ids(where, value)
+        except DataError as error:
+            raise EnvError(str(error)) from error
+        if tokens.size > max_chars:
+            raise EnvError(_check.problem(where, f"has {tokens.size} tokens", f"at most {max_chars}"))
+        return tokens
+    if not _listed(value):
+        raise EnvError(_check.problem(where, f"got {shown(value)}", _FORMS))
+    copy = _Copy(where, max_chars)
+    return tuple(_message(copy, f"{where}[{i}]", message) for i, message in enumerate(value))
+
+
+def step_result(value: Any, *, where: str, max_chars: int) -> StepResult:
+    """``value``, a StepResult or the five values of gymnasium, with every part in its proper form."""
+    if isinstance(value, tuple) and len(value) == 5:
+        value = StepResult(*value)
+    if not isinstance(value, StepResult):
+        raise EnvError(_check.problem(where, f"got {shown(value)}", "a StepResult"))
+    terminated = _check.flag(f"{where}: terminated", value.terminated, error=EnvError)
+    truncated = _check.flag(f"{where}: truncated", value.truncated, error=EnvError)
+    info = {} if value.info is None else value.info
+    if not isinstance(info, Mapping):
+        raise EnvError(_check.problem(f"{where}: info", f"got {shown(info)}", "a mapping"))
+    last = "" if (terminated or truncated) and value.observation is None else value.observation
+    return StepResult(
+        observation(last, where=where, max_chars=max_chars),
+        reward(value.reward, where=where),
+        terminated,
+        truncated,
+        MappingProxyType(dict(info)),
+    )
+
+
+def reward(value: Any, *, where: str) -> float:
+    """``value`` as a finite float; booleans, numpy's scalars and arrays without a dimension will do."""
+    where = f"{where}: reward"
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    try:
+        value = float(value) if isinstance(value, (bool, int)) else value
+    except OverflowError as error:
+        raise EnvError(_check.problem(where, "got an integer beyond all floats", "a finite number")) from error
+    return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST, error=EnvError)
+
+
+def _message(copy: _Copy, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise EnvError(_check.problem(where, f"got {shown(value)}", "a message", "the others are messages"))
+    if not isinstance(value.get("role"), str) or not value["role"]:
+        raise EnvError(_check.problem(f"{where}['role']", f"got {shown(value.get('role'))}", "a role's name"))
+    content = value.get("content", "")
+    if content is not None and not isinstance(content, (str, list, tuple)):
+        raise EnvError(_check.problem(f"{where}['content']", f"got {shown(content)}", "text or a list of parts"))
+    copied: dict[str, Any] = copy.of(value, where, 0)
+    return copied
+
+
+class _Copy:
+    """A copy of what a message holds, which is no more than JSON can say, and no longer than ``max_chars``."""
+
+    def __init__(self, where: str, max_chars: int) -> None:
+        self._where = where
+        self._max = max_chars
+        self._chars = 0
+
+    def of(self, value: Any, where: str, depth: int) -> Any:
+        if isinstance(value, str):
+            return self.text(value, where)
+        self._count(1)  # so that there is an end to empty lists, too
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, (int, np.integer)):
+            return int(value)
+        if isinstance(value, (float, np.floating)):
+            return float(value)
+        if depth < _DEEPEST and isinstance(value, Mapping):
+            return {self.text(str(k), where): self.of(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
+        if depth < _DEEPEST and _listed(value):
+            return [self.of(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
+        raise EnvError(_check.problem(where, f"got {shown(value)}", "what JSON can say, not too deep"))
+
+    def text(self, value: str, where: str) -> str:
+        self._count(len(value))
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            what = f"has {value[error.start]!r} at {error.start}"
+            raise EnvError(_check.problem(where, what, "text that can be written in UTF-8")) from error
+        return str.__str__(value)
+
+    def _count(self, chars: int) -> None:
+        self._chars += chars
+        if self._chars > self._max:
+            what = f"has more than {self._max} characters"
+            raise EnvError(_check.problem(self._where, what, "no more than max_chars", "a flood would stop the run"))
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, (list, tuple))

@@ -1,0 +1,280 @@
+"""Calls into environments that can neither hang the caller, nor end the program, nor stand in each other's way."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlkit import _check
+from rlkit.envs import _home
+from rlkit.envs._checked import first_observation, shown, step_result
+from rlkit.envs.protocol import Action, Observation, StepResult, Task
+from rlkit.errors import EnvError, EnvTimeout
+
+__all__ = ["Guarded", "abandoned", "call"]
+
+
+class Running:
+    """A call that has begun. ``outcome`` is settled when it has really ended, even if nobody waits any more."""
+
+    def __init__(
+        self,
+        where: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        home: _home.Home,
+        *,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.where = where
+        self._convert = convert  # applied where the call ran, since a large answer takes time to check
+        self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._home = home
+        self._cancel: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._given_up = False
+        if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+            self._await(lambda: fn(*args))
+        else:
+            context = contextvars.copy_context()
+            _home.threads.start(lambda: self._run(context, fn, args))
+
+    def _run(self, context: contextvars.Context, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            value = context.run(fn, *args)
+            if inspect.isawaitable(value):
+                context.run(self._await, lambda: value)
+                return
+            value = value if self._convert is None else self._convert(value)
+        except BaseException as error:  # noqa: BLE001  # sys.exit in an environment ends its episode alone
+            self.outcome.set_exception(self._tamed(error))
+        else:
+            self.outcome.set_result(value)
+
+    def _await(self, make: Callable[[], Any]) -> None:
+        async def awaited() -> None:
+            try:
+                value = await make()
+                value = value if self._convert is None else self._convert(value)
+            except BaseException as error:  # noqa: BLE001  # one that left the coroutine would end the event loop
+                self.outcome.set_exception(self._tamed(error))
+            else:
+                self.outcome.set_result(value)
+
+        with self._lock:
+            if self._given_up:
+                self.outcome.set_exception(EnvError(f"{self.where}: was given up before it began"))
+                return
+            self._cancel = self._home.begin(awaited)
+
+    def _tamed(self, error: BaseException) -> Exception:
+        """Exceptions as they are; what would end a program, a task or a loop, as an EnvError."""
+        if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+            return error
+        tamed = EnvError(f"{self.where}: raised {type(error).__name__}{error.args}; expected an answer")
+        tamed.__cause__ = error
+        return tamed
+
+    def give_up(self) -> None:
+        """Nobody waits any more: a coroutine is cancelled, a thread can only be left alone."""
+        with self._lock:
+            self._given_up = True
+            cancel = self._cancel
+        if cancel is not None:
+            cancel()
+        _Abandoned.add(self.outcome)
+
+    async def settled(self, timeout: float | None) -> bool:
+        """Waits for the end; False if it did not come within ``timeout`` seconds."""
+        if self.outcome.done():
+            return True
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def ended(_: object) -> None:
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                return
+
+        self.outcome.add_done_callback(ended)
+        await asyncio.wait([waiter], timeout=timeout)
+        return self.outcome.done()
+
+    async def result(self, timeout: float | None) -> Any:
+        """What the call gave."""
+        try:
+            in_time = await self.settled(timeout)
+        except BaseException:
+            self.give_up()
+            raise
+        if not in_time:
+            self.give_up()
+            raise EnvTimeout(f"{self.where}: no answer within {timeout:g} s")
+        return self.outcome.result()
+
+
+class _Abandoned:
+    """Counts the calls that nobody waits for and that have not ended."""
+
+    lock = threading.Lock()
+    count = 0
+
+    @classmethod
+    def add(cls, outcome: concurrent.futures.Future[Any]) -> None:
+        with cls.lock:
+            cls.count += 1
+        outcome.add_done_callback(cls.ended)  # at once, if it has ended meanwhile
+
+    @classmethod
+    def ended(cls, _: object) -> None:
+        with cls.lock:
+            cls.count -= 1
+
+
+def abandoned() -> int:
+    """How many calls into environments were given up and still run; each holds a thread if it is not ``async``."""
+    return _Abandoned.count
+
+
+async def call(fn: Callable[..., Any], *args: Any, timeout: float | None = None, where: str = "environment") -> Any:
+    """What ``fn(*args)`` gives, whether it is ``async`` or not.
+
+    A plain function runs in a daemon thread, which a call that hangs neither takes from others nor keeps the program
+    from ending. What is awaitable runs in the event loop of the environments, in a thread of its own.
+
+    Args:
+        fn, args: the call.
+        timeout: seconds, >= 0; None waits as long as it takes. Then a coroutine is cancelled; a thread goes on, and
+            what it gives is dropped.
+        where: for messages.
+
+    Raises:
+        EnvTimeout: no answer in time.
+        EnvError: it raised what would end the program or the event loop: SystemExit, KeyboardInterrupt,
+            StopIteration, a cancellation of its own.
+        Exception: any other, as it was raised.
+
+    >>> asyncio.run(call(divmod, 7, 2, timeout=10))
+    (3, 1)
+    """
+    if timeout is not None:
+        _check.real("timeout", timeout, low=0.0, why="seconds")
+    return await Running(where, fn, args, _home.current()).result(timeout)
+
+
+class Guarded:
+    """An environment whose answers are checked and whose faults stay its own.
+
+    ``await Guarded.opened(task)`` makes the environment; ``reset``, ``step`` and ``close`` are its methods, awaited.
+    Every error that rlkit raises begins with the environment's name; an exception of the environment passes through.
+
+    Attributes:
+        name: the task's.
+        env: what ``task.make`` gave.
+        seconds: spent waiting for its answers.
+    """
+
+    def __init__(self, env: Any, name: str, *, max_chars: int = 1_000_000, home: _home.Home | None = None) -> None:
+        self.env = env
+        self.name = name
+        self.seconds = 0.0
+        self._max_chars = max_chars
+        self._home = _home.current() if home is None else home
+        self._last: Running | None = None
+        self._closing: Running | None = None
+        for method in ("reset", "step"):
+            if not callable(getattr(env, method, None)):
+                what = f"made {shown(env)}, which has no method {method!r}"
+                raise EnvError(_check.problem(self._where("make"), what, "an environment"))
+
+    @classmethod
+    async def opened(cls, task: Task, *, timeout: float | None = None, max_chars: int = 1_000_000) -> Guarded:
+        """A fresh environment for one episode of ``task``.
+
+        Args:
+            task: makes it.
+            timeout: seconds. An environment that is made too late is closed when it is there.
+            max_chars: the longest observation, in characters.
+        """
+        home = _home.current()
+        running = Running(f"environment {task.name!r}: make", task.make, (), home)
+        try:
+            env = await running.result(timeout)
+        except BaseException:
+            running.outcome.add_done_callback(lambda outcome: _close_late(outcome, home))
+            raise
+        return cls(env, task.name, max_chars=max_chars, home=home)
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """The function schemas that the environment offers; read after ``reset``."""
+        tools = getattr(self.env, "tools", None) or ()
+        if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+            raise EnvError(_check.problem(self._where("tools"), f"got {shown(tools)}", "a list of schemas"))
+        return tuple(tools)
+
+    async def reset(self, seed: int, *, timeout: float | None = None) -> Observation:
+        """The first observation; text, messages, or int64 [T]."""
+        answer: Observation = await self._call("reset", first_observation, seed, timeout=timeout)
+        return answer
+
+    async def step(self, action: Action, *, timeout: float | None = None) -> StepResult:
+        """What the action led to: checked, with a finite float as its reward."""
+        answer: StepResult = await self._call("step", step_result, action, timeout=timeout)
+        return answer
+
+    async def close(self, *, timeout: float | None = 5.0) -> Exception | None:
+        """Closes the environment, once; returns what went wrong with that, if anything did.
+
+        A call that was given up and still runs gets half of ``timeout`` to end, then the environment is closed
+        under it. If the waiting is cancelled, the closing goes on all the same.
+        """
+        if self._closing is None:
+            grace = None if timeout is None else timeout / 2
+            self._closing = Running(self._where("close"), self._close, (grace,), _home.current())
+        if not await self._closing.settled(timeout):
+            return EnvTimeout(f"{self._closing.where}: not closed within {timeout:g} s")
+        error = self._closing.outcome.exception()
+        return error if error is None or isinstance(error, Exception) else EnvError(str(error))
+
+    async def _close(self, grace: float | None) -> None:
+        if self._last is not None:
+            await self._last.settled(grace)
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            running = Running(self._where("close"), close, (), self._home)
+            await running.settled(None)
+            running.outcome.result()
+
+    async def _call(self, method: str, form: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
+        where = self._where(method)
+        if self._closing is not None:
+            raise EnvError(f"{where}: the environment is closed")
+        convert = functools.partial(form, where=where, max_chars=self._max_chars)
+        began = time.monotonic()
+        self._last = Running(where, getattr(self.env, method), args, self._home, convert=convert)
+        try:
+            return await self._last.result(timeout)
+        finally:
+            self.seconds += time.monotonic() - began
+
+    def _where(self, method: str) -> str:
+        return f"environment {self.name!r}: {method}"
+
+
+def _close_late(outcome: concurrent.futures.Future[Any], home: _home.Home) -> None:
+    """Closes an environment that was made when nobody waited for it any more."""
+    if outcome.exception() is None and callable(getattr(outcome.result(), "close", None)):
+        Running("close", outcome.result().close, (), home)
