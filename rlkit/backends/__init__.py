@@ -16,11 +16,12 @@ registry = Registry("backend", entry_point_group="rlkit.backends")
 registry.update(
     toy="rlkit.backends.toy:ToyBackend",
     local="rlkit.backends.local:LocalBackend",
+    tinker="rlkit.backends.tinker:TinkerBackend",
 )
 
 
 def connect(name: str, **options: Any) -> TrainerBackend:
-    """A trainer: ``"toy"``, ``"local"``, or what an installed package adds to the group ``rlkit.backends``.
+    """A trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
 
     Common options, each backend's docstring has its own beside them:
         model: what to train.
@@ -61,6 +62,10 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
+    alone = getattr(registry.resolve(name), "open_sampler", None)
+    if alone is not None:
+        found: Sampler = alone(model=model, path=path, **options)
+        return found
     if model is not None:
         options["model"] = model
     backend = connect(name, **options) if path is None else connect(name, init_from=path, **options)

@@ -7,14 +7,26 @@ read it; both keep further work in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
+import attrs
 import numpy as np
 
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
 
-__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend"]
+__all__ = [
+    "Capabilities",
+    "LossLike",
+    "Route",
+    "Routes",
+    "Sampler",
+    "Storage",
+    "TargetLogprobs",
+    "Tokenizer",
+    "TopK",
+    "TrainerBackend",
+]
 
 LossLike: TypeAlias = str | Callable[..., Any]
 
@@ -137,3 +149,66 @@ class TrainerBackend(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+@attrs.frozen
+class Route:
+    """How a loss reaches a service.
+
+    Attributes:
+        kind: "hosted": one call of a loss that the service has. "composed": several, whose gradients add up.
+            "server": the loss itself is sent and runs there. "client": its gradient is taken here, after a forward
+            pass, and sent as the weights of a cross entropy.
+        calls: what the service is asked for, in order.
+        why: why not one before it in that list; "" for the first.
+    """
+
+    kind: Literal["hosted", "composed", "server", "client"]
+    calls: tuple[str, ...]
+    why: str = ""
+
+
+@runtime_checkable
+class Routes(Protocol):
+    """A backend that runs losses elsewhere and says how."""
+
+    def route(self, data: Sequence[Datum], loss: LossLike, *, config: Mapping[str, Any] | None = None) -> Route:
+        """The way that ``forward_backward`` with these arguments takes; sends nothing."""
+
+
+@runtime_checkable
+class TopK(Protocol):
+    """A sampler that gives the most probable tokens."""
+
+    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+        """(ids int64 [T, k], logprobs float32 [T, k]), most probable first; row i is about token i, row 0 is 0."""
+
+
+@runtime_checkable
+class TargetLogprobs(Protocol):
+    """A sampler that scores given alternatives at every position."""
+
+    def target_logprobs(self, tokens: Any, targets: Any) -> Future[np.ndarray]:
+        """float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A backend whose saved states lie on a service."""
+
+    def saved(self) -> Future[list[str]]:
+        """The paths of this run's saved states, oldest first."""
+
+    def delete(self, path: str) -> Future[None]:
+        """Removes a saved state."""
+
+    def expire(self, path: str, seconds: int | None) -> Future[None]:
+        """Has a saved state removed in ``seconds``; None keeps it."""
+
+
+@runtime_checkable
+class Capabilities(Protocol):
+    """A backend that says what its service offers."""
+
+    def capabilities(self) -> Mapping[str, Any]:
+        """What there is: "models", name -> longest context; "server_losses", whether it runs losses sent to it; ..."""

@@ -67,7 +67,9 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
         chosen = {setting.name: given[setting.name] for setting in settings}
         return estimate(given["logprobs"], **{name: given[name] for name in names}, **chosen)
 
-    return _plus(title, function, term, [*inputs, *settings], "kl_coef", coef, sign=1.0)
+    composed = _plus(title, function, term, [*inputs, *settings], "kl_coef", coef, sign=1.0)
+    composed.__rlkit_parts__ = (function, estimate)  # type: ignore[attr-defined]
+    return composed
 
 
 def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
@@ -146,6 +148,7 @@ def _plus(
     composed.__doc__ = f"{(inspect.getdoc(function) or title).partition(chr(10))[0]} Made by {title}."
     composed.__signature__ = signature  # type: ignore[attr-defined]
     composed.__rlkit_loss__ = found  # type: ignore[attr-defined]
+    composed.__rlkit_parts__ = (function,)  # type: ignore[attr-defined]  # what it is made of
     return composed
 
 

@@ -59,23 +59,23 @@ class SdkTokenizer:
     """A tokenizer of rlkit in the shape that users of the SDK know: lists of ids."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self.inner = inner
         self.eos_token_id = inner.eos_ids[0]
         self.vocab_size = inner.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of ``text``; nothing is added."""
         del add_special_tokens
-        return [int(x) for x in self._inner.encode(text)]
+        return [int(x) for x in self.inner.encode(text)]
 
     def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
         """The text of ids."""
-        return str(self._inner.decode(np.asarray(tokens, np.int64), skip_special=skip_special_tokens))
+        return str(self.inner.decode(np.asarray(tokens, np.int64), skip_special=skip_special_tokens))
 
     def apply_chat_template(self, messages: Any, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """The ids of messages in the model's template."""
         variables.pop("tokenize", None)
-        ids = self._inner.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)
+        ids = self.inner.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)
         return [int(x) for x in ids]
 
 

@@ -33,6 +33,16 @@ class LocalTokenizer:
         template: str | None = getattr(self.hf, "chat_template", None)
         return template
 
+    @property
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts that are tokens of their own, and whether they are special (control tokens)."""
+        return {token.content: bool(token.special) for token in self.hf.added_tokens_decoder.values()}
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """What chat templates know by name: ``{"bos_token": ..., "eos_token": ...}``."""
+        return {name: str(text) for name, text in self.hf.special_tokens_map.items() if isinstance(text, str)}
+
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """int64 [T]; nothing is added, and special-token strings are plain text unless ``special``."""
         if not isinstance(text, str):

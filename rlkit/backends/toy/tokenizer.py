@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,12 @@ class ByteTokenizer:
 
     vocab_size = 259
     eos_ids = (257,)
-    chat_template = "<|im_start|>{role}\\n{content}<|im_end|>\\n"
+    chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    added_tokens = MappingProxyType(dict.fromkeys(_SPECIAL, True))
+    named_tokens = MappingProxyType({"eos_token": "<|im_end|>"})
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """int64 [T]; special-token strings become control tokens only with ``special=True``."""

@@ -23,12 +23,14 @@ class Harness:
         tolerance: largest difference of two logprobs that should be equal.
         exact: a sample does not depend, bit for bit, on what is sampled beside it.
         recovers: after a failure is read, calls are accepted again.
+        tempered: it has logprobs at temperatures other than 1; a backend that has not refuses to train at them.
     """
 
     skips: ClassVar[dict[str, str]] = {}
     tolerance: ClassVar[float] = 1e-4
     exact: ClassVar[bool] = True
     recovers: ClassVar[bool] = True
+    tempered: ClassVar[bool] = True
 
     def make(self, folder: Path, **options: Any) -> Any:
         """A new backend that saves under ``folder``."""

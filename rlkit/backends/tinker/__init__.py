@@ -1,0 +1,344 @@
+"""``TinkerBackend``: the hosted Tinker service, or any server of its API, behind the protocol.
+
+Calls are sent as they are made and read in order (``calls``); a loss takes the cheapest way that is exact (``routes``,
+``custom``); what the SDK raises comes back in rlkit's terms (``faults``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+
+from rlkit import _check
+from rlkit.backends.checking import checked_call
+from rlkit.backends.protocol import LossLike, Route, Sampler
+from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.backends.tinker import connection, paths
+from rlkit.backends.tinker.calls import Calls, Sent
+from rlkit.backends.tinker.custom import ServerLosses, ServerLossPolicy
+from rlkit.backends.tinker.sampler import OffTemperature, TinkerSampler
+from rlkit.backends.tinker.sending import Sending
+from rlkit.backends.tinker.session import Session, open_sampler
+from rlkit.errors import BackendError, ConfigError, UnsupportedError
+from rlkit.futures import Future
+from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+
+__all__ = ["TinkerBackend", "TinkerSampler"]
+
+
+class TinkerBackend:
+    """A LoRA policy that a Tinker service trains and samples.
+
+    Args:
+        model: a model of the service, such as "Qwen/Qwen3-8B".
+        lora: rank, seed and which layers; None for the defaults. The service's alpha is 32.
+        seed: of samples that are asked for without one, and of the adapter's start; None for a fresh one.
+        folder: accepted, as for other backends; states are saved on the service.
+        resume_from: a ``tinker://`` path that ``save`` returned: weights, optimizer, version and the stream of seeds.
+        init_from: a ``tinker://`` path: weights only, a fresh optimizer.
+        base_url, api_key, project: None for what the SDK finds in the environment or its credentials.
+        client: a ``tinker.ServiceClient`` to use instead; it stays open, and its connections are its owner's.
+        tokenizer: a directory, a hub name, a transformers tokenizer or one of rlkit's; None for the SDK's choice,
+            which needs a network.
+        max_length: longest sequence in tokens; None for what the service says, else 32768.
+        deadline: seconds that a call may take, from when the one before it is done (a sample: from when it is asked
+            for). Connecting may take as long.
+        off_temperature: data sampled at a temperature other than 1, which the service can not train at: "raise" an
+            error; "rescore": a sampler gives such samples their untempered logprobs, for one more pass over each;
+            "keep" the logprobs as they are, which leaves the ratio off 1.
+        server_losses: which losses may be sent to a service that runs them: rlkit's "own", "all" that can be traced,
+            or "never" one.
+        ttl: seconds after which the service removes a saved state, 3600 or more; None keeps it.
+        metadata: texts kept with the session and the saved states.
+        optimizer: an optimizer of the SDK instead of AdamW, such as ``tinker.DimuonOptimizerConfig()``; its own
+            parameters then go to ``optim_step``.
+
+    A training call that fails, or has no answer within the deadline, ends the policy: what was sent behind it may have
+    been carried out. Connect anew with ``resume_from=``. A mistake in a loss that runs here is found before anything
+    is sent and changes nothing; once its error is read, calls are accepted again.
+
+    Attributes:
+        service_client, training_client: the SDK's own, for what rlkit does not cover.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | None = None,
+        lora: Lora | None = None,
+        seed: int | None = None,
+        folder: str | Path | None = None,
+        resume_from: str | None = None,
+        init_from: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        project: str | None = None,
+        client: Any = None,
+        tokenizer: Any = None,
+        max_length: int | None = None,
+        deadline: float = 1800.0,
+        off_temperature: OffTemperature = "raise",
+        server_losses: ServerLossPolicy = "own",
+        ttl: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        optimizer: Any = None,
+    ) -> None:
+        del folder
+        if resume_from is not None and init_from is not None:
+            raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
+        _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
+        _check.choice("server_losses", server_losses, ("own", "all", "never"))
+        seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
+        if ttl is not None:
+            _check.integer("ttl", ttl, low=3600, why="seconds, an hour or more")
+        session = Session.open(
+            client, base_url=base_url, api_key=api_key, project=project, metadata=metadata, seconds=seconds
+        )
+        self._session = session
+        try:
+            self.training_client, saved = session.training(
+                model, lora, seed=seed, resume_from=resume_from, init_from=init_from, optimizer=optimizer
+            )
+            self.service_client = session.service
+            self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client)
+            self.max_length = session.max_length(self.training_client.get_info().model_data.model_name, max_length)
+        except BaseException:
+            session.close()
+            raise
+        self._ttl = ttl
+        self._metadata = dict(metadata or {})
+        self._optimizer = optimizer
+        self._off_temperature: OffTemperature = off_temperature
+        entropy = entropy_of(seed) if saved.seed is None or seed is not None else saved.seed
+        self._seeds = SeedStream(entropy, 0 if seed is not None else saved.requests)
+        self.version = saved.version
+        self._steps = saved.version  # as they were sent; ``version`` as they were carried out
+        self._snapshot: tuple[int, Any] | None = None
+        self._calls = Calls(seconds)
+        losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
+        self._sending = Sending(self.training_client, losses, self._calls)
+
+    @classmethod
+    def open_sampler(cls, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
+        """A sampler without a trainer: see ``rlkit.sampler``."""
+        return open_sampler(model=model, path=path, **options)
+
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss: LossLike | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        want: Sequence[str] = (),
+    ) -> Future[ForwardBackwardOutput]:
+        """Logprobs, and the value of ``loss``, taken here. See ``TrainerBackend.forward``."""
+        if loss is None and config:
+            raise ConfigError("forward: got config= without a loss")
+        data, prepared = self._checked(data, loss, config, want)
+        return self._calls.submit("forward", lambda: self._sending.forward(data, prepared), trains=False)
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: LossLike,
+        *,
+        config: Mapping[str, Any] | None = None,
+        want: Sequence[str] = (),
+    ) -> Future[ForwardBackwardOutput]:
+        """Adds the loss's gradient, by the way that ``route`` names. See ``TrainerBackend.forward_backward``."""
+        if loss is None:
+            raise ConfigError("forward_backward: loss is None; give a name or a function, or call forward")
+        data, prepared = self._checked(data, loss, config, want)
+        adds = any(datum.mask.any() for datum in data)
+
+        def send() -> Sent:
+            sent = self._sending.forward_backward(data, prepared, named=isinstance(loss, str))
+            self._calls.accumulated = self._calls.accumulated or adds
+            return sent
+
+        with self._calls.lock:
+            future = self._calls.submit("forward_backward", send, trains=True)
+            self._calls.pending = self._calls.pending or adds
+        return future
+
+    def optim_step(self, params: Adam | Any) -> Future[Mapping[str, float]]:
+        """One step of AdamW, or of the optimizer that the policy was made with. See ``TrainerBackend.optim_step``.
+
+        Raises:
+            BackendError: nothing was accumulated since the last step.
+            StepOutcomeUnknown: it may or may not have been applied (when the future is read).
+        """
+        if self._optimizer is None:
+            if not isinstance(params, Adam):
+                raise ConfigError(
+                    _check.problem("optim_step(params)", f"got {_check.shown(params)}", "rlkit.Adam(...)")
+                )
+        elif isinstance(params, Adam):
+            raise ConfigError(f"optim_step(params): got Adam, but the policy was made with {self._optimizer!r}")
+
+        def send() -> Sent:
+            sent = self.training_client.optim_step(_adam(params)).future()
+            self._calls.accumulated = False
+            self._steps += 1
+
+            def finish(results: list[Any]) -> Mapping[str, float]:
+                self.version += 1
+                return {_metric(k): float(v) for k, v in (results[0].metrics or {}).items()}
+
+            return Sent([sent], finish)
+
+        with self._calls.lock:
+            self._calls.check_open()
+            if not self._calls.pending:
+                raise BackendError(
+                    "optim_step: no gradient is accumulated; call forward_backward first (datums without a masked-in "
+                    "token add none)"
+                )
+            future = self._calls.submit("optim_step", send, trains=True, step=True)
+            self._calls.pending = False
+        return future
+
+    def sampler(self) -> Future[Sampler]:
+        """A snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
+
+        def send() -> Sent:
+            steps = self._steps
+            if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
+                self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
+            return Sent([self._snapshot[1]], lambda results: self._sampler(results[0], steps))
+
+        return self._calls.submit("sampler", send, trains=False)
+
+    def base_sampler(self) -> Future[Sampler]:
+        """The base model. See ``TrainerBackend.base_sampler``."""
+        model = self.training_client.get_info().model_data.model_name
+
+        def send() -> Sent:
+            sent = self.service_client.create_sampling_client(base_model=model).future()
+            return Sent([sent], lambda results: self._sampler(results[0], 0))
+
+        return self._calls.submit("base_sampler", send, trains=False)
+
+    def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
+        """Saves the state on the service. See ``TrainerBackend.save``.
+
+        The service always saves the optimizer; with ``optimizer=False`` the path can not be given to ``resume_from=``.
+        ``sampler=True`` saves weights to sample from as well, under the same name: their path has ``sampler_weights``
+        for ``weights``, and ``rlkit.sampler("tinker", path=...)`` takes it.
+
+        Raises:
+            BackendError: a gradient is accumulated and would be lost.
+        """
+        paths.check_label(name)
+        _check.flag("save(optimizer)", optimizer)
+        _check.flag("save(sampler)", sampler)
+        requests = self._seeds.count
+
+        def send() -> Sent:
+            unique = paths.name_of(name, self._steps, optimizer=optimizer)
+            noted = {**self._metadata, **paths.notes(paths.Saved(seed=self._seeds.entropy, requests=requests))}
+            client, ttl = self.training_client, self._ttl
+            sent = [client.save_state(unique, ttl_seconds=ttl, user_metadata=noted).future()]
+            if sampler:
+                sent.append(client.save_weights_for_sampler(unique, ttl_seconds=ttl, user_metadata=noted).future())
+            return Sent(sent, lambda results: str(results[0].path))
+
+        with self._calls.lock:
+            self._calls.check_open()
+            if self._calls.pending:
+                raise BackendError("save: a gradient is accumulated and would be lost; call optim_step first")
+            return self._calls.submit("save", send, trains=False)
+
+    def discard(self) -> Future[None]:
+        """Has calls accepted again after a failure in which nothing was sent.
+
+        Raises:
+            BackendError: a gradient is on the service, which can not be told to drop it.
+        """
+        return self._calls.discard()
+
+    def route(self, data: Sequence[Datum], loss: LossLike, *, config: Mapping[str, Any] | None = None) -> Route:
+        """The way that ``forward_backward`` takes. See ``Routes``."""
+        data, prepared = self._checked(data, loss, config, ())
+        return self._sending.route(data, prepared, named=isinstance(loss, str))
+
+    def saved(self) -> Future[list[str]]:
+        """The paths of this run's saved states, oldest first. See ``Storage``."""
+        return self._session.saved(self.training_client.model_id)
+
+    def delete(self, path: str) -> Future[None]:
+        """Removes a saved state. See ``Storage``."""
+        return self._session.delete(path)
+
+    def expire(self, path: str, seconds: int | None) -> Future[None]:
+        """Has a saved state removed in ``seconds``, an hour or more. See ``Storage``."""
+        return self._session.expire(path, seconds)
+
+    def capabilities(self) -> Mapping[str, Any]:
+        """Models with their longest contexts, and whether the service runs losses. See ``Capabilities``."""
+        session = self._session
+        return {"models": dict(session.models), "server_losses": session.offers_losses()}
+
+    def close(self) -> None:
+        """Finishes the calls made so far, each within its deadline, and ends the session. May be called twice."""
+        self._calls.close()
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TinkerBackend(model_id={self.training_client.model_id!r}, version={self.version})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a TinkerBackend holds a connection and can not be pickled; connect in each process")
+
+    def _checked(
+        self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
+    ) -> tuple[list[Datum], Any]:
+        size = self.tokenizer.vocab_size
+        checked, prepared, _ = checked_call(
+            "tinker", data, loss, config, want, (), vocab_size=size, max_length=self.max_length
+        )
+        if self._off_temperature == "raise":
+            for i, datum in enumerate(checked):
+                if datum.temperature not in (0.0, 1.0):
+                    raise UnsupportedError(
+                        f"data[{i}] was sampled at temperature {datum.temperature}, and the service trains at 1 alone; "
+                        "sample at 1, or connect with off_temperature='rescore' (untempered logprobs) or 'keep'"
+                    )
+        return checked, prepared
+
+    def _sampler(self, client: Any, version: int) -> TinkerSampler:
+        return TinkerSampler(
+            client,
+            self._seeds,
+            tokenizer=self.tokenizer,
+            max_length=self.max_length,
+            version=version,
+            seconds=self._calls.seconds,
+            off_temperature=self._off_temperature,
+        )
+
+
+def _adam(params: Adam | Any) -> Any:
+    if not isinstance(params, Adam):
+        return params
+    from tinker import types
+
+    return types.AdamParams(**attrs.asdict(params))
+
+
+def _metric(key: str) -> str:
+    return key if key.endswith((":sum", ":mean")) else f"{key}:mean"
+
+
+def _broken(future: Any) -> bool:
+    """Whether a shared snapshot failed, so that it is asked for anew."""
+    return bool(future.done() and (future.cancelled() or future.exception() is not None))

@@ -1,0 +1,41 @@
+"""One thread that calls functions later, for deadlines of requests of which many are in flight."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["after"]
+
+_changed = threading.Condition()
+_waiting: list[tuple[float, int, Callable[[], object]]] = []
+_numbers = itertools.count()
+_thread: threading.Thread | None = None
+
+
+def after(seconds: float, function: Callable[[], object]) -> None:
+    """Calls ``function`` in ``seconds``, in a thread of its own; it must return at once and not raise."""
+    global _thread  # noqa: PLW0603  # one clock for the process
+    with _changed:
+        heapq.heappush(_waiting, (time.monotonic() + seconds, next(_numbers), function))
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="rlkit-tinker-clock", daemon=True)
+            _thread.start()
+        _changed.notify()
+
+
+def _run() -> None:
+    while True:
+        with _changed:
+            while not _waiting:
+                _changed.wait()
+            left = _waiting[0][0] - time.monotonic()
+            if left > 0:
+                _changed.wait(left)
+                continue
+            function = heapq.heappop(_waiting)[2]
+        function()
+        del function

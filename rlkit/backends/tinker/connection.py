@@ -1,0 +1,173 @@
+"""Reaching the service: whose key, which address, which model, and how long to wait for that."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import difflib
+import importlib
+import ipaddress
+import os
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlkit import _check
+from rlkit.backends.tinker import faults, guard, secrets
+from rlkit.errors import BackendTimeout, ConfigError, RlkitError, UnsupportedError
+
+__all__ = ["bounded", "check_model", "sdk", "service_client", "tokenizer_of"]
+
+
+def sdk() -> Any:
+    """The package tinker.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("tinker")
+    except ImportError as error:
+        raise ConfigError("connect('tinker') needs the package tinker: pip install 'rlkit-lm[tinker]'") from error
+
+
+def service_client(
+    *,
+    base_url: str | None,
+    api_key: str | None,
+    project: str | None,
+    metadata: Mapping[str, str] | None,
+    seconds: float,
+) -> Any:
+    """A new ``tinker.ServiceClient`` whose connections are guarded, with a session.
+
+    Raises:
+        ConfigError: no key, a key that can not be one, or an address that would show it.
+        BackendTimeout: the service does not answer.
+    """
+    tinker = sdk()
+    for name, value in (("base_url", base_url), ("api_key", api_key), ("project", project)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise ConfigError(f"{name}: expected a text that is not empty, or None for the environment's")
+    address = base_url or os.environ.get("TINKER_BASE_URL") or None
+    local = _checked_address(address)
+    key = api_key or os.environ.get("TINKER_API_KEY") or None
+    if key is None and local:
+        key = "tml-none"  # a server on this machine may want none, and the SDK wants one
+    if key is not None and not key.startswith(("tml-", "eyJ")):
+        raise ConfigError("api_key (or TINKER_API_KEY): expected a key that starts with 'tml-'; this one does not")
+    secrets.hide(key)
+    guard.install()
+    secrets.watch_logs()
+
+    def make() -> Any:
+        client = tinker.ServiceClient(
+            base_url=address,
+            api_key=key,
+            project_id=project,
+            user_metadata=None if metadata is None else dict(metadata),
+            default_headers_overrides={guard.HEADER: "1"},
+        )
+        _ = client.holder  # opens the session, which is where a wrong key or address shows
+        return client
+
+    where = address or "the Tinker service"
+    try:
+        client = bounded(make, seconds)
+    except BackendTimeout as error:
+        raise BackendTimeout(f"connect: {where} did not answer within {seconds:g} s; is it reachable?") from error
+    except tinker.TinkerError as error:
+        if "api_key" in str(error):
+            raise ConfigError(
+                "connect: no API key; set TINKER_API_KEY, give api_key=, or store one with `tinker auth login`"
+            ) from error
+        raise faults.translate("connect", error) from error
+    except RlkitError:
+        raise
+    except Exception as error:
+        raise faults.translate("connect", error) from error
+    secrets.watch_logs()  # the SDK has imported more of itself by now
+    return client
+
+
+def check_model(model: str, known: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the service lists its models and this is none of them."""
+    if known and model not in known:
+        close = difflib.get_close_matches(model, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"model: the service has no {model!r}; {hint}it has: {', '.join(sorted(known))}")
+
+
+def bounded(function: Callable[[], Any], seconds: float) -> Any:
+    """``function()``, given up after ``seconds``: the SDK waits without a limit in places."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  # raised to the caller below
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rlkit-tinker-connect", daemon=True).start()
+    concurrent.futures.wait([future], seconds)
+    if not future.done():
+        raise BackendTimeout(f"no answer within {seconds:g} s")
+    return future.result()
+
+
+def _checked_address(address: str | None) -> bool:
+    """Whether it is on this machine. Raises ConfigError where the key would travel in clear."""
+    if address is None:
+        return False
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            _check.problem("base_url", f"is {secrets.redact(address)!r}", "https://host, or http://127.0.0.1:port")
+        )
+    if parts.username or parts.password:
+        raise ConfigError("base_url: holds a user name or password; give the key as api_key= or TINKER_API_KEY")
+    local = parts.hostname == "localhost" or _loopback(parts.hostname)
+    if parts.scheme == "http" and not local:
+        raise ConfigError(
+            f"base_url: {parts.hostname} would be sent the key over plain http; use https (http is for this machine "
+            "alone)"
+        )
+    return local
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tokenizer_of(given: Any, client: Any) -> Any:
+    """A tokenizer behind rlkit's protocol: of a directory, a hub name, an object, or None for the SDK's own choice."""
+    from rlkit.backends.protocol import Tokenizer
+
+    if isinstance(given, Tokenizer):
+        return given
+    if given is None:
+        given = client.get_tokenizer()
+    elif isinstance(given, (str, os.PathLike)):
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise ConfigError("tokenizer: reading one needs transformers: pip install 'rlkit-lm[local]'") from error
+        try:
+            given = transformers.AutoTokenizer.from_pretrained(os.fspath(given))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"tokenizer: {given!s} holds none that can be read: {error}") from error
+    if isinstance(given, Tokenizer):
+        return given
+    if hasattr(given, "chat_template") and callable(given):
+        from rlkit.backends.local.tokenizer import LocalTokenizer
+
+        ends = given.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        return LocalTokenizer(given, vocab_size=len(given), eos_ids=ends)
+    inner = getattr(given, "inner", None)
+    if isinstance(inner, Tokenizer):  # what FakeTinker gives
+        return inner
+    raise UnsupportedError("tokenizer: expected a directory, a hub name, a transformers tokenizer or rlkit's protocol")

@@ -1,0 +1,113 @@
+"""The SDK's errors in rlkit's terms, each with what to do about it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+from typing import Any
+
+from rlkit.backends.tinker import secrets
+from rlkit.errors import BackendError, BackendTimeout, CheckpointError, RlkitError, StepOutcomeUnknown
+
+__all__ = ["late", "translate"]
+
+_STATUS = re.compile(r"(?:with status |status |Error code: )(\d{3})\b")
+_ADVICE = {
+    400: "it was refused as not valid",
+    401: "the API key was not accepted (401): check TINKER_API_KEY",
+    402: "billing is not settled (402): see the account's console",
+    403: "the API key may not do this (403)",
+    404: "there is no such thing on the service (404)",
+    409: "it conflicts with something that exists, such as a name that is taken (409)",
+    410: "its session or its result has expired (410)",
+    422: "it was refused as not valid (422)",
+    429: "the service is out of capacity or the rate limit is reached (429)",
+}
+_DEFINITE = (400, 422)  # the server looked at the request and refused it
+
+
+def translate(call: str, error: BaseException, *, step: bool = False, path: str | None = None) -> RlkitError:
+    """The error to raise instead of ``error``, which becomes its cause.
+
+    Args:
+        call: what was being done.
+        error: what the SDK raised.
+        step: it was an optimizer step, so that not knowing its outcome has to be said.
+        path: it was about this saved state.
+    """
+    if isinstance(error, RlkitError):
+        return error
+    secrets.clean(error)
+    reason, definite = _reason(error)
+    kind: type[RlkitError] = BackendError
+    message = f"{call}: {reason}"
+    if path is not None:
+        kind, message = CheckpointError, f"{call}: {path}: {reason}"
+    if step and not definite:
+        kind = StepOutcomeUnknown
+        message += (
+            "; whether the step was applied is not known. It is not sent again: connect anew with resume_from= and the "
+            "path of the last saved state"
+        )
+    found = kind(secrets.redact(message))
+    found.__cause__ = error
+    return found
+
+
+def late(call: str, seconds: float, *, step: bool = False) -> RlkitError:
+    """The error for a call that had no answer within its deadline."""
+    message = f"{call}: no answer within {seconds:g} s (the deadline, an option of connect)"
+    said = secrets.last_warning(seconds)
+    if said is not None:
+        message += f"; the SDK's last warning: {said}"
+    if step:
+        return StepOutcomeUnknown(
+            f"{message}; whether the step was applied is not known. It is not sent again: connect anew with "
+            "resume_from= and the path of the last saved state"
+        )
+    return BackendTimeout(message)
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status behind an error, where it can be told."""
+    status: Any = getattr(error, "status_code", None)
+    if status is None and isinstance(error, ValueError):
+        found = _STATUS.search(str(error))
+        status = int(found[1]) if found else None
+    return status if isinstance(status, int) else None
+
+
+def _reason(error: BaseException) -> tuple[str, bool]:
+    """(what happened, whether nothing can have been applied)."""
+    name, text = type(error).__name__, str(error) or "no message"
+    if name == "RequestFailedError":
+        message = text.removeprefix("Request failed: ").partition(" for self.request_id=")[0]
+        return f"the service reports: {message}", True
+    if isinstance(error, json.JSONDecodeError):
+        return f"the service answered with something that is not JSON: {error.msg}", False
+    if isinstance(error, (concurrent.futures.CancelledError, TimeoutError)):
+        return "it was given up", False
+    if "poisoned" in text:
+        return "an earlier call of this client failed and it takes no more; connect anew with resume_from=", True
+    if name == "RetryableException":
+        return "its result is gone: the session has expired, or the service lost it (410)", False
+    status = status_of(error)
+    if status is not None:
+        if 300 <= status < 400:
+            return f"the service redirects elsewhere ({status}), which is not followed: the key would go with it", True
+        advice = _ADVICE.get(status, f"the service failed ({status})" if status >= 500 else f"status {status}")
+        definite = status in _DEFINITE and hasattr(error, "status_code")
+        return f"{advice}: {_detail(error)}", definite
+    if name in ("APIConnectionError", "APITimeoutError"):
+        return f"the service can not be reached: {text}", False
+    return f"{name}: {text}", False
+
+
+def _detail(error: BaseException) -> str:
+    body = getattr(error, "body", None)
+    if isinstance(body, dict):
+        for key in ("detail", "message", "error"):
+            if isinstance(body.get(key), str):
+                return str(body[key])
+    return str(error)

@@ -1,0 +1,297 @@
+"""A frozen policy on the service."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, Self, TypeAlias
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request
+from rlkit.backends.tinker import clock, faults
+from rlkit.errors import BackendError, DataError, UnsupportedError
+from rlkit.futures import Future
+from rlkit.types import Sample, SamplingParams
+
+__all__ = ["OffTemperature", "TinkerSampler"]
+
+OffTemperature: TypeAlias = Literal["raise", "rescore", "keep"]
+Inner: TypeAlias = "concurrent.futures.Future[Any]"
+_SEED_LIMIT = 2**63
+
+
+class TinkerSampler:
+    """A snapshot, or the base model: the protocol over the SDK's sampling client, with a deadline for each request.
+
+    It also has ``top_logprobs`` (``TopK``) and ``target_logprobs`` (``TargetLogprobs``).
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        seeds: SeedStream,
+        *,
+        tokenizer: Tokenizer,
+        max_length: int,
+        version: int,
+        seconds: float,
+        off_temperature: OffTemperature,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.version = version
+        self.client = client
+        self._seeds = seeds
+        self._seconds = seconds
+        self._off_temperature = off_temperature
+        self._closed = False
+
+    def sample(
+        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+    ) -> Future[list[Sample]]:
+        """``n`` completions. See ``Sampler.sample``.
+
+        The service draws sample i from a stream of its own making out of ``seed`` and i. At a temperature other than
+        1 with ``off_temperature="rescore"`` the logprobs are the untempered ones, asked for once more.
+        """
+        from tinker import types
+
+        self._check_open()
+        array = checked_request(
+            prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
+        )
+        number = self._seeds.next() if seed is None else seed
+        options = types.SamplingParams(
+            max_tokens=min(params.max_tokens, self.max_length - array.size),
+            seed=number if number < _SEED_LIMIT and seed is not None else _folded(number),
+            stop=self._stop(params),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
+        sent = self.client.sample(_prompt(array), n, options).future()
+
+        def finish(response: Any) -> list[Sample]:
+            return [self._sample(array, sequence, params) for sequence in response.sequences]
+
+        if params.temperature not in (0.0, 1.0) and self._off_temperature == "rescore":
+            return Future.wrap(self._request("sample", sent, finish, then=self._rescored))
+        return Future.wrap(self._request("sample", sent, finish))
+
+    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """float32 [T]. See ``Sampler.logprobs``.
+
+        Raises:
+            UnsupportedError: at a temperature other than 1, which the service can not score at.
+        """
+        self._check_open()
+        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        if _check.temperature("logprobs(temperature)", temperature, zero=False) != 1.0:
+            raise UnsupportedError(
+                f"logprobs(temperature={temperature}): the service scores at temperature 1 alone; sample and score at "
+                "1, or connect with off_temperature='rescore' and ask for temperature 1"
+            )
+        return Future.wrap(self._scored(array))
+
+    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+        """(ids, logprobs), each [T, k]. See ``TopK``."""
+        self._check_open()
+        array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        _check.integer("top_logprobs(k)", k, low=1)
+
+        def finish(response: Any) -> tuple[np.ndarray, np.ndarray]:
+            found = response.topk_prompt_logprobs_np
+            if found is None:
+                raise UnsupportedError("top_logprobs: the service gave none; it may not have them for this model")
+            ids = np.zeros((array.size, k), np.int64)
+            logprobs = np.zeros((array.size, k), np.float32)
+            rows = min(found.token_ids.shape[0], array.size)
+            width = min(k, found.token_ids.shape[1])
+            ids[1:rows, :width] = found.token_ids[1:rows, :width]
+            logprobs[1:rows, :width] = found.logprobs[1:rows, :width]
+            return ids, logprobs
+
+        return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
+
+    def target_logprobs(self, tokens: Any, targets: Any) -> Future[np.ndarray]:
+        """float32 [T, K]. See ``TargetLogprobs``."""
+        from tinker import types
+
+        self._check_open()
+        array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        wanted = _check.as_array("target_logprobs(targets)", targets, "int [T, K]")
+        if wanted.dtype.kind != "i" or wanted.ndim != 2 or len(wanted) != array.size or wanted.shape[1] == 0:
+            what = f"is {_check.shown(wanted)}"
+            raise DataError(_check.problem("target_logprobs(targets)", what, f"int [{array.size}, K]"))
+        if wanted.max() >= self.tokenizer.vocab_size or wanted.min() < -1:
+            what = f"spans [{wanted.min()}, {wanted.max()}]"
+            raise DataError(_check.problem("target_logprobs(targets)", what, "ids of the vocabulary, or -1 for none"))
+        if array.size == 1 or (wanted[1:] < 0).all():
+            return Future.of(np.zeros(wanted.shape, np.float32))
+
+        def finish(response: Any) -> np.ndarray:
+            if response.target_prompt_logprobs is None:
+                raise UnsupportedError("target_logprobs: the service gave none; it may not have them for this model")
+            found = np.zeros(wanted.shape, np.float32)
+            found[1:] = np.where(wanted[1:] >= 0, response.target_prompt_logprobs.to_numpy(), 0.0)
+            return found
+
+        asked = types.TensorData.from_numpy(np.ascontiguousarray(wanted[1:], np.int64))
+        return self._prefill("target_logprobs", array, finish, target_prompt_logprobs=asked)
+
+    def close(self) -> None:
+        """Refuses later calls; the service forgets the snapshot with the session."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TinkerSampler(version={self.version})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a TinkerSampler holds a connection and can not be pickled; connect in each process")
+
+    def _stop(self, params: SamplingParams) -> Any:
+        """A stop list takes the place of the model's end tokens on the service; rlkit's are in addition to them."""
+        if params.stop is None:
+            return None
+        if not params.stop:
+            return []
+        eos = [int(x) for x in self.tokenizer.eos_ids]
+        if not isinstance(params.stop[0], str):
+            return list(dict.fromkeys([*params.stop, *eos]))
+        ends = [self.tokenizer.decode(np.array([x]), skip_special=False) for x in eos]
+        return list(dict.fromkeys([*params.stop, *(text for text in ends if text)]))
+
+    def _sample(self, prompt: np.ndarray, sequence: Any, params: SamplingParams) -> Sample:
+        if sequence.logprobs is None:
+            raise BackendError("sample: the service gave no logprobs")
+        return Sample(
+            prompt=prompt,
+            tokens=np.asarray(sequence.tokens, np.int64),
+            logprobs=np.asarray(sequence.logprobs, np.float32),
+            stop_reason="stop" if sequence.stop_reason == "stop" else "length",
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            version=self.version,
+        )
+
+    def _rescored(self, samples: list[Sample]) -> Inner:
+        """The same samples with untempered logprobs of this snapshot."""
+        inner = _gathered([self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples])
+
+        def finish(arrays: list[np.ndarray]) -> list[Sample]:
+            return [attrs.evolve(s, logprobs=x[s.prompt.size :]) for s, x in zip(samples, arrays, strict=True)]
+
+        return self._request("sample", inner, finish)
+
+    def _scored(self, array: np.ndarray) -> Inner:
+        def finish(values: Any) -> np.ndarray:
+            found = np.array([0.0 if x is None else x for x in values], np.float32)
+            if found.shape != array.shape:
+                raise BackendError(f"logprobs: the service gave {found.size} for {array.size} tokens")
+            found[0] = 0.0
+            return found
+
+        return self._request("logprobs", self.client.compute_logprobs(_prompt(array)).future(), finish)
+
+    def _prefill(self, call: str, array: np.ndarray, finish: Callable[[Any], Any], **options: Any) -> Future[Any]:
+        from tinker import types
+
+        params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
+        inner = self.client.sample(_prompt(array), 1, params, **options).future()
+        return Future.wrap(self._request(call, inner, finish))
+
+    def _request(
+        self,
+        call: str,
+        inner: Inner,
+        finish: Callable[[Any], Any],
+        then: Callable[[Any], Inner] | None = None,
+    ) -> Inner:
+        """A future of ``finish(result)`` that ends by the deadline; with ``then``, of what that future gives."""
+        outer: Inner = concurrent.futures.Future()
+
+        def done(source: Inner) -> None:
+            try:
+                value = finish(source.result())
+                if then is None:
+                    _set(outer, value)
+                else:
+                    then(value).add_done_callback(lambda last: _copy(call, last, outer))
+            except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
+                _fail(outer, faults.translate(call, error))
+
+        inner.add_done_callback(done)
+        if not outer.done():
+            watched, source, seconds = weakref.ref(outer), weakref.ref(inner), self._seconds
+
+            def expire() -> None:
+                late, running = watched(), source()
+                if late is not None and not late.done():
+                    _fail(late, faults.late(call, seconds))
+                    if running is not None:
+                        running.cancel()
+
+            clock.after(seconds, expire)
+        return outer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the sampler is closed")
+
+
+def _prompt(array: np.ndarray) -> Any:
+    from tinker import types
+
+    return types.ModelInput.from_ints(array.tolist())
+
+
+def _folded(seed: int) -> int:
+    """A seed of any size as one that the service takes."""
+    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _gathered(parts: list[Inner]) -> Inner:
+    """A future of the list of their results."""
+    whole: Inner = concurrent.futures.Future()
+    left = [len(parts)]
+
+    def done(_: Inner) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            failed = next((p.exception() for p in parts if p.exception() is not None), None)
+            _set(whole, [p.result() for p in parts]) if failed is None else _fail(whole, failed)
+
+    for part in parts:
+        part.add_done_callback(done)
+    return whole
+
+
+def _copy(call: str, source: Inner, outer: Inner) -> None:
+    error = source.exception()
+    _set(outer, source.result()) if error is None else _fail(outer, faults.translate(call, error))
+
+
+def _set(outer: Inner, value: Any) -> None:
+    try:
+        outer.set_result(value)
+    except concurrent.futures.InvalidStateError:
+        return  # its deadline was over
+
+
+def _fail(outer: Inner, error: BaseException) -> None:
+    try:
+        outer.set_exception(error)
+    except concurrent.futures.InvalidStateError:
+        return

@@ -1,0 +1,170 @@
+"""How a training call is sent: by hosted losses, by a loss that runs on the service, or by a gradient taken here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlkit.backends.protocol import Route
+from rlkit.backends.tinker import custom, routes, wire
+from rlkit.backends.tinker.calls import Calls, Sent
+from rlkit.backends.tinker.custom import ServerLosses
+from rlkit.errors import RlkitError
+from rlkit.types import Datum, ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import PreparedLoss
+
+__all__ = ["Sending"]
+
+_CALL = "forward_backward"
+
+
+class Sending:
+    """The training calls of one policy. Its methods run in the thread that sends.
+
+    Args:
+        client: the SDK's training client.
+        losses: the losses that the service runs.
+        calls: the queue, for waiting on what a call depends on.
+    """
+
+    def __init__(self, client: Any, losses: ServerLosses, calls: Calls) -> None:
+        self._client = client
+        self._losses = losses
+        self._calls = calls
+
+    def route(self, data: Sequence[Datum], prepared: PreparedLoss, *, named: bool) -> Route:
+        """The way that these datums take; sends nothing."""
+        parts, why = _plan(prepared, data, named=named)
+        if parts:
+            return Route("hosted" if len(parts) == 1 else "composed", tuple(part.loss for part in parts))
+        refusal = self._losses.refusal(prepared, _used(data))
+        if not refusal:
+            return Route("server", ("custom",), why)
+        return Route("client", ("forward", "cross_entropy"), f"{why}; {refusal}")
+
+    def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent:
+        """Logprobs, and the value of the loss, taken here."""
+        used = _used(data)
+
+        def finish(results: list[Any]) -> ForwardBackwardOutput:
+            driver, chosen = _driver("forward", results[0], used, prepared) if used else ([], [])
+            found = None if prepared is None else prepared.gradient(driver, used)
+            return wire.output("forward", data, _placed(data, chosen), [], found)
+
+        return Sent([self._forward(used, prepared)] if used else [], finish)
+
+    def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss, *, named: bool) -> Sent:
+        """The loss's gradient, by the cheapest exact way."""
+        used = _used(data)
+        if not used:
+            return Sent([], lambda _: wire.output(_CALL, data, [None] * len(data), []))
+        parts, _ = _plan(prepared, data, named=named)
+        if parts:
+            return self._hosted(data, parts)
+        return self._server(data, used, prepared) or self._here(data, used, prepared)
+
+    def _hosted(self, data: Sequence[Datum], parts: Sequence[routes.Part]) -> Sent:
+        chosen = [[i for i, arrays in enumerate(part.arrays) if arrays is not None] for part in parts]
+        sent = []
+        for part, places in zip(parts, chosen, strict=True):
+            datums = [wire.send(data[i], part.arrays[i] or {}) for i in places]
+            sent.append(self._client.forward_backward(datums, part.loss, dict(part.config) or None).future())
+
+        def finish(results: list[Any]) -> ForwardBackwardOutput:
+            logprobs: list[np.ndarray | None] = [None] * len(data)
+            for response, places in zip(results, chosen, strict=True):
+                for i, array in zip(
+                    places, wire.read_logprobs(_CALL, response, [data[i] for i in places]), strict=True
+                ):
+                    logprobs[i] = array
+            return wire.output(_CALL, data, logprobs, [response.metrics for response in results])
+
+        return Sent(sent, finish)
+
+    def _server(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent | None:
+        """The loss as a graph on the service; None where it is not taken there."""
+        future = self._losses.start(prepared, used)
+        if future is None:
+            return None
+        try:
+            handle = self._calls.wait("create_custom_loss", future)
+        except RlkitError as error:
+            self._losses.refused(prepared, used, error)
+            return None
+        if handle.loss_id is None:
+            self._losses.refused(prepared, used, ValueError("it gave the loss no id"))
+            return None
+        datums = [wire.send(datum, custom.arrays(prepared, datum)) for datum in used]
+        sent = self._client.forward_backward_custom(datums, handle).future()
+
+        def finish(results: list[Any]) -> ForwardBackwardOutput:
+            logprobs = wire.read_logprobs(_CALL, results[0], used)
+            return wire.output(_CALL, data, _placed(data, logprobs), [results[0].metrics])
+
+        return Sent([sent], finish)
+
+    def _here(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent:
+        """The gradient with respect to the logprobs, as weights of a cross entropy: exact for any loss of them.
+
+        The loss is evaluated before the gradient is sent, so that a mistake in it changes nothing.
+        """
+        response = self._calls.wait("forward", self._forward(used, prepared))
+        driver, chosen = _driver(_CALL, response, used, prepared)
+        found = prepared.gradient(driver, used)
+        datums = []
+        for datum, gradient in zip(used, found.driver, strict=True):
+            weights, targets = -gradient.numpy(), None
+            if prepared.driver == "target_logprobs":
+                targets, weights = _targets(datum), np.pad(weights, ((0, 0), (0, 1)))
+            datums.append(wire.send(datum, {"weights": weights}, targets))
+        sent = self._client.forward_backward(datums, "cross_entropy", None).future()
+        return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], found))
+
+    def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Any:
+        wide = prepared is not None and prepared.driver == "target_logprobs"
+        datums = []
+        for datum in used:
+            targets = _targets(datum) if wide else None
+            shape = (int(datum.mask.sum()),) if targets is None else targets.shape
+            datums.append(wire.send(datum, {"weights": np.zeros(shape, np.float32)}, targets))
+        return self._client.forward(datums, "cross_entropy", None).future()
+
+
+def _plan(prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> tuple[Sequence[routes.Part], str]:
+    if not named:
+        return (), "it is given as a function, which is run as it is written"
+    return routes.plan(prepared.name, prepared.settings, data)
+
+
+def _used(data: Sequence[Datum]) -> list[Datum]:
+    return [datum for datum in data if datum.mask.any()]
+
+
+def _placed(data: Sequence[Datum], arrays: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+    """One entry per datum, of arrays for those that were sent."""
+    left = iter(arrays)
+    return [next(left) if datum.mask.any() else None for datum in data]
+
+
+def _targets(datum: Datum) -> np.ndarray:
+    """int64 [n, K + 1]: the tokens to score, 0 for none, and last the datum's own."""
+    targets = datum.inputs["target_tokens"][datum.mask]
+    targets = targets.reshape(len(targets), -1)
+    return np.column_stack([np.maximum(targets, 0), datum.tokens[datum.mask]])
+
+
+def _driver(
+    call: str, response: Any, used: Sequence[Datum], prepared: PreparedLoss | None
+) -> tuple[list[Any], list[np.ndarray]]:
+    """(what the loss is given, the logprobs of the datums' own tokens)."""
+    import torch
+
+    arrays = wire.read_logprobs(call, response, used)
+    if prepared is None or prepared.driver == "logprobs":
+        return [torch.from_numpy(x) for x in arrays] if prepared is not None else [], arrays
+    driver = [torch.from_numpy(np.ascontiguousarray(x[:, :-1])) for x in arrays]
+    return driver, [x[:, -1] for x in arrays]

@@ -1,0 +1,299 @@
+"""A session on the service: its clients, its models, and the states saved there."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlkit import _check
+from rlkit.backends.protocol import Sampler
+from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.backends.tinker import connection, faults, paths, secrets
+from rlkit.backends.tinker.sampler import TinkerSampler
+from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
+from rlkit.futures import Future
+from rlkit.types import Lora
+
+__all__ = ["Session", "open_sampler"]
+
+_CONTEXT = 32768  # where a service does not say
+
+
+class Session:
+    """An SDK service client, rlkit's own or the user's.
+
+    Attributes:
+        service: the ``tinker.ServiceClient``.
+        models: longest context (or None) by name; empty where the service does not say.
+    """
+
+    def __init__(self, service: Any, *, owned: bool, seconds: float) -> None:
+        self.service = service
+        self._owned = owned
+        self._seconds = seconds
+        self.models = self._models()
+
+    @classmethod
+    def open(
+        cls,
+        client: Any,
+        *,
+        base_url: str | None,
+        api_key: str | None,
+        project: str | None,
+        metadata: Mapping[str, str] | None,
+        seconds: float,
+    ) -> Session:
+        """A session of the user's client, or a new one."""
+        if client is None:
+            made = connection.service_client(
+                base_url=base_url, api_key=api_key, project=project, metadata=metadata, seconds=seconds
+            )
+            return cls(made, owned=True, seconds=seconds)
+        given = [n for n, x in (("base_url", base_url), ("api_key", api_key), ("project", project)) if x is not None]
+        if given:
+            raise ConfigError(f"{given[0]}: goes with a connection of rlkit's own; client= has one already")
+        if not hasattr(client, "create_lora_training_client"):
+            raise ConfigError(_check.problem("client", f"got {_check.shown(client)}", "a tinker.ServiceClient"))
+        connection.sdk()
+        secrets.hide(os.environ.get("TINKER_API_KEY"))
+        secrets.hide(getattr(client, "_api_key", None))
+        secrets.watch_logs()
+        return cls(client, owned=False, seconds=seconds)
+
+    def training(
+        self,
+        model: str | None,
+        lora: Lora | None,
+        *,
+        seed: int | None,
+        resume_from: str | None,
+        init_from: str | None,
+        optimizer: Any,
+    ) -> tuple[Any, paths.Saved]:
+        """A training client, new or from a saved state, and what is known of that state."""
+        path = init_from if resume_from is None else resume_from
+        if path is None:
+            if not isinstance(model, str) or not model:
+                known = f"; the service has: {', '.join(sorted(self.models))}" if self.models else ""
+                raise ConfigError(f"model: got {_check.shown(model)}; expected a model of the service{known}")
+            connection.check_model(model, self.models)
+            client = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
+            return client, paths.Saved()
+        where = "init_from" if resume_from is None else "resume_from"
+        paths.checked_path(where, path)
+        saved = paths.read(path, self._metadata(path))
+        if resume_from is None:
+            client = self._client(where, lambda: self._from_state(path, optimizer), path)
+            saved = paths.Saved()
+        else:
+            if not saved.optimizer:
+                raise CheckpointError(
+                    f"resume_from: {path} was saved without its optimizer; use init_from= for the weights alone"
+                )
+            make = self.service.create_training_client_from_state_with_optimizer
+            client = self._client(where, lambda: make(path, user_metadata=None), path)
+        _check_same(client.get_info(), model, lora)
+        return client, saved
+
+    def max_length(self, model: str | None, given: int | None) -> int:
+        """The longest sequence: what the user says, but no more than what the service says."""
+        if given is not None:
+            _check.integer("max_length", given, low=2)
+        known = self.models.get(model or "")
+        if known is None:
+            return given or _CONTEXT
+        return known if given is None else min(known, given)
+
+    def offers_losses(self) -> bool:
+        """Whether the service runs losses that are sent to it."""
+        try:
+            return bool(self.service.holder.get_client_config().custom_loss_server_side)
+        except AttributeError:  # an SDK that does not say: then losses run here
+            return False
+
+    def saved(self, run: str) -> Future[list[str]]:
+        """The paths of a run's saved states, oldest first."""
+        asked = self._rest().list_checkpoints(run).future()
+
+        def paths_of(response: Any) -> list[str]:
+            return [c.tinker_path for c in sorted(response.checkpoints, key=lambda c: c.time)]
+
+        return self._future("saved", asked, paths_of)
+
+    def delete(self, path: str) -> Future[None]:
+        """Removes a saved state."""
+        _checked_any("delete", path)
+        return self._future("delete", self._rest().delete_checkpoint_from_tinker_path(path).future(), path=path)
+
+    def expire(self, path: str, seconds: int | None) -> Future[None]:
+        """Has a saved state removed in ``seconds``."""
+        _checked_any("expire", path)
+        if seconds is not None:
+            _check.integer("expire(seconds)", seconds, low=3600, why="an hour or more")
+        asked = self._rest().set_checkpoint_ttl_from_tinker_path(path, seconds).future()
+        return self._future("expire", asked, path=path)
+
+    def sampling(self, *, model: str | None, path: str | None) -> Any:
+        """A sampling client of a base model or of saved sampler weights."""
+        make = self.service.create_sampling_client
+        return self._client("sampler", lambda: make(base_model=model, model_path=path), path)
+
+    def close(self) -> None:
+        """Ends the session if it is rlkit's own."""
+        if self._owned:
+            self._owned = False
+            try:
+                connection.bounded(lambda: self.service.close("success").result(), min(self._seconds, 30.0))
+            except Exception as error:  # noqa: BLE001  # the service ends sessions that are silent by itself
+                secrets.clean(error)
+
+    def _created(self, model: str, lora: Lora | None, seed: int | None, optimizer: Any) -> Any:
+        lora = Lora() if lora is None else lora
+        if not isinstance(lora, Lora):
+            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        if lora.alpha != 32.0:
+            raise UnsupportedError(
+                f"lora.alpha: got {lora.alpha}; the service's is 32, scale the learning rate instead"
+            )
+        if lora.target_modules is not None:
+            raise UnsupportedError("lora.target_modules: the service takes train_mlp, train_attn and train_unembed")
+        start = lora.seed if lora.seed is not None else seed
+        if start is not None and start >= 2**31:
+            start = SeedStream(start).next() % 2**31
+        return self.service.create_lora_training_client(
+            model,
+            rank=lora.rank,
+            seed=start,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+            train_unembed=lora.train_unembed,
+            optimizer=optimizer,
+        )
+
+    def _from_state(self, path: str, optimizer: Any) -> Any:
+        return self.service.create_training_client_from_state(path, optimizer=optimizer)
+
+    def _client(self, call: str, make: Callable[[], Any], path: str | None = None) -> Any:
+        """The client that a future of the SDK's gives."""
+        try:
+            return connection.bounded(lambda: make().result(), self._seconds)
+        except BackendTimeout as error:
+            raise faults.late(call, self._seconds) from error
+        except RlkitError:
+            raise
+        except Exception as error:
+            found = faults.translate(call, error, path=path)
+            if path is None and isinstance(found, BackendError) and _refused(error):
+                raise ConfigError(f"{found}") from error
+            raise found from error
+
+    def _models(self) -> dict[str, int | None]:
+        def ask() -> Any:
+            return self._rest().get_server_capabilities().result(timeout=self._seconds)
+
+        try:
+            found = connection.bounded(ask, min(self._seconds, 60.0))
+        except Exception as error:  # noqa: BLE001  # servers other than the hosted one may not have it
+            secrets.clean(error)
+            return {}
+        return {model.model_name: model.max_context_length for model in found.supported_models if model.model_name}
+
+    def _metadata(self, path: str) -> Mapping[str, str] | None:
+        """What is kept beside a saved state; None where the service does not keep such."""
+        try:
+            found = connection.bounded(
+                lambda: self._rest().list_checkpoints(paths.run_of(path)).result(), min(self._seconds, 60.0)
+            )
+        except Exception as error:  # noqa: BLE001  # as above
+            secrets.clean(error)
+            return None
+        return next((c.user_metadata for c in found.checkpoints if c.tinker_path == path), None)
+
+    def _rest(self) -> Any:
+        """A REST client with the same address and key."""
+        make = getattr(self.service, "_rest_client", None)
+        if make is None:
+            raise UnsupportedError("this SDK's service client has no REST client; use tinker.RestClient")
+        return make()
+
+    def _future(
+        self,
+        call: str,
+        inner: concurrent.futures.Future[Any],
+        finish: Callable[[Any], Any] = lambda _: None,
+        path: str | None = None,
+    ) -> Future[Any]:
+        outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def done(source: concurrent.futures.Future[Any]) -> None:
+            try:
+                outer.set_result(finish(source.result()))
+            except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
+                outer.set_exception(faults.translate(call, error, path=path))
+
+        inner.add_done_callback(done)
+        return Future.wrap(outer)
+
+
+def open_sampler(
+    *,
+    model: str | None = None,
+    path: str | None = None,
+    seed: int | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    project: str | None = None,
+    client: Any = None,
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    deadline: float = 1800.0,
+) -> Sampler:
+    """A base model, or what ``save(sampler=True)`` left, to sample from; the session ends with the process.
+
+    Args:
+        model: of the service.
+        path: ``tinker://<run>/sampler_weights/<name>``; of a state saved with ``sampler=True`` also the path that
+            ``save`` returned.
+        seed, base_url, api_key, project, client, tokenizer, max_length, deadline: as for ``TinkerBackend``.
+    """
+    seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
+    if path is not None:
+        path = paths.checked_path("path", path.replace("/weights/", "/sampler_weights/"), kind="sampler_weights")
+    elif not isinstance(model, str) or not model:
+        raise ConfigError("rlkit.sampler: give model= or path=")
+    session = Session.open(client, base_url=base_url, api_key=api_key, project=project, metadata=None, seconds=seconds)
+    if model is not None:
+        connection.check_model(model, session.models)
+    sampling = session.sampling(model=model if path is None else None, path=path)
+    return TinkerSampler(
+        sampling,
+        SeedStream(entropy_of(seed)),
+        tokenizer=connection.tokenizer_of(tokenizer, sampling),
+        max_length=session.max_length(model, max_length),
+        version=0 if path is None else paths.read(path, None).version,
+        seconds=seconds,
+        off_temperature="raise",
+    )
+
+
+def _checked_any(where: str, path: Any) -> None:
+    kind = "sampler_weights" if isinstance(path, str) and "/sampler_weights/" in path else "weights"
+    paths.checked_path(where, path, kind=kind)
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether the service looked at the request and found it wrong."""
+    category = str(getattr(error, "category", "")).lower()
+    return faults.status_of(error) in (400, 404, 422) or category.endswith("user")
+
+
+def _check_same(info: Any, model: str | None, lora: Lora | None) -> None:
+    """The model and the adapter come from the saved state; what is said beside it must agree."""
+    name = info.model_data.model_name
+    if model is not None and name is not None and model != name:
+        raise ConfigError(f"model: got {model!r}, but the saved state is of {name!r}")
+    if lora is not None and info.lora_rank is not None and lora.rank != info.lora_rank:
+        raise ConfigError(f"lora.rank: got {lora.rank}, but the saved state has rank {info.lora_rank}")

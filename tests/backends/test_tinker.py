@@ -1,0 +1,28 @@
+"""The Tinker backend conforms, over the real SDK and a service in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlkit
+from rlkit.testing import BackendConformance, FakeTinker
+
+pytest.importorskip("tinker", reason="needs the extra tinker")
+
+
+class TestTinker(BackendConformance):
+    recovers = False
+    tempered = False
+
+    @pytest.fixture(autouse=True)
+    def _service(self):
+        from rlkit.server import ExactModels
+
+        with FakeTinker(seed=0, models=ExactModels(max_length=128)) as fake:
+            self.fake = fake
+            yield
+
+    def make(self, folder, **options):
+        return rlkit.connect(
+            "tinker", model="toy", base_url=self.fake.base_url, api_key=self.fake.api_key, deadline=30.0, **options
+        )
