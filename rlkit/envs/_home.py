@@ -31,17 +31,36 @@ class Home:
         self._since = 0.0
         threads.start(self._loop.run_forever)
 
-    def begin(self, make: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-        """Runs the coroutine that ``make`` gives, which must not raise; returns what cancels it."""
+    def begin(self, make: Callable[[], Coroutine[Any, Any, None]], ended: Callable[[], None]) -> Callable[[], None]:
+        """Runs the coroutine that ``make`` gives, which must not raise; returns what cancels it.
+
+        ``ended`` is called at the end, also of a coroutine that was cancelled before its first line.
+        """
         context = contextvars.copy_context()
         task: asyncio.Task[None] | None = None
-        cancelled = False
+        cancelled = answered = False
+
+        def answer() -> None:
+            nonlocal answered
+            if not answered:
+                answered = True
+                self._answer()
+
+        async def run() -> None:
+            answer()
+            await make()
+
+        def end(_: object = None) -> None:
+            answer()
+            ended()
 
         def start() -> None:
             nonlocal task
-            self._answer()
-            if not cancelled:
-                task = self._loop.create_task(make(), context=context)
+            if cancelled:
+                end()
+            else:
+                task = self._loop.create_task(run(), context=context)
+                task.add_done_callback(end)
 
         def stop() -> None:
             if task is not None:

@@ -68,11 +68,15 @@ class Running:
             else:
                 self.outcome.set_result(value)
 
+        def ended() -> None:
+            if not self.outcome.done():
+                self.outcome.set_exception(EnvError(f"{self.where}: given up before it began"))
+
         with self._lock:
             if self._given_up:
-                self.outcome.set_exception(EnvError(f"{self.where}: was given up before it began"))
-                return
-            self._cancel = self._home.begin(awaited)
+                ended()
+            else:
+                self._cancel = self._home.begin(awaited, ended)
 
     def _tamed(self, error: BaseException) -> Exception:
         """Exceptions as they are; what would end a program, a task or a loop, as an EnvError."""
