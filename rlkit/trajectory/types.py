@@ -197,7 +197,7 @@ class Failure:
         env: name of the environment.
         kind: the exception's class name, or "timeout".
         message: what it said, shortened.
-        where: "make", "reset", "step", "sampler" or "chat".
+        where: "make", "reset", "step", "chat" or "sampler".
         turns: how many turns had been made.
         member: which member of its group.
     """
@@ -268,9 +268,10 @@ class Group:
 
 def _reduced(record: Any) -> Any:
     """For pickle, which can not take read-only mappings."""
-    fields = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
+    kind: Any = type(record)
+    fields = {field.name: getattr(record, field.name) for field in attrs.fields(kind)}
     plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-    return functools.partial(type(record), **plain), ()
+    return functools.partial(kind, **plain), ()
 
 
 def _items(where: str, value: Any, kind: type) -> tuple[Any, ...]:

@@ -1,0 +1,216 @@
+"""``rollout``, ``stream`` and ``rollout_sync``: from tasks to groups of trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rlkit import _check
+from rlkit.backends.protocol import Sampler
+from rlkit.envs import Task
+from rlkit.errors import ConfigError
+from rlkit.rollouts.counters import Counters
+from rlkit.rollouts.plan import Plan
+from rlkit.rollouts.runner import Runner
+from rlkit.trajectory import Group
+
+__all__ = ["Rollouts", "Stream", "rollout", "rollout_sync", "run_in_thread", "stream"]
+
+T = TypeVar("T")
+
+
+class Rollouts(list[Group]):
+    """Groups, and ``metrics``: what was counted while they were played."""
+
+    def __init__(self, groups: Iterable[Group] = (), metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(groups)
+        self.metrics = dict(metrics or {})
+
+
+class Stream:
+    """Groups as they are complete: ``async for group in stream(...)``. Made by ``stream``.
+
+    As a context manager (``async with``) it ends what is under way when the block is left. ``metrics`` can be read at
+    any time.
+    """
+
+    def __init__(self, runner: Runner, counters: Counters) -> None:
+        self._groups = runner.groups()
+        self._counters = counters
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What has been counted so far."""
+        return self._counters.metrics()
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        return self._groups
+
+    async def aclose(self) -> None:
+        """Gives up what is under way; every environment is closed before it returns."""
+        await self._groups.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+def stream(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Stream:
+    """Groups of episodes as they are complete, in whatever order that is.
+
+    Args:
+        sampler, tasks, step, plan, options: as for ``rollout``; ``tasks`` may be an endless iterator, which is read as
+            there is room.
+
+    Raises:
+        DataError, ConfigError: at the call.
+        BackendError: while iterating, as for ``rollout``.
+
+    Leaving the loop early favours short episodes: what is complete first is not a fair sample of what was begun.
+    """
+    _check.integer("step", step, low=0)
+    plan = planned(plan, options)
+    if not isinstance(sampler, Sampler):
+        what = f"got {_check.shown(sampler)}"
+        raise ConfigError(_check.problem("sampler", what, "a sampler", "policy.sampler().result(), not the policy"))
+    counters = Counters()
+    return Stream(Runner(sampler, listed(tasks), plan, step, counters), counters)
+
+
+async def rollout(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Rollouts:
+    """Plays ``n`` episodes of each task, and returns them in groups.
+
+    Args:
+        sampler: the policy.
+        tasks: a sequence or iterator of tasks (``tasks.batch(step, size)``), one task, or an environment's class or
+            any other callable that makes one.
+        step: >= 0, which step of the run this is. Seeds are a function of the plan's seed, the step, the group's
+            number, the member and the turn, never of what arrives first.
+        plan: how to play; None: ``Plan()``.
+        options: fields of the plan to have otherwise: ``n=4, deadline=60.0, ...``; see ``Plan``.
+
+    Returns:
+        A list of the groups that were kept, in the order of the tasks, with ``metrics``: counts per environment
+        ("env/<name>/failed", ...), of the sampler ("sampler/tokens", ...), and seconds ("time/env", ...).
+
+    An episode ends when the environment says so, or is truncated at a limit of turns, tokens, context or time. One
+    whose environment fails (raises, gives no answer in time, or answers what is no observation or reward) is in no
+    group's trajectories: it is counted, and stands in the group's ``failures``. Whatever ends the rollout, all
+    environments have been closed when it does.
+
+    Raises:
+        DataError, ConfigError: an argument is not what it should be; nothing was started.
+        BackendError: the sampler failed; or no group was left, which the message counts by kind.
+
+    >>> import asyncio, rlkit
+    >>> from rlkit.envs import StepResult
+    >>> class Parrot:
+    ...     def reset(self, seed): return "Say a"
+    ...     def step(self, action): return StepResult(reward=float("a" in action), terminated=True)
+    ...     def close(self): pass
+    >>> sampler = rlkit.connect("toy", seed=0).sampler().result()
+    >>> groups = asyncio.run(rollout(sampler, Parrot, n=4, params=rlkit.SamplingParams(max_tokens=8)))
+    >>> len(groups), len(groups[0].trajectories), groups.metrics["env/Parrot/failed"]
+    (1, 4, 0.0)
+    """
+    streamed = stream(sampler, tasks, step=step, plan=plan, **options)
+    async with streamed:
+        groups = [group async for group in streamed]
+    return Rollouts(sorted(groups, key=lambda group: group.number), streamed.metrics)
+
+
+def rollout_sync(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Rollouts:
+    """As ``rollout``, for code that does not ``await``; it works inside of a running event loop (notebooks) too.
+
+    The rollout runs in an event loop of its own, in a thread of its own. A KeyboardInterrupt ends it and closes its
+    environments.
+
+    Args:
+        sampler, tasks, step, plan, options: as for ``rollout``.
+
+    Raises:
+        DataError, ConfigError, BackendError: as for ``rollout``.
+    """
+    return run_in_thread(rollout(sampler, tasks, step=step, plan=plan, **options))
+
+
+def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What ``coroutine`` returns, run in a thread with an event loop of its own."""
+    result: list[T] = []
+    raised: list[BaseException] = []
+    started = threading.Event()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def main() -> None:
+        task = asyncio.ensure_future(coroutine)
+        running.append((asyncio.get_running_loop(), task))
+        started.set()
+        result.append(await task)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:  # noqa: BLE001  # raised again in the thread that waits
+            raised.append(error)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run, name="rlkit-rollout", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:  # an interrupt: the thread ends in order before it goes on
+        started.wait()
+        for loop, task in running:
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    if raised:
+        raise raised[0]
+    return result[0]
+
+
+def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
+    """The plan with ``options`` in it."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise ConfigError(_check.problem("plan", f"got {_check.shown(plan)}", "an rlkit.rollouts.Plan"))
+    return (plan or Plan()).with_options(**options)
+
+
+def listed(tasks: Any) -> Iterable[Task]:
+    """What a user gave as tasks: a list where its length is known, else an iterator."""
+    if isinstance(tasks, Task) or callable(tasks):
+        tasks = [tasks]
+    if hasattr(tasks, "batch") and not isinstance(tasks, Sequence):
+        what = f"got {_check.shown(tasks)}, which has no end"
+        raise ConfigError(_check.problem("tasks", what, "tasks", "tasks.batch(step, size) draws some"))
+    if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
+        if not tasks:
+            raise ConfigError(_check.problem("tasks", "is empty", "at least one task"))
+        return [_task(f"tasks[{i}]", task) for i, task in enumerate(tasks)]
+    if isinstance(tasks, Iterable) and not isinstance(tasks, (str, bytes, Mapping)):
+        return _each(tasks)
+    expected = "tasks, or a callable that makes an environment"
+    raise ConfigError(_check.problem("tasks", f"got {_check.shown(tasks)}", expected))
+
+
+def _each(tasks: Iterable[Any]) -> Iterator[Task]:
+    for i, task in enumerate(tasks):
+        yield _task(f"tasks[{i}]", task)
+
+
+def _task(where: str, task: Any) -> Task:
+    if isinstance(task, Task):
+        return task
+    if not callable(task):
+        raise ConfigError(_check.problem(where, f"got {_check.shown(task)}", "a Task, or what makes an environment"))
+    make: Callable[[], Any] = task
+    name = getattr(task, "__name__", "env")
+    return Task(make, name if name.isidentifier() else "env")

@@ -1,0 +1,206 @@
+"""Asking the sampler: with retries that spare a sampler in trouble, and one request for a group's first turns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+
+from rlkit.backends.protocol import Sampler
+from rlkit.envs.calling import call
+from rlkit.errors import BackendError, BackendTimeout, DataError, RlkitError
+from rlkit.rollouts.counters import Counters
+from rlkit.rollouts.lanes import Lanes
+from rlkit.rollouts.plan import Plan
+from rlkit.types import Sample, SamplingParams
+
+__all__ = ["Asker", "SamplerFailed", "Start", "attempts"]
+
+_SPACING = 0.25  # seconds between two requests to a sampler in trouble
+
+
+class SamplerFailed(Exception):
+    """The sampler does not work: the rollout ends with ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def attempts(
+    plan: Plan, listed: Callable[[Exception], bool], pauses: np.random.Generator, left: Callable[[], float]
+) -> AsyncIterable[Any]:
+    """Context managers, one per attempt, with pauses that double in between and have a random part of a half."""
+    if not plan.retry or plan.attempts == 1:
+        return _Once()
+    import stamina
+
+    pause = plan.pause
+
+    def pause_after(error: Exception) -> float | bool:
+        nonlocal pause
+        if not listed(error):
+            return False
+        wait, pause = pause * (1.0 + 0.5 * pauses.random()), min(pause * 2.0, 30.0)
+        return wait if wait < left() else False
+
+    found: AsyncIterable[Any] = stamina.retry_context(on=pause_after, attempts=plan.attempts, timeout=None)
+    return found
+
+
+class _Once:
+    """The only attempt."""
+
+    num = 1
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    async def __aiter__(self) -> AsyncIterator[_Once]:
+        yield self
+
+
+class Asker:
+    """Requests to one sampler, for all episodes of a rollout.
+
+    A call of ``sample`` may compute, so it is made in a thread. Once a request has failed, requests go out one at a
+    time, at most four a second, until one succeeds: a sampler that is down is not flooded by many episodes.
+    """
+
+    def __init__(self, sampler: Sampler, plan: Plan, counters: Counters, computing: Lanes) -> None:
+        self.sampler = sampler
+        self._computing = computing
+        self._plan = plan
+        self._counters = counters
+        self._probe = asyncio.Lock()
+        self._trouble = False
+        self._last_probe = -1.0
+        self._last_answer = -1.0
+
+    async def sample(
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        *,
+        n: int,
+        seed: int,
+        pauses: np.random.Generator,
+        left: Callable[[], float],
+    ) -> list[Sample]:
+        """``n`` completions.
+
+        Raises:
+            DataError: the sampler refuses this prompt.
+            SamplerFailed: it can not be used.
+        """
+        began = time.monotonic()
+        samples: list[Sample] = []
+        try:
+            async for attempt in attempts(self._plan, self._listed, pauses, left):
+                with attempt:
+                    self._counters.add("sampler/retried", int(attempt.num > 1))
+                    samples = await self._ask(prompt, params, n, seed)
+        except DataError:
+            raise
+        except RlkitError as error:
+            raise SamplerFailed(error) from error
+        except Exception as error:
+            failed = BackendError(f"rollout: the sampler failed: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            raise SamplerFailed(failed) from error
+        self._last_answer = time.monotonic()
+        self._counters.add("time/sampler/requests", time.monotonic() - began)
+        self._counters.add("sampler/prompt_tokens", prompt.size)
+        self._counters.add("sampler/tokens", sum(sample.tokens.size for sample in samples))
+        self._counters.add("sampler/samples", len(samples))
+        return samples
+
+    def dead(self, since: float, deadline: float) -> BackendTimeout | None:
+        """The error to end with where a request made at ``since`` had half the deadline and nothing was answered."""
+        waited = time.monotonic() - since
+        if self._last_answer > since or waited < deadline / 2:
+            return None
+        return BackendTimeout(f"rollout: the sampler answered no request for {waited:.1f} s")
+
+    def _listed(self, error: Exception) -> bool:
+        return isinstance(error, self._plan.retry)
+
+    async def _ask(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
+        if not self._trouble:
+            return await self._request(prompt, params, n, seed)
+        async with self._probe:
+            if self._trouble:
+                await asyncio.sleep(max(0.0, self._last_probe + _SPACING - time.monotonic()))
+                self._last_probe = time.monotonic()
+            return await self._request(prompt, params, n, seed)
+
+    async def _request(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
+        self._counters.add("sampler/requests")
+        try:
+            async with self._computing.lane():
+                held: _Held = await call(self._submit, prompt, params, n, seed, where="sampler")
+            samples: Any = await held.future
+        except DataError:
+            raise
+        except Exception:
+            self._trouble = True
+            self._last_probe = time.monotonic()
+            self._counters.add("sampler/errors")
+            raise
+        self._trouble = False
+        fine = isinstance(samples, list) and len(samples) == n and all(isinstance(s, Sample) for s in samples)
+        if not fine or not all(np.array_equal(s.prompt, prompt) for s in samples):
+            raise BackendError(f"rollout: the sampler's answer is not the {n} completion(s) of the prompt it was sent")
+        return list(samples)
+
+    def _submit(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> _Held:
+        return _Held(self.sampler.sample(prompt, params, n=n, seed=seed))
+
+
+class _Held:
+    """A future that ``call`` must not wait for itself: it is awaited in the loop of the rollout."""
+
+    def __init__(self, future: Any) -> None:
+        self.future = future
+
+
+class Start:
+    """The first turns of a group, sampled in one request for the members that begin with the same prompt.
+
+    Sample i is member i's. Where an environment gives members different beginnings, the others ask for themselves.
+    """
+
+    def __init__(self, asker: Asker, n: int, seed: int, pauses: np.random.Generator) -> None:
+        self._asker = asker
+        self._n = n
+        self._seed = seed
+        self._pauses = pauses
+        self._prompt: np.ndarray | None = None
+        self._task: asyncio.Task[list[Sample]] | None = None
+
+    async def sample(
+        self, prompt: np.ndarray, params: SamplingParams, member: int, left: Callable[[], float]
+    ) -> Sample | None:
+        """Member ``member``'s first turn; None where it begins otherwise."""
+        if self._task is None:
+            self._prompt = prompt
+            asked = self._asker.sample(prompt, params, n=self._n, seed=self._seed, pauses=self._pauses, left=left)
+            self._task = asyncio.create_task(asked)
+            self._task.add_done_callback(_read)
+        elif self._prompt is None or not np.array_equal(prompt, self._prompt):
+            return None
+        return (await asyncio.shield(self._task))[member]
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _read(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # each member that waits is told; where none does, nobody needs to be

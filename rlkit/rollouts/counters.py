@@ -1,0 +1,98 @@
+"""What is counted while episodes are played."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rlkit.trajectory import Failure, Group, Trajectory
+
+__all__ = ["Counters", "numeric"]
+
+
+class Counters:
+    """Sums over the episodes of one rollout; ``metrics()`` gives them by name at any time."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.sums: Counter[str] = Counter()
+        self._means: dict[str, tuple[float, int]] = {}
+        self._names: set[str] = set()
+
+    def add(self, name: str, number: float = 1) -> None:
+        """Adds to a count or a sum."""
+        self.sums[name] += number  # type: ignore[assignment]  # sums of seconds too
+
+    def mean(self, name: str, number: float) -> None:
+        """Takes a number into a mean."""
+        if math.isfinite(number):
+            total, count = self._means.get(name, (0.0, 0))
+            self._means[name] = (total + number, count + 1)
+
+    def trajectory(self, trajectory: Trajectory) -> None:
+        """An episode that was carried through."""
+        env = self._env(trajectory.env)
+        self.add(f"{env}/episodes")
+        self.add(f"{env}/terminated", int(trajectory.terminated))
+        self.add(f"{env}/truncated", int(trajectory.truncated))
+        if trajectory.truncated:
+            self.add(f"{env}/truncated/{trajectory.ended}")
+        self.add(f"{env}/cut", sum(turn.stop_reason == "length" for turn in trajectory.turns))
+        self.add(f"{env}/empty", sum(not turn.tokens.size for turn in trajectory.turns))
+        self.mean(f"{env}/reward", trajectory.reward)
+        self.mean(f"{env}/turns", len(trajectory.turns))
+        self.mean(f"{env}/tokens", trajectory.token_count)
+        if trajectory.turns:
+            for name, number in trajectory.turns[-1].metrics.items():
+                self.mean(f"{env}/info/{name}", number)
+
+    def failure(self, failure: Failure) -> None:
+        """An episode that was not."""
+        env = self._env(failure.env)
+        self.add(f"{env}/episodes", 0)
+        self.add(f"{env}/failed")
+        self.add(f"{env}/failed/{failure.kind}")
+        if failure.kind == "timeout":
+            self.add(f"{env}/timed_out")
+
+    def group(self, group: Group, *, kept: bool) -> None:
+        """A group that is complete."""
+        env = self._env(group.env)
+        self.add(f"{env}/groups", int(kept))
+        self.add(f"{env}/dropped_groups", int(not kept))
+        self.add(f"{env}/mixed_groups", int(not group.same_start))
+
+    def _env(self, name: str) -> str:
+        env = f"env/{name}"
+        if name not in self._names:
+            self._names.add(name)
+            for count in ("episodes", "failed", "timed_out", "truncated", "retried", "refilled", "abandoned"):
+                self.add(f"{env}/{count}", 0)
+        return env
+
+    def metrics(self) -> dict[str, float]:
+        """Everything so far, by name."""
+        found = {name: float(number) for name, number in self.sums.items()}
+        found |= {name: total / count for name, (total, count) in self._means.items()}
+        found["time/rollout"] = time.monotonic() - self._began
+        return dict(sorted(found.items()))
+
+
+def numeric(info: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among what an environment said about a step; booleans count as 0 and 1."""
+    found = {}
+    for name, value in info.items():
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            value = value.item()
+        if isinstance(name, str) and isinstance(value, numbers.Real):
+            try:
+                number = float(value)
+            except OverflowError:
+                continue
+            if math.isfinite(number):
+                found[name] = number
+    return found

@@ -1,0 +1,266 @@
+"""One episode: an environment and a sampler in turn, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit.envs import Observation, Settings, Task
+from rlkit.envs.calling import Guarded, call
+from rlkit.errors import DataError, EnvTimeout
+from rlkit.rollouts import seeds
+from rlkit.rollouts.asking import Asker, SamplerFailed, Start, attempts
+from rlkit.rollouts.counters import Counters, numeric
+from rlkit.rollouts.lanes import Lanes
+from rlkit.rollouts.plan import Plan
+from rlkit.trajectory import Failure, Trajectory, Turn
+from rlkit.types import Sample, SamplingParams
+
+__all__ = ["Episode", "Shared"]
+
+_SHORT = 500
+
+
+@attrs.frozen
+class Shared:
+    """What all episodes of a rollout share."""
+
+    plan: Plan
+    step: int
+    chat: Any
+    asker: Asker
+    counters: Counters
+    computing: Lanes  # for the sampler's and the chat's calls
+    playing: Lanes  # for those of environments
+
+
+class _Fault(Exception):
+    """Something that is not the policy's doing; ends an attempt."""
+
+    def __init__(self, where: str, error: Exception, *, timeout: bool = False) -> None:
+        super().__init__(str(error))
+        self.where = where
+        self.error = error
+        self.timeout = timeout
+
+
+class _Deadline(Exception):
+    """The episode's time is over."""
+
+
+class Episode:
+    """One member of a group; ``play`` gives its trajectory, or its failure.
+
+    Args:
+        shared: as above.
+        task: what is played.
+        settings: its settings, complete.
+        group, member: where in the step it stands; its seeds come from there.
+        start: the group's first turns, or None.
+    """
+
+    def __init__(
+        self, shared: Shared, task: Task, settings: Settings, group: int, member: int, start: Start | None
+    ) -> None:
+        self._shared = shared
+        self._task = task
+        self._settings = settings
+        self._group = group
+        self._member = member
+        self._start = start
+        self._turns: list[Turn] = []
+        self._ends = 0.0
+        self.error: Exception | None = None
+        plan = shared.plan
+        where = (plan.seed, shared.step, group)
+        self._seed = seeds.env_seed(*where) if task.seed is None else task.seed
+        self._pauses = seeds.pauses(*where, member)
+        self._deadline: float = settings.deadline or plan.deadline
+
+    async def play(self) -> Trajectory | Failure:
+        """Plays from the start until an attempt succeeds or none is left; the clock starts here.
+
+        Raises:
+            SamplerFailed: the sampler can not be used; that is no matter of this episode alone.
+        """
+        self._ends = time.monotonic() + self._deadline
+        trajectory: Trajectory | None = None
+        try:
+            async for attempt in attempts(self._shared.plan, self._listed, self._pauses, self._left):
+                with attempt:
+                    self._count("retried", int(attempt.num > 1))
+                    trajectory = await self._attempt()
+        except _Fault as fault:
+            self.error = fault.error
+            kind = "timeout" if fault.timeout else type(fault.error).__name__
+            text = str(fault.error)[:_SHORT]
+            return Failure(self._task.name, kind, text, fault.where, len(self._turns), self._member)
+        if trajectory is None:  # pragma: no cover  # the last attempt returns or raises
+            raise AssertionError
+        return trajectory
+
+    def _listed(self, error: Exception) -> bool:
+        return isinstance(error, _Fault) and isinstance(error.error, self._shared.plan.retry)
+
+    def _left(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def _count(self, name: str, number: float = 1) -> None:
+        self._shared.counters.add(f"env/{self._task.name}/{name}", number)
+
+    async def _attempt(self) -> Trajectory:
+        plan = self._shared.plan
+        self._turns = []
+        async with self._within("make"):
+            env = await Guarded.opened(self._task, timeout=self._call(), max_chars=plan.max_observation)
+        try:
+            ended, messages = await self._conversation(env)
+        finally:
+            self._shared.counters.add("time/env", env.seconds)
+            began = time.monotonic()
+            problem = await env.close(timeout=plan.close_timeout)
+            self._shared.counters.add("time/close", time.monotonic() - began)
+            self._count("close_failed", int(problem is not None))
+        return self._trajectory(ended, messages)
+
+    async def _conversation(self, env: Guarded) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+        """Plays until the end; why it ended, and what was said."""
+        chat = self._shared.chat
+        conversation: Any = None
+        try:
+            async with self._within("reset"):
+                observation = await env.reset(self._seed, timeout=self._call())
+                tools = env.tools
+            async with self._within("chat"):
+                conversation = await call(chat.start, observation, tools, timeout=self._left(), where="chat")
+            while True:
+                prompt = conversation.prompt
+                ended, params = self._room(prompt)
+                if params is None:
+                    break
+                sample = await self._sampled(prompt, params)
+                async with self._within("chat"):
+                    action = await call(
+                        chat.action, sample.tokens, sample.stop_reason, timeout=self._left(), where="chat"
+                    )
+                async with self._within("step"):
+                    result = await env.step(action, timeout=self._call())
+                self._turns.append(Turn(sample, result.reward, numeric(result.info)))
+                ended = "terminated" if result.terminated else "truncated" if result.truncated else self._over()
+                if ended:
+                    async with self._within("chat"):
+                        conversation.add(action, None)
+                    return ended, (*_messages(conversation), *_last(result.observation))
+                async with self._within("chat"):
+                    await call(conversation.add, action, result.observation, timeout=self._left(), where="chat")
+        except _Deadline:
+            ended = "deadline"
+        return ended, _messages(conversation)
+
+    @contextlib.asynccontextmanager
+    async def _within(self, where: str) -> AsyncIterator[None]:
+        """A lane for a call; what an environment or a chat raises is made a fault, the end of time a truncation.
+
+        Time that is over before there was one whole turn leaves nothing to keep: that is a fault as well.
+        """
+        lanes = self._shared.computing if where == "chat" else self._shared.playing
+        try:
+            async with lanes.lane():
+                yield
+        except EnvTimeout as error:
+            over = self._left() == 0.0
+            if over and self._turns:
+                raise _Deadline from error
+            raise _Fault(where, error, timeout=True) from error
+        except Exception as error:
+            raise _Fault(where, error) from error
+
+    def _call(self) -> float:
+        """Seconds that a call of the environment may take."""
+        limit = self._shared.plan.call_timeout
+        return min(self._deadline / 2 if limit is None else limit, self._left())
+
+    def _over(self) -> str:
+        """The limit that has been reached after a turn, "" for none."""
+        settings = self._settings
+        if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
+            return "max_turns"
+        if settings.max_total_tokens is not None and self._tokens() >= settings.max_total_tokens:
+            return "max_total_tokens"
+        return ""
+
+    def _tokens(self) -> int:
+        return sum(turn.tokens.size for turn in self._turns)
+
+    def _room(self, prompt: np.ndarray) -> tuple[str, SamplingParams | None]:
+        """How the next turn is sampled; None, and the limit's name, where there is no room for one."""
+        plan, settings = self._shared.plan, self._settings
+        context = self._shared.asker.sampler.max_length
+        room = min(context, plan.max_length or context) - int(prompt.size)
+        if room < 1:
+            return "context", None
+        if self._left() == 0.0:
+            return "deadline", None
+        most = min(room, settings.max_tokens or plan.params.max_tokens)
+        if settings.max_total_tokens is not None:
+            most = min(most, settings.max_total_tokens - self._tokens())
+        temperature = plan.params.temperature if settings.temperature is None else settings.temperature
+        return "", attrs.evolve(plan.params, max_tokens=most, temperature=temperature)
+
+    async def _sampled(self, prompt: np.ndarray, params: SamplingParams) -> Sample:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left()):
+                sample = None
+                if self._start is not None and not self._turns:
+                    sample = await self._start.sample(prompt, params, self._member, self._left)
+                if sample is None:
+                    where = (self._shared.plan.seed, self._shared.step, self._group, self._member, len(self._turns))
+                    (sample,) = await self._shared.asker.sample(
+                        prompt, params, n=1, seed=seeds.sampling_seed(*where), pauses=self._pauses, left=self._left
+                    )
+        except TimeoutError as error:
+            dead = self._shared.asker.dead(began, self._deadline)
+            if dead is not None:
+                raise SamplerFailed(dead) from error
+            if self._turns:
+                raise _Deadline from error
+            raise _Fault("sampler", error, timeout=True) from error
+        except DataError as error:
+            raise _Fault("sampler", error) from error
+        finally:
+            self._shared.counters.add("time/sampler", time.monotonic() - began)
+        return sample
+
+    def _trajectory(self, ended: str, messages: tuple[Mapping[str, Any], ...]) -> Trajectory:
+        settings = self._settings
+        return Trajectory(
+            self._turns,
+            terminated=ended == "terminated",
+            truncated=ended != "terminated",
+            ended=ended,
+            env=self._task.name,
+            index=self._task.index,
+            seed=self._seed,
+            reduction=settings.reduction or "sum",
+            nonterminal_reward=settings.nonterminal_reward,
+            tags=self._shared.plan.tags,
+            messages=messages,
+        )
+
+
+def _last(observation: Observation) -> tuple[Mapping[str, Any], ...]:
+    """What the environment said after the last action, for people."""
+    if isinstance(observation, str):
+        return ({"role": "user", "content": observation},) if observation else ()
+    return () if isinstance(observation, np.ndarray) else tuple(observation)
+
+
+def _messages(conversation: Any) -> tuple[Mapping[str, Any], ...]:
+    return tuple(dict(message) for message in getattr(conversation, "messages", ()))

@@ -1,0 +1,166 @@
+"""How episodes are played: everything that ``rollout`` can be told, checked before any work."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from rlkit import _check
+from rlkit.envs import Settings
+from rlkit.errors import ConfigError, EnvBusy
+from rlkit.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rlkit.chat import Chat
+
+__all__ = ["Plan"]
+
+
+def _read_only(value: Any) -> Any:
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, type) else tuple(value) if isinstance(value, list) else value
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """How episodes are played.
+
+    A task's own ``settings`` stand above what is said here.
+
+    Args:
+        n: episodes per task, >= 1: a group.
+        min_n: a group that lost episodes to failures is kept from this many on, in [1, n]; None: 2, or 1 where n is.
+        params: how each turn is sampled; ``params.max_tokens`` is per turn.
+        chat: how observations become prompts; None: ``rlkit.chat.Chat`` with the sampler's tokenizer.
+        seed: >= 0, of environments and sampling.
+        max_turns: per episode, >= 1.
+        max_total_tokens: the policy's own tokens in an episode, >= 1; None: what the context holds.
+        max_length: prompt and action together, in tokens, >= 2; None: the sampler's context.
+        reduction: an episode's reward from those of its turns: "sum", "mean", "max", "min" or "last".
+        nonterminal_reward: what an episode gets that did not come to an end of its own; None: as the others.
+        concurrency: episodes played at the same time, >= 1.
+        deadline: seconds from the start of an episode, > 0. An episode that reaches it is truncated, not failed.
+        call_timeout: seconds for one call of an environment, > 0; beyond, the episode has failed. None: half of the
+            deadline.
+        close_timeout: seconds that closing an environment may take, > 0.
+        max_observation: characters (or tokens) of one observation, >= 1; beyond, the episode has failed.
+        retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``.
+        attempts: how often in all, >= 1. More than 1 needs the extra "rollouts" (stamina). An environment is made
+            anew and its episode begins again, with the same seeds.
+        pause: seconds before the second attempt, > 0; it doubles from one to the next, with a random part.
+        refill: further episodes that a group may play in place of failed ones, >= 0.
+        share: of all episodes, in (0, 1]: once so many have ended the rest is given up. Below 1 it prefers short
+            episodes, and what is returned depends on timing.
+        shared_start: the first turns of a group are sampled in one request, so that its prompt is computed once; a
+            member then waits for the first turns of all.
+        tags: name -> text, number or bool, given to every trajectory.
+        progress: a progress bar on stderr; needs rich. None: where stderr is a terminal and rich is there.
+
+    Raises:
+        ConfigError: naming the field.
+
+    >>> Plan(n=4, max_turns=3).settings.n
+    4
+    """
+
+    n: int = 8
+    min_n: int | None = None
+    params: SamplingParams = attrs.field(factory=SamplingParams)
+    chat: Chat | None = None
+    seed: int = 0
+    max_turns: int = 16
+    max_total_tokens: int | None = None
+    max_length: int | None = None
+    reduction: str = "sum"
+    nonterminal_reward: float | None = None
+    concurrency: int = 128
+    deadline: float = 1800.0
+    call_timeout: float | None = None
+    close_timeout: float = 5.0
+    max_observation: int = 1_000_000
+    retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
+    attempts: int = 3
+    pause: float = 0.5
+    refill: int = 0
+    share: float = 1.0
+    shared_start: bool = True
+    tags: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    progress: bool | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("n", "max_turns", "concurrency", "max_observation", "attempts"):
+            _check.integer(f"Plan.{name}", getattr(self, name), low=1)
+        _check.integer("Plan.seed", self.seed, low=0)
+        _check.integer("Plan.refill", self.refill, low=0)
+        if self.min_n is not None:
+            _check.integer("Plan.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
+        for name, low in (("max_total_tokens", 1), ("max_length", 2)):
+            if getattr(self, name) is not None:
+                _check.integer(f"Plan.{name}", getattr(self, name), low=low)
+        for name in ("deadline", "close_timeout", "pause", "call_timeout"):
+            if name != "call_timeout" or self.call_timeout is not None:
+                _check.real(f"Plan.{name}", getattr(self, name), above=0.0, why="seconds")
+        _check.real("Plan.share", self.share, above=0.0, high=1.0)
+        _check.flag("Plan.shared_start", self.shared_start)
+        if self.progress is not None:
+            _check.flag("Plan.progress", self.progress)
+        if not isinstance(self.params, SamplingParams):
+            what = f"got {_check.shown(self.params)}"
+            raise ConfigError(_check.problem("Plan.params", what, "rlkit.SamplingParams(...)"))
+        self._check_retry()
+        self._check_extras()
+        _ = self.settings  # the rest is checked there
+
+    def _check_retry(self) -> None:
+        expected = "a tuple of exception classes"
+        if not isinstance(self.retry, tuple):
+            raise ConfigError(_check.problem("Plan.retry", f"got {_check.shown(self.retry)}", expected))
+        for i, kind in enumerate(self.retry):
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                raise ConfigError(_check.problem(f"Plan.retry[{i}]", f"got {_check.shown(kind)}", expected))
+
+    def _check_extras(self) -> None:
+        for wanted, package, extra in (
+            (self.retry and self.attempts > 1, "stamina", "rollouts"),
+            (self.progress, "rich", "rollouts"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                what = f"{package} is not installed; pip install 'rlkit-lm[{extra}]'"
+                raise ConfigError(f"Plan: {what}, or give attempts=1 and progress=False")
+
+    @property
+    def settings(self) -> Settings:
+        """What a task may have otherwise, as a task's settings are written."""
+        return Settings(
+            n=self.n,
+            min_n=self.min_n,
+            temperature=self.params.temperature,
+            max_tokens=self.params.max_tokens,
+            max_turns=self.max_turns,
+            max_total_tokens=self.max_total_tokens,
+            deadline=self.deadline,
+            reduction=self.reduction,  # type: ignore[arg-type]
+            nonterminal_reward=self.nonterminal_reward,
+        )
+
+    def with_options(self, **options: Any) -> Plan:
+        """A copy with these fields replaced.
+
+        Raises:
+            ConfigError: there is no such field, or as for the class.
+        """
+        names = [field.name for field in attrs.fields(Plan)]
+        for name in options:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
+                raise ConfigError(f"rollout: unknown option {name!r}; {hint}")
+        return attrs.evolve(self, **options)

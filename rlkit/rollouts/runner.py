@@ -1,0 +1,236 @@
+"""Groups of episodes, a bounded number at a time, handed over as they are complete."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+import attrs
+
+from rlkit import _check
+from rlkit.backends.protocol import Sampler
+from rlkit.envs import Settings, Task
+from rlkit.errors import BackendError, BackendTimeout, ConfigError
+from rlkit.rollouts import seeds
+from rlkit.rollouts.asking import Asker, SamplerFailed, Start
+from rlkit.rollouts.counters import Counters
+from rlkit.rollouts.episode import Episode, Shared
+from rlkit.rollouts.lanes import Lanes
+from rlkit.rollouts.plan import Plan
+from rlkit.rollouts.progress import Progress
+from rlkit.trajectory import Failure, Group, Trajectory
+
+__all__ = ["Runner"]
+
+
+_START = 2**31  # stands for the member where a whole group is meant
+
+
+@attrs.define(eq=False)
+class _Gathering:
+    """A group on its way."""
+
+    number: int
+    task: Task
+    settings: Settings
+    start: Start | None
+    refills: int
+    open: int  # members that have not ended
+    trajectories: dict[int, Trajectory] = attrs.field(factory=dict)
+    failures: list[Failure] = attrs.field(factory=list)
+
+    def group(self, step: int) -> Group:
+        return Group(
+            [self.trajectories[member] for member in sorted(self.trajectories)],
+            failures=sorted(self.failures, key=lambda failure: failure.member),
+            env=self.task.name,
+            index=self.task.index,
+            number=self.number,
+            step=step,
+        )
+
+    @property
+    def wanted(self) -> int:
+        """How many trajectories make it worth keeping."""
+        n = self.settings.n or 1
+        return min(2, n) if self.settings.min_n is None else min(self.settings.min_n, n)
+
+
+class Runner:
+    """Plays the tasks of one step.
+
+    Args:
+        sampler: the policy.
+        tasks: read as there is room for more, so an endless iterator is fine.
+        plan: how.
+        step: which step of the run it is, for seeds.
+        counters: where everything is counted.
+    """
+
+    def __init__(self, sampler: Sampler, tasks: Iterable[Task], plan: Plan, step: int, counters: Counters) -> None:
+        if plan.share < 1.0 and not isinstance(tasks, Sequence):
+            raise ConfigError(_check.problem("Plan.share", f"is {plan.share}", "1.0", "the number of tasks is unknown"))
+        self._tasks = tasks
+        self._plan = plan
+        self._step = step
+        self._counters = counters
+        self._sampler = sampler
+        self._ready: asyncio.Queue[Group | None]
+        self._shared: Shared
+        self._slots: asyncio.Semaphore
+        self._room: asyncio.Semaphore
+        self._gatherings: dict[int, _Gathering] = {}
+        self._members: set[asyncio.Task[None]] = set()
+        self._ended = 0
+        self._enough = math.inf
+        self._kept = 0
+        self._failed: list[Failure] = []
+        self._cause: Exception | None = None
+
+    async def groups(self) -> AsyncGenerator[Group, None]:
+        """The groups that are kept, as they are complete.
+
+        Ending it early gives up what is under way. Whatever ends it, environments are closed before it returns.
+
+        Raises:
+            BackendError: the sampler failed, or no group was left at all.
+        """
+        plan = self._plan
+        self._ready = asyncio.Queue()
+        self._slots = asyncio.Semaphore(plan.concurrency)
+        self._room = asyncio.Semaphore(2 * plan.concurrency)  # groups that nobody has taken yet
+        computing, playing = Lanes(2, 0.25), Lanes(8, 0.02)
+        asker = Asker(self._sampler, plan, self._counters, computing)
+        self._shared = Shared(plan, self._step, self._chat(), asker, self._counters, computing, playing)
+        self._counters.mean("sampler/version", self._sampler.version)
+        with Progress(self._total(), plan.progress) as self._progress:
+            supervisor = asyncio.create_task(self._supervise())
+            supervisor.add_done_callback(lambda _: self._ready.put_nowait(None))
+            try:
+                while (group := await self._ready.get()) is not None:
+                    self._room.release()
+                    yield group
+                await supervisor
+            except BaseExceptionGroup as failed:
+                error = _first(failed)
+                raise error from error.__cause__
+            finally:
+                supervisor.cancel()
+                await asyncio.wait([supervisor])
+                if not supervisor.cancelled():
+                    supervisor.exception()  # whoever reads on has been told
+
+    def _chat(self) -> object:
+        if self._plan.chat is not None:
+            return self._plan.chat
+        from rlkit.chat import Chat
+
+        return Chat(self._sampler.tokenizer)
+
+    def _total(self) -> int | None:
+        if not isinstance(self._tasks, Sequence):
+            return None
+        return sum(task.settings.over(self._plan.settings).n or 1 for task in self._tasks)
+
+    async def _supervise(self) -> None:
+        if self._plan.share < 1.0:
+            self._enough = math.ceil(self._plan.share * (self._total() or 0))
+        try:
+            async with asyncio.TaskGroup() as members:
+                for number, task in enumerate(self._tasks):
+                    await self._room.acquire()
+                    await self._launch(members, number, task)
+        finally:
+            for gathering in self._gatherings.values():
+                if gathering.start is not None:
+                    gathering.start.give_up()
+        for gathering in list(self._gatherings.values()):  # those cut short by share
+            self._complete(gathering)
+        if not self._kept and self._failed:
+            raise self._nothing_left() from self._cause
+
+    async def _launch(self, members: asyncio.TaskGroup, number: int, task: Task) -> None:
+        """Starts a group's members as slots become free; none any more once enough episodes have ended."""
+        plan = self._plan
+        settings = task.settings.over(plan.settings)
+        n = settings.n or 1
+        start = None
+        if plan.shared_start and n > 1:
+            where = (plan.seed, self._step, number)
+            start = Start(self._shared.asker, n, seeds.start_seed(*where), seeds.pauses(*where, _START))
+        gathering = _Gathering(number, task, settings, start, plan.refill, n)
+        self._gatherings[number] = gathering
+        for member in range(n):
+            await self._slots.acquire()
+            if self._ended >= self._enough:
+                self._slots.release()
+                self._counters.add(f"env/{task.name}/abandoned", n - member)
+                return
+            playing = members.create_task(self._member(gathering, member))
+            self._members.add(playing)
+            playing.add_done_callback(self._members.discard)
+
+    async def _member(self, gathering: _Gathering, member: int) -> None:
+        """Plays one member, and others in its place where it fails and the group may refill."""
+        done = False
+        n = gathering.settings.n or 1
+        try:
+            for number in itertools.count(member, n):
+                start = gathering.start if number == member else None
+                episode = Episode(self._shared, gathering.task, gathering.settings, gathering.number, number, start)
+                outcome = await episode.play()
+                if isinstance(outcome, Trajectory):
+                    gathering.trajectories[number] = outcome
+                    self._counters.trajectory(outcome)
+                    break
+                self._counters.failure(outcome)
+                gathering.failures.append(outcome)
+                self._failed.append(outcome)
+                self._cause = self._cause or episode.error
+                if gathering.refills == 0:
+                    break
+                gathering.refills -= 1
+                self._counters.add(f"env/{gathering.task.name}/refilled")
+            done = True
+        finally:
+            self._slots.release()
+            if not done:
+                self._counters.add(f"env/{gathering.task.name}/abandoned")
+        self._ended += 1
+        self._progress.episode(failed=len(self._failed))
+        gathering.open -= 1
+        if gathering.open == 0:
+            self._complete(gathering)
+        if self._ended >= self._enough:
+            for playing in self._members - {asyncio.current_task()}:
+                playing.cancel()
+
+    def _complete(self, gathering: _Gathering) -> None:
+        """Hands a group over, if enough of it is there."""
+        del self._gatherings[gathering.number]
+        group = gathering.group(self._step)
+        kept = len(group) >= gathering.wanted
+        self._counters.group(group, kept=kept)
+        if kept:
+            self._kept += 1
+            self._ready.put_nowait(group)
+        else:
+            self._room.release()
+
+    def _nothing_left(self) -> BackendError:
+        kinds = [f"{failure.kind} in {failure.where}" for failure in self._failed]
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        first = self._failed[0].message
+        text = f"rollout: no group is left; {len(kinds)} episodes failed: {counts}; the first said: {first}"
+        asked = all(failure.kind == "timeout" and failure.where == "sampler" for failure in self._failed)
+        return BackendTimeout(text) if asked else BackendError(text)
+
+
+def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The sampler's failure among what was raised, as the sampler raised it; what stands alone, as it is; else all."""
+    leaf: BaseException = failed.subgroup(SamplerFailed) or failed
+    while isinstance(leaf, BaseExceptionGroup) and (leaf is not failed or len(failed.exceptions) == 1):
+        leaf = leaf.exceptions[0]
+    return leaf.error if isinstance(leaf, SamplerFailed) else leaf

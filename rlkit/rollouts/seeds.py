@@ -1,0 +1,35 @@
+"""Seeds of a rollout: functions of where in the run something happens, never of when it arrives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["env_seed", "pauses", "sampling_seed", "start_seed"]
+
+_ENV, _START, _TURN, _PAUSE = range(4)
+
+
+def env_seed(seed: int, step: int, group: int) -> int:
+    """What ``reset`` is given, the same for all members of a group; in [0, 2^31), which every generator takes."""
+    return _words(seed, _ENV, step, group) >> 33
+
+
+def start_seed(seed: int, step: int, group: int) -> int:
+    """Of the request that samples the first turns of a whole group; in [0, 2^63)."""
+    return _words(seed, _START, step, group) >> 1
+
+
+def sampling_seed(seed: int, step: int, group: int, member: int, turn: int) -> int:
+    """Of the request that samples one turn of one member; in [0, 2^63)."""
+    return _words(seed, _TURN, step, group, member, turn) >> 1
+
+
+def pauses(seed: int, step: int, group: int, member: int) -> np.random.Generator:
+    """For the lengths of pauses between attempts."""
+    return np.random.default_rng(_words(seed, _PAUSE, step, group, member))
+
+
+def _words(seed: int, *key: int) -> int:
+    """64 bits; the key is spawned from the seed, so that no two places share a stream."""
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
+    return int(state[0])
