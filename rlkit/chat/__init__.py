@@ -1,0 +1,8 @@
+"""Conversations as tokens: rendered with the model's own chat template, and never changed once they were sampled."""
+
+from __future__ import annotations
+
+from rlkit.chat.conversation import Conversation
+from rlkit.chat.core import Chat
+
+__all__ = ["Chat", "Conversation"]

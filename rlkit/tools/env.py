@@ -1,0 +1,112 @@
+"""An environment that gives the policy Python functions as tools."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlkit import _check
+from rlkit.envs.protocol import Action, Observation, StepResult
+from rlkit.errors import ConfigError
+from rlkit.tools.formats import Format, formats, parameters, parse
+from rlkit.tools.functions import schema
+from rlkit.tools.messages import error_message, tool_message
+from rlkit.tools.types import Malformed
+
+__all__ = ["ToolEnv"]
+
+
+class ToolEnv:
+    """One question, answered with the help of tools.
+
+    A turn with calls is answered by what the tools give, or by what is wrong with the calls; a turn without is the
+    answer, and ends the episode.
+
+    Args:
+        question: what ``reset`` gives: text, messages, or tokens.
+        functions: the tools; their schemas come from signatures and docstrings (``rlkit.tools.schema``). They may be
+            async. What one raises is told to the policy.
+        reward: the answer's text -> reward; may be async.
+        format: how the policy writes calls, a name in ``rlkit.tools.formats``; for "python" the functions must have
+            one called ``python`` that takes ``code``.
+        malformed_reward: of a turn in which a call was not made.
+        max_result: characters of a tool's result that the policy is shown, >= 1.
+
+    Raises:
+        ConfigError: no function, or one whose schema cannot be made.
+
+    >>> import asyncio
+    >>> def add(x: int, y: int) -> int:
+    ...     '''Adds two numbers.'''
+    ...     return x + y
+    >>> env = ToolEnv("7 + 8?", [add], lambda answer: float("15" in answer))
+    >>> env.reset(seed=0)
+    '7 + 8?'
+    >>> call = Action('<tool_call>{"name": "add", "arguments": {"x": 7, "y": 8}}</tool_call>')
+    >>> asyncio.run(env.step(call)).observation[0]["content"]
+    '15'
+    >>> asyncio.run(env.step(Action("It is 15."))).reward
+    1.0
+    """
+
+    def __init__(
+        self,
+        question: Observation,
+        functions: Sequence[Callable[..., Any]],
+        reward: Callable[[str], Any],
+        *,
+        format: str | Format = "hermes",  # noqa: A002
+        malformed_reward: float = 0.0,
+        max_result: int = 10_000,
+    ) -> None:
+        if not functions or not callable(reward):
+            what = "there are no functions" if not functions else f"the reward is {_check.shown(reward)}"
+            raise ConfigError(_check.problem("ToolEnv", what, "functions and a reward that can be called"))
+        self.tools: list[Mapping[str, Any]] = [schema(function) for function in functions]
+        parameters(self.tools)  # no name twice
+        formats.resolve(format)
+        self._functions = {function.__name__: function for function in functions}
+        self._question, self._reward, self._format = question, reward, format
+        self._malformed = _check.real("ToolEnv.malformed_reward", malformed_reward)
+        self._max_result = _check.integer("ToolEnv.max_result", max_result, low=1)
+
+    def reset(self, seed: int) -> Observation:  # noqa: ARG002
+        """The question."""
+        return self._question
+
+    async def step(self, action: Action) -> StepResult:
+        """Makes the calls of a turn, or scores the answer."""
+        parsed = parse(action, self._format, self.tools)
+        if not parsed.calls and not parsed.errors and action.raw != action:
+            parsed = parse(action.raw, self._format, self.tools)  # some formats begin with a control token
+        if not parsed.calls and not parsed.errors:
+            return StepResult(reward=await _value(self._reward, str(action)), terminated=True)
+        messages = []
+        for found in parsed.in_order:
+            if isinstance(found, Malformed):
+                messages.append(error_message(found))
+                continue
+            try:
+                result = await _value(self._functions[found.name], **found.arguments)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # the tool's own, and the policy is to see it
+                result = f"{type(error).__name__}: {error}"
+            message = tool_message(found, result)
+            if len(message["content"]) > self._max_result:
+                message["content"] = message["content"][: self._max_result] + " ... (cut)"
+            messages.append(message)
+        info = {"tool_calls": len(parsed.calls), "malformed_calls": len(parsed.errors)}
+        return StepResult(messages, self._malformed if parsed.errors else 0.0, info=info)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def _value(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a plain or async function gives; plain ones run in a thread, so that they do not hold up other episodes."""
+    import asyncio
+
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await asyncio.to_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result

