@@ -43,7 +43,7 @@ def gspo(
     Source: arXiv:2507.18071 eq. 5. The paper divides by n, here ``weights`` does. Peers often reuse PPO's 1 +- 0.2.
     """
     bounds(clip_low_threshold, clip_high_threshold)
-    ratio = (logprobs - sampling_logprobs).mean().exp()
+    ratio = (logprobs - sampling_logprobs).mean().exp().expand_as(logprobs)
     return _clipped(ratio, advantages, weights, clip_low_threshold, clip_high_threshold)
 
 
@@ -157,7 +157,8 @@ def gmpo(
     distance = logprobs - sampling_logprobs
     above = distance.clamp(max=math.log(clip_high_threshold))
     below = distance.clamp(min=math.log(clip_low_threshold))
-    return -(weights * advantages * above.where(advantages >= 0, below).mean().exp()).sum()
+    mean = above.where(advantages >= 0, below).mean().expand_as(logprobs)
+    return -(weights * advantages * mean.exp()).sum()
 
 
 @register("vespo")

@@ -406,3 +406,17 @@ def test_vespo_fades():
     assert sizes[2] == 1.0
     assert sizes[0] <= sizes[1] < 1e-3 > sizes[3] >= sizes[4]
     assert math.isfinite(sum(sizes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_number_is_the_same_number_for_each_token(name):
+    """An input () means its value at every token, in value and gradient."""
+    driver, inputs = example(name, np.random.default_rng(3))
+    spread = {k: v for k, v in inputs.items() if k in ("advantages", "weights", "returns")}
+    single = inputs | {k: [float(x.mean()) for x in v] for k, v in spread.items()}
+    full = inputs | {k: [np.full_like(x, x.mean()) for x in v] for k, v in spread.items()}
+    value, gradients, _ = call(name, driver, single)
+    expected, others, _ = call(name, driver, full)
+    assert value == pytest.approx(expected, rel=1e-12)
+    for a, b in zip(gradients, others, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)

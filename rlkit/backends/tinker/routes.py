@@ -89,7 +89,8 @@ def _ratio(
 
 
 def _folded(datum: Datum) -> np.ndarray:
-    return _weights(datum) * _input(datum, "advantages")
+    folded: np.ndarray = _weights(datum) * _input(datum, "advantages")
+    return folded
 
 
 def _clip(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -138,7 +139,8 @@ def _decoupled_ppo(settings: Mapping[str, Any], data: Sequence[Datum | None]) ->
     def advantages(datum: Datum) -> np.ndarray:
         behaviour = np.exp(_input(datum, "old_logprobs") - _input(datum, "sampling_logprobs"))
         capped: np.ndarray = behaviour if cap is None else np.minimum(behaviour, np.float32(cap))
-        return _folded(datum) * capped
+        found: np.ndarray = _folded(datum) * capped
+        return found
 
     return _ratio("ppo", data, _clip(settings), advantages, "old_logprobs")
 

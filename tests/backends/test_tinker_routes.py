@@ -1,0 +1,210 @@
+"""Every loss reaches the service by some exact way: its value and gradient are those of the toy backend, whose model
+the fake service runs too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit import losses
+from rlkit.losses import with_entropy, with_kl
+from rlkit.testing import FakeTinker
+from tests.losses.calls import COMPOSED, NAMES, VARIANTS, example, identity, needs
+
+pytest.importorskip("tinker", reason="needs the extra tinker")
+
+HOSTED = {
+    "cispo": ("cispo",),
+    "cross_entropy": ("cross_entropy",),
+    "decoupled_ppo": ("ppo",),
+    "gspo": ("gspo",),
+    "gspo_token": ("gspo",),
+    "importance_sampling": ("importance_sampling",),
+    "luspo": ("gspo",),
+    "mix": ("cross_entropy", "ppo"),
+    "opmd": ("cross_entropy",),
+    "ppo": ("ppo",),
+    "reinforce": ("cross_entropy",),
+    "topr": ("cross_entropy", "cispo"),
+}
+POLICY = [v for v in VARIANTS if not v[0].startswith("value_")]
+GD = rlkit.Adam(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e8)  # without moments: plain gradient descent
+
+
+@pytest.fixture(scope="module")
+def service():
+    with FakeTinker(seed=0) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def plain_service():
+    """One that does not run losses."""
+    with FakeTinker(seed=0, config={"custom_loss_server_side": False}) as fake:
+        yield fake
+
+
+def connect(fake, **options):
+    return rlkit.connect(
+        "tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key, seed=0, deadline=30.0, **options
+    )
+
+
+def episodes(loss, settings=None, *, constant=False):
+    """Datums with several turns of the policy's own, and inputs near the toy's own logprobs."""
+    rng = np.random.default_rng(11)
+    names = ("weights", "mu", "target_tokens", "kl_coef", "entropy_coef")
+    sizes = (4, 6, 2, 5)
+    _, inputs = example(loss, rng, sizes, settings=settings, optional=names)
+    data = []
+    with rlkit.connect("toy", seed=0) as toy:
+        for i, n in enumerate(sizes):
+            tokens = rng.integers(97, 123, n + 7)
+            mask = np.zeros(n + 7, bool)
+            mask[rng.choice(np.arange(2, n + 6), n, replace=False)] = True
+            lp = toy.forward([rlkit.Datum(tokens, mask)]).result().selected[0]
+            own = {k: v[i] for k, v in inputs.items() if k != "entropy"}
+            for name in own:
+                if name.endswith("logprobs") and np.ndim(own[name]) == 1:
+                    own[name] = np.minimum(lp + rng.normal(0, 0.2, n), -1e-3)
+            if constant:
+                own |= {k: float(np.mean(own[k])) for k in ("advantages", "weights") if k in own}
+            data.append(rlkit.Datum(tokens, mask, own))
+    return data
+
+
+def trained(policy, data, loss, settings):
+    """(output, logprobs before, logprobs after a step along the gradient)."""
+    before = policy.forward(data).result().selected
+    output = policy.forward_backward(data, loss, config=settings).result()
+    policy.optim_step(GD).result()
+    return output, before, policy.forward(data).result().selected
+
+
+def check_equal(policy, data, loss, settings=None):
+    with policy, rlkit.connect("toy", seed=0) as toy:
+        route = policy.route(data, loss, config=settings)
+        ours, _, after = trained(policy, data, loss, settings)
+        theirs, before, expected = trained(toy, data, loss, settings)
+    moved = max(np.abs(a - b).max() for a, b in zip(before, expected, strict=True))
+    off = max(np.abs(a - b).max() for a, b in zip(after, expected, strict=True))
+    assert moved > 1e-6
+    assert off < 1e-4 * moved + 2e-7, (route, off, moved)
+    assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5, abs=1e-5)
+    assert {k: ours.metrics[k] for k in theirs.metrics} == pytest.approx(theirs.metrics, rel=1e-4, abs=1e-5)
+    for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert np.abs(a - b).max() < 1e-5
+    return route
+
+
+@pytest.mark.parametrize("variant", POLICY, ids=identity)
+def test_every_loss_by_name(service, variant):
+    """Whatever way a named loss takes."""
+    name, settings = variant
+    data = episodes(name, settings, constant=name in ("gspo", "luspo"))
+    route = check_equal(connect(service), data, name, settings)
+    plain = not (settings.get("dual_clip") or settings.get("unified_mask") or settings.get("phi"))
+    if name in HOSTED and plain:
+        assert route.calls == HOSTED[name]
+        assert route.kind == ("hosted" if len(HOSTED[name]) == 1 else "composed")
+    else:
+        assert route.kind in ("server", "client")
+        assert route.why
+
+
+@pytest.mark.parametrize("variant", [v for v in POLICY if v[0] not in HOSTED], ids=identity)
+def test_every_loss_without_losses_on_the_service(plain_service, variant):
+    """Where the service runs no losses, those that it does not host take two passes and are exact too."""
+    name, settings = variant
+    route = check_equal(connect(plain_service), episodes(name, settings), name, settings)
+    assert (route.kind, route.calls) == ("client", ("forward", "cross_entropy"))
+    assert "does not run losses" in route.why
+
+
+@pytest.mark.parametrize("name", [n for n in COMPOSED if "entropy" not in n.split("+")[1:]])
+def test_compositions(service, name):
+    """with_kl of rlkit's own losses runs on the service, at level datum."""
+    loss = COMPOSED[name]
+    route = check_equal(connect(service), episodes(loss), loss)
+    assert route.kind == ("client" if name.startswith(("simpo", "kl_cov")) else "server")
+
+
+def test_a_function_is_run_as_it_is_written(service):
+    """A callable never takes a hosted loss; rlkit's own is sent, the user's runs here unless told otherwise."""
+    data = episodes("ppo")
+
+    def mine(logprobs, advantages, weights=1.0):
+        return -(weights * advantages * logprobs.exp()).sum(), {"mean_logprob:mean": float(logprobs.detach().mean())}
+
+    def traceable(logprobs, advantages, weights=1.0):
+        return -(weights * advantages * logprobs.exp()).sum(), {"top:sum": logprobs.detach().max()}
+
+    assert check_equal(connect(service), data, losses.ppo).kind == "server"
+    assert check_equal(connect(service), data, mine).kind == "client"
+    assert check_equal(connect(service), data, traceable).kind == "client"
+    assert check_equal(connect(service, server_losses="all"), data, traceable).kind == "server"
+    assert "can not be traced" in check_equal(connect(service, server_losses="all"), data, mine).why
+    assert check_equal(connect(service, server_losses="never"), data, losses.ppo).kind == "client"
+
+
+def test_what_hosted_losses_cannot_say_takes_another_way(service):
+    """Negative weights under a minimum, and advantages that differ under gspo, are not folded."""
+    data = [d.with_inputs(weights=-0.5) for d in episodes("ppo")]
+    for name in ("ppo", "decoupled_ppo", "gspo_token", "mix"):
+        own = [d.with_inputs(weights=-0.5) for d in episodes(name)]
+        assert check_equal(connect(service), own, name).kind == "server"
+    assert check_equal(connect(service), data, "importance_sampling").kind == "hosted"
+    route = check_equal(connect(service), episodes("gspo"), "gspo")
+    assert route.kind == "server"
+    assert "token form" in route.why
+
+
+def test_one_loss_is_sent_once(service):
+    """The same loss made anew at every step is not sent again, and does not fall back."""
+    data = episodes(COMPOSED["ppo+k3"])
+    with connect(service) as policy:
+        for _ in range(3):
+            loss = with_kl("ppo", 0.3)
+            assert policy.route(data, loss).kind == "server"
+            policy.forward_backward(data, loss).result()
+        assert sum(seen.endpoint == "create_custom_loss" for seen in service.requests) >= 1
+
+
+def test_refused_upload_falls_back(caplog):
+    """A service that does not take the graph leaves the loss to run here, with a warning."""
+    from rlkit.testing.faults import Fault
+
+    data = episodes("dro")
+    with FakeTinker(seed=0) as fake:
+        fake.inject(Fault("400", "create_custom_loss", times=None))
+        policy = connect(fake)
+        with caplog.at_level("WARNING", "rlkit.tinker"):
+            check_equal(policy, data, "dro")
+    assert "runs here, in two passes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        ("value_clipped", "critic"),
+        ("value_huber", "critic"),
+        (with_entropy("ppo", 0.1), "entropy_bonus"),
+    ],
+)
+def test_what_no_route_can_express(service, loss, match):
+    """What the service can not give is refused by name, with the alternative, before anything is sent."""
+    with connect(service) as policy:
+        sent = len(service.requests)
+        data = episodes(loss if isinstance(loss, str) else "ppo")
+        with pytest.raises(rlkit.UnsupportedError, match=match):
+            policy.forward_backward(data, loss)
+        with pytest.raises(rlkit.UnsupportedError, match="entropy"):
+            policy.forward(data, want=("entropy",))
+        assert len(service.requests) == sent
+
+
+def test_the_table_of_routes_is_whole():
+    """Every loss of the registry is tried above."""
+    assert {name for name, _ in VARIANTS} >= set(NAMES)
+    assert set(HOSTED) <= {name for name in NAMES if needs(name)[0] == "logprobs"}
