@@ -17,13 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from rlkit.advantages import discounted_returns, gae, grpo, rebn, rloo, token_weights
+from rlkit.advantages import by_group, discounted_returns, gae, grpo, rebn, rloo, token_weights
 
 RNG = np.random.default_rng(0)
 GROUPS = [RNG.random(n) for n in RNG.integers(4, 17, 100_000)]  # ragged
 MATRIX = RNG.random((100_000, 8))
 ROWS = [RNG.random(n) for n in RNG.integers(50, 151, 10_000)]  # about 1,000,000 tokens
 SHORT = [RNG.random(n) for n in RNG.integers(5, 16, 100_000)]  # as many, where splitting into arrays costs most
+FLAT, LABELS = np.concatenate(GROUPS), np.repeat(np.arange(len(GROUPS)), [group.size for group in GROUPS])
+FLAT_SHORT, SHORT_LABELS = np.concatenate(SHORT), np.repeat(np.arange(len(SHORT)), [row.size for row in SHORT])
+NAMES = [f"prompt-{label}" for label in LABELS]
 VALUES = [RNG.random(row.size) for row in ROWS]
 LENGTHS = np.array([row.size for row in ROWS])
 
@@ -45,6 +48,11 @@ def returns_loop(rows: list[np.ndarray], gamma: float = 0.9) -> list[np.ndarray]
             returns[t] = total
         out.append(returns)
     return out
+
+
+def by_slices(loop: Callable[[list[np.ndarray]], list[np.ndarray]], flat: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """A loop over the slices of equal neighbouring labels, in one array again."""
+    return np.concatenate(loop(np.split(flat, np.flatnonzero(np.diff(labels)) + 1)))
 
 
 def gae_loop(
@@ -76,8 +84,16 @@ CASES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "grpo, ragged": (lambda: grpo(GROUPS), lambda: grpo_loop(GROUPS)),
     "grpo, matrix": (lambda: grpo(MATRIX), lambda: grpo_loop(list(MATRIX))),
     "rloo, ragged": (lambda: rloo(GROUPS), lambda: rloo_loop(GROUPS)),
+    # the same numbers in one array with labels, where neither side has to build 100,000 arrays
+    "grpo, labels": (lambda: by_group("grpo", FLAT, LABELS), lambda: by_slices(grpo_loop, FLAT, LABELS)),
+    "rloo, labels": (lambda: by_group("rloo", FLAT, LABELS), lambda: by_slices(rloo_loop, FLAT, LABELS)),
+    "rloo, labels of text": (lambda: by_group("rloo", FLAT, NAMES), lambda: by_slices(rloo_loop, FLAT, LABELS)),
     "discounted_returns": (lambda: discounted_returns(ROWS, gamma=0.9), lambda: returns_loop(ROWS)),
     "discounted_returns, short": (lambda: discounted_returns(SHORT, gamma=0.9), lambda: returns_loop(SHORT)),
+    "discounted_returns, labels": (
+        lambda: by_group("discounted_returns", FLAT_SHORT, SHORT_LABELS, gamma=0.9),
+        lambda: by_slices(returns_loop, FLAT_SHORT, SHORT_LABELS),
+    ),
     "gae": (lambda: gae(ROWS, values=VALUES, gamma=0.99, lam=0.95), lambda: gae_loop(ROWS, VALUES)),
     "rebn": (lambda: rebn(ROWS), lambda: rebn_loop(ROWS)),
     "token_weights": (lambda: token_weights(LENGTHS, "seq-mean-token-mean"), lambda: weights_loop(LENGTHS)),

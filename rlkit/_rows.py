@@ -6,6 +6,7 @@ gives back the same form. Flat storage makes one numpy call serve all rows, what
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cached_property
 from operator import attrgetter
@@ -28,7 +29,7 @@ class Rows:
     where: str
     flat: np.ndarray
     lengths: np.ndarray
-    form: Literal["one", "matrix", "list"]
+    form: Literal["one", "matrix", "list", "flat"]  # "flat": given and wanted as they are stored, by by_group
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -63,11 +64,11 @@ class Rows:
 
     def restore(self, flat: np.ndarray) -> Any:
         """[N] in the form in which the rows came."""
-        if self.form == "one":
+        if self.form in ("one", "flat"):
             return flat
         if self.form == "matrix":
             return flat.reshape(self.lengths.size, -1)
-        return [flat[a:b] for a, b in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
+        return [flat[a:b] for a, b in itertools.pairwise([0, *self.ends.tolist()])]
 
     def row_name(self, row: int, where: str | None = None) -> str:
         """How a user writes that row."""
@@ -116,10 +117,12 @@ def parse(where: str, value: Any, *, boolean: bool = False, empty: bool = False)
     Raises:
         DataError: naming the row or entry that is no number, text, None, or (for numbers) a boolean.
     """
+    if isinstance(value, Rows):
+        return value
     if isinstance(value, (list, tuple)) and value:
         kinds = set(map(type, value))
-        if kinds == {np.ndarray} and _plain(value):
-            rows = list(value) if not boolean else _each(where, value, boolean)
+        if kinds == {np.ndarray} and not boolean and _plain(value):
+            rows = list(value)
         elif any(issubclass(kind, (list, tuple)) or hasattr(kind, "__array__") for kind in kinds) and any(
             not is_one(entry) for entry in value if isinstance(entry, (list, tuple)) or hasattr(entry, "__array__")
         ):
@@ -155,6 +158,10 @@ def labels(where: str, value: Any, length: int, why: str = "one label per reward
     """Labels [length] as codes 0, 1, ... in order of appearance, and how many different ones there are."""
     if isinstance(value, (str, bytes)) or not (hasattr(value, "__len__") or hasattr(value, "__array__")):
         raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"{length} labels", why))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (length,) and length:
+        quick = _integer_codes(value)
+        if quick is not None:
+            return quick
     given = np.asarray(value).tolist() if hasattr(value, "__array__") else list(value)
     if len(given) != length:
         raise DataError(_check.problem(where, f"has length {len(given)}", f"{length}", why))
@@ -172,6 +179,24 @@ def labels(where: str, value: Any, length: int, why: str = "one label per reward
                 _check.problem(f"{where}[{given.index(label)}]", what, "a label, such as a string or number")
             )
     return codes, len(known)
+
+
+def _integer_codes(label: np.ndarray) -> tuple[np.ndarray, int] | None:
+    """The codes of integer labels that rise, or span no more than a few times their number, without a loop."""
+    if (label[1:] >= label[:-1]).all():
+        codes = np.zeros(label.size, np.int64)
+        np.cumsum(label[1:] != label[:-1], out=codes[1:])
+        return codes, int(codes[-1]) + 1
+    lowest, highest = int(label.min()), int(label.max())
+    if highest - lowest > 8 * label.size or highest >= 2**63:
+        return None
+    place = label.astype(np.int64) - lowest
+    first = np.full(highest - lowest + 1, label.size)
+    first[place[::-1]] = np.arange(label.size)[::-1]  # of several, the last assignment stays
+    present = np.flatnonzero(first < label.size)
+    code = np.empty(first.size, np.int64)
+    code[present[np.argsort(first[present])]] = np.arange(present.size)
+    return code[place], present.size
 
 
 def _plain(value: Any) -> bool:

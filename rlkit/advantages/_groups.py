@@ -27,7 +27,6 @@ class Groups:
     rewards: np.ndarray  # [N], 0 where unscored
     sizes: np.ndarray  # [B], scored rewards
     lowest: np.ndarray  # [B], 0 where nothing is scored
-    highest: np.ndarray  # [B]
 
     @classmethod
     def parse(cls, rewards: Any, where: str = "rewards") -> Groups:
@@ -44,14 +43,17 @@ class Groups:
             flat, sizes = rows.flat, rows.lengths
         else:
             flat, sizes = np.where(scored, rows.flat, 0.0), rows.sum(scored.astype(np.int64))
-        lowest, highest = rows.reduce(np.fmin, rows.flat), rows.reduce(np.fmax, rows.flat)
-        empty = sizes == 0
-        return cls(rows, scored, flat, sizes, np.where(empty, 0.0, lowest), np.where(empty, 0.0, highest))
+        return cls(rows, scored, flat, sizes, np.where(sizes == 0, 0.0, rows.reduce(np.fmin, rows.flat)))
+
+    @cached_property
+    def highest(self) -> np.ndarray:
+        """The largest reward of each group [B], 0 where nothing is scored."""
+        return np.where(self.sizes == 0, 0.0, self.rows.reduce(np.fmax, self.rows.flat))
 
     @cached_property
     def constant(self) -> np.ndarray:
         """Whether all scored rewards of a group are the same number [B]."""
-        return np.asarray(self.lowest == self.highest)
+        return np.asarray(self._sum_above == 0)  # different numbers differ by more than 0, however near they are
 
     @cached_property
     def _above(self) -> np.ndarray:
@@ -60,8 +62,12 @@ class Groups:
         return above if self.scored.all() else np.where(self.scored, above, 0.0)
 
     @cached_property
+    def _sum_above(self) -> np.ndarray:
+        return self.rows.sum(self._above)
+
+    @cached_property
     def _mean_above(self) -> np.ndarray:
-        return np.asarray(self.rows.sum(self._above) / np.maximum(self.sizes, 1))
+        return np.asarray(self._sum_above / np.maximum(self.sizes, 1))
 
     @cached_property
     def mean(self) -> np.ndarray:

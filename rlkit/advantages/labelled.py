@@ -6,14 +6,25 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
+import attrs
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit.advantages import baselines, group
 from rlkit.advantages._registry import registry
+from rlkit.advantages.balanced import rec
+from rlkit.advantages.leave_one_out import loo_std
+from rlkit.advantages.passk import pass_at_k, pkpo
+from rlkit.advantages.returns import discounted_returns, rebn
+from rlkit.advantages.tokenwise import reinforce_pp_baseline
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["by_group"]
 
+_FLAT = (  # these take the groups as they are stored, so that no list of them is built
+    *(getattr(module, name) for module in (baselines, group) for name in module.__all__),
+    *(discounted_returns, loo_std, pass_at_k, pkpo, rebn, rec, reinforce_pp_baseline),
+)
 _PER_SAMPLE = ("lengths",)  # settings that hold one number per reward, and are regrouped with them
 
 
@@ -23,8 +34,9 @@ def by_group(estimator: str | Callable[..., Any], rewards: Any, groups: Any, **s
     Args:
         estimator: a registered name, such as "grpo", or a function that takes a list of groups [G_i] and gives
             back advantages of the same form.
-        rewards: [N], in any order.
-        groups: [N] labels, hashable: strings, integers, ...; equal labels make a group.
+        rewards: [N], in any order; it is quickest where each group's stand together.
+        groups: [N] labels, hashable: strings, integers, ...; equal labels make a group. An array of integers is
+            quickest.
         settings: keyword arguments of the estimator; ``lengths`` [N] is regrouped with the rewards.
 
     Returns:
@@ -44,21 +56,29 @@ def by_group(estimator: str | Callable[..., Any], rewards: Any, groups: Any, **s
     if flat.size == 0:
         raise DataError(_check.problem("rewards", "is empty", "at least one reward"))
     codes, count = _rows.labels("groups", groups, flat.size)
-    order = np.argsort(codes, kind="stable")
+    apart = bool((codes[1:] < codes[:-1]).any())  # usually a group's rewards stand together already
+    order = np.argsort(codes, kind="stable") if apart else slice(None)
     lengths = np.bincount(codes, minlength=count)
-    rows = _rows.Rows("rewards", flat[order], lengths, "list")
+    rows = _rows.Rows("rewards", flat[order], lengths, "flat" if any(function is f for f in _FLAT) else "list")
     _rows.Rows("rewards", flat, np.array([flat.size]), "one").check_finite(flat, nan=True)
     for name in _PER_SAMPLE:
         if name in settings:
             per_sample = _rows.vector(name, settings[name], flat.size, why="one per reward")
-            settings[name] = rows.restore(per_sample[order])
-    advantages = _rows.parse(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
-    if advantages.flat.size != flat.size or not np.array_equal(advantages.lengths, lengths):
-        what = f"returned rows of lengths {advantages.lengths.tolist()[:8]}"
-        raise DataError(_check.problem(f"{estimator!r}", what, f"{lengths.tolist()[:8]}", "one advantage per reward"))
+            settings[name] = attrs.evolve(rows, flat=per_sample[order])
     result = np.empty(flat.size)
-    result[order] = advantages.flat
+    result[order] = function(rows, **settings) if rows.form == "flat" else _by_list(estimator, function, rows, settings)
     return result
+
+
+def _by_list(estimator: Any, function: Callable[..., Any], rows: _rows.Rows, settings: dict[str, Any]) -> np.ndarray:
+    """The advantages [N] of a function that takes a list of groups, and whose result is still to be checked."""
+    settings = {name: rows.restore(x.flat) if isinstance(x, _rows.Rows) else x for name, x in settings.items()}
+    advantages = _rows.parse(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
+    if not np.array_equal(advantages.lengths, rows.lengths):
+        what, expected = (f"{x.lengths.tolist()[:8]}" for x in (advantages, rows))
+        why = "one advantage per reward"
+        raise DataError(_check.problem(f"{estimator!r}", f"returned rows of lengths {what}", expected, why))
+    return advantages.flat
 
 
 def _check_settings(estimator: Any, function: Callable[..., Any], settings: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
+from rlkit import _rows
 from rlkit.errors import ConfigError, DataError, UnknownNameError
 
 NAN = float("nan")
@@ -36,6 +37,58 @@ def test_by_group_is_the_estimator(batch: tuple[list[float], list[str]], name: s
     for label in set(labels):
         places = [i for i, other in enumerate(labels) if other == label]
         np.testing.assert_array_equal(result[places], adv.registry[name]([rewards[i] for i in places]))
+
+
+FLAT: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in ("asymre", "dr_grpo", "gpg", "grpo", "loo_std", "maxrl", "opmd", "rec", "reinforce", "rloo")
+    },
+    "opo": {"lengths": None},
+    "pass_at_k": {},
+    "pkpo": {"k": 1, "baseline": "none"},
+    "reinforce_pp_baseline": {"lengths": None},
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+@laws
+@given(labelled())
+def test_by_group_of_ours_and_of_yours(name: str, batch: tuple[list[float], list[str]]) -> None:
+    """Our own estimators take the groups as they are stored, which gives the same bits as lists of them."""
+    rewards, labels = batch
+    settings = {key: range(3, 3 + len(rewards)) if value is None else value for key, value in FLAT[name].items()}
+    settings = {key: list(value) if isinstance(value, range) else value for key, value in settings.items()}
+    function = adv.registry[name]
+    yours = adv.by_group(lambda groups, **kw: function(groups, **kw), rewards, labels, **settings)
+    np.testing.assert_array_equal(adv.by_group(name, rewards, labels, **settings), yours)
+
+
+def test_by_group_of_tokens() -> None:
+    """Functions of time go by labels too, where a group is a sequence of rewards in order."""
+    rewards, labels = [0.0, 0.0, 1.0, 0.0, 2.0], [4, 9, 4, 4, 9]
+    returns = adv.by_group("discounted_returns", rewards, labels, gamma=0.5)
+    assert returns.tolist() == [0.5, 1.0, 1.0, 0.0, 2.0]
+    np.testing.assert_allclose(adv.by_group("rebn", rewards, labels), adv.rebn(rewards))
+
+
+@laws
+@given(
+    st.sampled_from(["int8", "int16", "uint8", "int64", "uint64"]),
+    st.lists(st.integers(0, 120), min_size=1, max_size=30),
+    st.sampled_from([0, -100, 2**62, 2**63]),
+    st.sampled_from([1, 1000]),
+    st.booleans(),
+)
+def test_integer_labels(dtype: str, numbers: list[int], shift: int, factor: int, rising: bool) -> None:
+    """Arrays of integers are coded without a loop, and as any other labels are: by order of appearance."""
+    info = np.iinfo(dtype)
+    given_labels = [min(max(n * factor + shift, int(info.min)), int(info.max)) for n in numbers]
+    given_labels = sorted(given_labels) if rising else given_labels
+    codes, count = _rows.labels("groups", np.array(given_labels, dtype), len(numbers))
+    expected, known = _rows.labels("groups", given_labels, len(numbers))
+    assert codes.tolist() == expected.tolist()
+    assert count == known == len(set(given_labels))
 
 
 @laws
