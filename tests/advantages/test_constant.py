@@ -122,3 +122,8 @@ def test_small_components_that_cancel_give_zero():
 def test_decay_of_the_running_baseline_is_pinned():
     """The default of the object is part of the API, as the function's is."""
     assert adv.RunningBaseline().decay == 0.95
+
+
+def test_pass_at_k_where_the_deviation_vanishes():
+    """A deviation too small for float64 divides by 1, not by 0."""
+    assert adv.pass_at_k([0.0, 0.0, 0.0, 5e-324], ddof=0, eps=0.0).tolist() == [0.0, 0.0, 0.0, 5e-324]
