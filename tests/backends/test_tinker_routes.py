@@ -65,8 +65,8 @@ def episodes(loss, settings=None, *, constant=False):
             mask[rng.choice(np.arange(2, n + 6), n, replace=False)] = True
             lp = toy.forward([rlkit.Datum(tokens, mask)]).result().selected[0]
             own = {k: v[i] for k, v in inputs.items() if k != "entropy"}
-            for name in own:
-                if name.endswith("logprobs") and np.ndim(own[name]) == 1:
+            for name, value in own.items():
+                if name.endswith("logprobs") and np.ndim(value) == 1:
                     own[name] = np.minimum(lp + rng.normal(0, 0.2, n), -1e-3)
             if constant:
                 own |= {k: float(np.mean(own[k])) for k in ("advantages", "weights") if k in own}
