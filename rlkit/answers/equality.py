@@ -1,0 +1,160 @@
+"""Whether two mathematical expressions say the same, judged by math-verify in processes that can be ended.
+
+Computer algebra on what a model wrote can take for ever (``9^{9^{9^9}}`` is one operation that holds the interpreter),
+and math-verify's own limit is a signal, which only a main thread can have. So it runs in a small pool of processes,
+and one that does not answer in time is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rlkit import _check
+from rlkit.errors import BackendError, BackendTimeout, ConfigError
+
+__all__ = ["math_equal"]
+
+_LONGEST = 10_000  # characters
+_START = 120.0  # seconds; importing the algebra takes about two on a quiet machine
+_WORKER = Path(__file__).with_name("_worker.py")
+
+
+def math_equal(answer: str, truth: str, *, timeout: float = 5.0) -> bool:
+    r"""Whether ``answer`` is mathematically the same as ``truth``: fractions, decimals, sets, intervals, algebra.
+
+    May be called from any thread, and blocks it: from asynchronous code, ``await asyncio.to_thread(math_equal, ...)``.
+
+    Args:
+        answer: the policy's, LaTeX or plain, with ``$`` or ``\boxed{}`` around it or without; any text is allowed.
+        truth: the reference.
+        timeout: seconds for the comparison, > 0; waiting for a free process does not count.
+
+    Returns:
+        False for what cannot be read, for texts over 10,000 characters, and when the time is up.
+
+    Raises:
+        ConfigError: math-verify is not installed, or an argument has the wrong type.
+        BackendError: no process could be started.
+
+    >>> math_equal("3", " 3"), math_equal("0.50", "1/2")  # needs no algebra
+    (True, True)
+
+    Source: math-verify 0.9 (Hugging Face), with its own settings. It reads expressions by SymPy, which evaluates them
+    as Python; that too is a reason for a process of its own.
+    """
+    for where, value in (("answer", answer), ("truth", truth)):
+        if not isinstance(value, str):
+            raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a string"))
+    timeout = _check.real("timeout", timeout, above=0.0, why="seconds")
+    if answer.strip() == truth.strip() and answer.strip():
+        return True
+    if max(len(answer), len(truth)) > _LONGEST or not answer.strip() or not truth.strip():
+        return False
+    numbers = _fraction(answer), _fraction(truth)
+    if None not in numbers and numbers[0] == numbers[1]:
+        return True
+    return _POOL.ask({"answer": answer, "truth": truth}, timeout)
+
+
+def _fraction(text: str) -> Fraction | None:
+    if len(text) > 50 or "e" in text.lower():
+        return None
+    try:
+        return Fraction(text.strip())
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+class _Pool:
+    """Processes that are free, and as many places as there may be processes."""
+
+    def __init__(self, size: int) -> None:
+        self._places = threading.BoundedSemaphore(size)
+        self._free: queue.LifoQueue[_Process] = queue.LifoQueue()
+        atexit.register(self.close)
+
+    def ask(self, question: dict[str, str], timeout: float) -> bool:
+        with self._places:
+            try:
+                process = self._free.get_nowait()
+            except queue.Empty:
+                process = _Process()
+            answer = None
+            try:
+                answer = process.ask(question, timeout)
+            finally:
+                if answer is None:  # too slow, dead, or interrupted here: what it does now is unknown
+                    process.close()
+                else:
+                    self._free.put(process)
+        return bool(answer and answer.get("equal") is True)
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().close()
+
+
+class _Process:
+    def __init__(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("math_equal needs math-verify; run: pip install 'rlkit-lm[math]'")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-P", "-W", "ignore", str(_WORKER)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  # our own file
+                command, stdin=pipe, stdout=pipe, stderr=null, env=environment, text=True, encoding="ascii"
+            )
+        except OSError as error:
+            raise BackendError(f"the process for math_equal could not be started: {error}") from error
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="rlkit-math", daemon=True).start()
+        try:
+            ready = self._answers.get(timeout=_START)
+        except queue.Empty:
+            self.close()
+            raise BackendTimeout(f"the process for math_equal was not ready after {_START:.0f} s") from None
+        if ready is None or "ready" not in ready:
+            self.close()
+            reason = (ready or {}).get("failed", f"exit status {self._process.returncode}")
+            raise BackendError(f"the process for math_equal could not be started: {reason}")
+
+    def ask(self, question: dict[str, str], timeout: float) -> dict[str, Any] | None:
+        """The answer; None where none came."""
+        assert self._process.stdin is not None  # noqa: S101
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return self._answers.get(timeout=timeout)
+        except (OSError, queue.Empty):
+            return None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin,):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None  # noqa: S101
+        with self._process.stdout as lines, contextlib.suppress(ValueError, OSError):
+            for line in lines:
+                self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+
+_POOL = _Pool(max(1, min(4, (os.cpu_count() or 1))))

@@ -1,0 +1,220 @@
+"""Answers in texts: found by their form, and judged."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.answers import between_tags, boxed, equality, last_number, math_equal
+from rlkit.errors import BackendError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed { x }", "x"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\{1)}", r"\{1)"),  # an escaped brace opens nothing
+        (r"\boxed{a \boxed{b} c}", r"a \boxed{b} c"),
+        (r"\boxed{a \boxed{b}", "b"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"} {\boxed{1}}", "1"),
+        (r"\boxed{}", ""),
+        (r"\\boxed{1}", None),  # a line break and a word
+        ("boxed{1}", None),
+        (r"\boxed 1", None),
+        ("", None),
+    ],
+)
+def test_boxed(text, expected):
+    assert boxed(text) == expected
+
+
+@given(st.recursive(st.text("ab1 ", max_size=3), lambda inner: inner.map(lambda t: "{" + t + "}"), max_leaves=5))
+def test_boxed_holds_what_was_put_in(content):
+    assert boxed(f"text {{ \\boxed{{{content}}} }} text") == content.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7 - 3 = 4", 4),
+        ("x = -4.", -4),
+        ("3-4", 4),
+        ("\u22125", -5),
+        ("(+2)", 2),
+        ("$1,234,567.5!", 1234567.5),
+        ("12,34", 34),  # not thousands: two numbers
+        ("1.50", 1.5),
+        (".5", 0.5),
+        ("2e3", 2000.0),
+        ("1E400 and 3", 3),
+        ("3 and 1e400", 3),
+        ("5kg", 5),
+        ("x1", None),
+        ("version 1.2.3", 1.2),
+        ("none", None),
+        ("\u0665", None),  # digits of other scripts
+        ("9" * 5000, None),
+        ("1 " + "9" * 5000, 1),
+        ("0" * 10 + "7", 7),
+    ],
+)
+def test_last_number(text, expected):
+    found = last_number(text)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@given(st.text("ab \n=", max_size=10), st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
+def test_last_number_reads_what_python_writes(text, number):
+    assert last_number(f"3 {text} {number!r} {text}") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer> 3\n</answer>", "3"),
+        ("<answer>1</answer><answer>2</answer> <answer>", "2"),
+        ("<answer>a<answer>b</answer>", "b"),
+        ("</answer><answer>", None),
+        ("<answer>3", None),
+        ("3</answer>", None),
+        ("<answer></answer>", ""),
+    ],
+)
+def test_between_tags(text, expected):
+    assert between_tags(text) == expected
+    assert between_tags(text.replace("answer", "guess"), "guess") == expected
+
+
+@given(st.text("\\boxed{}<answer>/1,.-e \n", max_size=200))
+@settings(max_examples=300)
+def test_no_text_is_too_odd(text):
+    assert boxed(text) is None or isinstance(boxed(text), str)
+    assert last_number(text) is None or abs(last_number(text)) < float("inf")
+    assert between_tags(text) is None or isinstance(between_tags(text), str)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "unit", ["\\boxed{", "{", "}", "\\", "1", "1,", "1,111", "-", ".1", "1e", "<answer>", " ", "\\boxed "]
+)
+def test_a_megabyte_of_anything(unit):
+    """A quadratic search would take hours."""
+    text = unit * (1_000_000 // len(unit))
+    for find in (boxed, last_number, between_tags):
+        find(text)
+
+
+@pytest.mark.parametrize("find", [boxed, last_number, between_tags])
+def test_only_text_is_searched(find):
+    with pytest.raises(ConfigError, match="expected a string"):
+        find(None)
+
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="rlkit-lm[math] is not installed"
+)
+
+
+@needs_math
+@pytest.mark.parametrize(
+    ("answer", "truth", "expected"),
+    [
+        (r"\frac12", "0.5", True),
+        (r"the answer is $\frac{1}{2}$", r"\boxed{1/2}", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("(x+1)^2", "(x-1)^2", False),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        (r"\{2,1\}", r"\{1,2\}", True),
+        ("(1,2)", "(2,1)", False),
+        ("[0,1)", "[0,1]", False),
+        ("1,000", "1000", True),
+        ("3", "4", False),
+        ("(((((", "3", False),
+        ("\x00", "3", False),
+        ("\ud800", "3", False),
+        ("1/0", "1", False),
+        ("3", "", False),
+        ("", "", False),
+    ],
+)
+def test_math_equal(answer, truth, expected):
+    assert math_equal(answer, truth, timeout=60) is expected
+
+
+def test_simple_answers_need_no_process(monkeypatch):
+    monkeypatch.setattr(equality._POOL, "ask", None)
+    assert math_equal("3", "3 ")
+    assert math_equal("1/2", "0.50")
+    assert math_equal(r"\frac{1}{2}", r"\frac{1}{2}")
+    assert not math_equal("x" * 10_001, "1")
+
+
+@needs_math
+def test_an_endless_comparison_is_ended_off_the_main_thread():
+    """The algebra would compute for ever; the process is killed, the next comparison gets a new one."""
+    results = {}
+
+    def compare():
+        results["endless"] = math_equal("9^{9^{9^{9}}}", "3", timeout=1.0)
+        results["next"] = math_equal(r"\frac{2}{4}", "0.5", timeout=60)
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join(200)
+    assert results == {"endless": False, "next": True}
+
+
+@needs_math
+def test_many_threads_share_few_processes():
+    results = [None] * 16
+
+    def compare(i):
+        results[i] = math_equal(rf"\frac{{{i}}}{{3}}", f"{2 * i}/6" if i % 2 else "77", timeout=60)
+
+    threads = [threading.Thread(target=compare, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [bool(i % 2) for i in range(16)]
+    assert 1 <= equality._POOL._free.qsize() <= 4
+
+
+@needs_math
+@given(st.text(max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_math_equal_takes_any_text(text):
+    assert math_equal(text, r"\frac{1}{7}", timeout=10) is False
+
+
+def test_what_cannot_be_started(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"pip install 'rlkit-lm\[math\]'"):
+            equality._Process()
+    if importlib.util.find_spec("math_verify") is not None:
+        broken = tmp_path / "worker.py"
+        broken.write_text('print(\'{"failed": "ImportError: no such thing"}\')')
+        monkeypatch.setattr(equality, "_WORKER", broken)
+        with pytest.raises(BackendError, match="ImportError: no such thing"):
+            equality._Process()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((3, "3"), "answer: got 3"), (("3", None), "truth: got None")],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        math_equal(*arguments)
+    with pytest.raises(ConfigError, match="timeout"):
+        math_equal("1", "2", timeout=0)
