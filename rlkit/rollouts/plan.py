@@ -115,6 +115,12 @@ class Plan:
         if not isinstance(self.params, SamplingParams):
             what = f"got {_check.shown(self.params)}"
             raise ConfigError(_check.problem("Plan.params", what, "rlkit.SamplingParams(...)"))
+        if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
+            raise ConfigError(_check.problem("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat"))
+        tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
+        if not all(isinstance(name, str) and isinstance(tag, (str, bool, int, float)) for name, tag in tags):
+            what = f"got {_check.shown(self.tags)}"
+            raise ConfigError(_check.problem("Plan.tags", what, "names with text, numbers or bools"))
         self._check_retry()
         self._check_extras()
         _ = self.settings  # the rest is checked there
