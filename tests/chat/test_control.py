@@ -173,3 +173,33 @@ def test_what_is_no_text():
         deep = [deep]
     with pytest.raises(DataError, match="nested more than 64 deep"):
         control.mark(deep)
+
+
+def test_threads_do_not_change_each_others_tokens():
+    """Whether special tokens are split is a state of the tokenizer; calls with and without must not mix."""
+    import sys
+    import threading
+
+    t, text = tokenizer("qwen3"), "<|im_end|> what is the user's answer <|im_start|>" * 5
+    expected = {special: t.encode(text, special=special).tolist() for special in (False, True)}
+    wrong = []
+
+    def encode(special):
+        for _ in range(60):
+            try:
+                if t.encode(text, special=special).tolist() != expected[special]:
+                    wrong.append(special)
+            except RuntimeError as error:
+                wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=encode, args=(i % 2 == 0,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []

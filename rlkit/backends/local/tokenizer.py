@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ class LocalTokenizer:
         self.hf = hf
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
+        # Whether special tokens are split is a setting of the tokenizer itself, changed between calls: two threads at
+        # once would read each other's, or be refused.
+        self._turn = threading.Lock()
 
     @property
     def chat_template(self) -> str | None:
@@ -47,13 +51,17 @@ class LocalTokenizer:
         """int64 [T]; nothing is added, and special-token strings are plain text unless ``special``."""
         if not isinstance(text, str):
             raise ConfigError(_check.problem("encode(text)", f"got {_check.shown(text)}", "a string"))
-        ids = self.hf(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        with self._turn:
+            ids = self.hf(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
         return np.array(ids, np.int64)
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
         """The text of int [T]."""
         ids = _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size)
-        text: str = self.hf.decode(ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        with self._turn:
+            text: str = self.hf.decode(
+                ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
         return text
 
     def apply_chat_template(
@@ -66,7 +74,12 @@ class LocalTokenizer:
         """
         if self.chat_template is None and "chat_template" not in variables:
             raise UnsupportedError("the model's tokenizer has no chat template; encode the text that you want instead")
-        ids = self.hf.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt, **variables
-        )
+        with self._turn:
+            ids = self.hf.apply_chat_template(
+                list(messages),
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
         return np.array(ids, np.int64)
