@@ -68,4 +68,4 @@ def test_the_readme_names_what_is_registered():
     }
     assert rows["losses"] <= losses.registry.keys()
     assert rows["advantages"] <= set(rlkit.advantages.__all__)
-    assert rows["backends"] == {"toy", "local"}
+    assert rows["backends"] == {"toy", "local", "tinker"}
