@@ -1,0 +1,229 @@
+"""Groups of trajectories as lines of JSON: readable, appended to while a run goes on, complete enough to train from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import CheckpointError, ConfigError, DataError
+from rlkit.trajectory import Failure, Group, Trajectory, Turn
+from rlkit.types import Sample
+
+__all__ = ["TornLine", "append", "from_record", "read", "to_record"]
+
+FORMAT = "rlkit.group"
+VERSION = 1
+
+
+class TornLine(UserWarning):
+    """A line that was not written to its end was left out."""
+
+
+def append(path: str | Path, groups: Iterable[Group]) -> int:
+    """Adds groups to a file of JSON lines, one line each, and returns how many.
+
+    A line is written at once and behind what is there, so several processes may append to one file, and a crash harms
+    the last line at most. What it had left unfinished is closed off by the next append, not written over.
+
+    Args:
+        path: the file; made if it is not there.
+        groups: at any point of a run.
+
+    Raises:
+        DataError: something else than groups; nothing was written.
+        CheckpointError: the file can not be written; earlier lines stay as they were.
+    """
+    groups = list(groups)
+    lines = []
+    for i, group in enumerate(groups):
+        if not isinstance(group, Group):
+            raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
+        lines.append(json.dumps(to_record(group), ensure_ascii=False, allow_nan=False, default=repr) + "\n")
+    where = _path(path)
+    try:
+        with where.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            torn = False
+            if size:
+                file.seek(size - 1)
+                torn = file.read(1) != b"\n"
+            for line in lines:
+                data = (b"\n" if torn else b"") + line.encode("utf-8", errors="backslashreplace")
+                torn = False
+                if file.write(data) != len(data):
+                    raise OSError("the line was not written to its end")
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{where}: can not be written: {error}") from error
+    return len(lines)
+
+
+def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:
+    """The groups of such a file, one after the other, as they were: tokens, logprobs and rewards bit for bit.
+
+    Args:
+        path: the file.
+        strict: whether a line that is not whole raises instead of a ``TornLine`` warning.
+
+    Raises:
+        CheckpointError: the file can not be read.
+        DataError: a line is of another format or a newer version, holds what no group can, or (strict) is not whole.
+    """
+    where = _path(path)
+    _check.flag("strict", strict)
+    return _groups(where, strict=strict)
+
+
+def _groups(where: Path, *, strict: bool) -> Iterator[Group]:
+    try:
+        with where.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line, parse_constant=_no_constant)
+                except (ValueError, RecursionError) as error:
+                    text = f"{where}:{number}: the line is not whole; it was left out"
+                    if strict:
+                        raise DataError(text) from error
+                    warnings.warn(TornLine(text), stacklevel=2)
+                    continue
+                yield from_record(record, where=f"{where}:{number}")
+    except OSError as error:
+        raise CheckpointError(f"{where}: can not be read: {error}") from error
+
+
+def to_record(group: Group) -> dict[str, Any]:
+    """What stands in a group's line: plain JSON, with NaN as null and each prompt as what it adds to the turn before.
+
+    >>> from rlkit import Sample
+    >>> turns = [Turn(Sample([5, 6], [7], [-0.5]), 1.0), Turn(Sample([5, 6, 7, 1], [8], [-0.25]))]
+    >>> record = to_record(Group([Trajectory(turns)]))
+    >>> record["trajectories"][0]["turns"][1]["prompt"]  # three tokens as before, then one more
+    {'kept': 3, 'added': [1]}
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "env": group.env,
+        "step": group.step,
+        "number": group.number,
+        "index": group.index,
+        "rewards": [_number(reward) for reward in group.rewards.tolist()],
+        "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
+        "failures": [attrs.asdict(failure) for failure in group.failures],
+    }
+
+
+def from_record(record: Any, *, where: str = "record") -> Group:
+    """The group of a line.
+
+    Raises:
+        DataError: naming the place, where the record is no group's, or of a newer version.
+    """
+    if not isinstance(record, Mapping) or record.get("format") != FORMAT:
+        raise DataError(_check.problem(where, "is not of this format", f"{FORMAT!r}"))
+    version = record.get("version")
+    if version != VERSION:
+        what = f"is of version {version!r}"
+        raise DataError(_check.problem(where, what, f"{VERSION}", "an rlkit as new as the one that wrote it reads it"))
+    try:
+        return Group(
+            [_read_trajectory(each) for each in record["trajectories"]],
+            failures=[Failure(**each) for each in record["failures"]],
+            env=record["env"],
+            index=record["index"],
+            number=record["number"],
+            step=record["step"],
+        )
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{where}: is damaged: {type(error).__name__}: {error}") from error
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    before = np.zeros(0, np.int64)
+    turns = []
+    for turn in trajectory.turns:
+        sample = turn.sample
+        kept = _common(before, turn.prompt)
+        turns.append(
+            {
+                "reward": _number(turn.reward),
+                "stop_reason": sample.stop_reason,
+                "version": sample.version,
+                "temperature": sample.temperature,
+                "top_p": sample.top_p,
+                "top_k": sample.top_k,
+                "metrics": dict(turn.metrics),
+                "prompt": {"kept": kept, "added": turn.prompt[kept:].tolist()},
+                "tokens": turn.tokens.tolist(),
+                "logprobs": [float(x) for x in turn.logprobs],  # float32 is exact in float64, and that in JSON
+            }
+        )
+        before = np.concatenate([turn.prompt, turn.tokens])
+    return {
+        "reward": _number(trajectory.reward),
+        "ended": trajectory.ended,
+        "terminated": trajectory.terminated,
+        "truncated": trajectory.truncated,
+        "env": trajectory.env,
+        "index": trajectory.index,
+        "seed": trajectory.seed,
+        "reduction": trajectory.reduction,
+        "nonterminal_reward": trajectory.nonterminal_reward,
+        "tags": dict(trajectory.tags),
+        "metrics": dict(trajectory.metrics),
+        "messages": [dict(message) for message in trajectory.messages],
+        "turns": turns,
+    }
+
+
+def _read_trajectory(record: Mapping[str, Any]) -> Trajectory:
+    before = np.zeros(0, np.int64)
+    turns = []
+    for each in record["turns"]:
+        kept = _check.integer("prompt.kept", each["prompt"]["kept"], low=0, high=before.size, error=DataError)
+        added = np.asarray(each["prompt"]["added"], dtype=np.int64)
+        drawn = {name: each[name] for name in ("stop_reason", "version", "temperature", "top_p", "top_k")}
+        sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
+        reward = math.nan if each["reward"] is None else each["reward"]
+        turns.append(Turn(sample, reward, each["metrics"]))
+        before = np.concatenate([sample.prompt, sample.tokens])
+    names = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction", "nonterminal_reward", "tags")
+    return Trajectory(turns, metrics=record["metrics"], messages=record["messages"], **{n: record[n] for n in names})
+
+
+def _common(one: np.ndarray, two: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
+    size = min(one.size, two.size)
+    different = np.flatnonzero(one[:size] != two[:size])
+    return int(different[0]) if different.size else size
+
+
+def _floats(values: Sequence[float]) -> np.ndarray:
+    return np.asarray(values, dtype=np.float64).astype(np.float32)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(_check.problem("path", f"got {_check.shown(path)}", "a path"))
+    return Path(path)
