@@ -189,6 +189,7 @@ def test_refused_upload_falls_back(caplog):
     [
         ("value_clipped", "critic"),
         ("value_huber", "critic"),
+        ("stable_reinforce", "training_client"),
         (with_entropy("ppo", 0.1), "entropy_bonus"),
     ],
 )
@@ -196,7 +197,7 @@ def test_what_no_route_can_express(service, loss, match):
     """What the service can not give is refused by name, with the alternative, before anything is sent."""
     with connect(service) as policy:
         sent = len(service.requests)
-        data = episodes(loss if isinstance(loss, str) else "ppo")
+        data = episodes(loss if loss in NAMES else "ppo")
         with pytest.raises(rlkit.UnsupportedError, match=match):
             policy.forward_backward(data, loss)
         with pytest.raises(rlkit.UnsupportedError, match="entropy"):

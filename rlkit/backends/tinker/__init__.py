@@ -53,6 +53,9 @@ class TinkerBackend:
             or "never" one.
         ttl: seconds after which the service removes a saved state, 3600 or more; None keeps it.
         metadata: texts kept with the session and the saved states.
+        resend: whether a training call whose answer was lost, and which may have been carried out, is sent again: safe
+            with a service that recognises repeated requests. None: with the hosted service and with rlkit's own
+            server; elsewhere such a call fails, a step with ``StepOutcomeUnknown``.
         optimizer: an optimizer of the SDK instead of AdamW, such as ``tinker.DimuonOptimizerConfig()``; its own
             parameters then go to ``optim_step``.
 
@@ -84,6 +87,7 @@ class TinkerBackend:
         server_losses: ServerLossPolicy = "own",
         ttl: int | None = None,
         metadata: Mapping[str, str] | None = None,
+        resend: bool | None = None,
         optimizer: Any = None,
     ) -> None:
         del folder
@@ -95,7 +99,13 @@ class TinkerBackend:
         if ttl is not None:
             _check.integer("ttl", ttl, low=3600, why="seconds, an hour or more")
         session = Session.open(
-            client, base_url=base_url, api_key=api_key, project=project, metadata=metadata, seconds=seconds
+            client,
+            base_url=base_url,
+            api_key=api_key,
+            project=project,
+            metadata=metadata,
+            resend=resend,
+            seconds=seconds,
         )
         self._session = session
         try:
@@ -302,6 +312,11 @@ class TinkerBackend:
     def _checked(
         self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
     ) -> tuple[list[Datum], Any]:
+        if loss == "stable_reinforce":
+            raise UnsupportedError(
+                "the loss 'stable_reinforce' needs provenance spans, which a Datum has not; send it with "
+                "policy.training_client, or use 'importance_sampling' with rlkit.corrections"
+            )
         size = self.tokenizer.vocab_size
         checked, prepared, _ = checked_call(
             "tinker", data, loss, config, want, (), vocab_size=size, max_length=self.max_length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal, Self, TypeAlias
 
@@ -13,7 +12,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request
-from rlkit.backends.tinker import clock, faults
+from rlkit.backends.tinker import requests
 from rlkit.errors import BackendError, DataError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
@@ -188,7 +187,7 @@ class TinkerSampler:
 
     def _rescored(self, samples: list[Sample]) -> Inner:
         """The same samples with untempered logprobs of this snapshot."""
-        inner = _gathered([self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples])
+        inner = requests.gathered([self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples])
 
         def finish(arrays: list[np.ndarray]) -> list[Sample]:
             return [attrs.evolve(s, logprobs=x[s.prompt.size :]) for s, x in zip(samples, arrays, strict=True)]
@@ -213,38 +212,9 @@ class TinkerSampler:
         return Future.wrap(self._request(call, inner, finish))
 
     def _request(
-        self,
-        call: str,
-        inner: Inner,
-        finish: Callable[[Any], Any],
-        then: Callable[[Any], Inner] | None = None,
+        self, call: str, inner: Inner, finish: Callable[[Any], Any], then: Callable[[Any], Inner] | None = None
     ) -> Inner:
-        """A future of ``finish(result)`` that ends by the deadline; with ``then``, of what that future gives."""
-        outer: Inner = concurrent.futures.Future()
-
-        def done(source: Inner) -> None:
-            try:
-                value = finish(source.result())
-                if then is None:
-                    _set(outer, value)
-                else:
-                    then(value).add_done_callback(lambda last: _copy(call, last, outer))
-            except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
-                _fail(outer, faults.translate(call, error))
-
-        inner.add_done_callback(done)
-        if not outer.done():
-            watched, source, seconds = weakref.ref(outer), weakref.ref(inner), self._seconds
-
-            def expire() -> None:
-                late, running = watched(), source()
-                if late is not None and not late.done():
-                    _fail(late, faults.late(call, seconds))
-                    if running is not None:
-                        running.cancel()
-
-            clock.after(seconds, expire)
-        return outer
+        return requests.within(self._seconds, call, inner, finish, then)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -260,38 +230,3 @@ def _prompt(array: np.ndarray) -> Any:
 def _folded(seed: int) -> int:
     """A seed of any size as one that the service takes."""
     return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _gathered(parts: list[Inner]) -> Inner:
-    """A future of the list of their results."""
-    whole: Inner = concurrent.futures.Future()
-    left = [len(parts)]
-
-    def done(_: Inner) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            failed = next((p.exception() for p in parts if p.exception() is not None), None)
-            _set(whole, [p.result() for p in parts]) if failed is None else _fail(whole, failed)
-
-    for part in parts:
-        part.add_done_callback(done)
-    return whole
-
-
-def _copy(call: str, source: Inner, outer: Inner) -> None:
-    error = source.exception()
-    _set(outer, source.result()) if error is None else _fail(outer, faults.translate(call, error))
-
-
-def _set(outer: Inner, value: Any) -> None:
-    try:
-        outer.set_result(value)
-    except concurrent.futures.InvalidStateError:
-        return  # its deadline was over
-
-
-def _fail(outer: Inner, error: BaseException) -> None:
-    try:
-        outer.set_exception(error)
-    except concurrent.futures.InvalidStateError:
-        return

@@ -1,0 +1,95 @@
+"""Futures of the SDK as rlkit's: a deadline for each, and its errors in rlkit's terms."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from rlkit.backends.tinker import clock, faults
+
+__all__ = ["gathered", "within"]
+
+Inner: TypeAlias = "concurrent.futures.Future[Any]"
+
+
+def within(
+    seconds: float,
+    call: str,
+    inner: Inner,
+    finish: Callable[[Any], Any] = lambda _: None,
+    then: Callable[[Any], Inner] | None = None,
+    *,
+    path: str | None = None,
+) -> Inner:
+    """A future of ``finish(result)`` that is done ``seconds`` from now at the latest.
+
+    Args:
+        seconds: the deadline; the SDK's own tries end with it.
+        call: for messages.
+        inner: the SDK's.
+        finish: run in the SDK's thread, so it must be quick.
+        then: what it gives is a future, whose result is the result.
+        path: the saved state that it is about, for messages.
+    """
+    outer: Inner = concurrent.futures.Future()
+
+    def done(source: Inner) -> None:
+        try:
+            value = finish(source.result())
+            if then is None:
+                _set(outer, value)
+            else:
+                then(value).add_done_callback(lambda last: _copy(call, last, outer))
+        except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
+            _fail(outer, faults.translate(call, error, path=path))
+
+    inner.add_done_callback(done)
+    if not outer.done():
+        watched, source = weakref.ref(outer), weakref.ref(inner)  # the clock keeps nothing alive
+
+        def expire() -> None:
+            late, running = watched(), source()
+            if late is not None and not late.done():
+                _fail(late, faults.late(call, seconds))
+                if running is not None:
+                    running.cancel()
+
+        clock.after(seconds, expire)
+    return outer
+
+
+def gathered(parts: Sequence[Inner]) -> Inner:
+    """A future of the list of their results, or of the first error among them."""
+    whole: Inner = concurrent.futures.Future()
+    left = [len(parts)]
+
+    def done(_: Inner) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            failed = next((p.exception() for p in parts if p.exception() is not None), None)
+            _set(whole, [p.result() for p in parts]) if failed is None else _fail(whole, failed)
+
+    for part in parts:
+        part.add_done_callback(done)
+    return whole
+
+
+def _copy(call: str, source: Inner, outer: Inner) -> None:
+    error = source.exception()
+    _set(outer, source.result()) if error is None else _fail(outer, faults.translate(call, error))
+
+
+def _set(outer: Inner, value: Any) -> None:
+    try:
+        outer.set_result(value)
+    except concurrent.futures.InvalidStateError:
+        return  # its deadline was over
+
+
+def _fail(outer: Inner, error: BaseException) -> None:
+    try:
+        outer.set_exception(error)
+    except concurrent.futures.InvalidStateError:
+        return
