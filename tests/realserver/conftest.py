@@ -1,0 +1,58 @@
+"""The real server as a fixture. ``make test-server`` installs it and runs these tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.realserver.server import RealServer
+
+PYTHON = "RLKIT_SERVER_PYTHON"  # the Python that has the server; set by make test-server
+
+
+@pytest.fixture(scope="session")
+def real_server(tiny, tmp_path_factory) -> Iterator:
+    """``real_server(reduction)`` is a running server over the two-layer Llama, started once."""
+    python = os.environ.get(PYTHON)
+    if not python:
+        pytest.skip(f"${PYTHON} is not set: `make test-server` installs a real server and runs this")
+    pytest.importorskip("tinker")
+    running: dict[str, RealServer] = {}
+
+    def get(reduction: str) -> RealServer:
+        if reduction not in running:
+            server = RealServer(
+                python, tiny("llama"), tmp_path_factory.mktemp(f"server-{reduction}"), reduction=reduction
+            )
+            running[reduction] = server.__enter__()
+        return running[reduction]
+
+    yield get
+    for server in running.values():
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def own(real_server) -> RealServer:
+    """The server as it is: its gradient is the mean over sequences of token means."""
+    return real_server("own")
+
+
+@pytest.fixture(scope="session")
+def summing(real_server) -> RealServer:
+    """The server with gradients that are sums, as the Tinker API documents them."""
+    return real_server("sum")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure shows the end of the server's log."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for name in ("own", "summing"):
+            server = item.funcargs.get(name) if hasattr(item, "funcargs") else None
+            if server is not None:
+                report.sections.append((f"log of the server, {name}", server.tail()))
