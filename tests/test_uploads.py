@@ -1,0 +1,177 @@
+"""Uploading never blocks or fails a run, and keeps its key to itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from rlkit import ConfigError, DataError, Sample
+from rlkit.trajectory import Group, Trajectory, Turn
+from rlkit.uploads import OpenRewardUpload
+
+KEY = "canary-7f3a"
+
+
+def group():
+    turns = [Turn(Sample([1], [2], [-1.0]), 0.25), Turn(Sample([1, 2, 3], [4], [-1.0]), float("nan"))]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1? żółć"},
+        {"role": "assistant", "content": "3"},
+        {"role": "tool", "content": [{"type": "text", "text": "no"}], "tool_call_id": "c1"},
+        {"role": "assistant", "content": "2"},
+    ]
+    return Group([Trajectory(turns, env="sum", index=4, ended="terminated", tags={"a": 1}, messages=messages)], step=7)
+
+
+@pytest.fixture
+def server():
+    """A loopback server that keeps what it is sent and answers what ``statuses`` says, 200 in the end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.seen.append((self.path, self.headers["x-api-key"], json.loads(body)))
+            if self.server.gate is not None:
+                self.server.gate.wait(30)
+            status = self.server.statuses.pop(0) if self.server.statuses else 200
+            self.send_response(status)
+            if status == 307:
+                self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.seen, server.statuses, server.gate = [], [], None
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    yield server
+    if server.gate is not None:
+        server.gate.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_what_is_sent(server, monkeypatch):
+    """A rollout, its messages in order with the turns' rewards, and an update."""
+    monkeypatch.setenv("OPENREWARD_API_URL", server.url)
+    monkeypatch.setenv("OPENREWARD_API_KEY", KEY)
+    with OpenRewardUpload("run") as upload:
+        upload.submit([group()])
+    assert upload.metrics == {"upload/sent": 1, "upload/failed": 0, "upload/dropped": 0, "upload/waiting": 0}
+    (path, key, first), (_, _, second) = server.seen
+    assert (path, key) == ("/v1/rollouts", KEY)
+    (start,) = first["events"]
+    assert {k: start[k] for k in ("eventType", "runName", "environment", "step")} == {
+        "eventType": "rollout",
+        "runName": "run",
+        "environment": "sum",
+        "step": 7,
+    }
+    *messages, update = second["events"]
+    assert [(m["eventType"], m["type"], m["index"], m.get("reward")) for m in messages] == [
+        ("message", "system_message", 0, None),
+        ("message", "user_message", 1, None),
+        ("message", "assistant_message", 2, 0.25),
+        ("message", "tool_result", 3, None),
+        ("message", "assistant_message", 4, None),
+    ]
+    assert messages[1]["content"] == "1 + 1? żółć"
+    assert messages[3]["callId"] == "c1"
+    assert messages[4]["isFinished"]
+    assert {m["rolloutEventId"] for m in messages} == {start["eventId"]} == {update["eventId"]}
+    assert (update["eventType"], update["rollout_info"]) == ("rollout_update", {"task_index": 4, "current_step": 7})
+
+
+def test_tried_again(server):
+    server.statuses = [500, 429]
+    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
+        upload.submit(group())
+    assert upload.metrics["upload/sent"] == 1
+    assert len(server.seen) == 4
+
+
+def test_refused(server, caplog):
+    """An answer that will not change is not asked for again; it is counted, and logged once."""
+    server.statuses = [401, 401]
+    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
+        upload.submit([group(), group(), group()])
+    assert (upload.metrics["upload/failed"], upload.metrics["upload/sent"]) == (2, 1)
+    assert len([r for r in caplog.records if "left out" in r.message]) == 1
+
+
+def test_a_redirect_is_not_followed(server):
+    server.statuses = [307]
+    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
+        upload.submit(group())
+    assert upload.metrics["upload/failed"] == 1
+    assert [path for path, *_ in server.seen] == ["/v1/rollouts"]
+
+
+def test_a_server_that_hangs_holds_up_nothing(server):
+    """submit returns, what does not fit is dropped, and close gives up."""
+    server.gate = threading.Event()
+    upload = OpenRewardUpload("run", url=server.url, capacity=2)
+    for _ in range(50):
+        upload.submit(group())
+    assert upload.metrics["upload/dropped"] >= 47
+    upload.close(timeout=0.1)
+    assert upload.metrics["upload/sent"] == 0
+    upload.submit(group())
+    assert upload.metrics["upload/dropped"] + 1 >= 50
+
+
+def test_no_server():
+    upload = OpenRewardUpload("run", url="http://127.0.0.1:1", attempts=1)
+    upload.submit(group())
+    upload.close()
+    assert upload.metrics["upload/failed"] == 1
+
+
+def test_the_key_is_nowhere(server, caplog):
+    caplog.set_level(logging.DEBUG)
+    server.statuses = [400]
+    upload = OpenRewardUpload("run", url=server.url, api_key=KEY)
+    upload.submit(group())
+    upload.close()
+    assert KEY not in repr(upload) + caplog.text + repr(vars(upload))
+    with pytest.raises(TypeError, match="not pickled") as caught:
+        pickle.dumps(upload)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"run": ""}, "run"),
+        ({"run": 3}, "run"),
+        ({"run": "r", "url": "file:///etc/passwd"}, "url"),
+        ({"run": "r", "url": 3}, "url"),
+        ({"run": "r", "api_key": "a\nb"}, "api_key"),
+        ({"run": "r", "capacity": 0}, "capacity"),
+        ({"run": "r", "timeout": 0}, "timeout"),
+        ({"run": "r", "attempts": 0}, "attempts"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        OpenRewardUpload(**arguments)
+    assert "a\nb" not in str(caught.value)
+
+
+def test_only_groups():
+    upload = OpenRewardUpload("run", url="http://127.0.0.1:1")
+    with pytest.raises(DataError, match=r"groups\[0\]"):
+        upload.submit([3])
+    upload.close()
