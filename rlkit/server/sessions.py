@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rlkit.backends.tinker.guard import DEDUPLICATES
 from rlkit.backends.worker import Worker
 from rlkit.server.futures import Line
 from rlkit.server.requests import ApiError, Fields, Request, Response
@@ -18,9 +19,10 @@ endpoints = Endpoints()
 
 @endpoints.post("client/config")
 def client_config(state: State, request: Request) -> Response:
-    """Flags for the client."""
+    """Flags for the client; and for rlkit's, whether a call that it sends twice is carried out once."""
     del request
-    return Response.json(dict(state.config))
+    answer = Response.json(dict(state.config))
+    return answer._replace(headers={**answer.headers, DEDUPLICATES: "1"}) if state.futures.dedupe else answer
 
 
 @endpoints.post("client/dynamic_config")

@@ -138,6 +138,8 @@ class Calls:
                 results.append(_result(call, part, max(0.0, left), step=step, whole=self.seconds))
             outer.set_result(sent.finish(results))
         except BaseException as error:  # noqa: BLE001  # the taking thread goes on; the reader gets it
+            for part in sent.parts:
+                part.cancel()  # one that was refused may not have been sent yet, and is not tried for ever
             found = error if isinstance(error, RlkitError) else faults.translate(call, error, step=step)
             trains = trains and not isinstance(found, TrainerFailed)
             self._failed(outer, call, found, epoch, trains=trains, final=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import heapq
 import itertools
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["after"]
+__all__ = ["after", "fail", "settle"]
 
 _changed = threading.Condition()
 _waiting: list[tuple[float, int, Callable[[], object]]] = []
@@ -25,6 +27,24 @@ def after(seconds: float, function: Callable[[], object]) -> None:
             _thread = threading.Thread(target=_run, name="rlkit-tinker-clock", daemon=True)
             _thread.start()
         _changed.notify()
+
+
+def settle(future: concurrent.futures.Future[Any], value: Any) -> bool:
+    """Gives ``future`` its result; False if it is done, its time being over."""
+    try:
+        future.set_result(value)
+    except concurrent.futures.InvalidStateError:
+        return False
+    return True
+
+
+def fail(future: concurrent.futures.Future[Any], error: BaseException) -> bool:
+    """Gives ``future`` an exception; False if it is done."""
+    try:
+        future.set_exception(error)
+    except concurrent.futures.InvalidStateError:
+        return False
+    return True
 
 
 def _run() -> None:

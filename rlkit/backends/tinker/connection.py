@@ -37,9 +37,10 @@ def service_client(
     api_key: str | None,
     project: str | None,
     metadata: Mapping[str, str] | None,
+    resend: bool | None,
     seconds: float,
-) -> Any:
-    """A new ``tinker.ServiceClient`` whose connections are guarded, with a session.
+) -> tuple[Any, guard.Link]:
+    """A new ``tinker.ServiceClient`` with a session, and the guard of its connections.
 
     Raises:
         ConfigError: no key, a key that can not be one, or an address that would show it.
@@ -59,6 +60,7 @@ def service_client(
     secrets.hide(key)
     guard.install()
     secrets.watch_logs()
+    link = guard.Link(resend=True if resend is None and _hosted(address) else resend)
 
     def make() -> Any:
         client = tinker.ServiceClient(
@@ -66,28 +68,34 @@ def service_client(
             api_key=key,
             project_id=project,
             user_metadata=None if metadata is None else dict(metadata),
-            default_headers_overrides={guard.HEADER: "1"},
+            default_headers_overrides={guard.HEADER: link.name},
         )
         _ = client.holder  # opens the session, which is where a wrong key or address shows
         return client
 
-    where = address or "the Tinker service"
+    where = "the Tinker service" if address is None else secrets.redact(address)
     try:
         client = bounded(make, seconds)
-    except BackendTimeout as error:
-        raise BackendTimeout(f"connect: {where} did not answer within {seconds:g} s; is it reachable?") from error
-    except tinker.TinkerError as error:
-        if "api_key" in str(error):
+    except BaseException as error:
+        link.closed = True  # ends what the SDK still tries
+        if isinstance(error, BackendTimeout):
+            raise BackendTimeout(f"connect: {where} did not answer within {seconds:g} s; is it reachable?") from error
+        if isinstance(error, tinker.TinkerError) and "api_key" in str(error):
             raise ConfigError(
                 "connect: no API key; set TINKER_API_KEY, give api_key=, or store one with `tinker auth login`"
             ) from error
-        raise faults.translate("connect", error) from error
-    except RlkitError:
-        raise
-    except Exception as error:
+        if isinstance(error, RlkitError) or not isinstance(error, Exception):
+            raise
         raise faults.translate("connect", error) from error
     secrets.watch_logs()  # the SDK has imported more of itself by now
-    return client
+    secrets.hide(getattr(client.holder, "_api_key", None))  # it may come from where only the SDK looks
+    return client, link
+
+
+def _hosted(address: str | None) -> bool:
+    """Whether it is the service that the SDK is made for, where repeating a call whose answer was lost is safe."""
+    host = "" if address is None else urllib.parse.urlsplit(address).hostname or ""
+    return address is None or host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai"))
 
 
 def check_model(model: str, known: Mapping[str, Any]) -> None:

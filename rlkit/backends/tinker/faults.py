@@ -7,10 +7,10 @@ import json
 import re
 from typing import Any
 
-from rlkit.backends.tinker import secrets
+from rlkit.backends.tinker import guard, secrets
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, RlkitError, StepOutcomeUnknown
 
-__all__ = ["late", "translate"]
+__all__ = ["late", "not_offered", "status_of", "translate"]
 
 _STATUS = re.compile(r"(?:with status |status |Error code: )(\d{3})\b")
 _ADVICE = {
@@ -24,7 +24,7 @@ _ADVICE = {
     422: "it was refused as not valid (422)",
     429: "the service is out of capacity or the rate limit is reached (429)",
 }
-_DEFINITE = (400, 422)  # the server looked at the request and refused it
+_DEFINITE = 422  # the server looked at the request and refused it; a proxy may say 400 whatever the server did
 
 
 def translate(call: str, error: BaseException, *, step: bool = False, path: str | None = None) -> RlkitError:
@@ -78,6 +78,14 @@ def status_of(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
+def not_offered(error: BaseException) -> bool:
+    """Whether a server says that it does not have what was asked, or has it in another form."""
+    if isinstance(error, json.JSONDecodeError):
+        return False
+    name, status = type(error).__name__, status_of(error)
+    return status in (400, 404, 405, 422, 501) or name == "APIResponseValidationError" or isinstance(error, TypeError)
+
+
 def _reason(error: BaseException) -> tuple[str, bool]:
     """(what happened, whether nothing can have been applied)."""
     name, text = type(error).__name__, str(error) or "no message"
@@ -93,12 +101,13 @@ def _reason(error: BaseException) -> tuple[str, bool]:
     if name == "RetryableException":
         return "its result is gone: the session has expired, or the service lost it (410)", False
     status = status_of(error)
+    if status == guard.LOST:
+        return _detail(error), False
     if status is not None:
         if 300 <= status < 400:
             return f"the service redirects elsewhere ({status}), which is not followed: the key would go with it", True
         advice = _ADVICE.get(status, f"the service failed ({status})" if status >= 500 else f"status {status}")
-        definite = status in _DEFINITE and hasattr(error, "status_code")
-        return f"{advice}: {_detail(error)}", definite
+        return f"{advice}: {_detail(error)}", status == _DEFINITE and hasattr(error, "status_code")
     if name in ("APIConnectionError", "APITimeoutError"):
         return f"the service can not be reached: {text}", False
     return f"{name}: {text}", False

@@ -1,28 +1,94 @@
-"""What stands between the SDK and the network: no redirect is followed, and a server in trouble is asked slowly.
+"""What stands between the SDK and the network, for the connections that rlkit makes and for no others.
 
-The SDK follows redirects with the key attached, and asks again at once when a result can not be fetched for a fault
-of the server. Both are changed for the clients that rlkit makes, told by a header, and for no others.
+The SDK follows redirects with the key attached, asks again at once when a result can not be fetched for a fault of the
+server, and sends a training call again whose answer was lost, which a server that does not recognise repeated requests
+carries out twice. Here no redirect is followed, a server in trouble is asked slowly, and a training call that may have
+arrived is sent again only where that is safe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from rlkit.errors import UnsupportedError
 
-__all__ = ["HEADER", "install"]
+__all__ = ["DEDUPLICATES", "HEADER", "LOST", "Link", "install"]
 
-HEADER = "X-Rlkit-Client"
+HEADER = "X-Rlkit-Connection"
+DEDUPLICATES = "X-Rlkit-Deduplicates"  # of an answer of rlkit's own server: repeated requests are recognised
+LOST = 424  # the status that the SDK is given for an answer that was lost: one that it does not try again after
 SEAM = ("tinker.lib.internal_client_holder", "AsyncTinker")
-_INTERVAL = 0.25  # seconds between requests to a server in trouble
-_PATIENCE = 3  # failures in a row after which it is in trouble
-_POLL = 0.25  # shortest time in which an answer "not yet" is believed
+_INTERVAL = 0.3  # seconds between requests to a server in trouble, and between questions for one result
+_PATIENCE = 2  # failures in a row after which it is in trouble
 _lock = threading.Lock()
+_links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
+
+
+class Link:
+    """One connection of rlkit's: what its HTTP clients have in common.
+
+    Args:
+        resend: whether a training call that may have arrived is sent again; None: where the server says that it
+            recognises repeated requests.
+
+    Attributes:
+        name: the value of ``HEADER`` that its clients are made with.
+        closed: nothing is sent any more; what the SDK still tries in the background fails at once.
+    """
+
+    def __init__(self, *, resend: bool | None) -> None:
+        self.name = uuid.uuid4().hex
+        self.closed = False
+        self._resend = resend
+        self._failures = 0
+        self._next = 0.0
+        _links[self.name] = self
+
+    async def send(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+        """The answer to ``request``, by an HTTP client's own ``send``."""
+        while self._failures >= _PATIENCE and not self.closed:
+            now = time.monotonic()
+            if now >= self._next:
+                self._next = now + _INTERVAL
+                break
+            await asyncio.sleep(self._next - now)
+        if self.closed:
+            return _answer(request, "the connection is closed")
+        started = time.monotonic()
+        try:
+            response = await send(request, **options)
+        except Exception as error:
+            self._failures += 1
+            if _arrived(error) and self._once(request):
+                return _answer(request, f"the answer was lost ({type(error).__name__}: {error}), and {_WHY}")
+            raise
+        status = response.status_code
+        trouble = status >= 500 or status in (409, 429)
+        self._failures = self._failures + 1 if trouble else 0
+        if self._resend is None and response.headers.get(DEDUPLICATES) == "1":
+            self._resend = True
+        if status == 408 or (trouble and request.url.path.endswith("/retrieve_future")):
+            await asyncio.sleep(max(0.0, _INTERVAL - (time.monotonic() - started)))
+        if (trouble or _repeated(response)) and self._once(request):
+            return _answer(request, f"the service answered {status}{await _detail(response)}, and {_WHY}")
+        return response
+
+    def _once(self, request: Any) -> bool:
+        return not self._resend and _trains(request)
+
+
+_WHY = (
+    "the call is not sent again, as it may have been carried out; connect with resend=True to a service that "
+    "recognises repeated requests"
+)
 
 
 def install() -> None:
@@ -43,41 +109,59 @@ def install() -> None:
 def _guarding(make: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(**options: Any) -> Any:
         client = make(**options)
-        if HEADER in (options.get("default_headers") or {}):
+        name = (options.get("default_headers") or {}).get(HEADER)
+        if name is not None:
             http = getattr(client, "_client", None)
             if http is None:
                 raise UnsupportedError("rlkit needs tinker 0.38, or a later one whose clients have an HTTP client")
+            link, send = _links.get(name) or Link(resend=None), http.send
             http.follow_redirects = False
-            http.send = _Paced(http.send)
+            http.send = lambda request, **options: link.send(send, request, **options)
         return client
 
     guarded.rlkit_guard = True  # type: ignore[attr-defined]
     return guarded
 
 
-class _Paced:
-    """``send`` of an HTTP client, at most four times a second while every answer is a failure."""
+def _arrived(error: Exception) -> bool:
+    """Whether the request may have reached the server although there is no answer."""
+    httpx = importlib.import_module("httpx")
+    return not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
 
-    def __init__(self, send: Callable[..., Any]) -> None:
-        self._send = send
-        self._failures = 0
-        self._next = 0.0
 
-    async def __call__(self, request: Any, **options: Any) -> Any:
-        if self._failures >= _PATIENCE:
-            now = time.monotonic()
-            self._next = max(now, self._next + _INTERVAL)
-            await asyncio.sleep(self._next - now)
-        started = time.monotonic()
-        try:
-            response = await self._send(request, **options)
-        except Exception:
-            self._failures += 1
-            raise
-        if response.status_code >= 500 or response.status_code == 429:
-            self._failures += 1
-        else:
-            self._failures = 0
-        if response.status_code == 408:  # "not yet", which a server says when it has waited for a while
-            await asyncio.sleep(max(0.0, _POLL - (time.monotonic() - started)))
-        return response
+def _repeated(response: Any) -> bool:
+    """Whether the SDK takes the answer, which is no failure of the server's, as a reason to send the call again."""
+    empty = response.status_code == 400 and response.headers.get("content-length", "0") == "0"
+    return response.status_code in (402, 408) or empty
+
+
+def _trains(request: Any) -> bool:
+    """Whether the request is an optimizer step or adds a gradient."""
+    path = request.url.path
+    if path.endswith("/optim_step"):
+        return True
+    if not path.endswith("/forward_backward"):
+        return False
+    try:
+        messages = importlib.import_module("tinker.proto.tinker_public_pb2")
+        body = request.content
+        if request.headers.get("content-encoding") == "zstd":
+            body = importlib.import_module("zstandard").ZstdDecompressor().decompress(body, max_output_size=2**30)
+        return not messages.ForwardBackwardRequest.FromString(body).forward_only
+    except Exception:  # noqa: BLE001  # of another form than is known: then it may
+        return True
+
+
+def _answer(request: Any, detail: str) -> Any:
+    httpx = importlib.import_module("httpx")
+    return httpx.Response(LOST, headers={"x-should-retry": "false"}, json={"detail": detail}, request=request)
+
+
+async def _detail(response: Any) -> str:
+    """What the answer says, behind a colon."""
+    try:
+        found = json.loads(await response.aread())
+    except Exception:  # noqa: BLE001  # then it says nothing
+        return ""
+    detail = found.get("detail") if isinstance(found, dict) else None
+    return f": {detail}" if isinstance(detail, str) else ""

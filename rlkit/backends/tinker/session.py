@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.tinker import connection, faults, paths, secrets
+from rlkit.backends.tinker import clock, connection, faults, guard, paths, secrets
 from rlkit.backends.tinker.sampler import TinkerSampler
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.futures import Future
@@ -29,11 +31,12 @@ class Session:
         models: longest context (or None) by name; empty where the service does not say.
     """
 
-    def __init__(self, service: Any, *, owned: bool, seconds: float) -> None:
+    def __init__(self, service: Any, *, link: guard.Link | None, seconds: float, until: float) -> None:
         self.service = service
-        self._owned = owned
+        self._link = link  # None: the client is the user's, and so are its connections
         self._seconds = seconds
-        self.models = self._models()
+        self._until = until  # connecting may take until then
+        self.models: dict[str, int | None] = {}
 
     @classmethod
     def open(
@@ -44,15 +47,20 @@ class Session:
         api_key: str | None,
         project: str | None,
         metadata: Mapping[str, str] | None,
+        resend: bool | None,
         seconds: float,
     ) -> Session:
         """A session of the user's client, or a new one."""
+        if resend is not None:
+            _check.flag("resend", resend)
+        until = time.monotonic() + seconds
         if client is None:
-            made = connection.service_client(
-                base_url=base_url, api_key=api_key, project=project, metadata=metadata, seconds=seconds
+            made, link = connection.service_client(
+                base_url=base_url, api_key=api_key, project=project, metadata=metadata, resend=resend, seconds=seconds
             )
-            return cls(made, owned=True, seconds=seconds)
-        given = [n for n, x in (("base_url", base_url), ("api_key", api_key), ("project", project)) if x is not None]
+            return cls(made, link=link, seconds=seconds, until=until).ready()
+        options = (("base_url", base_url), ("api_key", api_key), ("project", project), ("resend", resend))
+        given = [name for name, value in options if value is not None]
         if given:
             raise ConfigError(f"{given[0]}: goes with a connection of rlkit's own; client= has one already")
         if not hasattr(client, "create_lora_training_client"):
@@ -61,7 +69,7 @@ class Session:
         secrets.hide(os.environ.get("TINKER_API_KEY"))
         secrets.hide(getattr(client, "_api_key", None))
         secrets.watch_logs()
-        return cls(client, owned=False, seconds=seconds)
+        return cls(client, link=None, seconds=seconds, until=until).ready()
 
     def training(
         self,
@@ -142,13 +150,22 @@ class Session:
         return self._client("sampler", lambda: make(base_model=model, model_path=path), path)
 
     def close(self) -> None:
-        """Ends the session if it is rlkit's own."""
-        if self._owned:
-            self._owned = False
-            try:
-                connection.bounded(lambda: self.service.close("success").result(), min(self._seconds, 30.0))
-            except Exception as error:  # noqa: BLE001  # the service ends sessions that are silent by itself
-                secrets.clean(error)
+        """Ends the session if it is rlkit's own; nothing is sent after that. May be called twice."""
+        if self._link is None or self._link.closed:
+            return
+        closing: list[Any] = []
+
+        def finish() -> None:
+            closing.append(self.service.close("success"))
+            closing[0].result()
+
+        try:
+            connection.bounded(finish, min(self._seconds, 30.0))
+        except Exception as error:  # noqa: BLE001  # the service ends sessions that are silent by itself
+            secrets.clean(error)
+            for future in closing:
+                future.future().cancel()  # ends the SDK's own tries, and closes its connections
+        self._link.closed = True
 
     def _created(self, model: str, lora: Lora | None, seed: int | None, optimizer: Any) -> Any:
         lora = Lora() if lora is None else lora
@@ -179,7 +196,7 @@ class Session:
     def _client(self, call: str, make: Callable[[], Any], path: str | None = None) -> Any:
         """The client that a future of the SDK's gives."""
         try:
-            return connection.bounded(lambda: make().result(), self._seconds)
+            return connection.bounded(lambda: make().result(), self._left())
         except BackendTimeout as error:
             raise faults.late(call, self._seconds) from error
         except RlkitError:
@@ -190,27 +207,41 @@ class Session:
                 raise ConfigError(f"{found}") from error
             raise found from error
 
-    def _models(self) -> dict[str, int | None]:
-        def ask() -> Any:
-            return self._rest().get_server_capabilities().result(timeout=self._seconds)
-
+    def ready(self) -> Session:
+        """Itself, knowing the service's models."""
         try:
-            found = connection.bounded(ask, min(self._seconds, 60.0))
-        except Exception as error:  # noqa: BLE001  # servers other than the hosted one may not have it
-            secrets.clean(error)
-            return {}
-        return {model.model_name: model.max_context_length for model in found.supported_models if model.model_name}
+            found = self._asked("connect", lambda: self._rest().get_server_capabilities())
+        except BaseException:
+            self.close()
+            raise
+        if found is not None:
+            self.models = {m.model_name: m.max_context_length for m in found.supported_models if m.model_name}
+        return self
 
     def _metadata(self, path: str) -> Mapping[str, str] | None:
         """What is kept beside a saved state; None where the service does not keep such."""
+        found = self._asked("resume_from", lambda: self._rest().list_checkpoints(paths.run_of(path)))
+        return next((c.user_metadata for c in found.checkpoints if c.tinker_path == path), None) if found else None
+
+    def _asked(self, call: str, ask: Callable[[], Any]) -> Any:
+        """The answer to a question that servers other than the hosted one may not know; None from those.
+
+        Raises:
+            BackendError: the service is in trouble: what it would say is not guessed.
+        """
         try:
-            found = connection.bounded(
-                lambda: self._rest().list_checkpoints(paths.run_of(path)).result(), min(self._seconds, 60.0)
-            )
-        except Exception as error:  # noqa: BLE001  # as above
-            secrets.clean(error)
-            return None
-        return next((c.user_metadata for c in found.checkpoints if c.tinker_path == path), None)
+            return connection.bounded(lambda: ask().result(), self._left())
+        except BackendTimeout as error:
+            raise faults.late(call, self._seconds) from error
+        except Exception as error:
+            if isinstance(error, UnsupportedError) or faults.not_offered(error):
+                secrets.clean(error)
+                return None
+            raise faults.translate(call, error) from error
+
+    def _left(self) -> float:
+        """Seconds that connecting may still take."""
+        return max(0.1, self._until - time.monotonic())
 
     def _rest(self) -> Any:
         """A REST client with the same address and key."""
@@ -230,11 +261,19 @@ class Session:
 
         def done(source: concurrent.futures.Future[Any]) -> None:
             try:
-                outer.set_result(finish(source.result()))
+                clock.settle(outer, finish(source.result()))
             except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
-                outer.set_exception(faults.translate(call, error, path=path))
+                clock.fail(outer, faults.translate(call, error, path=path))
 
         inner.add_done_callback(done)
+        watched, source, seconds = weakref.ref(outer), weakref.ref(inner), self._seconds
+
+        def expire() -> None:
+            late, running = watched(), source()
+            if late is not None and clock.fail(late, faults.late(call, seconds)) and running is not None:
+                running.cancel()
+
+        clock.after(seconds, expire)
         return Future.wrap(outer)
 
 
@@ -264,10 +303,16 @@ def open_sampler(
         path = paths.checked_path("path", path.replace("/weights/", "/sampler_weights/"), kind="sampler_weights")
     elif not isinstance(model, str) or not model:
         raise ConfigError("rlkit.sampler: give model= or path=")
-    session = Session.open(client, base_url=base_url, api_key=api_key, project=project, metadata=None, seconds=seconds)
-    if model is not None:
-        connection.check_model(model, session.models)
-    sampling = session.sampling(model=model if path is None else None, path=path)
+    session = Session.open(
+        client, base_url=base_url, api_key=api_key, project=project, metadata=None, resend=None, seconds=seconds
+    )
+    try:
+        if model is not None:
+            connection.check_model(model, session.models)
+        sampling = session.sampling(model=model if path is None else None, path=path)
+    except BaseException:
+        session.close()
+        raise
     return TinkerSampler(
         sampling,
         SeedStream(entropy_of(seed)),
