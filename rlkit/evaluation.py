@@ -1,0 +1,211 @@
+"""How good a policy is on held-out tasks, with how sure one can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.backends.protocol import Sampler
+from rlkit.errors import ConfigError
+from rlkit.metrics import pass_at_k
+from rlkit.rollouts import Plan, Rollouts, rollout
+from rlkit.rollouts.api import listed, planned, run_in_thread
+
+__all__ = ["Evaluation", "Score", "evaluate", "evaluate_sync", "interval", "score"]
+
+
+def _read_only(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(value))
+
+
+@attrs.frozen
+class Score:
+    """The result on one environment.
+
+    Attributes:
+        mean: of the rewards: each task's mean, averaged over tasks.
+        low, high: ends of the confidence interval of the mean.
+        success: the share of episodes with a reward of at least the threshold, averaged alike.
+        pass_at_k: k -> the estimated chance of at least one success among k episodes, averaged over tasks.
+        tasks, episodes: how many were scored.
+        failed: episodes that could not be carried through; they are not scored.
+    """
+
+    mean: float
+    low: float
+    high: float
+    success: float
+    pass_at_k: Mapping[int, float] = attrs.field(converter=_read_only)
+    tasks: int
+    episodes: int
+    failed: int
+
+
+@attrs.frozen(eq=False)
+class Evaluation:
+    """What ``evaluate`` found.
+
+    Attributes:
+        scores: environment's name -> its ``Score``.
+        rollouts: the groups themselves, to look at or to store.
+    """
+
+    scores: Mapping[str, Score] = attrs.field(converter=_read_only)
+    rollouts: Rollouts = attrs.field(repr=False)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the environments' means."""
+        return float(np.mean([score.mean for score in self.scores.values()]))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """ "eval/<environment>/<what>": mean, low, high, success, pass@k, episodes, failed; and "eval/mean"."""
+        found = {"eval/mean": self.mean}
+        for name, score in self.scores.items():
+            for field in ("mean", "low", "high", "success", "episodes", "failed"):
+                found[f"eval/{name}/{field}"] = float(getattr(score, field))
+            found |= {f"eval/{name}/pass@{k}": value for k, value in score.pass_at_k.items()}
+        return found
+
+
+async def evaluate(
+    sampler: Sampler,
+    tasks: Any,
+    *,
+    n: int = 1,
+    k: int | Sequence[int] = (),
+    greedy: bool = False,
+    success: float = 1.0,
+    level: float = 0.95,
+    step: int = 0,
+    plan: Plan | None = None,
+    **options: Any,
+) -> Evaluation:
+    """Plays ``n`` episodes of each task and scores them, per environment.
+
+    Args:
+        sampler: the policy.
+        tasks: held-out ones, such as those of another split; as for ``rollout``, but not without end.
+        n: episodes per task, >= 1; above a task's own setting.
+        k: a number or several, each in [1, n]: at how many tries to estimate the chance of a success.
+        greedy: temperature 0, above a task's own setting; then n is 1.
+        success: a reward from which on an episode is a success.
+        level: of the confidence interval, in (0, 1).
+        step, plan, options: as for ``rollout``. The same seed and step give the same episodes, so evaluations of two
+            policies can be compared task by task.
+
+    Returns:
+        Scores with intervals: Wilson's where there is one episode per task and every reward is 0 or 1, else the
+        percentile bootstrap over tasks (10 000 draws, from the plan's seed), because episodes of one task are not
+        independent.
+
+    Raises:
+        DataError, ConfigError, BackendError: as for ``rollout``.
+    """
+    n = _check.integer("n", n, low=1)
+    ks = _tries(k, n)
+    if _check.flag("greedy", greedy) and n > 1:
+        raise ConfigError(_check.problem("n", f"is {n}", "1", "greedy episodes of one task are all alike"))
+    _check.real("success", success)
+    _check.real("level", level, above=0.0, below=1.0)
+    plan = planned(plan, options).with_options(n=n, min_n=1)
+    over: dict[str, Any] = {"n": n, "min_n": 1} | ({"temperature": 0.0} if greedy else {})
+    held = [attrs.evolve(task, settings=attrs.evolve(task.settings, **over)) for task in listed(tasks)]
+    groups = await rollout(sampler, held, step=step, plan=plan)
+    found = {}
+    for name in dict.fromkeys(task.name for task in held):
+        rewards = [group.rewards for group in groups if group.env == name]
+        failed = int(groups.metrics.get(f"env/{name}/failed", 0))
+        found[name] = score(rewards, k=ks, success=success, level=level, seed=plan.seed, failed=failed)
+    return Evaluation(found, groups)
+
+
+def evaluate_sync(sampler: Sampler, tasks: Any, **options: Any) -> Evaluation:
+    """As ``evaluate``, for code that does not ``await``; it works inside of a running event loop too."""
+    return run_in_thread(evaluate(sampler, tasks, **options))
+
+
+def score(
+    rewards: Iterable[Any],
+    *,
+    k: Sequence[int] = (),
+    success: float = 1.0,
+    level: float = 0.95,
+    seed: int = 0,
+    failed: int = 0,
+) -> Score:
+    """The score of one environment.
+
+    Args:
+        rewards: one array per task, of its episodes' rewards; NaN for unscored, which do not count.
+        k, success, level: as for ``evaluate``. Tasks with fewer than k episodes do not count for k.
+        seed: of the bootstrap.
+        failed: for the record.
+
+    >>> found = score([[1.0, 0.0], [1.0, 1.0]], k=[1, 2])
+    >>> found.mean, dict(found.pass_at_k)
+    (0.75, {1: 0.75, 2: 1.0})
+    """
+    rows = [np.asarray(row, np.float64) for row in rewards]
+    rows = [row[~np.isnan(row)] for row in rows]
+    rows = [row for row in rows if row.size]
+    if not rows:
+        return Score(math.nan, math.nan, math.nan, math.nan, dict.fromkeys(k, math.nan), 0, 0, failed)
+    means = np.array([row.mean() for row in rows])
+    low, high = interval(rows, level=level, seed=seed)
+    right = [(row.size, int((row >= success).sum())) for row in rows]
+    tries = {}
+    for number in k:
+        enough = [(size, count) for size, count in right if size >= number]
+        estimates = [pass_at_k(size, count, number) for size, count in enough]
+        tries[number] = float(np.mean(estimates)) if estimates else math.nan
+    share = float(np.mean([count / size for size, count in right]))
+    return Score(float(means.mean()), low, high, share, tries, len(rows), sum(size for size, _ in right), failed)
+
+
+def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """The confidence interval of the mean over tasks.
+
+    Args:
+        rows: one float array per task, each with at least one reward.
+        level: in (0, 1).
+        seed: of the bootstrap.
+
+    Returns:
+        Wilson's interval where each task has one reward and all are 0 or 1; else the percentile bootstrap over tasks.
+
+    >>> interval([np.array([1.0])] * 8 + [np.array([0.0])] * 2)  # 8 of 10
+    (0.4901..., 0.9433...)
+
+    Source: E. B. Wilson, JASA 22 (1927), 209-212; B. Efron, Annals of Statistics 7 (1979), 1-26.
+    """
+    means = np.array([row.mean() for row in rows])
+    single = all(row.size == 1 for row in rows)
+    if single and np.isin(means, (0.0, 1.0)).all():
+        return _wilson(int(means.sum()), means.size, level)
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(means.size,)))
+    draws = np.concatenate([means[rng.integers(0, means.size, (100, means.size))].mean(1) for _ in range(100)])
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _wilson(right: int, count: int, level: float) -> tuple[float, float]:
+    from statistics import NormalDist
+
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    share, scale = right / count, 1 + z * z / count
+    centre = (share + z * z / (2 * count)) / scale
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / scale
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _tries(k: Any, n: int) -> list[int]:
+    ks = list(k) if isinstance(k, (list, tuple, range)) else [k]
+    return [_check.integer("k", each, low=1, high=n, why="at most n episodes of a task") for each in ks]
