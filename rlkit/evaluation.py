@@ -66,7 +66,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """ "eval/<environment>/<what>": mean, low, high, success, pass@k, episodes, failed; and "eval/mean"."""
+        """Names "eval/<environment>/<what>": mean, low, high, success, pass@k, episodes, failed; and "eval/mean"."""
         found = {"eval/mean": self.mean}
         for name, score in self.scores.items():
             for field in ("mean", "low", "high", "success", "episodes", "failed"):

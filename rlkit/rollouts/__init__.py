@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from rlkit.rollouts.ahead import AsyncRollouts, async_rollouts
 from rlkit.rollouts.api import Rollouts, Stream, rollout, rollout_sync, stream
 from rlkit.rollouts.plan import Plan
+from rlkit.rollouts.replay import Replay
 
-__all__ = ["Plan", "Rollouts", "Stream", "rollout", "rollout_sync", "stream"]
+__all__ = [
+    "AsyncRollouts",
+    "Plan",
+    "Replay",
+    "Rollouts",
+    "Stream",
+    "async_rollouts",
+    "rollout",
+    "rollout_sync",
+    "stream",
+]
+
+for _public in (AsyncRollouts, Plan, Replay, Rollouts, Stream, async_rollouts, rollout, rollout_sync, stream):
+    _public.__module__ = __name__  # where users import them from

@@ -1,0 +1,262 @@
+"""Sampling ahead of training, bounded staleness, replay."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit import BackendError, ConfigError, DataError, Sample, SamplingParams
+from rlkit.advantages import grpo
+from rlkit.corrections import token_tis
+from rlkit.envs import Tasks
+from rlkit.rollouts import Replay, async_rollouts, rollout_sync
+from rlkit.storage import append, read
+from rlkit.trajectory import Group, Trajectory, Turn, datums
+from tests.rollouts.parts import Counted, all_closed, reset_counts
+from tests.rollouts.test_rollout import same
+
+PARAMS = SamplingParams(max_tokens=4)
+OPTIONS = {"n": 2, "params": PARAMS, "seed": 5}
+
+
+class Short(Counted):
+    turns = 2
+
+
+TASKS = Tasks(lambda i: Short(), 6, name="short")
+
+
+@pytest.fixture
+def policy():
+    pytest.importorskip("torch")
+    with rlkit.connect("toy", seed=0) as policy:
+        yield policy
+
+
+def train(policy, groups):
+    """One optimizer step on these groups."""
+    data = []
+    for group in groups:
+        for t, a in zip(group.trajectories, grpo(group.rewards, scale="none") + 0.1, strict=True):
+            data += datums(t, a)
+    policy.forward_backward(data, "importance_sampling")
+    policy.optim_step(rlkit.Adam(learning_rate=0.05))
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_a_batch_is_as_old_as_max_lag(policy, max_lag):
+    """Step s is sampled from the policy as it was s - max_lag rounds of training ago, never earlier."""
+    seen = []
+    with async_rollouts(policy, TASKS, size=2, steps=6, max_lag=max_lag, **OPTIONS) as batches:
+        for step, groups in enumerate(batches):
+            version = policy.sampler().result().version
+            assert version == step
+            assert {t.version for group in groups for t in group.trajectories} == {max(0, step - max_lag)}
+            assert groups.metrics["sampler/lag"] == min(step, max_lag)
+            assert [group.step for group in groups] == [step] * 2
+            seen += [group.index for group in groups]
+            train(policy, groups)
+    assert sorted(seen) == sorted([*range(6)] * 2)
+
+
+def test_lag_0_is_the_synchronous_loop():
+    """Bit for bit; and with any lag two runs are alike, awaited or not."""
+    pytest.importorskip("torch")
+
+    def synchronous(policy):
+        for step in range(4):
+            groups = rollout_sync(policy.sampler().result(), TASKS.batch(step, 2, seed=5), step=step, **OPTIONS)
+            train(policy, groups)
+            yield groups
+
+    def ahead(policy, max_lag):
+        with async_rollouts(policy, TASKS, size=2, steps=4, max_lag=max_lag, **OPTIONS) as batches:
+            for groups in batches:
+                train(policy, groups)
+                yield groups
+
+    async def awaited(policy, max_lag):
+        found = []
+        async with async_rollouts(policy, TASKS, size=2, steps=4, max_lag=max_lag, **OPTIONS) as batches:
+            async for groups in batches:
+                train(policy, groups)
+                found.append(groups)
+        return found
+
+    def run(function, *args):
+        with rlkit.connect("toy", seed=0) as policy:
+            found = function(policy, *args)
+            found = asyncio.run(found) if inspect.iscoroutine(found) else list(found)
+            return [group for groups in found for group in groups]
+
+    one, two, three, four = run(synchronous), run(ahead, 0), run(ahead, 1), run(awaited, 1)
+    assert all(same([a], [b]) for a, b in zip(one, two, strict=True))
+    assert all(same([a], [b]) for a, b in zip(three, four, strict=True))
+    assert same(one[:2], three[:2])
+    assert not all(same([a], [b]) for a, b in zip(one, three, strict=True))
+
+
+def test_sampling_goes_on_while_training(policy):
+    """The next batch's episodes are played while the loop does something else."""
+    reset_counts()
+    go = threading.Event()
+
+    class Waits(Short):
+        def step(self, action):
+            go.wait(30)
+            return super().step(action)
+
+    made = []
+
+    def tasks(step):
+        made.append(step)
+        return [Waits if step else Short] * 2
+
+    with async_rollouts(policy, tasks, steps=2, max_lag=1, **OPTIONS) as batches:
+        next(batches)
+        assert made == [0, 1]
+        while Counted.made < 8:
+            pass  # without asking for the second batch, its episodes begin
+        go.set()
+        assert len(next(batches)) == 2
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_closing_early_closes_environments(policy):
+    reset_counts()
+    before = threading.active_count()
+    with async_rollouts(policy, TASKS, size=4, max_lag=2, **OPTIONS) as batches:
+        next(batches)
+    assert Counted.made > 0
+    assert all_closed()
+    assert not any(thread.name == "rlkit-ahead" for thread in threading.enumerate())
+    assert threading.active_count() <= before + 40
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_a_forgotten_one_ends_its_thread(policy):
+    batches = async_rollouts(policy, TASKS, size=1, **OPTIONS)
+    next(batches)
+    thread, gone = batches._thread, weakref.ref(batches)
+    del batches
+    gc.collect()
+    thread.join(30)
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+class Broken(Short):
+    def reset(self, seed):
+        raise OSError("gone")
+
+
+def test_an_error_is_raised_where_its_batch_is_asked_for(policy):
+    with async_rollouts(policy, lambda step: [Broken if step == 2 else Short], max_lag=1, **OPTIONS) as batches:
+        next(batches), next(batches)
+        with pytest.raises(BackendError, match="no group is left"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_starts_later(policy):
+    with async_rollouts(policy, TASKS, size=2, steps=2, start=7, **OPTIONS) as batches:
+        assert [group.step for groups in batches for group in groups] == [7, 7, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tasks": TASKS}, "size"),
+        ({"tasks": TASKS, "size": 0}, "size"),
+        ({"tasks": Short, "size": 1}, "tasks"),
+        ({"tasks": [Short]}, "tasks"),
+        ({"tasks": 3}, "tasks"),
+        ({"tasks": lambda step: [Short], "size": 1}, "size"),
+        ({"tasks": TASKS, "size": 1, "max_lag": -1}, "max_lag"),
+        ({"tasks": TASKS, "size": 1, "steps": 0}, "steps"),
+        ({"tasks": TASKS, "size": 1, "start": -1}, "start"),
+        ({"tasks": TASKS, "size": 1, "nothing": -1}, "nothing"),
+    ],
+)
+def test_bad_arguments(policy, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        async_rollouts(policy, **arguments)
+    with pytest.raises(ConfigError, match="policy"):
+        async_rollouts(policy.sampler().result(), TASKS, size=1)
+
+
+def made(version, number=0):
+    return Group([Trajectory([Turn(Sample([5], [6], [-1.0], version=version))])], number=number)
+
+
+def test_replay_keeps_to_its_age_and_capacity():
+    replay = Replay(max_age=3, capacity=4)
+    replay.add(made(v, v) for v in range(6))
+    assert [group.number for group in replay] == [2, 3, 4, 5]
+    assert [group.number for group in replay.sample(10, current=6)] == [3, 4, 5]
+    assert replay.expire(9) == 3
+    assert replay.sample(2, current=9) == []
+    replay.add([made(12)])
+    with pytest.raises(DataError, match=r"groups\[0\]: is of version 12; expected at most current=11"):
+        replay.sample(1, current=11)
+    with pytest.raises(DataError, match=r"groups\[0\]"):
+        replay.add([3])
+
+
+def test_replay_draws_uniformly_and_without_repeats():
+    replay = Replay(max_age=0, seed=1)
+    replay.add(made(0, i) for i in range(8))
+    counts = np.zeros(8)
+    for _ in range(2000):
+        drawn = [group.number for group in replay.sample(3, current=0)]
+        assert len(set(drawn)) == 3
+        counts[drawn] += 1
+    assert np.allclose(counts, 750, atol=5 * np.sqrt(2000 * 3 / 8 * 5 / 8))  # five standard deviations
+
+
+def test_replay_is_resumed_exactly(tmp_path):
+    """From what was stored, and the number of draws."""
+    replay = Replay(max_age=9, seed=3)
+    replay.add(made(0, i) for i in range(20))
+    replay.sample(4, current=1), replay.sample(4, current=1)
+    append(tmp_path / "replay.jsonl", replay)
+    again = Replay(max_age=9, seed=3, draws=replay.draws)
+    again.add(read(tmp_path / "replay.jsonl"))
+    for _ in range(5):
+        assert same(replay.sample(4, current=2), again.sample(4, current=2))
+
+
+@pytest.mark.parametrize("arguments", [{"max_age": -1}, {"max_age": 1, "capacity": 0}, {"max_age": 1, "seed": -1}])
+def test_bad_buffers(arguments):
+    with pytest.raises(ConfigError):
+        Replay(**arguments)
+
+
+def test_replayed_data_with_corrections(policy):
+    """Old trajectories, weighted by truncated ratios of the trainer's logprobs to the recorded ones."""
+    sampler = policy.sampler().result()
+    groups = rollout_sync(sampler, TASKS.batch(0, 3), **OPTIONS)
+    replay = Replay(max_age=5)
+    replay.add(groups)
+    for _ in range(3):
+        train(policy, groups)
+    trajectories = [t for group in replay.sample(3, current=3) for t in group.trajectories]
+    data = [datum for t in trajectories for datum in datums(t, 1.0)]
+    trainer = policy.forward(data).result().selected
+    sampled = [datum.select(datum.inputs["sampling_logprobs"]) for datum in data]
+    weights = token_tis(trainer_logprobs=trainer, sampling_logprobs=sampled)
+    assert any(np.abs(w - 1).max() > 1e-3 for w in weights if w.size)
+    weighted = [datum.with_inputs(weights=w) for datum, w in zip(data, weights, strict=True)]
+    found = policy.forward(weighted, "reinforce").result().metrics["loss:sum"]
+    expected = -sum((w * lp).sum() for w, lp in zip(weights, trainer, strict=True))
+    assert found == pytest.approx(expected, rel=1e-5)
