@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+from rlkit.envs.from_gem import gem
+from rlkit.envs.from_reasoning_gym import reasoning_gym
 from rlkit.envs.protocol import Action, Env, Message, Observation, Settings, StepResult, Task, Tasks, TaskSource
 
-__all__ = ["Action", "Env", "Message", "Observation", "Settings", "StepResult", "Task", "TaskSource", "Tasks"]
+__all__ = [
+    "Action",
+    "Env",
+    "Message",
+    "Observation",
+    "Settings",
+    "StepResult",
+    "Task",
+    "TaskSource",
+    "Tasks",
+    "gem",
+    "reasoning_gym",
+]
+
+for _name in ("gem", "reasoning_gym"):
+    globals()[_name].__module__ = __name__  # where users import it from
