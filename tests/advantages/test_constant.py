@@ -119,9 +119,10 @@ def test_small_components_that_cancel_give_zero():
         assert not np.asarray(found).any()
 
 
-def test_decay_of_the_running_baseline_is_pinned():
-    """The default of the object is part of the API, as the function's is."""
+def test_defaults_of_the_running_objects_are_pinned():
+    """The defaults of the objects are part of the API, as the functions' are."""
     assert adv.RunningBaseline().decay == 0.95
+    assert adv.RunningNormalization() == adv.RunningNormalization(1, 1e-6, 0, 0.0, 0.0, float("inf"), -float("inf"))
 
 
 def test_pass_at_k_where_the_deviation_vanishes():
