@@ -1,0 +1,37 @@
+"""Where a run's metrics and trajectories go: files, the terminal, and services, none of which can hold a run up."""
+
+from __future__ import annotations
+
+from rlkit.registry import Registry
+from rlkit.tracking.jsonl import Jsonl, read_metrics
+from rlkit.tracking.names import NAMES, Name, standard
+from rlkit.tracking.protocol import Tracker
+from rlkit.tracking.secrets import masked
+from rlkit.tracking.several import Several
+from rlkit.tracking.training import train_metrics
+
+__all__ = [
+    "NAMES",
+    "Jsonl",
+    "Name",
+    "Several",
+    "Tracker",
+    "masked",
+    "read_metrics",
+    "registry",
+    "standard",
+    "train_metrics",
+]
+
+registry = Registry("tracker", entry_point_group="rlkit.trackers")
+"""Name -> class. What stands as text is imported when it is asked for."""
+
+registry["jsonl"] = Jsonl
+registry["console"] = "rlkit.tracking.console:Console"
+registry["wandb"] = "rlkit.tracking.wandb:Wandb"
+registry["tensorboard"] = "rlkit.tracking.tensorboard:TensorBoard"
+registry["trackio"] = "rlkit.tracking.trackio:Trackio"
+registry["mlflow"] = "rlkit.tracking.mlflow:Mlflow"
+
+for _public in (Jsonl, Name, Several, Tracker, masked, read_metrics, standard, train_metrics):
+    _public.__module__ = __name__  # where users import them from

@@ -1,0 +1,119 @@
+"""What metrics are called, all over the library."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import attrs
+
+__all__ = ["NAMES", "Name", "standard"]
+
+
+@attrs.frozen
+class Name:
+    """A standard name.
+
+    Attributes:
+        pattern: the name; ``<...>`` stands for a part that depends on the run, and may hold slashes where it is last.
+        meaning: what the number is, with its unit.
+    """
+
+    pattern: str
+    meaning: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is of this pattern.
+
+        >>> Name("env/<name>/reward", "").matches("env/sums/reward")
+        True
+        """
+        return _compiled(self.pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(<[^>]+>)", pattern)
+    if parts[-1] == "" and len(parts) > 1:
+        parts.pop()
+    last = len(parts) - 1
+    written = [
+        (".+" if i == last else "[^/]+") if part.startswith("<") else re.escape(part) for i, part in enumerate(parts)
+    ]
+    return re.compile("".join(written))
+
+
+NAMES: tuple[Name, ...] = tuple(
+    Name(*row)
+    for row in (
+        ("env/<name>/reward", "mean reward of the episodes"),
+        ("env/<name>/episodes", "episodes carried through"),
+        ("env/<name>/terminated", "of these, ended by the environment"),
+        ("env/<name>/truncated", "of these, cut short by a limit"),
+        ("env/<name>/truncated/<limit>", "by which limit"),
+        ("env/<name>/cut", "turns that ended at max_tokens"),
+        ("env/<name>/empty", "turns without a token"),
+        ("env/<name>/turns", "mean turns of an episode"),
+        ("env/<name>/tokens", "mean tokens of the policy's in an episode"),
+        ("env/<name>/info/<what>", "mean of what the environment said about the last step"),
+        ("env/<name>/failed", "episodes that were not carried through"),
+        ("env/<name>/failed/<kind>", "by the error's class, or timeout"),
+        ("env/<name>/timed_out", "failed since the environment gave no answer in time"),
+        ("env/<name>/close_failed", "environments that could not be closed"),
+        ("env/<name>/retried", "attempts beyond an episode's first"),
+        ("env/<name>/refilled", "episodes played in place of failed ones"),
+        ("env/<name>/abandoned", "episodes given up since enough others were complete"),
+        ("env/<name>/groups", "groups kept"),
+        ("env/<name>/dropped_groups", "groups with too few episodes left"),
+        ("env/<name>/mixed_groups", "groups whose members had different first prompts"),
+        ("sampler/requests", "requests to the sampler"),
+        ("sampler/samples", "samples it returned"),
+        ("sampler/tokens", "tokens in them"),
+        ("sampler/prompt_tokens", "tokens of the prompts sent"),
+        ("sampler/retried", "requests made again"),
+        ("sampler/errors", "requests that failed for good"),
+        ("sampler/version", "optimizer steps behind the policy that sampled"),
+        ("train/loss", "the loss, summed over the batch"),
+        ("train/grad_norm", "global norm of the gradient before clipping"),
+        ("train/learning_rate", "of the optimizer's step"),
+        ("train/tokens", "tokens of the policy's in the batch"),
+        ("train/datums", "datums in the batch"),
+        ("train/entropy", "estimate of the policy's entropy, nats per token"),
+        ("train/kl_v1", "KL of the sampler from the trainer, unbiased, nats per token"),
+        ("train/kl_v2", "the same, half the mean square of the log-ratio"),
+        ("train/kl_k3", "the same, unbiased and never negative"),
+        ("train/kl_reference", "KL of the policy from the reference, nats per token"),
+        ("train/clip_fraction/low", "fraction of tokens whose ratio is below 0.8"),
+        ("train/clip_fraction/high", "fraction of tokens whose ratio is above 1.2"),
+        ("train/effective_sample_size", "fraction of the batch that importance weights leave, in (0, 1]"),
+        ("train/ratio/<which>", "min, max, mean and std of the ratio trainer / sampler over tokens"),
+        ("train/<loss's own>", "what a loss reports beside its value"),
+        ("filter/<name>", "groups or samples that a filter dropped"),
+        ("eval/mean", "mean score over the environments"),
+        ("eval/<name>/<what>", "mean, low and high of the interval, success, pass@k, episodes, failed"),
+        ("time/step", "seconds of the whole step"),
+        ("time/rollout", "of it, playing the episodes"),
+        ("time/train", "of it, forward_backward and optim_step"),
+        ("time/eval", "of it, evaluating"),
+        ("time/checkpoint", "of it, saving"),
+        ("time/env", "seconds in environments, summed over episodes that ran side by side"),
+        ("time/close", "seconds of closing them, summed likewise"),
+        ("time/sampler", "seconds that episodes waited for the sampler, summed likewise"),
+        ("time/sampler/requests", "seconds of the sampler's requests, summed likewise"),
+        ("time/<part>", "seconds of another part of the step"),
+        ("upload/<what>", "trajectories sent, failed, dropped, waiting"),
+        ("tracking/<tracker>/<what>", "calls that a tracker failed at, dropped, refused"),
+    )
+)
+"""Every standard name, the particular before the general."""
+
+
+def standard(name: str) -> Name | None:
+    """The entry of the table that ``name`` belongs to, or None.
+
+    >>> standard("env/sums/truncated/max_turns").meaning
+    'by which limit'
+    >>> standard("my/own") is None
+    True
+    """
+    return next((each for each in NAMES if each.matches(name)), None)

@@ -1,0 +1,69 @@
+"""What belongs to the tokens of trajectories beside what they were sampled with: advantages, the trainer's logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import DataError
+from rlkit.tracking.values import to_json
+from rlkit.trajectory import Group
+
+__all__ = ["checked_groups", "records"]
+
+
+def checked_groups(groups: Any) -> list[Group]:
+    """The groups as a list.
+
+    Raises:
+        DataError: something else than groups.
+    """
+    groups = [groups] if isinstance(groups, Group) else groups
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+        raise DataError(_check.problem("log_trajectories(groups)", f"got {_check.shown(groups)}", "groups"))
+    found = list(groups)
+    for i, group in enumerate(found):
+        if not isinstance(group, Group):
+            raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
+    return found
+
+
+def records(groups: Sequence[Group], step: int, **given: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """One record per group with an entry per trajectory: a number, or one per token of the policy's.
+
+    Args:
+        groups, step: where the values belong.
+        given: name -> one entry per trajectory, over all groups; None is left out.
+
+    Raises:
+        DataError: naming what does not fit.
+    """
+    named = {name: _entries(name, value, groups) for name, value in given.items() if value is not None}
+    found: list[dict[str, Any]] = []
+    start = 0
+    for group in groups if named else ():
+        stop = start + len(group)
+        record: dict[str, Any] = {"step": step, "env": group.env, "index": group.index, "number": group.number}
+        found.append(record | {name: entries[start:stop] for name, entries in named.items()})
+        start = stop
+    return found
+
+
+def _entries(name: str, value: Any, groups: Sequence[Group]) -> list[Any]:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != len(trajectories):
+        what = f"has {len(value)} entries" if hasattr(value, "__len__") else f"got {_check.shown(value)}"
+        raise DataError(_check.problem(name, what, f"{len(trajectories)}", "one per trajectory, over all groups"))
+    found: list[Any] = []
+    for i, (entry, trajectory) in enumerate(zip(value, trajectories, strict=True)):
+        array = _check.as_array(f"{name}[{i}]", entry, "a number, or one per token")
+        if array.shape not in ((), (trajectory.token_count,)):
+            what = f"has shape {array.shape}"
+            expected = f"a number, or shape ({trajectory.token_count},)"
+            raise DataError(_check.problem(f"{name}[{i}]", what, expected, "one per token of the policy's"))
+        numbers = np.asarray(array, np.float64).round(6)
+        found.append([to_json(x) for x in numbers.tolist()] if numbers.ndim else to_json(float(numbers)))
+    return found

@@ -1,0 +1,108 @@
+"""What the trackers that hand on to another package have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+from rlkit.tracking import pertoken, values
+from rlkit.tracking.secrets import masked, redact
+from rlkit.trajectory import Group, Trajectory
+
+__all__ = ["COLUMNS", "Service", "examples"]
+
+COLUMNS = ("step", "env", "index", "reward", "turns", "tokens", "ended", "text")
+
+
+class Service:
+    """Opens the other side at the first call, which ``Several`` makes in a thread, so that no run waits for it.
+
+    A subclass says which package it needs, and writes ``_open``, ``_log``, ``_texts`` and ``_end``.
+
+    Args:
+        config: the run's settings; secrets are masked before they leave.
+        trajectories: how many of a step's trajectories are sent as text, >= 0.
+
+    Raises:
+        ConfigError: the package is not installed; the message names the extra.
+    """
+
+    package: str
+    extra: str
+
+    def __init__(self, *, config: Any = None, trajectories: int = 8) -> None:
+        if importlib.util.find_spec(self.package) is None:
+            text = f"{type(self).__name__}: the package {self.package!r} is not installed; "
+            raise ConfigError(f"{text}install it with pip install 'rlkit-lm[{self.extra}]'")
+        if config is not None and not isinstance(config, Mapping):
+            raise ConfigError(_check.problem("config", f"got {redact(_check.shown(config))}", "a mapping"))
+        self._config: dict[str, Any] = masked(config or {})
+        self._most = _check.integer("trajectories", trajectories, low=0)
+        self._run: Any = None
+        self._closed = False
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Sends the numbers of a step."""
+        found, step = values.checked(metrics, step)
+        if found:
+            self._log(self._opened(), found, step)
+
+    def log_trajectories(
+        self,
+        groups: Iterable[Group],
+        step: int,
+        *,
+        advantages: Sequence[Any] | None = None,  # noqa: ARG002  # of the run page
+        trainer_logprobs: Sequence[Any] | None = None,  # noqa: ARG002
+    ) -> None:
+        """Sends some trajectories as text."""
+        rows = examples(pertoken.checked_groups(groups), _check.integer("step", step, low=0), self._most)
+        if rows:
+            self._texts(self._opened(), rows, step)
+
+    def close(self) -> None:
+        """Ends the run on the other side."""
+        if self._run is not None and not self._closed:
+            self._end(self._run)
+        self._closed = True
+
+    def _opened(self) -> Any:
+        if self._closed:
+            raise ConfigError(f"{type(self).__name__} is closed")
+        if self._run is None:
+            self._run = self._open()
+        return self._run
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _log(self, run: Any, metrics: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _texts(self, run: Any, rows: list[tuple[Any, ...]], step: int) -> None:
+        """Trajectories, one row of ``COLUMNS`` each."""
+        raise NotImplementedError
+
+    def _end(self, run: Any) -> None:
+        raise NotImplementedError
+
+
+def examples(groups: Sequence[Group], step: int, most: int) -> list[tuple[Any, ...]]:
+    """Up to ``most`` trajectories as rows of ``COLUMNS``, evenly spaced over what there is."""
+    found = [trajectory for group in groups for trajectory in group.trajectories]
+    if not found or not most:
+        return []
+    count = min(most, len(found))
+    picked = [found[i * len(found) // count] for i in range(count)]
+    return [
+        (step, t.env, -1 if t.index is None else t.index, t.reward, len(t.turns), t.token_count, t.ended, _text(t))
+        for t in picked
+    ]
+
+
+def _text(trajectory: Trajectory) -> str:
+    said = (f"[{message.get('role', '')}]\n{message.get('content', '')}" for message in trajectory.messages)
+    return redact("\n\n".join(said))

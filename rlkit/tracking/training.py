@@ -1,0 +1,68 @@
+"""A training call's diagnostics under their standard names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlkit import _check, metrics
+from rlkit.errors import DataError
+from rlkit.types import Datum, ForwardBackwardOutput
+
+__all__ = ["train_metrics"]
+
+
+def train_metrics(
+    data: Sequence[Datum], output: ForwardBackwardOutput, update: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """What ``forward_backward`` and ``optim_step`` found, and how far the trainer was from the sampler.
+
+    Args:
+        data: the batch; the distances are over those datums that have ``sampling_logprobs``, and left out where none
+            has.
+        output: what ``forward_backward(data, ...)`` gave.
+        update: what ``optim_step`` gave, or None.
+
+    Returns:
+        "train/loss", "train/tokens", "train/datums", whatever the loss and the optimizer report (without ":sum" and
+        ":mean"), and "train/kl_v1", "train/kl_v2", "train/kl_k3", "train/entropy", "train/clip_fraction/...",
+        "train/effective_sample_size", "train/ratio/...": see ``rlkit.metrics``.
+
+    Raises:
+        DataError: data and output do not belong together, or a logprob is not finite.
+
+    >>> import numpy as np
+    >>> from rlkit import Datum, ForwardBackwardOutput
+    >>> mask = np.array([False, True, True])
+    >>> datum = Datum([5, 6, 7], mask, {"sampling_logprobs": [-1.0, -1.0]})
+    >>> logprobs = np.array([0.0, -0.5, -2.0], np.float32)
+    >>> output = ForwardBackwardOutput([logprobs], {}, {"loss:sum": 3.0, "tokens:sum": 2.0}, [mask])
+    >>> found = train_metrics([datum], output, {"grad_norm:mean": 0.5})
+    >>> found["train/loss"], found["train/grad_norm"], found["train/kl_v1"], found["train/entropy"]
+    (3.0, 0.5, 0.25, 1.0)
+    """
+    if len(data) != len(output.logprobs):
+        what = f"has {len(data)} datums, and the output {len(output.logprobs)}"
+        raise DataError(_check.problem("data", what, "the batch that the output is of"))
+    given = {**output.metrics, **(update or {})}
+    found = {}
+    for key in sorted(given):  # "x:mean" before "x:sum": where there are both, the sum keeps its ending
+        name = f"train/{key.removesuffix(':mean').removesuffix(':sum')}"
+        found[name if name not in found else f"train/{key}"] = float(given[key])
+    both = zip(data, output.selected, strict=True)
+    pairs = [(datum, lp) for datum, lp in both if "sampling_logprobs" in datum.inputs and lp.size]
+    if not pairs:
+        return found
+    for i, (datum, logprobs) in enumerate(pairs):
+        if datum.mask.sum() != logprobs.size:
+            what = f"has {int(datum.mask.sum())} tokens of the policy's, the output {logprobs.size}"
+            raise DataError(_check.problem(f"data[{i}]", what, "the batch that the output is of"))
+    trainer = [logprobs for _, logprobs in pairs]
+    sampling = [datum.select(datum.inputs["sampling_logprobs"]) for datum, _ in pairs]
+    two: dict[str, Any] = {"trainer_logprobs": trainer, "sampling_logprobs": sampling}
+    for function in (metrics.kl_v1, metrics.kl_v2, metrics.kl_k3, metrics.effective_sample_size):
+        found[f"train/{function.__name__}"] = function(**two)
+    found["train/entropy"] = metrics.entropy_estimate(sampling_logprobs=sampling)
+    found |= {f"train/clip_fraction/{side}": value for side, value in metrics.clip_fraction(**two).items()}
+    found |= {f"train/ratio/{which}": value for which, value in metrics.ratio_statistics(**two).items()}
+    return found
