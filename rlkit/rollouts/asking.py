@@ -19,8 +19,6 @@ from rlkit.types import Sample, SamplingParams
 
 __all__ = ["Asker", "SamplerFailed", "Start", "attempts"]
 
-_SPACING = 0.25  # seconds between two requests to a sampler in trouble
-
 
 class SamplerFailed(Exception):
     """The sampler does not work: the rollout ends with ``error``."""
@@ -67,8 +65,8 @@ class _Once:
 class Asker:
     """Requests to one sampler, for all episodes of a rollout.
 
-    A call of ``sample`` may compute, so it is made in a thread. Once a request has failed, requests go out one at a
-    time, at most four a second, until one succeeds: a sampler that is down is not flooded by many episodes.
+    A call of ``sample`` may compute, so it is made in a thread. Once a request has failed, one episode alone tries
+    again, with pauses, and all others wait until it succeeds: a sampler that is down is not flooded by many episodes.
     """
 
     def __init__(self, sampler: Sampler, plan: Plan, counters: Counters, computing: Lanes) -> None:
@@ -78,7 +76,6 @@ class Asker:
         self._counters = counters
         self._probe = asyncio.Lock()
         self._trouble = False
-        self._last_probe = -1.0
         self._last_answer = -1.0
 
     async def sample(
@@ -98,12 +95,8 @@ class Asker:
             SamplerFailed: it can not be used.
         """
         began = time.monotonic()
-        samples: list[Sample] = []
         try:
-            async for attempt in attempts(self._plan, self._listed, pauses, left):
-                with attempt:
-                    self._counters.add("sampler/retried", int(attempt.num > 1))
-                    samples = await self._ask(prompt, params, n, seed)
+            samples = await self._ask(prompt, params, n, seed, pauses, left)
         except DataError:
             raise
         except RlkitError as error:
@@ -129,14 +122,31 @@ class Asker:
     def _listed(self, error: Exception) -> bool:
         return isinstance(error, self._plan.retry)
 
-    async def _ask(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
-        if not self._trouble:
+    async def _ask(
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        n: int,
+        seed: int,
+        pauses: np.random.Generator,
+        left: Callable[[], float],
+    ) -> list[Sample]:
+        if self._trouble:
+            async with self._probe:
+                pass
+        try:
             return await self._request(prompt, params, n, seed)
+        except self._plan.retry as error:
+            failed = error
+        samples: list[Sample] = []
         async with self._probe:
-            if self._trouble:
-                await asyncio.sleep(max(0.0, self._last_probe + _SPACING - time.monotonic()))
-                self._last_probe = time.monotonic()
-            return await self._request(prompt, params, n, seed)
+            async for attempt in attempts(self._plan, self._listed, pauses, left):
+                with attempt:
+                    if attempt.num == 1 and self._trouble:  # that was the first attempt
+                        raise failed
+                    self._counters.add("sampler/retried")
+                    samples = await self._request(prompt, params, n, seed)
+        return samples
 
     async def _request(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
         self._counters.add("sampler/requests")
@@ -148,7 +158,6 @@ class Asker:
             raise
         except Exception:
             self._trouble = True
-            self._last_probe = time.monotonic()
             self._counters.add("sampler/errors")
             raise
         self._trouble = False

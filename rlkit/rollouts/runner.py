@@ -12,6 +12,7 @@ import attrs
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.envs import Settings, Task
+from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, ConfigError
 from rlkit.rollouts import seeds
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start
@@ -103,7 +104,8 @@ class Runner:
         self._room = asyncio.Semaphore(2 * plan.concurrency)  # groups that nobody has taken yet
         computing, playing = Lanes(2, 0.25), Lanes(8, 0.02)
         asker = Asker(self._sampler, plan, self._counters, computing)
-        self._shared = Shared(plan, self._step, self._chat(), asker, self._counters, computing, playing)
+        chat = await call(self._chat, where="chat")  # in a thread: it may import and compile
+        self._shared = Shared(plan, self._step, chat, asker, self._counters, computing, playing)
         self._counters.mean("sampler/version", self._sampler.version)
         with Progress(self._total(), plan.progress) as self._progress:
             supervisor = asyncio.create_task(self._supervise())
