@@ -33,17 +33,33 @@ __all__ = [  # noqa: PLE0604
 
 _SUBMODULES = {
     "advantages",
+    "answers",
+    "chat",
     "corrections",
+    "envs",
+    "evaluation",
     "filters",
     "losses",
     "metrics",
     "rewards",
+    "rollouts",
+    "runs",
     "schedules",
+    "storage",
     "testing",
+    "tools",
+    "tracking",
+    "trajectory",
+    "uploads",
 }  # imported on first use: losses needs torch
 
 
+_NAMES = {"Run": "rlkit.runs", "serve": "rlkit.server", "evaluate": "rlkit.evaluation", "rollout": "rlkit.rollouts"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"rlkit.{name}")
     raise AttributeError(f"module 'rlkit' has no attribute {name!r}")

@@ -1,0 +1,94 @@
+"""A game of several turns: guess a digit, hear "higher" or "lower", guess again. Runs on the toy backend in a minute.
+
+    python examples/multi_turn.py [--steps 10] [--keep trajectories.jsonl]
+
+Each turn has its own credit: the return from it on, discounted, normalised over the batch (ReBN). What is learnt first
+is to answer with a digit at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+import rlkit
+from rlkit.advantages import discounted_returns, rebn, token_weights
+from rlkit.chat import Chat
+from rlkit.envs import Action, StepResult, Tasks
+from rlkit.evaluation import evaluate_sync
+from rlkit.rollouts import Plan, rollout_sync
+from rlkit.storage import append
+from rlkit.trajectory import datums
+
+
+class GuessDigit:
+    """Thinks of a digit from its seed; five guesses."""
+
+    def reset(self, seed: int) -> str:
+        """The first observation."""
+        self.digit = int(np.random.default_rng(seed).integers(10))
+        self.left = 5
+        return "I think of a digit. Guess it."
+
+    def step(self, action: Action) -> StepResult:
+        """One guess."""
+        self.left -= 1
+        if len(action) != 1 or action not in "0123456789":
+            return StepResult("One digit, please.", -0.1, truncated=self.left == 0, info={"digit": False})
+        guess = int(action)
+        if guess == self.digit:
+            return StepResult("Right!", 1.0, terminated=True, info={"digit": True, "right": True})
+        hint = "higher" if self.digit > guess else "lower"
+        return StepResult(f"It is {hint}.", 0.0, truncated=self.left == 0, info={"digit": True})
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def train(steps: int, *, keep: str | None = None) -> tuple[list[float], rlkit.evaluation.Evaluation]:
+    """The mean return of each step, and a score on games that were not trained on."""
+    policy = rlkit.connect("toy", seed=0)
+    tasks = Tasks(lambda _: GuessDigit(), 64, name="digit", seeds=lambda index: index)
+    held_out = Tasks(lambda _: GuessDigit(), 8, name="digit", split="test", seeds=lambda index: 1000 + index)
+    plan = Plan(n=8, params=rlkit.SamplingParams(max_tokens=2), chat=Chat(policy.tokenizer), max_turns=5, seed=0)
+    means = []
+    for step in range(steps):
+        with policy.sampler().result() as sampler:
+            groups = rollout_sync(sampler, tasks.batch(step, 4), step=step, plan=plan)
+        if keep is not None:
+            append(keep, groups)
+        trajectories = [t for group in groups for t in group.trajectories if t.turns]
+        returns = discounted_returns([t.rewards for t in trajectories], gamma=0.9)
+        weights = token_weights([t.token_count for t in trajectories])
+        data = []
+        for t, advantages, weight in zip(trajectories, rebn(returns), weights, strict=True):
+            data += datums(t, advantages, weights=weight)  # one number per turn, one datum per game
+        policy.forward_backward(data, "ppo")
+        policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
+        means.append(groups.metrics["env/digit/reward"])
+        print(
+            f"step {step:2}  return {means[-1]:5.2f}  turns {groups.metrics['env/digit/turns']:.1f}"
+            f"  digits {groups.metrics['env/digit/info/digit']:.2f}  right {groups.metrics['env/digit/terminated']:.0f}"
+        )
+    with policy.sampler().result() as sampler:
+        found = evaluate_sync(sampler, held_out, n=4, k=[1, 4], plan=plan)
+    return means, found
+
+
+def main() -> None:
+    """Trains, and prints the score on held-out games."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--keep", help="a file that the trajectories are appended to")
+    arguments = parser.parse_args()
+    _, found = train(arguments.steps, keep=arguments.keep)
+    result = found.scores["digit"]
+    print(
+        f"held out: return {result.mean:.2f} (95 %: {result.low:.2f} to {result.high:.2f}), success {result.success:.2f}"
+    )
+    print(f"pass@1 {result.pass_at_k[1]:.2f}, pass@4 {result.pass_at_k[4]:.2f}, {result.failed} failed")
+
+
+if __name__ == "__main__":
+    main()
