@@ -1,6 +1,6 @@
 """A Tinker service in trouble: every kind of fault, before and after the request took effect, at every endpoint.
 
-    python benchmarks/faults.py [--workers 48] [--kinds 503,reset] [--out benchmarks/results/faults.json]
+    python benchmarks/faults.py [--workers 32] [--kinds 503,reset] [--out benchmarks/results/faults.json]
 
 Each cell is a small run (three steps, one of them with a loss that is evaluated here, samples, a save, a resumed run
 that goes on) of the Tinker backend on the real SDK, over a service in this process. What is counted is what the
@@ -258,7 +258,7 @@ def undisturbed() -> list[Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=48, help="cells at a time; they mostly wait")
+    parser.add_argument("--workers", type=int, default=32, help="cells at a time; they mostly wait")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "faults.json")
     options = parser.parse_args()
@@ -267,7 +267,12 @@ def main() -> None:
     work = cells(tuple(options.kinds.split(",")))
     started = time.monotonic()
     outcomes, hung = _all(work, options.workers)
-    result = summary(outcomes, hung, curve)
+    # A busy machine makes calls late as well; those cells are run once more, a few at a time.
+    again = [x.cell for x in outcomes if x.late > MARGIN]
+    repeated, hung_again = _all(again, 4)
+    outcomes = [x for x in outcomes if x.late <= MARGIN] + repeated
+    result = summary(outcomes, hung + hung_again, curve)
+    result["repeated_because_late"] = len(again)
     result["seconds"] = round(time.monotonic() - started)
     print(json.dumps(result["groups"], indent=1))
     for line in result["violations"]:

@@ -127,7 +127,7 @@ class TinkerBackend:
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
         self._snapshot: tuple[int, Any] | None = None
-        self._calls = Calls(seconds)
+        self._calls = Calls(seconds, session.link)
         losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
         self._sending = Sending(self.training_client, losses, self._calls)
 
@@ -339,6 +339,7 @@ class TinkerBackend:
             version=version,
             seconds=self._calls.seconds,
             off_temperature=self._off_temperature,
+            link=self._session.link,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from rlkit.backends.tinker import faults
+from rlkit.backends.tinker import faults, guard
 from rlkit.backends.worker import Worker
 from rlkit.errors import BackendError, RlkitError, TrainerFailed
 from rlkit.futures import Future
@@ -48,10 +48,12 @@ class Calls:
 
     Args:
         seconds: how long a call may take from when the one before it is done.
+        link: the connection, which knows of trouble, for messages.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, link: guard.Link | None = None) -> None:
         self.seconds = seconds
+        self._link = link
         self._sender = Worker("tinker-send")
         self._taker = Worker("tinker-take")
         self.lock = threading.RLock()
@@ -93,7 +95,7 @@ class Calls:
         """The result of something that the call being sent depends on; from the sending thread alone."""
         if self._last is not None:
             concurrent.futures.wait([self._last])  # it has a deadline of its own
-        return _result(call, inner, self.seconds, step=False)
+        return self._result(call, inner, self.seconds, step=False)
 
     def discard(self) -> Future[None]:
         """Has calls accepted again after a failure in which nothing was sent; waits until what was called is sent.
@@ -135,7 +137,7 @@ class Calls:
             results = []
             for part in sent.parts:
                 left = self.seconds - (time.monotonic() - started)
-                results.append(_result(call, part, max(0.0, left), step=step, whole=self.seconds))
+                results.append(self._result(call, part, max(0.0, left), step=step))
             outer.set_result(sent.finish(results))
         except BaseException as error:  # noqa: BLE001  # the taking thread goes on; the reader gets it
             for part in sent.parts:
@@ -143,6 +145,17 @@ class Calls:
             found = error if isinstance(error, RlkitError) else faults.translate(call, error, step=step)
             trains = trains and not isinstance(found, TrainerFailed)
             self._failed(outer, call, found, epoch, trains=trains, final=True)
+
+    def _result(self, call: str, inner: Inner, seconds: float, *, step: bool) -> Any:
+        """The result of the SDK's future, its error translated."""
+        concurrent.futures.wait([inner], seconds)
+        if not inner.done():
+            inner.cancel()  # ends the SDK's own retries
+            raise faults.late(call, self.seconds, step=step, link=self._link)
+        try:
+            return inner.result()
+        except BaseException as error:
+            raise faults.translate(call, error, step=step) from error
 
     def _failed(
         self, outer: Inner, call: str, error: BaseException, epoch: int, *, trains: bool, final: bool = False
@@ -169,23 +182,11 @@ class Calls:
                 self.pending = self.accumulated
 
 
-def _result(call: str, inner: Inner, seconds: float, *, step: bool, whole: float | None = None) -> Any:
-    """The result of the SDK's future, its error translated."""
-    concurrent.futures.wait([inner], seconds)
-    if not inner.done():
-        inner.cancel()  # ends the SDK's own retries
-        raise faults.late(call, seconds if whole is None else whole, step=step)
-    try:
-        return inner.result()
-    except BaseException as error:
-        raise faults.translate(call, error, step=step) from error
-
-
 def _refusal(call: str, failure: _Failure, *, sent: bool = False) -> TrainerFailed:
     message = f"{call}: refused, because the {failure.call} before it failed: {failure.error}"
     if sent:
         message += "; it had been sent already and may have been carried out"
-    if failure.final:
+    if failure.final and "resume_from=" not in message:
         message += ". The policy takes no more calls: connect anew with resume_from= and the last saved path"
     found = TrainerFailed(message)
     found.__cause__ = failure.error

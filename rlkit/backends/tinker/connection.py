@@ -79,7 +79,7 @@ def service_client(
     except BaseException as error:
         link.closed = True  # ends what the SDK still tries
         if isinstance(error, BackendTimeout):
-            raise BackendTimeout(f"connect: {where} did not answer within {seconds:g} s; is it reachable?") from error
+            raise faults.late(f"connect to {where}", seconds, link=link) from error
         if isinstance(error, tinker.TinkerError) and "api_key" in str(error):
             raise ConfigError(
                 "connect: no API key; set TINKER_API_KEY, give api_key=, or store one with `tinker auth login`"
@@ -128,12 +128,12 @@ def _checked_address(address: str | None) -> bool:
     if address is None:
         return False
     parts = urllib.parse.urlsplit(address)
+    if "@" in address:
+        raise ConfigError("base_url: holds a user name or password; give the key as api_key= or TINKER_API_KEY")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
             _check.problem("base_url", f"is {secrets.redact(address)!r}", "https://host, or http://127.0.0.1:port")
         )
-    if parts.username or parts.password:
-        raise ConfigError("base_url: holds a user name or password; give the key as api_key= or TINKER_API_KEY")
     local = parts.hostname == "localhost" or _loopback(parts.hostname)
     if parts.scheme == "http" and not local:
         raise ConfigError(

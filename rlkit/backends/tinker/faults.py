@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
+import time
 from typing import Any
 
 from rlkit.backends.tinker import guard, secrets
@@ -15,12 +16,12 @@ __all__ = ["late", "not_offered", "status_of", "translate"]
 _STATUS = re.compile(r"(?:with status |status |Error code: )(\d{3})\b")
 _ADVICE = {
     400: "it was refused as not valid",
-    401: "the API key was not accepted (401): check TINKER_API_KEY",
-    402: "billing is not settled (402): see the account's console",
+    401: "the API key was not accepted (401), check api_key= or TINKER_API_KEY",
+    402: "billing is not settled (402), see the account's console",
     403: "the API key may not do this (403)",
     404: "there is no such thing on the service (404)",
     409: "it conflicts with something that exists, such as a name that is taken (409)",
-    410: "its session or its result has expired (410)",
+    410: "its session or its result has expired (410), connect anew",
     422: "it was refused as not valid (422)",
     429: "the service is out of capacity or the rate limit is reached (429)",
 }
@@ -55,18 +56,43 @@ def translate(call: str, error: BaseException, *, step: bool = False, path: str 
     return found
 
 
-def late(call: str, seconds: float, *, step: bool = False) -> RlkitError:
-    """The error for a call that had no answer within its deadline."""
+def late(call: str, seconds: float, *, step: bool = False, link: guard.Link | None = None) -> RlkitError:
+    """The error for a call that had no answer within its deadline.
+
+    Args:
+        call: what was being done.
+        seconds: the deadline.
+        step: it was an optimizer step.
+        link: the connection, which knows of trouble that the SDK was trying to get over; None for the user's own.
+    """
     message = f"{call}: no answer within {seconds:g} s (the deadline, an option of connect)"
-    said = secrets.last_warning(seconds)
-    if said is not None:
-        message += f"; the SDK's last warning: {said}"
+    message += _trouble(link, seconds)
     if step:
         return StepOutcomeUnknown(
             f"{message}; whether the step was applied is not known. It is not sent again: connect anew with "
             "resume_from= and the path of the last saved state"
         )
     return BackendTimeout(message)
+
+
+def _trouble(link: guard.Link | None, seconds: float) -> str:
+    """What went wrong in the last ``seconds``."""
+    found = None if link is None else link.trouble
+    ago = 0.0 if found is None else time.monotonic() - found.time
+    if found is None or ago > seconds:
+        said = secrets.last_warning(seconds)
+        return "" if said is None else f"; the SDK's last warning: {said}"
+    if found.status is None:
+        text = f"the service can not be reached: {found.text}"
+    elif found.status == 408:
+        text = f"the service puts it off: {found.text}" if found.text else "the service puts it off (408)"
+    else:
+        text = _advice(found.status) + (f": {found.text}" if found.text else "")
+    return secrets.redact(f"; the last trouble, {ago:.0f} s ago: {text}")
+
+
+def _advice(status: int) -> str:
+    return _ADVICE.get(status, f"the service failed ({status})" if status >= 500 else f"status {status}")
 
 
 def status_of(error: BaseException) -> int | None:
@@ -106,8 +132,9 @@ def _reason(error: BaseException) -> tuple[str, bool]:
     if status is not None:
         if 300 <= status < 400:
             return f"the service redirects elsewhere ({status}), which is not followed: the key would go with it", True
-        advice = _ADVICE.get(status, f"the service failed ({status})" if status >= 500 else f"status {status}")
-        return f"{advice}: {_detail(error)}", status == _DEFINITE and hasattr(error, "status_code")
+        return f"{_advice(status)}: {_detail(error)}", status == _DEFINITE and hasattr(error, "status_code")
+    if isinstance(error, AttributeError) and "billing" in text:  # of the SDK's, where it meets a 402 while connecting
+        return _advice(402), False
     if name in ("APIConnectionError", "APITimeoutError"):
         return f"the service can not be reached: {text}", False
     return f"{name}: {text}", False

@@ -16,11 +16,11 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.errors import UnsupportedError
 
-__all__ = ["DEDUPLICATES", "HEADER", "LOST", "Link", "install"]
+__all__ = ["DEDUPLICATES", "HEADER", "LOST", "Link", "Trouble", "install"]
 
 HEADER = "X-Rlkit-Connection"
 DEDUPLICATES = "X-Rlkit-Deduplicates"  # of an answer of rlkit's own server: repeated requests are recognised
@@ -32,6 +32,14 @@ _lock = threading.Lock()
 _links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
 
 
+class Trouble(NamedTuple):
+    """What last went wrong: when (monotonic), the status or None for no answer, what was said of it."""
+
+    time: float
+    status: int | None
+    text: str
+
+
 class Link:
     """One connection of rlkit's: what its HTTP clients have in common.
 
@@ -41,12 +49,14 @@ class Link:
 
     Attributes:
         name: the value of ``HEADER`` that its clients are made with.
+        trouble: what last went wrong, or None.
         closed: nothing is sent any more; what the SDK still tries in the background fails at once.
     """
 
     def __init__(self, *, resend: bool | None) -> None:
         self.name = uuid.uuid4().hex
         self.closed = False
+        self.trouble: Trouble | None = None
         self._resend = resend
         self._failures = 0
         self._next = 0.0
@@ -67,18 +77,22 @@ class Link:
             response = await send(request, **options)
         except Exception as error:
             self._failures += 1
+            self.trouble = Trouble(time.monotonic(), None, f"{type(error).__name__}: {error}")
             if _arrived(error) and self._once(request):
-                return _answer(request, f"the answer was lost ({type(error).__name__}: {error}), and {_WHY}")
+                return _answer(request, f"the answer was lost ({self.trouble.text}), and {_WHY}")
             raise
         status = response.status_code
         trouble = status >= 500 or status in (409, 429)
         self._failures = self._failures + 1 if trouble else 0
+        if trouble or _repeated(response):
+            self.trouble = Trouble(time.monotonic(), status, await _detail(response))
         if self._resend is None and response.headers.get(DEDUPLICATES) == "1":
             self._resend = True
         if status == 408 or (trouble and request.url.path.endswith("/retrieve_future")):
             await asyncio.sleep(max(0.0, _INTERVAL - (time.monotonic() - started)))
         if (trouble or _repeated(response)) and self._once(request):
-            return _answer(request, f"the service answered {status}{await _detail(response)}, and {_WHY}")
+            said = f": {self.trouble.text}" if self.trouble is not None and self.trouble.text else ""
+            return _answer(request, f"the service answered {status}{said}, and {_WHY}")
         return response
 
     def _once(self, request: Any) -> bool:
@@ -158,10 +172,12 @@ def _answer(request: Any, detail: str) -> Any:
 
 
 async def _detail(response: Any) -> str:
-    """What the answer says, behind a colon."""
+    """What the answer says of itself; "" for nothing."""
     try:
         found = json.loads(await response.aread())
-    except Exception:  # noqa: BLE001  # then it says nothing
+    except Exception:  # noqa: BLE001  # it may be anything
         return ""
-    detail = found.get("detail") if isinstance(found, dict) else None
-    return f": {detail}" if isinstance(detail, str) else ""
+    said = (
+        (found.get(key) for key in ("detail", "queue_state", "queue_state_reason")) if isinstance(found, dict) else ()
+    )
+    return ": ".join(text for text in said if isinstance(text, str) and text)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from rlkit.backends.tinker import clock, faults
+from rlkit.backends.tinker import clock, faults, guard
 
 __all__ = ["gathered", "within"]
 
@@ -22,6 +22,7 @@ def within(
     then: Callable[[Any], Inner] | None = None,
     *,
     path: str | None = None,
+    link: guard.Link | None = None,
 ) -> Inner:
     """A future of ``finish(result)`` that is done ``seconds`` from now at the latest.
 
@@ -32,6 +33,7 @@ def within(
         finish: run in the SDK's thread, so it must be quick.
         then: what it gives is a future, whose result is the result.
         path: the saved state that it is about, for messages.
+        link: the connection, which knows of trouble, for messages.
     """
     outer: Inner = concurrent.futures.Future()
 
@@ -52,11 +54,12 @@ def within(
         def expire() -> None:
             late, running = watched(), source()
             if late is not None and not late.done():
-                _fail(late, faults.late(call, seconds))
+                _fail(late, faults.late(call, seconds, link=link))
                 if running is not None:
                     running.cancel()
 
-        clock.after(seconds, expire)
+        timer = clock.after(seconds, expire)
+        outer.add_done_callback(lambda _: timer.cancel())
     return outer
 
 

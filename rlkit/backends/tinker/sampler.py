@@ -12,7 +12,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request
-from rlkit.backends.tinker import requests
+from rlkit.backends.tinker import guard, requests
 from rlkit.errors import BackendError, DataError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
@@ -40,6 +40,7 @@ class TinkerSampler:
         version: int,
         seconds: float,
         off_temperature: OffTemperature,
+        link: guard.Link | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
@@ -48,6 +49,7 @@ class TinkerSampler:
         self._seeds = seeds
         self._seconds = seconds
         self._off_temperature = off_temperature
+        self._link = link
         self._closed = False
 
     def sample(
@@ -214,7 +216,7 @@ class TinkerSampler:
     def _request(
         self, call: str, inner: Inner, finish: Callable[[Any], Any], then: Callable[[Any], Inner] | None = None
     ) -> Inner:
-        return requests.within(self._seconds, call, inner, finish, then)
+        return requests.within(self._seconds, call, inner, finish, then, link=self._link)
 
     def _check_open(self) -> None:
         if self._closed:

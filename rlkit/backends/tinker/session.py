@@ -5,14 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.tinker import clock, connection, faults, guard, paths, secrets
+from rlkit.backends.tinker import connection, faults, guard, paths, requests, secrets
 from rlkit.backends.tinker.sampler import TinkerSampler
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.futures import Future
@@ -28,12 +27,13 @@ class Session:
 
     Attributes:
         service: the ``tinker.ServiceClient``.
+        link: the guard of its connections; None for the user's own.
         models: longest context (or None) by name; empty where the service does not say.
     """
 
     def __init__(self, service: Any, *, link: guard.Link | None, seconds: float, until: float) -> None:
         self.service = service
-        self._link = link  # None: the client is the user's, and so are its connections
+        self.link = link  # None: the client is the user's, and so are its connections
         self._seconds = seconds
         self._until = until  # connecting may take until then
         self.models: dict[str, int | None] = {}
@@ -151,7 +151,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session if it is rlkit's own; nothing is sent after that. May be called twice."""
-        if self._link is None or self._link.closed:
+        if self.link is None or self.link.closed:
             return
         closing: list[Any] = []
 
@@ -165,7 +165,7 @@ class Session:
             secrets.clean(error)
             for future in closing:
                 future.future().cancel()  # ends the SDK's own tries, and closes its connections
-        self._link.closed = True
+        self.link.closed = True
 
     def _created(self, model: str, lora: Lora | None, seed: int | None, optimizer: Any) -> Any:
         lora = Lora() if lora is None else lora
@@ -198,7 +198,7 @@ class Session:
         try:
             return connection.bounded(lambda: make().result(), self._left())
         except BackendTimeout as error:
-            raise faults.late(call, self._seconds) from error
+            raise faults.late(call, self._seconds, link=self.link) from error
         except RlkitError:
             raise
         except Exception as error:
@@ -232,7 +232,7 @@ class Session:
         try:
             return connection.bounded(lambda: ask().result(), self._left())
         except BackendTimeout as error:
-            raise faults.late(call, self._seconds) from error
+            raise faults.late(call, self._seconds, link=self.link) from error
         except Exception as error:
             if isinstance(error, UnsupportedError) or faults.not_offered(error):
                 secrets.clean(error)
@@ -257,24 +257,7 @@ class Session:
         finish: Callable[[Any], Any] = lambda _: None,
         path: str | None = None,
     ) -> Future[Any]:
-        outer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def done(source: concurrent.futures.Future[Any]) -> None:
-            try:
-                clock.settle(outer, finish(source.result()))
-            except BaseException as error:  # noqa: BLE001  # the reader of the future gets it
-                clock.fail(outer, faults.translate(call, error, path=path))
-
-        inner.add_done_callback(done)
-        watched, source, seconds = weakref.ref(outer), weakref.ref(inner), self._seconds
-
-        def expire() -> None:
-            late, running = watched(), source()
-            if late is not None and clock.fail(late, faults.late(call, seconds)) and running is not None:
-                running.cancel()
-
-        clock.after(seconds, expire)
-        return Future.wrap(outer)
+        return Future.wrap(requests.within(self._seconds, call, inner, finish, path=path, link=self.link))
 
 
 def open_sampler(
@@ -321,6 +304,7 @@ def open_sampler(
         version=0 if path is None else paths.read(path, None).version,
         seconds=seconds,
         off_temperature="raise",
+        link=session.link,
     )
 
 
