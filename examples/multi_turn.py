@@ -84,9 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     _, found = train(arguments.steps, keep=arguments.keep)
     result = found.scores["digit"]
-    print(
-        f"held out: return {result.mean:.2f} (95 %: {result.low:.2f} to {result.high:.2f}), success {result.success:.2f}"
-    )
+    print(f"held out: return {result.mean:.2f} (95 %: {result.low:.2f} to {result.high:.2f})")
     print(f"pass@1 {result.pass_at_k[1]:.2f}, pass@4 {result.pass_at_k[4]:.2f}, {result.failed} failed")
 
 
