@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from rlkit.server.adapter import BackendModels
 from rlkit.server.exact import ExactModels
-from rlkit.server.http import Server, serve
+from rlkit.server.http import Server
 from rlkit.server.models import Model, Models, Outputs, Row, Snapshot
 from rlkit.server.requests import Response
 from rlkit.server.service import Service
+from rlkit.server.serving import serve
 from rlkit.server.state import Applied
 
 __all__ = [

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import attrs
 
-from rlkit import _check
-from rlkit.backends.protocol import TrainerBackend
-from rlkit.errors import BackendError, ConfigError
-from rlkit.server.adapter import BackendModels
-from rlkit.server.models import Models
+from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError, Response
 from rlkit.server.service import Service
 
-__all__ = ["Server", "serve"]
+__all__ = ["Server"]
 
 _HEAD_LIMIT = 64 * 2**10
 _BODY_LIMIT = 256 * 2**20
@@ -38,73 +32,18 @@ _REASONS = {
 }
 
 
-def serve(
-    models: Callable[..., TrainerBackend] | Models,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    key: str | None = None,
-    names: tuple[str, ...] = ("model",),
-    folder: str | Path | None = None,
-    tokenizer_id: str | None = None,
-    **options: Any,
-) -> Server:
-    """A running server of the Tinker API; programs reach it with ``TINKER_BASE_URL=<its url>``.
-
-    Args:
-        models: a function that makes backends (see ``BackendModels``), or models.
-        host: where it listens. Anything but loopback needs ``key``, and TLS in front of it.
-        port: 0 for a free one.
-        key: what clients must give as their API key, beginning "tml-"; None lets any in.
-        names: base models that clients may name.
-        folder: where the list of saved states is kept; None forgets them with the server.
-        tokenizer_id: what clients load the tokenizer by; None: where the model's was read from.
-        options: as for ``Service``.
-
-    Raises:
-        ConfigError: a setting is out of range, or ``host`` is not loopback and there is no key.
-        BackendError: the port is taken.
-
-    >>> import rlkit
-    >>> with serve(lambda **options: rlkit.connect("toy", **options), names=("toy",)) as server:
-    ...     server.url.startswith("http://127.0.0.1:")
-    True
-    """
-    _check.integer("serve(port)", port, low=0, high=65535)
-    if key is not None and (not isinstance(key, str) or not key.startswith("tml-") or len(key) < 12):
-        raise ConfigError(
-            "serve(key): expected a text of at least 12 characters that begins 'tml-'; clients insist on that"
-        )
-    if key is None and not _loopback(host):
-        raise ConfigError(f"serve(host={host!r}) can be reached from other machines and wants a key=")
-    made = BackendModels(models) if callable(models) else models
-    if tokenizer_id is None:  # clients on this machine can read a directory
-        tokenizer_id = getattr(getattr(made.tokenizer, "hf", None), "name_or_path", None)
-    service = Service(
-        made,
-        names=names,
-        keys=None if key is None else [key],
-        folder=None if folder is None else Path(folder),
-        tokenizer_id=tokenizer_id,
-        **options,
-    )
-    try:
-        return Server(service, host, port)
-    except BaseException:
-        service.close()
-        raise
-
-
 class Server:
     """A service that listens. A context manager; ``close`` finishes what was accepted.
 
     Attributes:
         service: what answers.
         url: where it is.
+        names: the base models that clients may name.
     """
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, host: str, port: int, names: Sequence[str] = ()) -> None:
         self.service = service
+        self.names = tuple(names)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlkit-serve", daemon=True)
         self._thread.start()
@@ -245,12 +184,3 @@ async def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) 
     lines += [f"{name}: {value}" for name, value in headers.items()]
     writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body)  # at once: two packets would wait
     await writer.drain()
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

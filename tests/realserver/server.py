@@ -47,7 +47,7 @@ class RealServer:
         command = [python, str(LAUNCH), "--port", str(port), "--reduction", reduction, "--base-model", model]
         command += ["--backend", "jax", "--backend-config", json.dumps({**SETTINGS, **settings})]
         command += ["--checkpoints-base", str(self.checkpoints), "--database-url", f"sqlite:///{folder / 'tinker.db'}"]
-        command += ["--session-timeout-sec", "40", "--session-cleanup-interval-sec", "5"]  # adapters are freed by it
+        command += ["--session-timeout-sec", "120", "--session-cleanup-interval-sec", "5"]  # adapters are freed by it
         cache = Path(python).parents[1] / "jax-cache"  # what was compiled once is not compiled again
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("RLKIT_", "TINKER_"))},
@@ -103,7 +103,7 @@ class RealServer:
             archive.extractall(folder, filter="data")
         return folder
 
-    def _wait(self, seconds: float = 120.0) -> None:
+    def _wait(self, seconds: float = 600.0) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self._process.poll() is not None:

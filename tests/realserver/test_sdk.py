@@ -13,6 +13,7 @@ from tinker import types  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 PROMPT = [259, 287, 276, 20]
+WAIT = 1200.0  # seconds; the first calls compile
 CLIP = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
 LOSSES = [
     ("cross_entropy", {}),
@@ -34,7 +35,7 @@ def client():
 
     yield make
     for service in made:
-        service.close("success").result(timeout=30)
+        service.close("success").result(timeout=WAIT)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def service(client, own):
 
 @pytest.fixture
 def training(service, own):
-    return service.create_lora_training_client(own.model, rank=4, seed=1).result(timeout=60)
+    return service.create_lora_training_client(own.model, rank=4, seed=1).result(timeout=WAIT)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def peft(own, tmp_path):
 
     def load(training):
         number = next(numbers)
-        path = training.save_weights_for_sampler(f"peft-{number}").result(timeout=60).path
+        path = training.save_weights_for_sampler(f"peft-{number}").result(timeout=WAIT).path
         return oracle.model(own.model, own.adapter(path, tmp_path / str(number)))
 
     return load
@@ -83,7 +84,7 @@ def trained(training, steps=3):
     data = datums(batch("cross_entropy", np.random.default_rng(0)))
     for _ in range(steps):
         training.forward_backward(data, "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=2e-2)).result(timeout=60)
+        training.optim_step(types.AdamParams(learning_rate=2e-2)).result(timeout=WAIT)
 
 
 def test_logprobs_of_a_new_adapter_are_the_base_models(own, service, training, peft):
@@ -96,14 +97,14 @@ def test_logprobs_of_a_new_adapter_are_the_base_models(own, service, training, p
     with model.disable_adapter():
         expected = oracle.logprobs(model, tokens[:-1], tokens[1:]).detach().numpy()
     data = [sdk.datum(tokens, weights=1.0)]
-    found = training.forward(data, "cross_entropy").result(timeout=120).loss_fn_outputs[0]["logprobs"].to_numpy()
+    found = training.forward(data, "cross_entropy").result(timeout=WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
     np.testing.assert_allclose(found, expected, atol=1e-5)
     samplers = [
-        service.create_sampling_client(base_model=own.model).result(timeout=60),
-        training.save_weights_and_get_sampling_client().result(timeout=60),
+        service.create_sampling_client(base_model=own.model).result(timeout=WAIT),
+        training.save_weights_and_get_sampling_client().result(timeout=WAIT),
     ]
     for sampler in samplers:
-        scored = sampler.compute_logprobs(sdk.prompt(tokens)).result(timeout=120)
+        scored = sampler.compute_logprobs(sdk.prompt(tokens)).result(timeout=WAIT)
         np.testing.assert_allclose(scored[-19:], expected, atol=1e-5)
 
 
@@ -112,7 +113,7 @@ def test_logprobs_of_a_trained_adapter(training, peft):
     trained(training)
     data = batch("cross_entropy", np.random.default_rng(2))
     model = peft(training)
-    found = training.forward(datums(data), "cross_entropy").result(timeout=120)
+    found = training.forward(datums(data), "cross_entropy").result(timeout=WAIT)
     for (tokens, targets, _), output in zip(data, found.loss_fn_outputs, strict=True):
         expected = oracle.logprobs(model, tokens, targets).detach().numpy()
         np.testing.assert_allclose(output["logprobs"].to_numpy(), expected, atol=1e-5)
@@ -131,14 +132,14 @@ def test_losses_of_tokens(training, peft, name, config):
         return oracle.logprobs(model, tokens, targets).detach().numpy()
 
     data = batch(name, np.random.default_rng(3), near)
-    result = training.forward_backward(datums(data), name, config or None).result(timeout=120)
+    result = training.forward_backward(datums(data), name, config or None).result(timeout=WAIT)
     total = 0.0
     for (tokens, targets, inputs), output in zip(data, result.loss_fn_outputs, strict=True):
         expected = oracle.losses(name, config, oracle.logprobs(model, tokens, targets), inputs).detach().numpy()
         np.testing.assert_allclose(output["elementwise_loss"].to_numpy(), expected, atol=1e-5)
         total += expected.sum()
     assert result.metrics["loss:sum"] == pytest.approx(total, abs=1e-4)
-    training.optim_step(ADAM).result(timeout=60)
+    training.optim_step(ADAM).result(timeout=WAIT)
 
 
 @pytest.mark.parametrize(("name", "config"), LOSSES)
@@ -150,8 +151,8 @@ def test_ten_steps(real_server, client, tmp_path, name, config, reduction):
     reduction set to a sum it does not, nor by the number of sequences.
     """
     server = real_server(reduction)
-    training = client(server).create_lora_training_client(server.model, rank=4, seed=2).result(timeout=60)
-    path = training.save_weights_for_sampler("start").result(timeout=60).path
+    training = client(server).create_lora_training_client(server.model, rank=4, seed=2).result(timeout=WAIT)
+    path = training.save_weights_for_sampler("start").result(timeout=WAIT).path
     model = oracle.model(server.model, server.adapter(path, tmp_path))
     adamw = oracle.optimizer(model, ADAM)
     rng = np.random.default_rng(4)
@@ -160,8 +161,8 @@ def test_ten_steps(real_server, client, tmp_path, name, config, reduction):
     found, expected, norms = [], [], []
     for _ in range(10):
         result = training.forward_backward(datums(data), name, config or None)
-        step = training.optim_step(ADAM).result(timeout=120)
-        found.append(result.result(timeout=120).metrics["loss:sum"])
+        step = training.optim_step(ADAM).result(timeout=WAIT)
+        found.append(result.result(timeout=WAIT).metrics["loss:sum"])
         norms.append(step.metrics["skyrl.ai/grad_norm"])
         adamw.zero_grad()
         losses = [oracle.losses(name, config, oracle.logprobs(model, t, to), x) for t, to, x in data]
@@ -181,22 +182,22 @@ def test_ten_steps(real_server, client, tmp_path, name, config, reduction):
 def test_samples(own, service, training):
     """Samples repeat with their seed and differ within a request; their logprobs are those of scoring them."""
     trained(training)
-    sampler = training.save_weights_and_get_sampling_client().result(timeout=60)
+    sampler = training.save_weights_and_get_sampling_client().result(timeout=WAIT)
     params = types.SamplingParams(max_tokens=8, seed=7, temperature=1.0)
-    first, again = (sampler.sample(sdk.prompt(PROMPT), 3, params).result(timeout=120).sequences for _ in range(2))
+    first, again = (sampler.sample(sdk.prompt(PROMPT), 3, params).result(timeout=WAIT).sequences for _ in range(2))
     assert [s.tokens for s in first] == [s.tokens for s in again]
     assert len({tuple(s.tokens) for s in first}) == 3
     for sequence in first:
         assert (len(sequence.tokens), sequence.stop_reason) == (8, "length")
         whole = [*PROMPT, *sequence.tokens]
-        scored = sampler.compute_logprobs(sdk.prompt(whole)).result(timeout=120)
+        scored = sampler.compute_logprobs(sdk.prompt(whole)).result(timeout=WAIT)
         np.testing.assert_allclose(scored[-8:], sequence.logprobs, atol=1e-5)
         data = [sdk.datum(whole, start=4, weights=1.0)]
-        output = training.forward(data, "cross_entropy").result(timeout=60).loss_fn_outputs[0]
+        output = training.forward(data, "cross_entropy").result(timeout=WAIT).loss_fn_outputs[0]
         np.testing.assert_allclose(output["logprobs"].to_numpy()[-8:], sequence.logprobs, atol=1e-5)
     stop = int(first[0].tokens[3])
     params = types.SamplingParams(max_tokens=8, seed=7, stop=[stop])
-    stopped = sampler.sample(sdk.prompt(PROMPT), 1, params).result(timeout=120).sequences[0]
+    stopped = sampler.sample(sdk.prompt(PROMPT), 1, params).result(timeout=WAIT).sequences[0]
     assert stopped.tokens == first[0].tokens[: first[0].tokens.index(stop) + 1]
     assert stopped.stop_reason == "stop"
 
@@ -205,12 +206,12 @@ def test_resume(service, own):
     """A client made from a saved state, with its optimizer, goes on as the one that was not interrupted."""
     whole, interrupted = sdk.resumed(service, own.model)
     np.testing.assert_allclose(whole, interrupted, rtol=0.2)  # their adapters were drawn apart
-    training = service.create_lora_training_client(own.model, rank=4, seed=3).result(timeout=60)
+    training = service.create_lora_training_client(own.model, rank=4, seed=3).result(timeout=WAIT)
     trained(training)
-    path = training.save_state("middle").result(timeout=60).path
+    path = training.save_state("middle").result(timeout=WAIT).path
     copies = [
-        service.create_training_client_from_state_with_optimizer(path).result(timeout=60),
-        service.create_training_client_from_state(path).result(timeout=60),
+        service.create_training_client_from_state_with_optimizer(path).result(timeout=WAIT),
+        service.create_training_client_from_state(path).result(timeout=WAIT),
     ]
     data = datums(batch("cross_entropy", np.random.default_rng(5)))
     curves = []
@@ -218,8 +219,8 @@ def test_resume(service, own):
         losses = []
         for _ in range(3):
             fb = client.forward_backward(data, "cross_entropy")
-            client.optim_step(types.AdamParams(learning_rate=2e-2)).result(timeout=60)
-            losses.append(fb.result(timeout=60).metrics["loss:sum"])
+            client.optim_step(types.AdamParams(learning_rate=2e-2)).result(timeout=WAIT)
+            losses.append(fb.result(timeout=WAIT).metrics["loss:sum"])
         curves.append(losses)
     assert curves[1] == curves[0]
     assert curves[2][0] == curves[0][0]
@@ -235,4 +236,4 @@ def test_what_it_refuses(training, name, config):
             inputs["sequence_ratio_mask"] = np.ones(len(targets), np.float32)
     refused = "not supported|'ppo'"  # in the result, and in the answer to the request
     with pytest.raises((tinker.APIStatusError, ValueError), match=refused):
-        training.forward_backward(datums(data), name, config).result(timeout=60)
+        training.forward_backward(datums(data), name, config).result(timeout=WAIT)

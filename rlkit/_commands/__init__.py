@@ -1,0 +1,1 @@
+"""The sub-commands of ``rlkit``, one module each: see ``rlkit.cli``."""

@@ -1,0 +1,60 @@
+"""The command line: ``rlkit serve ...``. Each sub-command is a module of ``rlkit._commands``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import rlkit
+from rlkit.errors import RlkitError
+
+__all__ = ["main"]
+
+COMMANDS = ("serve",)
+"""Names of modules in ``rlkit._commands``. Each has a docstring, whose first line is its help; ``add_options(parser)``;
+and ``run(options)``, which returns the exit status. Importing one imports nothing heavy."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; the exit status.
+
+    Args:
+        arguments: without the program's name; None for those of this process.
+
+    A command that raises one of rlkit's errors prints it in one line on standard error and gives 2, as for a command
+    line that can not be read.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except RlkitError as error:
+        print(f"rlkit {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlkit", description=rlkit.__doc__)
+    parser.add_argument("--version", action="version", version=f"rlkit {rlkit.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name in COMMANDS:
+        module: Any = importlib.import_module(f"rlkit._commands.{name}")
+        text = module.__doc__.strip()
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0].rstrip("."),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_options(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

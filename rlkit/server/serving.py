@@ -1,0 +1,130 @@
+"""``serve``: any backend as a running server of the Tinker API."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import ipaddress
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import rlkit
+from rlkit import _check
+from rlkit.backends.protocol import TrainerBackend
+from rlkit.errors import ConfigError
+from rlkit.server.adapter import BackendModels
+from rlkit.server.http import Server
+from rlkit.server.models import Models
+from rlkit.server.service import Service
+
+__all__ = ["serve"]
+
+
+def serve(
+    backend: str | Callable[..., TrainerBackend] | Models,
+    *,
+    model: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    key: str | None = None,
+    names: Sequence[str] | None = None,
+    folder: str | Path | None = None,
+    tokenizer_id: str | None = None,
+    **options: Any,
+) -> Server:
+    """A running server of the Tinker API; programs reach it with ``TINKER_BASE_URL=<its url>``.
+
+    Args:
+        backend: a name for ``rlkit.connect``, a function that makes backends (see ``BackendModels``), or models.
+        model: with a name: what is trained.
+        host: where it listens. Anything but loopback needs ``key``, and TLS in front of it.
+        port: 0 for a free one.
+        key: what clients must give as their API key, beginning "tml-"; None lets any in.
+        names: base models that clients may name; None: ``model`` and the last part of it, or the backend's name, or
+            "model".
+        folder: where the list of saved states is kept, and with a name the states; None forgets them with the server.
+        tokenizer_id: what clients load the tokenizer by; None: where the model's was read from.
+        options: as for ``Service``.
+
+    Raises:
+        ConfigError: a setting is out of range, or ``host`` is not loopback and there is no key.
+        BackendError: the port is taken.
+
+    >>> with serve("toy") as server:
+    ...     server.names, server.url.startswith("http://127.0.0.1:")
+    (('toy',), True)
+    """
+    _check.integer("serve(port)", port, low=0, high=65535)
+    if key is not None and (not isinstance(key, str) or not key.startswith("tml-") or len(key) < 12):
+        raise ConfigError(
+            "serve(key): expected a text of at least 12 characters that begins 'tml-'; clients insist on that"
+        )
+    if not isinstance(host, str) or not host:
+        raise ConfigError(_check.problem("serve(host)", f"got {_check.shown(host)}", "a name or an address"))
+    if key is None and not _loopback(host):
+        raise ConfigError(f"serve(host={host!r}) can be reached from other machines and wants a key=")
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
+        raise ConfigError(_check.problem("serve(names)", f"got {_check.shown(names)}", "a list of texts"))
+    _known_options(options)
+    names = tuple(names or _names(backend, model))
+    made = _models(backend, model, folder)
+    if tokenizer_id is None:  # clients on this machine can read a directory
+        tokenizer_id = getattr(getattr(made.tokenizer, "hf", None), "name_or_path", None)
+    service = Service(
+        made,
+        names=names,
+        keys=None if key is None else [key],
+        folder=None if folder is None else Path(folder),
+        tokenizer_id=tokenizer_id,
+        **options,
+    )
+    try:
+        return Server(service, host, port, names)
+    except BaseException:
+        service.close()
+        raise
+
+
+def _names(backend: Any, model: str | None) -> tuple[str, ...]:
+    """What clients call the base model where nobody said."""
+    if model is not None:
+        return tuple(dict.fromkeys([Path(model).name or model, model]))
+    return (backend,) if isinstance(backend, str) else ("model",)
+
+
+def _models(backend: Any, model: str | None, folder: str | Path | None) -> Models:
+    if isinstance(backend, str):
+        settings = {"model": model, "folder": folder}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return BackendModels(functools.partial(rlkit.connect, backend, **given))
+    if model is not None:
+        raise ConfigError("serve(model): goes with a backend's name; a function that makes backends knows its model")
+    if isinstance(backend, type) or not callable(backend):
+        if not all(hasattr(backend, name) for name in ("create", "load", "frozen", "tokenizer")):
+            raise ConfigError(
+                _check.problem(
+                    "serve(backend)",
+                    f"got {_check.shown(backend)}",
+                    "a backend's name, or a function that makes one backend for each client: "
+                    "functools.partial(rlkit.connect, ...)",
+                )
+            )
+        return cast("Models", backend)
+    return BackendModels(backend)
+
+
+def _known_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options that ``Service`` does not have, before a model is loaded."""
+    known = inspect.signature(Service).parameters.keys() - {"models", "names", "keys", "folder", "tokenizer_id"}
+    for name in options.keys() - known:
+        raise ConfigError(f"serve: no option {name!r}; beside its own arguments there are: {', '.join(sorted(known))}")
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,122 @@
+"""``rlkit.serve``, and programs for the plain SDK that know nothing of rlkit on it, over a model of two layers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlkit
+from tests.server.sdk import datum, prompt
+
+tinker = pytest.importorskip("tinker")
+pytest.importorskip("peft")
+from tinker import types  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plain_sdk"
+
+
+def program(name):
+    """``main`` of one of the examples."""
+    spec = importlib.util.spec_from_file_location(f"plain_sdk_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "import rlkit" in line]
+    return module.main
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saves")
+    with rlkit.serve("local", model=tiny("llama"), folder=folder, seed=0) as server:
+        yield server
+
+
+@pytest.fixture
+def service(server):
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
+    yield client
+    client.close("success").result(timeout=30)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers for it
+def test_programs_at_once(server, monkeypatch):
+    """Supervised, GRPO, resume and a loss of one's own, four clients at the same time: each learns its own."""
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    name = server.names[0]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        supervised = pool.submit(program("supervised"), [name])
+        grpo = pool.submit(program("grpo"), [name])
+        resume = pool.submit(program("resume"), [name])
+        custom = pool.submit(program("custom_loss"), [name, "--steps", "5"])
+        losses, said = supervised.result()
+        rewards = grpo.result()
+        whole, again = resume.result()
+        margins = custom.result()
+    assert losses[-1] < 0.25 * losses[0]
+    assert said.startswith(" on")
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
+    assert again == whole
+    assert whole[-1] < 0.5 * whole[0]
+    assert margins[0] == pytest.approx(0.0, abs=1e-5)
+    assert margins == sorted(margins)
+    assert margins[-1] > 2.0
+
+
+def test_names(server, service, tiny):
+    """Clients name the model by its folder or by the last part of it, and no other."""
+    folder = tiny("llama")
+    assert server.names == (Path(folder).name, folder)
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
+    listed = rest.get_server_capabilities().result().supported_models
+    assert [model.model_name for model in listed] == list(server.names)
+    training = service.create_lora_training_client(folder, rank=2).result()
+    assert training.get_tokenizer().encode("hello 12", add_special_tokens=False)
+    with pytest.raises(tinker.BadRequestError, match=Path(folder).name):
+        service.create_lora_training_client("meta/other", rank=2).result()
+
+
+def test_what_a_local_backend_can_not_give(server, service):
+    """Is refused by name, and the client goes on."""
+    training = service.create_lora_training_client(server.names[0], rank=2).result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    one = types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.RequestFailedError, match="not top-k, target or alternative"):
+        sampler.sample(prompt([5, 6]), 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+        training.optim_step(types.AdamParams()).result()
+    training.forward_backward([datum([5, 6, 7], weights=1.0)], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="accumulated"):
+        training.save_state("pending").result()
+    training.optim_step(types.AdamParams()).result()
+    training.save_state("done").result()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("nothing", {}, "nothing"),
+        (3, {}, r"serve\(backend\): got 3"),
+        ("toy", {"names": "toy"}, r"serve\(names\)"),
+        ("toy", {"names": [""]}, r"serve\(names\)"),
+        ("toy", {"host": None}, r"serve\(host\)"),
+        ("toy", {"port": 65536}, r"serve\(port\)"),
+        ("toy", {"nams": ["toy"]}, "no option 'nams'"),
+        (functools.partial(rlkit.connect, "toy"), {"model": "toy"}, r"serve\(model\)"),
+    ],
+)
+def test_bad_arguments(backend, options, message):
+    """Raise before a model is made."""
+    with pytest.raises(rlkit.RlkitError, match=message):
+        rlkit.serve(backend, **options)
+
+
+def test_a_backend_is_not_a_function_that_makes_them():
+    """One backend can not serve many clients."""
+    with rlkit.connect("toy") as policy, pytest.raises(rlkit.ConfigError, match="for each client"):
+        rlkit.serve(policy)

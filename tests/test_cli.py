@@ -1,0 +1,70 @@
+"""The command line ``rlkit``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import rlkit
+from rlkit import cli
+
+
+def test_version_and_help(capsys):
+    """Every command is listed with one line of help, and has its own."""
+    for arguments, expected in (
+        (["--version"], rlkit.__version__),
+        (["--help"], "serve"),
+        (["serve", "--help"], "--port"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["serve", "--nothing"], ["serve", "--port", "many"]])
+def test_wrong_command_lines(arguments, capsys):
+    """Status 2 and a message on standard error."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: rlkit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "nothing"], "nothing"),
+        (["--backend", "toy", "--host", "0.0.0.0"], "wants a key"),  # noqa: S104  # it is refused
+        (["--backend", "toy", "--port", "70000"], "serve(port)"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    """An error of rlkit's is one line and status 2."""
+    if "--model" in arguments:
+        pytest.importorskip("peft")
+    assert cli.main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlkit serve: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_bad_key_is_refused(monkeypatch, capsys):
+    """What is in the variable has to be a key; the message does not show it."""
+    monkeypatch.setenv("RLKIT_SERVER_KEY", "hunter2")
+    assert cli.main(["serve", "--backend", "toy", "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "tml-" in error
+    assert "hunter2" not in error
+
+
+def test_the_command_line_is_light():
+    """Reading it imports nothing heavy."""
+    code = (
+        "import rlkit.cli, sys; rlkit.cli._parser(); sys.exit(bool({'torch', 'tinker', 'pytest'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0
