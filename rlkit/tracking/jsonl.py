@@ -195,10 +195,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _clean(group: Group, step: int) -> Group:
     """The group under ``step``, without keys in its texts."""
-    trajectories = [
-        attrs.evolve(t, messages=masked(t.messages), tags={redact(k): masked(v, k) for k, v in t.tags.items()})
-        for t in group.trajectories
-    ]
+    trajectories = [attrs.evolve(t, messages=masked(t.messages), tags=masked(t.tags)) for t in group.trajectories]
     failures = [attrs.evolve(failure, message=redact(failure.message)) for failure in group.failures]
     return attrs.evolve(group, trajectories=trajectories, failures=failures, step=step)
 

@@ -9,10 +9,10 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["masked", "redact"]
+__all__ = ["masked", "redact", "redactor", "secret_name"]
 
 MASK = "***"
 _SHORTEST = 8  # shorter values of environment variables are words, not keys
@@ -45,6 +45,7 @@ _SHAPES = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def secret_name(name: str) -> bool:
     """Whether a setting of that name holds a secret.
 
@@ -74,15 +75,19 @@ def masked(value: Any, name: str = "") -> Any:
     >>> masked({"lr": 1e-4, "api_key": "abc", "hosts": ["https://me:pass@example.org"], "max_tokens": 8})
     {'lr': 0.0001, 'api_key': '***', 'hosts': ['https://***@example.org'], 'max_tokens': 8}
     """
+    return _masked(value, name, redactor())
+
+
+def _masked(value: Any, name: str, clean: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {redact(str(key)): masked(each, str(key)) for key, each in value.items()}
+        return {clean(str(key)): _masked(each, str(key), clean) for key, each in value.items()}
     if name and value not in (None, "", ()) and not isinstance(value, (bool, float)) and secret_name(name):
         return MASK
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [masked(each, name) for each in value]
+        return [_masked(each, name, clean) for each in value]
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value).decode("utf-8", "backslashreplace")
-    return redact(value) if isinstance(value, str) else value
+    return clean(value) if isinstance(value, str) else value
 
 
 def redact(text: str) -> str:
@@ -91,13 +96,20 @@ def redact(text: str) -> str:
     >>> redact("Authorization: Bearer abcdefghijkl, then more")
     'Authorization: Bearer ***, then more'
     """
+    return redactor()(text)
+
+
+def redactor() -> Callable[[str], str]:
+    """``redact`` with the environment variables as they are now, for many texts."""
     known = _known(_environment())
-    if known is not None:
-        text = known.sub(MASK, text)
     tinker = sys.modules.get("rlkit.backends.tinker.secrets")  # where there is a client, it knows the key it was given
-    if tinker is not None:
-        text = tinker.redact(text)
-    return _SHAPES.sub(MASK, text)
+
+    def clean(text: str) -> str:
+        if known is not None:
+            text = known.sub(MASK, text)
+        return _SHAPES.sub(MASK, tinker.redact(text) if tinker is not None else text)
+
+    return clean
 
 
 def _environment() -> frozenset[str]:

@@ -46,7 +46,8 @@ def _number(where: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an integer beyond what a float can hold
-        return math.inf if int(value) > 0 else -math.inf
+        sign: Any = value
+        return math.inf if sign > 0 else -math.inf
 
 
 def to_json(value: float) -> float | str:

@@ -1,0 +1,229 @@
+"""From lines of metrics to the curves of the page."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+__all__ = ["Table", "counters", "panels", "table"]
+
+MOST_POINTS = 1200  # of a curve in the page; the extremes of what lies between are kept
+MOST_CURVES = 8  # of a panel
+
+
+@attrs.frozen
+class Table:
+    """Metrics by name.
+
+    Attributes:
+        steps: name -> the steps at which it was logged, rising, each once; the last value of a step counts.
+        values: name -> as many numbers, not always finite.
+        seconds: from the first line to the last.
+        last: the last step, or -1.
+    """
+
+    steps: Mapping[str, Sequence[int]]
+    values: Mapping[str, Sequence[float]]
+    seconds: float
+    last: int
+
+
+@attrs.frozen
+class _Panel:
+    title: str
+    patterns: tuple[str, ...]
+    unit: str = ""  # "share": in percent; "stack": seconds, one on top of the other
+    note: str = ""
+
+
+# Patterns as of fnmatch; what begins with "=" is worked out, see ``_worked_out``.
+_PANELS = (
+    _Panel("Reward", ("env/*/reward", "reward/mean", "reward"), note="mean of the episodes"),
+    _Panel("Evaluation", ("eval/mean", "eval/*/mean", "eval/*/success"), note="mean score"),
+    _Panel("KL, sampler to trainer", ("train/kl_v1", "train/kl_v2", "train/kl_k3", "train/kl*"), note="nats per token"),
+    _Panel("Entropy", ("train/entropy",), note="nats per token"),
+    _Panel("Clip fraction", ("train/clip_fraction*", "train/clip*"), "share", "of tokens, ratio out of bounds"),
+    _Panel("Length", ("env/*/tokens", "sample/tokens"), note="tokens of the policy's in an episode"),
+    _Panel("Turns", ("env/*/turns",), note="in an episode"),
+    _Panel("Truncated", ("=truncated",), "share", "of episodes"),
+    _Panel("Failed", ("=failed",), "share", "of episodes begun"),
+    _Panel("Where the time goes", ("=time",), "stack", "seconds of a step"),
+    _Panel("Sampling speed", ("=speed",), note="tokens per second"),
+    _Panel("Loss", ("train/loss",)),
+    _Panel("Gradient norm", ("train/grad_norm",)),
+    _Panel("Learning rate", ("train/learning_rate",)),
+    _Panel("Effective sample size", ("train/effective_sample_size",), "share", "of the batch"),
+)
+# Seconds that are sums over what runs side by side, or the whole: no part of a step.
+_NO_PARTS = {"time/step", "time/env", "time/close", "time/sampler", "time/sampler/requests"}
+_MEANS = ("reward", "turns", "tokens")
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """The lines, by name."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    times = []
+    for row in rows:
+        times.append(row["time"])
+        for name, value in row["metrics"].items():
+            found[name][row["step"]] = value
+    steps = {name: sorted(points) for name, points in found.items()}
+    values = {name: [found[name][step] for step in steps[name]] for name in found}
+    last = max((each[-1] for each in steps.values()), default=-1)
+    return Table(steps, values, max(times) - min(times) if times else 0.0, last)
+
+
+def panels(of: Table) -> list[dict[str, Any]]:
+    """The page's panels: the standard ones of which there is something, then one for each other name."""
+    found, used = [], set()
+    for panel in _PANELS:
+        names = _matching(panel.patterns, of)
+        used |= set(names)
+        curves = [_curve(name, of.steps[name], of.values[name]) for name in names]
+        for pattern in panel.patterns:
+            if pattern.startswith("="):
+                more, taken = _WORKED_OUT[pattern](of)
+                curves += more
+                used |= taken
+        if any(curve["x"] for curve in curves):
+            found.append(_panel(panel.title, curves, panel.unit, panel.note, standard=True))
+    left = sorted(of.steps.keys() - used)
+    return found + [_panel(n, [_curve(n, of.steps[n], of.values[n])], "", "", standard=False) for n in left]
+
+
+def counters(of: Table) -> dict[str, dict[str, float]]:
+    """Environment (and "sampler") -> counter -> the sum over the run; for means the last value."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, values in of.values.items():
+        first, _, rest = name.partition("/")
+        finite = [value for value in values if math.isfinite(value)]
+        if first == "env" and "/" in rest:
+            env, _, counter = rest.partition("/")
+        elif first in ("sampler", "filter", "upload", "tracking"):
+            env, counter = first, rest
+        else:
+            continue
+        if finite:
+            mean = counter in _MEANS or counter.startswith("info/") or counter == "version"
+            found[f"env/{env}" if first == "env" else env][counter] = finite[-1] if mean else math.fsum(finite)
+    return {env: dict(sorted(counts.items())) for env, counts in sorted(found.items())}
+
+
+def _matching(patterns: Iterable[str], of: Table) -> list[str]:
+    """Names in the order of the patterns, each once."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        found |= dict.fromkeys(sorted(fnmatch.filter(of.steps, pattern)))
+    return [name for name in found if name.count("/") <= 2]
+
+
+def _panel(title: str, curves: list[dict[str, Any]], unit: str, note: str, *, standard: bool) -> dict[str, Any]:
+    left = max(0, len(curves) - MOST_CURVES)
+    if left:
+        note = f"{note}; {left} more under Other metrics".lstrip("; ")
+    return {"title": title, "unit": unit, "note": note, "standard": standard, "curves": curves[:MOST_CURVES]}
+
+
+def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str = "") -> dict[str, Any]:
+    finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    bad = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    kept = _thinned(finite)
+    curve = {
+        "name": name,
+        "label": label or _label(name),
+        "x": [x for x, _ in kept],
+        "y": [_digits(y) for _, y in kept],
+    }
+    return curve | ({"bad": len(bad), "bad_at": bad[:5]} if bad else {})
+
+
+def _label(name: str) -> str:
+    first, _, rest = name.partition("/")
+    if first == "env" and rest.count("/") == 1:
+        return rest.partition("/")[0]
+    return rest if first in ("train", "time", "eval") and rest else name
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most ``MOST_POINTS``: of each stretch the lowest and the highest, and the two ends.
+
+    >>> len(_thinned([(i, float(i % 7)) for i in range(100_000)])) <= MOST_POINTS
+    True
+    """
+    if len(points) <= MOST_POINTS:
+        return points
+    stretches = MOST_POINTS // 2 - 1
+    kept = {0, len(points) - 1}
+    for i in range(stretches):
+        stretch = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
+        kept |= {min(stretch, key=lambda j: points[j][1]), max(stretch, key=lambda j: points[j][1])}
+    return [points[i] for i in sorted(kept)]
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _joined(of: Table, *names: str) -> dict[int, list[float]]:
+    """Step -> the values of the names at it; 0 where one is not there."""
+    found: dict[int, list[float]] = {}
+    for i, name in enumerate(names):
+        for step, value in zip(of.steps.get(name, ()), of.values.get(name, ()), strict=True):
+            if math.isfinite(value):
+                found.setdefault(step, [0.0] * len(names))[i] = value
+    return found
+
+
+def _environments(of: Table) -> list[str]:
+    return sorted({name.split("/")[1] for name in fnmatch.filter(of.steps, "env/*/episodes") if name.count("/") == 2})
+
+
+def _shares(of: Table, what: str, *, begun: bool) -> tuple[list[dict[str, Any]], set[str]]:
+    curves, used = [], set()
+    for env in _environments(of):
+        name = f"env/{env}/{what}"
+        if name not in of.steps:
+            continue
+        rows = _joined(of, name, f"env/{env}/episodes")
+        shares = {step: n / max(1.0, total + begun * n) for step, (n, total) in sorted(rows.items())}
+        curves.append(_curve(name, list(shares), list(shares.values()), env))
+        used.add(name)
+    return curves, used
+
+
+def _time(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
+    names = [name for name in sorted(of.steps) if name.startswith("time/") and name not in _NO_PARTS]
+    rows = _joined(of, *names, "time/step")
+    order = sorted(names, key=lambda name: -math.fsum(v for v in of.values[name] if math.isfinite(v)))
+    steps = sorted(step for step, values in rows.items() if any(values[:-1]))
+    curves = [_curve(name, steps, [rows[step][names.index(name)] for step in steps]) for name in order]
+    left = [max(0.0, rows[step][-1] - math.fsum(rows[step][:-1])) for step in steps]
+    if "time/step" in of.steps and any(left):
+        curves.append(_curve("time/step", steps, left, "the rest"))
+    if len(steps) > MOST_POINTS:  # each curve would keep other steps, and they could not be added up
+        kept = steps[:: math.ceil(len(steps) / MOST_POINTS)]
+        at = {step: i for i, step in enumerate(steps)}
+        columns = [[rows[step][names.index(name)] for step in steps] for name in order] + [left]
+        for curve, column in zip(curves, columns, strict=False):
+            curve |= {"x": kept, "y": [_digits(column[at[step]]) for step in kept]}
+    return curves, {*names, "time/step"} & of.steps.keys()
+
+
+def _speed(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
+    rows = _joined(of, "sampler/tokens", "time/rollout")
+    speeds = {step: tokens / seconds for step, (tokens, seconds) in sorted(rows.items()) if seconds > 0 and tokens > 0}
+    return ([_curve("sampler/tokens", list(speeds), list(speeds.values()), "tokens/s")] if speeds else []), set()
+
+
+_WorkedOut = Callable[[Table], tuple[list[dict[str, Any]], set[str]]]
+_WORKED_OUT: dict[str, _WorkedOut] = {
+    "=truncated": lambda of: _shares(of, "truncated", begun=False),
+    "=failed": lambda of: _shares(of, "failed", begun=True),
+    "=time": _time,
+    "=speed": _speed,
+}

@@ -1,0 +1,216 @@
+"""Trajectories as the page holds them: an index of all, and the rest in parts, unpacked when they are wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit.report.packing import packed
+from rlkit.tracking import masked
+from rlkit.tracking.secrets import redactor
+from rlkit.tracking.values import from_json
+from rlkit.trajectory import Group, Trajectory
+
+__all__ = ["Episodes", "chosen"]
+
+PART_SIZE = 400_000  # characters of JSON, about: unpacked in a few hundredths of a second
+SNIPPET = 110
+_SCALE = 1000  # numbers per token are kept to a thousandth, as integers
+
+
+def chosen(sizes: Sequence[tuple[int, int]], most: int, most_bytes: int) -> frozenset[int] | None:
+    """Which lines to show: None for all, else some, evenly spaced, so that both limits hold.
+
+    Args:
+        sizes: (trajectories, bytes) of each line.
+        most: trajectories.
+        most_bytes: of lines.
+
+    >>> chosen([(8, 100)] * 4, 100, 1000) is None
+    True
+    >>> sorted(chosen([(8, 100)] * 4, 16, 1000))
+    [0, 2]
+    """
+    count, size = sum(n for n, _ in sizes), sum(b for _, b in sizes)
+    if count <= most and size <= most_bytes:
+        return None
+    share = min(most / max(1, count), most_bytes / max(1, size))
+    kept = max(1, int(len(sizes) * share))
+    return frozenset(i * len(sizes) // kept for i in range(kept))
+
+
+class Episodes:
+    """Takes groups, and gives the page's index and its packed parts.
+
+    Attributes:
+        index: column name -> one entry per trajectory.
+        parts: text of each part, as ``packed`` makes it.
+        tokens: ids that occur.
+    """
+
+    def __init__(self) -> None:
+        self.index: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self.environments: list[str] = []
+        self.endings: list[str] = []
+        self.parts: list[str] = []
+        self.tokens: set[int] = set()
+        self._waiting: list[dict[str, Any]] = []
+        self._size = 0
+        self._group = 0
+        self._redact = redactor()
+
+    def add(self, group: Group, extras: Mapping[str, Sequence[Any]]) -> None:
+        """A group, with what belongs to its tokens: name -> one entry per trajectory."""
+        for member, trajectory in enumerate(group.trajectories):
+            advantage = _numbers(extras, "advantages", member)
+            trainer = _numbers(extras, "trainer_logprobs", member)
+            gaps = _gaps(trajectory, trainer)
+            record = _record(trajectory, group, member, self._redact)
+            record |= {"advantages": _scaled(advantage), "trainer": _scaled(trainer)}
+            for turn in record["turns"]:
+                self.tokens.update(turn["a"])
+                self.tokens.update(turn["t"])
+            row = (
+                group.step,
+                _place(self.environments, self._redact(trajectory.env)),
+                -1 if trajectory.index is None else trajectory.index,
+                _finite(trajectory.reward),
+                len(trajectory.turns),
+                trajectory.token_count,
+                _place(self.endings, self._redact(trajectory.ended)),
+                _finite(float(np.mean(advantage))) if advantage is not None and np.size(advantage) else None,
+                _finite(float(np.abs(gaps).max())) if gaps is not None and gaps.size else None,
+                self._group,
+                len(self.parts),
+                len(self._waiting),
+                _snippet(record),
+            )
+            for name, value in zip(_COLUMNS, row, strict=True):
+                self.index[name].append(value)
+            self._waiting.append(record)
+            self._size += _length(record)
+            if self._size >= PART_SIZE:
+                self._pack()
+        self._group += 1
+
+    def finish(self) -> None:
+        """Packs what waits."""
+        if self._waiting:
+            self._pack()
+
+    def _pack(self) -> None:
+        self.parts.append(packed(self._waiting))
+        self._waiting, self._size = [], 0
+
+
+_COLUMNS = (
+    *("step", "env", "item", "reward", "turns", "tokens", "ended", "advantage", "gap", "group", "part", "place"),
+    "snippet",
+)
+
+
+def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[[str], str]) -> dict[str, Any]:
+    return {
+        "number": group.number,
+        "member": member,
+        "seed": trajectory.seed,
+        "version": trajectory.version,
+        "terminated": trajectory.terminated,
+        "tags": masked(trajectory.tags),
+        "metrics": dict(trajectory.metrics),
+        "messages": [_message(message, redact) for message in trajectory.messages],
+        "turns": list(_turns(trajectory)),
+    }
+
+
+def _turns(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    """Each turn: k tokens of the prompt as before, a added, t chosen, with their logprobs l."""
+    before = np.zeros(0, np.int64)
+    for turn in trajectory.turns:
+        size = min(before.size, turn.prompt.size)
+        different = np.flatnonzero(before[:size] != turn.prompt[:size])
+        kept = int(different[0]) if different.size else size
+        yield {
+            "k": kept,
+            "a": turn.prompt[kept:].tolist(),
+            "t": turn.tokens.tolist(),
+            "l": _scaled(turn.logprobs),
+            "r": _finite(turn.reward),
+            "stop": turn.stop_reason,
+            "temperature": turn.sample.temperature,
+            "m": dict(turn.metrics),
+        }
+        before = np.concatenate([turn.prompt, turn.tokens])
+
+
+def _message(message: Mapping[str, Any], redact: Callable[[str], str]) -> dict[str, Any]:
+    """Role, content and tool calls as text; content may be a list of parts."""
+    found = {key: message[key] for key in ("role", "name") if isinstance(message.get(key), str)}
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(str(part.get("text", part) if isinstance(part, Mapping) else part) for part in content)
+    found["content"] = redact("" if content is None else str(content))
+    if message.get("tool_calls"):
+        found["calls"] = masked(message["tool_calls"])
+    return found
+
+
+def _numbers(extras: Mapping[str, Sequence[Any]], name: str, member: int) -> np.ndarray | None:
+    entries = extras.get(name)
+    if entries is None:
+        return None
+    entry = entries[member]
+    read = [from_json(x) for x in entry] if isinstance(entry, list) else from_json(entry)
+    return np.asarray(np.array(read, dtype=np.float64))  # None becomes NaN
+
+
+def _gaps(trajectory: Trajectory, trainer: np.ndarray | None) -> np.ndarray | None:
+    if trainer is None or trainer.shape != (trajectory.token_count,) or not trajectory.token_count:
+        return None
+    gaps = trainer - np.concatenate([turn.logprobs for turn in trajectory.turns])
+    return np.asarray(gaps[np.isfinite(gaps)])
+
+
+def _scaled(numbers: np.ndarray | None) -> Any:
+    """In thousandths; None for what is not finite."""
+    if numbers is None:
+        return None
+    if numbers.ndim == 0:
+        value = float(numbers)
+        return round(value * _SCALE) if math.isfinite(value) else None
+    clipped = np.clip(numbers.astype(np.float64) * _SCALE, -1e9, 1e9)
+    if np.isfinite(clipped).all():
+        return np.rint(clipped).astype(np.int64).tolist()
+    return [round(x) if math.isfinite(x) else None for x in clipped.tolist()]
+
+
+def _snippet(record: Mapping[str, Any]) -> str:
+    """The beginning of what the policy said last."""
+    said = [m["content"] for m in record["messages"] if m.get("role") == "assistant" and m["content"].strip()]
+    return " ".join(said[-1].split())[:SNIPPET] if said else ""
+
+
+def _length(record: Mapping[str, Any]) -> int:
+    """About as long as its JSON."""
+    texts = sum(len(message["content"]) for message in record["messages"])
+    numbers = sum(len(turn["a"]) + 2 * len(turn["t"]) for turn in record["turns"])
+    return 300 + texts + 6 * numbers
+
+
+def _place(names: list[str], name: str) -> int:
+    if name not in names:
+        names.append(name)
+    return names.index(name)
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def texts(vocabulary: Mapping[str, str], tokens: Iterable[int]) -> dict[str, str]:
+    """The part of a vocabulary that is wanted."""
+    wanted = {str(token) for token in tokens}
+    return {key: text for key, text in vocabulary.items() if all(part in wanted for part in key.split(","))}

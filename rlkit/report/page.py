@@ -1,0 +1,136 @@
+"""The page itself: one file that asks nobody for anything, and in which nothing that a model wrote can run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import os
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import rlkit
+from rlkit import _check
+from rlkit.errors import CheckpointError, ConfigError
+from rlkit.report import curves
+from rlkit.report.episodes import Episodes, chosen, texts
+from rlkit.report.packing import packed
+from rlkit.report.reading import RunFolder
+from rlkit.tracking.secrets import redact
+
+__all__ = ["write"]
+
+_SCRIPTS = (
+    "uplot.min.js",
+    "dom.js",
+    "data.js",
+    "charts.js",
+    "tokens.js",
+    "filters.js",
+    "browser.js",
+    "detail.js",
+    "main.js",
+)
+_STYLES = ("uplot.min.css", "page.css")
+
+
+def write(
+    folder: str | Path,
+    out: str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    max_trajectories: int = 20_000,
+    max_bytes: int = 500_000_000,
+) -> Path:
+    """Writes a run as one HTML file, and returns its path.
+
+    Args:
+        folder: the run's: ``metrics.jsonl``, ``trajectories.jsonl``, ``config.json``, or some of them.
+        out: the file; None: ``report.html`` in the folder. It is written beside and renamed into place.
+        tokenizer: to show tokens as text where the run did not keep their texts; None: as far as it did.
+        max_trajectories: of a run with more, groups evenly spaced over it are shown, and the page says so; >= 1.
+        max_bytes: likewise, of the lines in ``trajectories.jsonl``; >= 1.
+
+    Raises:
+        ConfigError: an argument is not what it should be.
+        CheckpointError: the folder is no run's, or the page can not be written.
+    """
+    run = RunFolder(folder)
+    _check.integer("max_trajectories", max_trajectories, low=1)
+    _check.integer("max_bytes", max_bytes, low=1)
+    if out is not None and (not isinstance(out, (str, os.PathLike)) or not str(out)):
+        raise ConfigError(_check.problem("out", f"got {_check.shown(out)}", "the path of a file"))
+    path = run.path / "report.html" if out is None else Path(out)
+    vocabulary = run.vocabulary()
+    episodes = Episodes()
+    sizes = run.sizes()
+    wanted = chosen(sizes, max_trajectories, max_bytes)
+    known = None
+    if tokenizer is not None:
+        from rlkit.tracking.vocabulary import Vocabulary
+
+        known = Vocabulary(None, tokenizer)
+    for group, extras in run.groups(wanted):
+        episodes.add(group, extras)
+        if known is not None:
+            vocabulary |= known.add([group])
+    episodes.finish()
+    table = curves.table(run.metrics())
+    about = {
+        "name": redact(run.name),
+        "rlkit": rlkit.__version__,
+        "steps": table.last + 1,
+        "seconds": table.seconds,
+        "panels": curves.panels(table),
+        "counters": curves.counters(table),
+        "config": run.config(),
+        "index": episodes.index,
+        "environments": episodes.environments,
+        "endings": episodes.endings,
+        "total": sum(n for n, _ in sizes),
+        "unread": run.unread,
+        "texts": texts(vocabulary, episodes.tokens),
+    }
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123  # a descriptor, with its mode
+            file.writelines(_pieces(redact(run.name), about, episodes.parts))
+        temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _pieces(name: str, about: dict[str, Any], parts: list[str]) -> Iterator[str]:
+    """The page's text. Whatever comes from the run is either escaped (its name) or packed, so that it is only data."""
+    script, style = (_joined(names) for names in (_SCRIPTS, _STYLES))
+    policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+    policy += "base-uri 'none'; form-action 'none'"
+    head = _asset("page.html")
+    for key, value in {"POLICY": policy, "TITLE": html.escape(name)}.items():
+        head = head.replace(f"@{key}@", value)
+    before, _, after = head.partition("@STYLE@")
+    yield f"{before}<style>{style}</style>"
+    body, _, end = after.partition("@DATA@")
+    yield body
+    yield f'<script type="text/plain" id="about">{packed(about)}</script>\n'
+    for i, part in enumerate(parts):
+        yield f'<script type="text/plain" id="part-{i}">{part}</script>\n'
+    yield f"<script>{script}</script>{end}"
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return "\n".join(_asset(name).strip() for name in names)
+
+
+def _asset(name: str) -> str:
+    return files("rlkit.report").joinpath("assets", name).read_text("utf-8").replace("\r\n", "\n")
