@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from rlkit.envs.from_function import function
 from rlkit.envs.from_gem import gem
+from rlkit.envs.from_gymnasium import gymnasium
+from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
+from rlkit.envs.mixtures import Mixture, mixture
 from rlkit.envs.protocol import Action, Env, Message, Observation, Settings, StepResult, Task, Tasks, TaskSource
 
 __all__ = [
     "Action",
     "Env",
     "Message",
+    "Mixture",
     "Observation",
     "Settings",
     "StepResult",
     "Task",
     "TaskSource",
     "Tasks",
+    "function",
     "gem",
+    "gymnasium",
+    "mixture",
+    "openreward",
     "reasoning_gym",
 ]
 
-for _name in ("gem", "reasoning_gym"):
+for _name in ("function", "gem", "gymnasium", "mixture", "openreward", "reasoning_gym"):
     globals()[_name].__module__ = __name__  # where users import it from

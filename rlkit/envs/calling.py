@@ -9,16 +9,16 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlkit import _check
 from rlkit.envs import _home
-from rlkit.envs._checked import first_observation, shown, step_result
+from rlkit.envs._checked import first_observation, reward, shown, step_result
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
-from rlkit.errors import EnvError, EnvTimeout
+from rlkit.errors import EnvError, EnvTimeout, UnsupportedError
 
-__all__ = ["Guarded", "abandoned", "call"]
+__all__ = ["Guarded", "abandoned", "call", "scores", "wait"]
 
 
 class Running:
@@ -129,6 +129,22 @@ class Running:
         return self.outcome.result()
 
 
+async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None = None) -> list[float]:
+    """The rewards that ``task.score`` gives a group, one for each of the last actions of its episodes.
+
+    Raises:
+        EnvError: they are not as many as the actions, or one is no finite number.
+        EnvTimeout: not in time.
+    """
+    where = f"environment {task.name!r}: score"
+    if task.score is None or not actions:
+        return [0.0] * len(actions)
+    found = await call(task.score, list(actions), timeout=timeout, where=where)
+    if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(actions):
+        raise EnvError(_check.problem(where, f"got {shown(found)}", f"{len(actions)} rewards, one per episode"))
+    return [reward(number, where=f"{where}[{i}]") for i, number in enumerate(found)]
+
+
 class _Abandoned:
     """Counts the calls that nobody waits for and that have not ended."""
 
@@ -204,14 +220,24 @@ class Guarded:
                 raise EnvError(_check.problem(self._where("make"), what, "an environment"))
 
     @classmethod
-    async def opened(cls, task: Task, *, timeout: float | None = None, max_chars: int = 1_000_000) -> Guarded:
+    async def opened(
+        cls, task: Task, *, timeout: float | None = None, max_chars: int = 1_000_000, scored: bool = False
+    ) -> Guarded:
         """A fresh environment for one episode of ``task``.
 
         Args:
             task: makes it.
             timeout: seconds. An environment that is made too late is closed when it is there.
             max_chars: the longest observation, in characters.
+            scored: the caller will see to ``task.score``, with ``scores``. Otherwise a task that has one is refused,
+                since its episodes would be worth nothing, and nobody would know why.
+
+        Raises:
+            UnsupportedError: as said.
+            EnvError, EnvTimeout: no environment, or not in time.
         """
+        if task.score is not None and not scored:
+            raise UnsupportedError(f"environment {task.name!r}: is scored by groups, which nobody here sees to")
         home = _home.current()
         running = Running(f"environment {task.name!r}: make", task.make, (), home)
         try:
@@ -282,3 +308,15 @@ def _close_late(outcome: concurrent.futures.Future[Any], home: _home.Home) -> No
     """Closes an environment that was made when nobody waited for it any more."""
     if outcome.exception() is None and callable(getattr(outcome.result(), "close", None)):
         Running("close", outcome.result().close, (), home)
+
+
+def wait(fn: Callable[..., Any], *args: Any, timeout: float, where: str) -> Any:
+    """What ``call`` gives, for those who are in no event loop, or do not mind that theirs stands still meanwhile."""
+    running = Running(where, fn, args, _home.current())
+    try:
+        return running.outcome.result(timeout)
+    except concurrent.futures.TimeoutError as error:
+        if running.outcome.done():  # it was the call that raised it
+            raise
+        running.give_up()
+        raise EnvTimeout(f"{where}: no answer within {timeout:g} s") from error

@@ -164,6 +164,8 @@ class Task:
         index: which item of its set it is.
         seed: given to ``reset`` for every member of a group; None: the rollout derives one, the same for all members.
         settings: what this environment wants to have different.
+        score: for rewards that compare: called once with the last actions of a group's episodes, when all have ended, it
+            gives a reward for each, which is added to that of its last step. May be ``async``. None: there is none.
     """
 
     make: Callable[[], Env] = attrs.field(repr=False)
@@ -171,6 +173,7 @@ class Task:
     index: int | None = None
     seed: int | None = None
     settings: Settings = attrs.field(factory=Settings)
+    score: Callable[[Sequence[Action]], Any] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if not callable(self.make):
@@ -184,7 +187,14 @@ class Task:
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """An endless stream of tasks: ``Tasks`` or a mixture of them."""
+    """Tasks, and an endless stream of them: ``Tasks`` or a mixture."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __getitem__(self, item: int) -> Task: ...
+    @overload
+    def __getitem__(self, item: slice) -> Sequence[Task]: ...
 
     def at(self, position: int, *, seed: int = 0) -> Task:
         """The task at this place of the stream, counted from 0."""
@@ -203,6 +213,7 @@ class Tasks(Sequence[Task]):
         split: "train", "test", or whatever the environment calls it.
         seeds: index -> what ``reset`` is given; None leaves it to the rollout.
         settings: what this environment wants to have different.
+        scores: index -> the task's ``score``; None: there is none.
 
     ``tasks[i]`` is a task, ``tasks[:100]`` a smaller set. ``tasks.batch(step, size)`` depends on its arguments alone,
     so a resumed run goes on exactly where it was.
@@ -228,12 +239,14 @@ class Tasks(Sequence[Task]):
         split: str = "train",
         seeds: Callable[[int], int] | None = None,
         settings: Settings | None = None,
+        scores: Callable[[int], Callable[[Sequence[Action]], Any]] | None = None,
     ) -> None:
         if not callable(make):
             raise ConfigError(_check.problem("Tasks.make", f"got {_check.shown(make)}", "a callable of an index"))
         self._indices = size if isinstance(size, Sequence) else range(_check.integer("Tasks.size", size, low=1))
         self._make = make
         self._seeds = seeds
+        self._scores = scores
         self.name = check_name("Tasks.name", name)
         self.split = check_name("Tasks.split", split)
         self.settings = Settings() if settings is None else settings
@@ -250,11 +263,12 @@ class Tasks(Sequence[Task]):
         if isinstance(item, slice):
             indices = self._indices[item]
             _check.integer("Tasks[...]: number of tasks", len(indices), low=1)
-            kept = {"name": self.name, "split": self.split, "seeds": self._seeds, "settings": self.settings}
-            return type(self)(self._make, indices, **kept)  # type: ignore[arg-type]
+            kept: dict[str, Any] = {"name": self.name, "split": self.split, "settings": self.settings}
+            return type(self)(self._make, indices, seeds=self._seeds, scores=self._scores, **kept)
         index = self._indices[item]
         seed = None if self._seeds is None else self._seeds(index)
-        return Task(functools.partial(self._make, index), self.name, index, seed, self.settings)
+        score = None if self._scores is None else self._scores(index)
+        return Task(functools.partial(self._make, index), self.name, index, seed, self.settings, score)
 
     def __iter__(self) -> Iterator[Task]:
         return (self[i] for i in range(len(self)))

@@ -1,0 +1,138 @@
+"""The simplest environment: a prompt, and a function that says what the answer is worth."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.envs._checked import observation
+from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks
+from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
+
+__all__ = ["function"]
+
+_FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
+
+
+def function(
+    prompts: Any,
+    reward: Callable[..., Any],
+    *,
+    split: str = "train",
+    group: bool = False,
+    name: str = "function",
+    settings: Settings | None = None,
+) -> Tasks:
+    """Tasks of one turn each: a prompt is answered, and a function scores the answer.
+
+    Args:
+        prompts: rows: anything with a length and an index. A row is a prompt (text, chat messages, or token ids) or a
+            mapping with a ``"prompt"`` and whatever the reward needs besides. Or a mapping from splits to rows.
+        reward: called with the ``Action`` (a string that knows its tokens and why it ended), and by keyword with those
+            of the row's fields that it names; ``async`` or not, and plain ones run in threads. Gives a finite number.
+        split: which rows to take, where ``prompts`` has several splits.
+        group: the reward is called once for a group, when all its answers are there: with a list of actions, and it
+            gives a list of rewards. For rewards that compare answers, and for models that score batches.
+        name: for metrics.
+        settings: what these tasks want to have different.
+
+    Raises:
+        DataError: there are no rows, or one is of no such form.
+        ConfigError: the reward is no function, or wants a field that the rows do not have.
+        UnknownNameError: no such split.
+
+    >>> rows = {"train": [{"prompt": "2 + 3 =", "answer": 5}], "test": [{"prompt": "4 + 4 =", "answer": 8}]}
+    >>> tasks = function(rows, lambda text, answer: float(str(answer) in text), split="test")
+    >>> env = tasks[0].make()
+    >>> env.reset(0), env.step(Action("It is 8.")).reward
+    ('4 + 4 =', 1.0)
+    """
+    if isinstance(prompts, Mapping):
+        if split not in prompts:
+            known = ", ".join(map(str, prompts)) or "none"
+            raise UnknownNameError(f"rlkit.envs.function: no split named {split!r}. There are: {known}")
+        prompts = prompts[split]
+    if isinstance(prompts, str) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+        raise DataError(_check.problem("prompts", f"got {_check.shown(prompts)}", _FORMS))
+    if len(prompts) == 0:
+        raise DataError(_check.problem("prompts", "is empty", "at least one row"))
+    if not callable(reward):
+        raise ConfigError(_check.problem("reward", f"got {_check.shown(reward)}", "a function of the answer"))
+    _check.flag("group", group)
+    fields = _fields(reward)
+    ready = isinstance(prompts, (list, tuple))  # others may read each row from a disk
+    for i in range(len(prompts) if ready else 1):
+        _prompt(f"prompts[{i}]", prompts[i])
+        fields(f"prompts[{i}]", prompts[i])
+
+    def make(index: int) -> _Prompt:
+        row = prompts[index]
+        where = f"prompts[{index}]"
+        return _Prompt(_prompt(where, row), None if group else functools.partial(reward, **fields(where, row)))
+
+    def scores(index: int) -> Callable[[Sequence[Action]], Any]:
+        return lambda actions: reward(actions, **fields(f"prompts[{index}]", prompts[index]))
+
+    options: dict[str, Any] = {"name": name, "split": split, "settings": settings}
+    return Tasks(make, len(prompts), scores=scores if group else None, **options)
+
+
+class _Prompt:
+    """One prompt."""
+
+    def __init__(self, prompt: Observation, reward: Callable[[Action], Any] | None) -> None:
+        self._prompt = prompt
+        self._reward = reward
+
+    def reset(self, seed: int) -> Observation:  # noqa: ARG002
+        return self._prompt
+
+    def step(self, action: Action) -> Any:
+        value = 0.0 if self._reward is None else self._reward(action)
+        return _later(value) if inspect.isawaitable(value) else StepResult("", value, terminated=True)
+
+    def close(self) -> None:
+        pass
+
+
+async def _later(value: Any) -> StepResult:
+    return StepResult("", await value, terminated=True)
+
+
+def _prompt(where: str, row: Any) -> Observation:
+    """The prompt of a row."""
+    if isinstance(row, Mapping):
+        if "prompt" not in row:
+            raise DataError(_check.problem(where, f"has only {sorted(map(str, row))}", "a field 'prompt'"))
+        row, where = row["prompt"], f"{where}['prompt']"
+    if isinstance(row, np.ndarray) and row.dtype.kind not in "iu":
+        raise DataError(_check.problem(where, f"got {_check.shown(row)}", "text, chat messages or token ids"))
+    try:
+        return observation(row, where=where, max_chars=10**9)
+    except EnvError as error:
+        raise DataError(str(error)) from error
+
+
+def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
+    """A function of (where, row) that gives the fields of a row that the reward names."""
+    try:
+        parameters = list(inspect.signature(reward).parameters.values())[1:]
+    except ValueError:  # some built-in functions do not say
+        return lambda where, row: {}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def fields(where: str, row: Any) -> dict[str, Any]:
+        given = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+        for parameter in named:
+            if parameter.default is parameter.empty and parameter.name not in given:
+                what = f"has no field {parameter.name!r}"
+                raise ConfigError(_check.problem(where, what, "all that the reward names", ", ".join(map(str, given))))
+        return {str(k): v for k, v in given.items() if every or k in {p.name for p in named}}
+
+    return fields

@@ -1,0 +1,104 @@
+"""Text environments in the manner of gymnasium, without importing it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rlkit import _check
+from rlkit.envs import _splits
+from rlkit.envs.protocol import Action, Settings, StepResult, Tasks
+from rlkit.errors import ConfigError, EnvError
+
+__all__ = ["gymnasium"]
+
+
+def gymnasium(
+    make: Callable[[], Any],
+    *,
+    size: int = 1024,
+    seed: int = 0,
+    split: str = "train",
+    name: str = "gymnasium",
+    action: Callable[[Action], Any] = str,
+    text: Callable[[Any], Any] | None = None,
+    settings: Settings | None = None,
+) -> Tasks:
+    """Tasks of an environment with gymnasium's methods, each with its own seed.
+
+    Args:
+        make: a fresh environment: ``lambda: gymnasium.make("Game-v0")``, or its class. Its ``reset(seed=...)`` gives
+            (observation, info), its ``step(action)`` five values; they may be ``async``. ``close`` may be missing.
+        size: how many tasks, in [1, 2^30].
+        seed: >= 0; another seed, other tasks.
+        split: "train", "test" or "validation": no seed is in two of them.
+        name: for metrics.
+        action: what the environment is given, made of what the policy said; for spaces that are not text.
+        text: what the policy is told, made of an observation: text, messages or token ids. None: the observation.
+        settings: what these tasks want to have different.
+
+    An action that ``action`` refuses with a ``ValueError`` is the policy's mistake, and ends the episode with reward 0
+    and ``info["invalid_action"]``.
+
+    Raises:
+        ConfigError: an argument is not what it should be.
+
+    >>> class Parity:
+    ...     def reset(self, *, seed=None, options=None): self.odd = seed % 2; return f"Is {seed} odd?", {}
+    ...     def step(self, action): return "", float(action == ("yes" if self.odd else "no")), True, False, {}
+    >>> task = gymnasium(Parity, split="test")[0]
+    >>> env = task.make()
+    >>> env.reset(task.seed), env.step(Action("yes")).reward
+    ('Is 2973191177 odd?', 1.0)
+    """
+    for label, value in (("make", make), ("action", action), ("text", text)):
+        if not callable(value) and not (label == "text" and value is None):
+            raise ConfigError(_check.problem(label, f"got {_check.shown(value)}", "a function"))
+    _check.integer("size", size, low=1, high=2**30)
+    seeds = _splits.seeds(split, seed)
+    return Tasks(
+        lambda _: _Env(make(), name, action, text), size, name=name, split=split, seeds=seeds, settings=settings
+    )
+
+
+class _Env:
+    """One environment."""
+
+    def __init__(self, env: Any, name: str, action: Callable[[Action], Any], text: Callable[[Any], Any] | None) -> None:
+        self._env = env
+        self._name = name
+        self._action = action
+        self._text = (lambda observation: observation) if text is None else text
+
+    def reset(self, seed: int) -> Any:
+        answer = self._env.reset(seed=seed)
+        return self._awaited(answer, self._first) if inspect.isawaitable(answer) else self._first(answer)
+
+    def step(self, action: Action) -> Any:
+        try:
+            move = self._action(action)
+        except ValueError as error:
+            return StepResult("", 0.0, terminated=True, info={"invalid_action": str(error)[:200]})
+        answer = self._env.step(move)
+        return self._awaited(answer, self._next) if inspect.isawaitable(answer) else self._next(answer)
+
+    def close(self) -> Any:
+        close = getattr(self._env, "close", None)
+        return None if close is None else close()
+
+    async def _awaited(self, answer: Any, form: Callable[[Any], Any]) -> Any:
+        return form(await answer)
+
+    def _first(self, answer: Any) -> Any:
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            what = f"reset gave {type(answer).__name__}"
+            raise EnvError(_check.problem(f"environment {self._name!r}", what, "(observation, info)"))
+        return self._text(answer[0])
+
+    def _next(self, answer: Any) -> StepResult:
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            what = f"step gave {type(answer).__name__}" + (f" of {len(answer)}" if isinstance(answer, tuple) else "")
+            raise EnvError(_check.problem(f"environment {self._name!r}", what, "five values"))
+        observation, reward, terminated, truncated, info = answer
+        return StepResult(self._text(observation), reward, terminated, truncated, info)

@@ -1,0 +1,277 @@
+"""Environments behind an OpenReward server: sessions over HTTP, in which the policy calls tools."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from rlkit import _check
+from rlkit.envs import calling
+from rlkit.envs._extras import package
+from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
+from rlkit.errors import ConfigError, EnvBusy, EnvError, UnknownNameError
+
+__all__ = ["openreward"]
+
+_INSTALL = "pip install 'rlkit-lm[openreward]'"
+_BUSY = (429, 502, 503, 504)
+
+
+def openreward(
+    name: str,
+    *,
+    base_url: str | None = None,
+    variant: str | None = None,
+    split: str = "train",
+    api_key: str | None = None,
+    secrets: Mapping[str, str | tuple[str, list[str]]] | None = None,
+    toolset: str | None = None,
+    env_overrides: Mapping[str, str] | None = None,
+    format: str = "hermes",  # noqa: A002
+    reminder: str | None = None,
+    settings: Settings | None = None,
+    timeout: float = 60.0,
+) -> Tasks:
+    """The tasks of one split of an environment that an OpenReward server holds. Asks the server how many there are.
+
+    The environment's tools are in ``env.tools``, for the prompt. A turn may call several; they are called in order, and
+    what they give is what the policy is told, as messages of the role "tool". The turn's reward is the sum of theirs. A
+    call that cannot be read, or whose arguments do not fit, is answered by what is wrong with it. A turn without a call
+    is the last one: its text goes to the environment's terminal tool, if it has one.
+
+    Args:
+        name: "owner/name", or what a server of your own calls it.
+        base_url: of a server of your own, such as "http://127.0.0.1:8080"; None: OpenReward's.
+        variant: which environment, where the server holds several; None: its first.
+        split: one of the environment's own.
+        api_key: None: the variable OPENREWARD_API_KEY where ``base_url`` is None, else none.
+        secrets: name -> value, or (value, hosts it may be sent to): what the environment's tools need. They are sent to
+            the server, and stand in no message, log or repr.
+        toolset, env_overrides: as for the SDK's ``session``.
+        format: how the policy writes calls, a name in ``rlkit.tools.formats``.
+        reminder: what the policy is told after a turn without a call, where there is no terminal tool; None: the
+            episode ends there, truncated.
+        settings: what these tasks want to have different.
+        timeout: seconds for what is asked of the server here.
+
+    While episodes are played, a server without capacity (HTTP 429, 502, 503, 504, or out of reach, after the SDK's own
+    attempts) raises ``EnvBusy``; a tool that raises there, or a session that is gone, ``EnvError``: the episode has
+    failed, and is no matter of the policy.
+
+    Raises:
+        UnknownNameError: no such split; the message lists them.
+        ConfigError: an argument is not what it should be, there are no tasks, or openreward is not installed.
+        EnvError: the server refused; EnvBusy: or has no capacity, or cannot be reached; EnvTimeout: no answer in time.
+    """
+    package("openreward", "openreward", _INSTALL)
+    from rlkit.tools import formats
+
+    formats.resolve(format)
+    check_name("name", name)
+    check_name("split", split)
+    for label, mapping in (("secrets", secrets), ("env_overrides", env_overrides)):
+        if mapping is not None and not (isinstance(mapping, Mapping) and all(isinstance(k, str) for k in mapping)):
+            raise ConfigError(_check.problem(label, f"is a {type(mapping).__name__}", "a mapping from names"))
+    place = _Place(name, variant, base_url, api_key)
+    size = calling.wait(_size, place, split, timeout=_check.real("timeout", timeout, above=0.0), where=place.where)
+    options = {"secrets": secrets, "toolset": toolset, "env_overrides": env_overrides}
+    make = functools.partial(_Env, place, split, options, format, reminder)
+    label = name if variant is None else f"{name}/{variant}"
+    return Tasks(make, size, name=label, split=split, settings=settings)
+
+
+@attrs.frozen
+class _Place:
+    """Where an environment is to be found."""
+
+    name: str
+    variant: str | None
+    base_url: str | None
+    api_key: str | None = attrs.field(repr=False)
+
+    @property
+    def where(self) -> str:
+        return f"rlkit.envs.openreward: {self.name!r}" + (f" at {self.base_url}" if self.base_url else "")
+
+    def environment(self) -> Any:
+        """The SDK's object, for the running event loop; environments of one loop share their connections."""
+        clients = _clients.setdefault(asyncio.get_running_loop(), {})
+        key = (self.base_url, self.api_key)
+        if key not in clients:
+            clients[key] = _client(self.base_url, self.api_key)
+        return clients[key].get(self.name, variant=self.variant, base_url=self.base_url)
+
+
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _client(base_url: str | None, api_key: str | None) -> Any:
+    import os
+
+    sdk = package("openreward", "openreward", _INSTALL)
+    if base_url is not None:
+        return sdk.AsyncEnvironmentsAPI(base_url=base_url, api_key=api_key)
+    os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
+    return sdk.AsyncOpenReward(api_key=api_key).environments
+
+
+@atexit.register
+def _close() -> None:
+    """Connections are closed before the program ends, or aiohttp complains."""
+    for loop, clients in list(_clients.items()):
+        for client in clients.values():
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(2.0)
+
+
+async def _size(place: _Place, split: str) -> int:
+    """How many tasks the split has."""
+    with _in_our_terms(place.where):
+        environment = place.environment()
+        splits = await environment.list_splits()
+        if split not in splits:
+            raise UnknownNameError(f"{place.where}: no split named {split!r}. There are: {', '.join(splits) or 'none'}")
+        size = int(await environment.num_tasks(split))
+    if size < 1:
+        raise ConfigError(_check.problem(f"{place.where}: split {split!r}", "has no tasks", "at least one"))
+    return size
+
+
+class _Env:
+    """One session."""
+
+    def __init__(
+        self, place: _Place, split: str, options: dict[str, Any], form: str, reminder: str | None, index: int
+    ) -> None:
+        self._place = place
+        self._split = split
+        self._index = index
+        self._options = options
+        self._form = form
+        self._reminder = reminder
+        self._session: Any = None
+        self.tools: list[dict[str, Any]] = []
+
+    async def reset(self, seed: int) -> list[dict[str, Any]]:  # noqa: ARG002  # the index says which task it is
+        with _in_our_terms(self._place.where):
+            environment = self._place.environment()
+            self._session = environment.session(split=self._split, index=self._index, **self._options)
+            await self._session.__aenter__()
+            messages = await self._session.get_messages()
+            self.tools = [_schema(tool) for tool in await self._session.list_tools()]
+        return [{"role": message.role, "content": _text(message.blocks)} for message in messages]
+
+    async def step(self, action: Action) -> StepResult:
+        from rlkit.tools import Malformed, error_message, parse, tool_message
+
+        parsed = parse(action, self._form, self.tools)
+        if not parsed.in_order and action.raw != action:
+            parsed = parse(action.raw, self._form, self.tools)  # some formats begin with a control token
+        if not parsed.in_order:
+            return await self._plain(str(action))
+        messages, rewards, metadata, finished = [], [], [], False
+        for found in parsed.in_order:
+            if isinstance(found, Malformed):
+                messages.append(error_message(found))
+                continue
+            try:
+                output = await self._called(self._session.call_tool(found.name, dict(found.arguments)))
+            except _Refused as refused:
+                messages.append(error_message(Malformed(str(refused), "another call", name=found.name, id=found.id)))
+                continue
+            messages.append(tool_message(found, _text(output.blocks)))
+            rewards.append(output.reward or 0.0)
+            metadata.append(dict(output.metadata or {}))
+            if output.finished:
+                finished = True
+                break
+        info = {"tool_calls": len(rewards), "malformed_calls": len(messages) - len(rewards), "metadata": metadata}
+        return StepResult(messages, sum(rewards), terminated=finished, info=info)
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.__aexit__(None, None, None)
+
+    async def _plain(self, text: str) -> StepResult:
+        """A turn without calls: an answer where the environment takes one, else nothing that leads on."""
+        with _in_our_terms(self._place.where):
+            answers = await self._session.is_assistant_message_final()
+        if answers:
+            output = await self._called(self._session.call_terminal_tool(text))
+            info = {"metadata": [dict(output.metadata or {})]}
+            return StepResult(_text(output.blocks), output.reward or 0.0, terminated=True, info=info)
+        if self._reminder is None:
+            return StepResult(truncated=True, info={"reason": "no tool was called"})
+        return StepResult(self._reminder)
+
+    async def _called(self, call: Any) -> Any:
+        errors = package("openreward", "openreward.api.errors", _INSTALL)
+        with _in_our_terms(self._place.where):
+            try:
+                return await call
+            except errors.ToolCallError as error:
+                raise _Refused(error.detail) from error
+
+
+class _Refused(Exception):
+    """The server did not make a call, for reasons that the policy is to be told."""
+
+
+@contextlib.contextmanager
+def _in_our_terms(where: str) -> Iterator[None]:
+    """The SDK's errors as EnvBusy where the same call may succeed later, and else as EnvError."""
+    import aiohttp
+
+    errors = package("openreward", "openreward.api.errors", _INSTALL)
+    http = package("openreward", "openreward.api._session.http", _INSTALL)
+    try:
+        yield
+    except (errors.OpenRewardError, http.AuthenticationError, aiohttp.ClientError, OSError, TimeoutError) as error:
+        causes = [error, *getattr(error, "errors", ())]
+        statuses = [cause.status for cause in causes if isinstance(cause, aiohttp.ClientResponseError)]
+        gone = isinstance(error, (errors.ToolFailed, errors.SessionTerminatedError, http.AuthenticationError))
+        busy = any(status in _BUSY for status in statuses) if statuses else not gone
+        text = "the API key is missing or not valid" if isinstance(error, http.AuthenticationError) else str(error)
+        kind = EnvBusy if busy else EnvError
+        raise kind(f"{where}: {type(error).__name__}: {text}") from error
+
+
+def _text(blocks: Any) -> str:
+    """The text of content blocks."""
+    for block in blocks:
+        if block.type != "text":
+            raise EnvError(_check.problem("openreward", f"got a block of type {block.type!r}", "text blocks"))
+    return "\n".join(block.text for block in blocks)
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    """A tool in the form that chat templates take."""
+    parameters = _untitled(dict(tool.input_schema or {"type": "object", "properties": {}}))
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _untitled(schema: Any) -> Any:
+    """A schema without the titles that pydantic writes: they say nothing, and a prompt is paid for by the token."""
+    if isinstance(schema, list):
+        return [_untitled(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    named = ("properties", "$defs", "definitions")
+    return {
+        key: {name: _untitled(part) for name, part in value.items()}
+        if key in named and isinstance(value, Mapping)
+        else value
+        if key in ("enum", "const", "default", "examples")
+        else _untitled(value)
+        for key, value in kept.items()
+    }

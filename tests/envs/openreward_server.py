@@ -1,0 +1,146 @@
+"""A server of four small environments, for the tests: python openreward_server.py PORT."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from openreward.environments import Environment, Server, terminal, tool
+from openreward.environments.types import TextBlock, ToolOutput
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
+
+SESSIONS = {"open": 0, "opened": 0}
+
+
+class Value(BaseModel):
+    value: int
+
+
+class Text(BaseModel):
+    text: str
+
+
+class Counted(Environment):
+    """Counts how many sessions are open, which ``state`` tells."""
+
+    def setup(self):
+        SESSIONS["open"] += 1
+        SESSIONS["opened"] += 1
+
+    def teardown(self):
+        SESSIONS["open"] -= 1
+
+
+class Sums(Counted):
+    """Add two numbers. ``answer`` ends the episode."""
+
+    @classmethod
+    def list_splits(cls):
+        return ["train", "test", "empty"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        numbers = {"train": range(10), "test": range(100, 103), "empty": []}[split]
+        return [{"x": number, "y": 2 * number} for number in numbers]
+
+    def get_prompt(self):
+        return [TextBlock(text="Add these."), TextBlock(text=f"{self.task_spec['x']} + {self.task_spec['y']}")]
+
+    @tool
+    async def answer(self, p: Value) -> ToolOutput:
+        """Gives the sum."""
+        right = p.value == self.task_spec["x"] + self.task_spec["y"]
+        return ToolOutput(
+            blocks=[TextBlock(text="noted")], reward=float(right), finished=True, metadata={"right": right}
+        )
+
+    @tool
+    async def look(self, p: Text) -> ToolOutput:
+        """Says something back."""
+        return ToolOutput(blocks=[TextBlock(text=f"you said {p.text}")], reward=0.25)
+
+    @tool
+    async def fail(self) -> ToolOutput:
+        """Fails."""
+        raise RuntimeError("the disk is full")
+
+    @tool
+    async def sleep(self, p: Value) -> ToolOutput:
+        """Takes its time."""
+        await asyncio.sleep(p.value)
+        return ToolOutput(blocks=[TextBlock(text="awake")])
+
+
+class Essays(Counted):
+    """The policy's plain message is the answer."""
+
+    @classmethod
+    def list_splits(cls):
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{"word": word} for word in ("sun", "moon")]
+
+    def get_prompt(self):
+        return [TextBlock(text=f"Write about the {self.task_spec['word']}.")]
+
+    @terminal
+    @tool
+    async def submit(self, p: Text) -> ToolOutput:
+        """Grades."""
+        return ToolOutput(blocks=[], reward=float(self.task_spec["word"] in p.text), finished=True)
+
+
+class Keys(Counted):
+    """Says which secrets have arrived."""
+
+    def __init__(self, task_spec={}, secrets={}):  # noqa: B006
+        super().__init__(task_spec)
+        self.secrets = secrets
+
+    @classmethod
+    def list_splits(cls):
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{}]
+
+    def get_prompt(self):
+        return [TextBlock(text="Which keys are there?")]
+
+    @tool
+    async def keys(self) -> ToolOutput:
+        """Names of secrets, and how long they are."""
+        shown = ", ".join(f"{name}:{len(value)}" for name, value in sorted(self.secrets.items()))
+        return ToolOutput(blocks=[TextBlock(text=shown)], finished=True)
+
+
+class Refusing:
+    """Answers 429 to sessions of the deployment "full", 401 to "private", and tells how many sessions are open."""
+
+    def __init__(self, app):
+        self.app = app
+        self.refused = 0
+
+    async def __call__(self, scope, receive, send):
+        headers = dict(scope.get("headers", ()))
+        deployment = headers.get(b"x-deployment", b"").decode()
+        path = scope.get("path", "")
+        answer = None
+        if path == "/state":
+            answer = JSONResponse({**SESSIONS, "refused": self.refused})
+        elif (deployment == "full" and path == "/create") or (deployment == "closed" and path == "/create_session"):
+            self.refused += 1
+            answer = JSONResponse({"detail": "no capacity"}, 429, {"Retry-After": "0"})
+        elif deployment == "private":
+            answer = JSONResponse({"detail": "who are you?"}, 401)
+        await (self.app if answer is None else answer)(scope, receive, send)
+
+
+if __name__ == "__main__":
+    server = Server([Sums, Essays, Keys])
+    server.app.add_middleware(Refusing)
+    server.run(host="127.0.0.1", port=int(sys.argv[1]))
