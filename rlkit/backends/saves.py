@@ -53,7 +53,8 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -
             _sync(path)
         state = {"format": _FORMAT, **state, "sha256": checksums}
         state["state_sha256"] = _own_digest(state)
-        (temporary / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n")
+        (temporary / _STATE).write_text(_text(state))
+        (temporary / _STATE).chmod(0o600)
         _sync(temporary / _STATE)
         _sync(temporary)
         temporary.rename(final)
@@ -65,8 +66,12 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -
     return final.absolute()
 
 
-def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str, Any]]:
+def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, dict[str, Any]]:
     """(folder, state) of what ``write`` wrote, every file checked against its checksum.
+
+    Args:
+        path: the folder.
+        backend: who must have saved it; None for any.
 
     Raises:
         CheckpointError: nothing is there, it is damaged, or it is another backend's.
@@ -77,14 +82,16 @@ def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str,
         )
     folder = Path(path)
     try:
-        state = json.loads((folder / _STATE).read_text())
+        text = (folder / _STATE).read_text()
+        state = json.loads(text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} holds no saved state: {error}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT or not isinstance(state.get("sha256"), dict):
         raise CheckpointError(f"{folder / _STATE} is not a saved state of format {_FORMAT}")
-    if state.pop("state_sha256", None) != _own_digest(state):
+    written = _text(state)  # another text of the same content, such as 1E5 for 1e5, is damage too
+    if state.pop("state_sha256", None) != _own_digest(state) or text != written:
         raise CheckpointError(f"{folder / _STATE} is damaged: it does not have the SHA-256 that it names")
-    if state.get("backend") != backend:
+    if backend is not None and state.get("backend") != backend:
         raise CheckpointError(f"{folder} was saved by the {state.get('backend')!r} backend; this is {backend!r}")
     for name, expected in state["sha256"].items():
         file = folder / name
@@ -99,6 +106,10 @@ def read(path: str | os.PathLike[str], *, backend: str) -> tuple[Path, dict[str,
                 f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}..."
             )
     return folder, state
+
+
+def _text(state: Mapping[str, Any]) -> str:
+    return json.dumps(state, indent=1, allow_nan=False) + "\n"
 
 
 def _digest(path: Path) -> str:

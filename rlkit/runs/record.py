@@ -1,0 +1,153 @@
+"""Checkpoints of runs: folders that are there whole or not at all, and say what belongs to them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rlkit.backends import saves
+from rlkit.errors import CheckpointError
+
+__all__ = ["Record", "check", "latest", "records", "remove", "write"]
+
+_NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
+POLICIES, CHECKPOINTS = "policies", "checkpoints"
+
+
+@attrs.frozen
+class Record:
+    """A checkpoint of a run.
+
+    Attributes:
+        path: its folder.
+        step: the step that a run goes on with.
+        policies: role -> the path that the backend's ``save`` returned; those within the run are relative to it.
+        kept: name -> state of what the loop keeps.
+        metrics: what ``Run.checkpoint(metrics=)`` was given.
+    """
+
+    path: Path
+    step: int
+    policies: Mapping[str, str] = attrs.field(factory=dict)
+    kept: Mapping[str, Any] = attrs.field(factory=dict)
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+
+    def policy(self, role: str) -> str | None:
+        """The path to resume that policy from; None where the checkpoint has none."""
+        path = self.policies.get(role)
+        if path is None or "://" in path or Path(path).is_absolute():
+            return path
+        return str(self.path.parent.parent / path)
+
+
+def write(folder: Path, step: int, content: Mapping[str, Any]) -> Record:
+    """A new checkpoint in ``folder``, read back before this returns.
+
+    Raises:
+        CheckpointError: it could not be written; nothing is left behind.
+    """
+    path = saves.write(folder / CHECKPOINTS, f"step-{step:08d}", lambda _: {"backend": "run", "step": step, **content})
+    record = read(path)
+    check(record)
+    return record
+
+
+def read(path: Path) -> Record:
+    """The checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    _, state = saves.read(path, backend="run")
+    try:
+        return Record(Path(path), int(state["step"]), state["policies"], state["kept"], state["metrics"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a run's checkpoint: {error}") from error
+
+
+def check(record: Record) -> None:
+    """Reads what the checkpoint refers to within its run against its checksums.
+
+    Raises:
+        CheckpointError: something is missing or damaged.
+    """
+    for role in record.policies:
+        path = record.policy(role)
+        if path is not None and "://" not in path:
+            saves.read(path, backend=None)
+
+
+def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Record]:
+    """The checkpoints of the run in ``folder``, by step, oldest first.
+
+    Those that are damaged are left out with a warning; with ``verify=False`` the policies' files are not read.
+    """
+    found = []
+    parent = Path(folder) / CHECKPOINTS
+    names = sorted(parent.iterdir()) if parent.is_dir() else []
+    for path in names:
+        if not _NAME.fullmatch(path.name):
+            continue
+        try:
+            record = read(path)
+            if verify:
+                check(record)
+        except CheckpointError as error:
+            warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
+            continue
+        found.append(record)
+    return sorted(found, key=lambda record: (record.step, record.path.stat().st_mtime_ns))
+
+
+def latest(folder: Path) -> Record | None:
+    """The newest checkpoint that is whole; those after it that are not are skipped with a warning."""
+    parent = folder / CHECKPOINTS
+    names = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
+    for path in sorted(names, key=lambda p: (p.name[:13], p.stat().st_mtime_ns), reverse=True):
+        try:
+            record = read(path)
+            check(record)
+        except CheckpointError as error:
+            warnings.warn(f"skipped a checkpoint, going on from the one before: {error}", RuntimeWarning, stacklevel=3)
+            continue
+        return record
+    return None
+
+
+def remove(record: Record) -> list[str]:
+    """Removes a checkpoint and the policies in its run; returns those elsewhere, which a backend has to remove."""
+    elsewhere = [path for path in record.policies.values() if "://" in path]
+    policies = [record.policy(role) for role in record.policies]
+    _discard(record.path)  # first, so that no checkpoint ever refers to what is gone
+    for path in policies:
+        if path is not None and "://" not in path:
+            _discard(Path(path))
+    return elsewhere
+
+
+def tidy(folder: Path, kept: list[Record]) -> None:
+    """Removes what writing was cut off left behind: partial folders, and policies of steps that no checkpoint has."""
+    used = {Path(path) for record in kept for role in record.policies if (path := record.policy(role)) is not None}
+    for parent in (folder / POLICIES, folder / CHECKPOINTS):
+        for path in parent.iterdir() if parent.is_dir() else ():
+            orphan = parent.name == POLICIES and path.name.startswith("step-") and path not in used
+            if orphan or path.name.startswith("."):
+                _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Renamed first, so that nothing half removed looks whole."""
+    trash = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.gone")
+    try:
+        path.rename(trash)
+    except OSError:
+        return
+    shutil.rmtree(trash, ignore_errors=True)

@@ -1,0 +1,55 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+from rlkit.runs.record import Record
+
+__all__ = ["Retention"]
+
+
+@attrs.frozen
+class Retention:
+    """Keeps the latest ``last`` checkpoints, every ``every``-th step's, and the ``best`` by a metric.
+
+    Args:
+        last: >= 1.
+        every: >= 1, or None for none beside the last ones.
+        best: how many of those with the best ``metric``, >= 0.
+        metric: its name, as given to ``Run.checkpoint(metrics=)``.
+        lowest: whether the lowest is the best.
+
+    >>> Retention(last=2, every=100, best=1, metric="eval/mean").last
+    2
+    """
+
+    last: int = 2
+    every: int | None = None
+    best: int = 0
+    metric: str | None = None
+    lowest: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        _check.integer("Retention.last", self.last, low=1, why="the latest is what a run goes on from")
+        if self.every is not None:
+            _check.integer("Retention.every", self.every, low=1)
+        _check.integer("Retention.best", self.best, low=0)
+        _check.flag("Retention.lowest", self.lowest)
+        if self.best and not self.metric:
+            raise ConfigError("Retention.best: which metric is it by? give metric=")
+
+    def spent(self, records: Sequence[Record]) -> list[Record]:
+        """Those of ``records``, oldest first, that need not be kept."""
+        kept = {record.path for record in records[-self.last :]}
+        if self.every is not None:
+            kept |= {record.path for record in records if record.step % self.every == 0}
+        if self.best and self.metric is not None:
+            scored = [(record.metrics[self.metric], record) for record in records if self.metric in record.metrics]
+            scored.sort(key=lambda pair: (pair[0] if self.lowest else -pair[0], -pair[1].step))
+            kept |= {record.path for _, record in scored[: self.best]}
+        return [record for record in records if record.path not in kept]

@@ -1,0 +1,377 @@
+"""``Run``: what a loop needs to go on exactly where it was cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import attrs
+import numpy as np
+
+from rlkit import _check, backends
+from rlkit.backends.protocol import Storage, TrainerBackend
+from rlkit.backends.sampling import entropy_of
+from rlkit.errors import CheckpointError, ConfigError
+from rlkit.runs import record as records
+from rlkit.runs.lock import Lock
+from rlkit.runs.record import Record
+from rlkit.runs.retention import Retention
+from rlkit.runs.signals import Stopper
+from rlkit.runs.state import capture, encode, restore
+
+__all__ = ["Run"]
+
+T = TypeVar("T")
+
+
+class Run:
+    """A training run on disk, for a loop that stays the user's own.
+
+    ::
+
+        run = rlkit.Run("runs/first", seed=0, config={"rate": 1e-4})
+        policy = run.connect("local", model="smollm2-135m-instruct")  # from the last checkpoint, if there is one
+        kl = run.keep("kl", losses.kl.adaptive_coefficient(coef=0.1, target=0.05, horizon=1000))
+        for step in run.steps(200):  # goes on with the step that is due
+            batch = run.batch(problems, 8)  # a function of seed and step
+            ...
+            run.log({"train/loss": loss})
+            run.checkpoint(policy, every=10)
+
+    Run again, and it goes on. On the toy and the local backend on a CPU what follows is bit for bit what would have
+    followed: parameters, optimizer, seeds of sampling, everything kept, and the order of the data.
+
+    Args:
+        folder: made if missing; one process at a time writes to it.
+        seed: of ``rng``, ``batch`` and the backends; None for a fresh one, which the folder then remembers.
+        config: plain data or an attrs object, kept in config.json; a change since the last time is warned of.
+        retention: which checkpoints stay.
+        trackers: what ``log`` writes to: names of ``rlkit.tracking.registry`` or objects with ``log`` and ``close``.
+        grace: seconds that a step may still take after SIGINT or SIGTERM; a second signal ends it at once.
+
+    Attributes:
+        folder: of the run.
+        trackers: as objects.
+        step: the step that is being done, or is due.
+        seed: as given, or as remembered.
+        record: the checkpoint that it went on from, or None.
+
+    Raises:
+        ConfigError: another process writes to it, or the seed is not the one it began with.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        seed: int | None = None,
+        config: Any = None,
+        retention: Retention | None = None,
+        trackers: Sequence[Any] = ("jsonl",),
+        grace: float = 3.0,
+    ) -> None:
+        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
+            raise ConfigError(_check.problem("Run(folder)", f"got {_check.shown(folder)}", "a path"))
+        if retention is not None and not isinstance(retention, Retention):
+            raise ConfigError(
+                _check.problem("Run(retention)", f"got {_check.shown(retention)}", "rlkit.Retention(...)")
+            )
+        grace = _check.real("Run(grace)", grace, low=0.0, why="seconds")
+        self.folder = Path(folder).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in (records.POLICIES, records.CHECKPOINTS):
+            (self.folder / name).mkdir(exist_ok=True, mode=0o700)
+        self._lock = Lock(self.folder)
+        try:
+            self.retention = Retention() if retention is None else retention
+            self.seed = self._remembered(seed)
+            self._note_config(config)
+            self.record = records.latest(self.folder)
+            self.step = 0 if self.record is None else self.record.step
+            self.trackers = _made(trackers, self.folder)
+            _rewind(self.trackers, self.step)
+            from rlkit.tracking import Several
+
+            self._several = Several(self.trackers) if self.trackers else None
+        except BaseException:
+            self._lock.release()
+            raise
+        self._stopper = Stopper(grace)
+        self._policies: dict[str, TrainerBackend] = {}
+        self._kept: dict[str, Any] = {}
+        self._total: int | None = None
+        self._inside = False
+
+    def connect(self, name: str, *, role: str = "policy", **options: Any) -> Any:
+        """``rlkit.connect``, from the last checkpoint where there is one; it is closed with the run.
+
+        Args:
+            name, options: as for ``rlkit.connect``. ``init_from=`` and ``resume_from=`` count where there is no
+                checkpoint yet. ``folder=`` is the run's, and ``seed=`` its own unless given.
+            role: what it is called in checkpoints, where a loop has several.
+        """
+        if role in self._policies:
+            raise ConfigError(f"connect(role): the run has a {role!r} already; give role= another name")
+        options.setdefault("folder", str(self.folder / records.POLICIES))
+        options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
+        self._policies[role] = self._connected(name, role, options)
+        return self._policies[role]
+
+    def keep(self, name: str, kept: T) -> T:
+        """Keeps ``kept`` in checkpoints from now on, and makes it what it was in the last one.
+
+        Args:
+            name: its name there.
+            kept: a numpy Generator, a ``random.Random``, an attrs object, something with ``state()`` and ``restore()``,
+                or a dict or list of plain data. It is changed in place.
+
+        Raises:
+            ConfigError: it can not be kept, or the name is taken.
+            CheckpointError: what was saved under that name is something else.
+        """
+        if not isinstance(name, str) or not name or name in self._kept:
+            raise ConfigError(_check.problem("keep(name)", f"got {_check.shown(name)}", "a name that is not taken"))
+        capture(name, kept)
+        if self.record is not None:
+            if name in self.record.kept:
+                restore(name, kept, self.record.kept[name])
+            else:
+                warnings.warn(f"the checkpoint has no {name!r}: it starts anew", RuntimeWarning, stacklevel=2)
+        self._kept[name] = kept
+        return kept
+
+    def rng(self, name: str) -> np.random.Generator:
+        """A generator of the run's own, whose state is kept."""
+        return self.keep(f"rng/{name}", np.random.default_rng(self._stream(name)))
+
+    def value(self, name: str, make: Any) -> Any:
+        """What ``make()`` gave the first time: plain data, such as the path of a state that serves as a reference."""
+        box = self.keep(f"value/{name}", {})
+        if "value" not in box:
+            box["value"] = make()
+            encode(name, box["value"])
+        return box["value"]
+
+    def batch(self, items: Sequence[T], size: int, *, name: str = "data") -> list[T]:
+        """The items of this step: ``size`` of an endless row of epochs, each a shuffle of all items.
+
+        It depends on the run's seed, ``name``, the step and how many items there are, and on nothing else.
+        """
+        _check.integer("batch(size)", size, low=1)
+        if not items:
+            raise ConfigError("batch(items): there are none")
+        places = np.arange(self.step * size, (self.step + 1) * size)
+        found: list[T] = []
+        for epoch in np.unique(places // len(items)):
+            order = np.random.default_rng(self._stream(f"batch/{name}", int(epoch))).permutation(len(items))
+            found += [items[order[place % len(items)]] for place in places[places // len(items) == epoch]]
+        return found
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps that are left of ``total``.
+
+        SIGINT and SIGTERM let the step in progress finish, make its ``checkpoint`` due, and then end the loop with
+        KeyboardInterrupt or SystemExit(143).
+        """
+        self._total = _check.integer("steps(total)", total, low=0)
+        self._stopper.watch()
+        try:
+            while self.step < total:
+                self._inside = True
+                yield self.step
+                self._inside = False
+                self.step += 1
+                self._stop_if_asked()
+        finally:
+            self._inside = False
+            self._stopper.unwatch()
+
+    def checkpoint(
+        self,
+        policy: TrainerBackend | None = None,
+        *,
+        every: int = 1,
+        metrics: Mapping[str, float] | None = None,
+        **policies: TrainerBackend,
+    ) -> Record | None:
+        """Saves everything at the end of a step, and removes what ``retention`` does not keep.
+
+        Args:
+            policy: the policy; None, and no ``policies``: all that ``connect`` made.
+            every: only after every so many steps, after the last one, and when the run is being stopped.
+            metrics: numbers by which ``retention`` may choose.
+            policies: further ones, by role.
+
+        Returns:
+            The checkpoint, or None where none was due.
+
+        Raises:
+            CheckpointError: it could not be written; the ones before are as they were.
+        """
+        _check.integer("checkpoint(every)", every, low=1)
+        after = self.step + 1 if self._inside else self.step
+        last = self._total is not None and after == self._total
+        if not (after % every == 0 or last or self._stopper.signal is not None):
+            return None
+        saved = dict(policies) if policy is None else {"policy": policy, **policies}
+        content = {
+            "kept": {
+                **({} if self.record is None else self.record.kept),
+                **{name: capture(name, kept) for name, kept in self._kept.items()},
+            },
+            "metrics": encode("checkpoint(metrics)", dict(metrics or {})),
+            "seed": self.seed,
+        }
+        futures = {role: x.save(f"step-{after:08d}") for role, x in (saved or self._policies).items()}
+        content["policies"] = {role: self._relative(future.result()) for role, future in futures.items()}
+        record = records.write(self.folder, after, content)
+        self._remove_spent()
+        return record
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers of this step, for every tracker."""
+        if self._several is not None:
+            self._several.log(metrics, self.step if step is None else step)
+
+    def log_trajectories(self, groups: Any, step: int | None = None, **options: Any) -> None:
+        """Trajectories of this step, for the trackers that keep such. See ``rlkit.tracking.Tracker``."""
+        if self._several is not None:
+            self._several.log_trajectories(groups, self.step if step is None else step, **options)
+
+    def close(self) -> None:
+        """Closes the policies and the trackers, and lets other processes write. May be called twice."""
+        for policy in self._policies.values():
+            policy.close()
+        if self._several is not None:
+            self._several.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, step={self.step})"
+
+    def _connected(self, name: str, role: str, options: dict[str, Any]) -> TrainerBackend:
+        """The policy of the newest checkpoint that the backend can go on from."""
+        while self.record is not None and self.record.policy(role) is not None:
+            own = {k: v for k, v in options.items() if k not in ("init_from", "resume_from", "seed")}
+            try:
+                return backends.connect(name, **own, resume_from=self.record.policy(role))
+            except CheckpointError as error:
+                older = [r for r in records.records(self.folder) if r.step < self.record.step]
+                if not older or self._policies:
+                    raise
+                message = (
+                    f"skipped the checkpoint of step {self.record.step}, going on from step {older[-1].step}: {error}"
+                )
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                self._go_back(older[-1])
+        return backends.connect(name, **options)
+
+    def _go_back(self, record: Record) -> None:
+        self.record, self.step = record, record.step
+        for name, kept in self._kept.items():
+            if name in record.kept:
+                restore(name, kept, record.kept[name])
+        _rewind(self.trackers, record.step)
+
+    def _remove_spent(self) -> None:
+        found = records.records(self.folder, verify=False)
+        spent = self.retention.spent(found)
+        for record in spent:
+            for path in records.remove(record):
+                owner = next((p for p in self._policies.values() if isinstance(p, Storage)), None)
+                if owner is not None:
+                    owner.delete(path)
+        records.tidy(self.folder, [record for record in found if record not in spent])
+
+    def _relative(self, path: str) -> str:
+        own = "://" not in path and self.folder in Path(path).absolute().parents
+        return str(Path(path).absolute().relative_to(self.folder)) if own else path
+
+    def _stream(self, name: str, *numbers: int) -> np.random.SeedSequence:
+        return np.random.SeedSequence(self.seed, spawn_key=(zlib.crc32(name.encode()), *numbers))
+
+    def _stop_if_asked(self) -> None:
+        if self._stopper.signal is None:
+            return
+        self._stopper.unwatch()
+        if self._stopper.signal == signal.SIGTERM:
+            raise SystemExit(143)
+        raise KeyboardInterrupt(f"stopped before step {self.step}; run again to go on")
+
+    def _remembered(self, seed: int | None) -> int:
+        """The seed that the run began with, or ``seed``, written down."""
+        path = self.folder / "run.json"
+        if path.exists():
+            try:
+                found = int(json.loads(path.read_text("utf-8"))["seed"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{path} is damaged: {error}") from error
+            if seed is not None and seed != found:
+                raise ConfigError(f"seed: got {seed}, but the run in {self.folder} began with {found}")
+            return found
+        chosen = entropy_of(seed)
+        _write(path, {"format": 1, "seed": chosen})
+        return chosen
+
+    def _note_config(self, config: Any) -> None:
+        from rlkit.tracking import masked
+
+        if config is None:
+            return
+        plain = attrs.asdict(config) if attrs.has(type(config)) else config
+        if not isinstance(plain, Mapping):
+            raise ConfigError(
+                _check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object")
+            )
+        plain = json.loads(json.dumps(masked(plain), default=str))
+        path = self.folder / "config.json"
+        if path.exists():
+            before = json.loads(path.read_text("utf-8"))
+            changed = sorted(k for k in before.keys() | plain.keys() if before.get(k) != plain.get(k))
+            if changed:
+                warnings.warn(f"the run's config has changed: {', '.join(changed)}", RuntimeWarning, stacklevel=3)
+        _write(path, plain)
+
+
+def _made(trackers: Sequence[Any], folder: Path) -> list[Any]:
+    from rlkit import tracking
+
+    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
+        what = f"got {_check.shown(trackers)}"
+        raise ConfigError(_check.problem("Run(trackers)", what, "a sequence of names and trackers"))
+    return [tracking.registry.resolve(x)(folder) if isinstance(x, str) else x for x in trackers]
+
+
+def _rewind(trackers: Sequence[Any], step: int) -> None:
+    """Drops what was logged at ``step`` or later, which is done again."""
+    for tracker in trackers:
+        rewind = getattr(tracker, "rewind", None)
+        if rewind is not None:
+            rewind(step)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"could not write {path}: {error}") from error

@@ -1,0 +1,261 @@
+"""What a run keeps, refuses and removes."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import subprocess
+import sys
+import warnings
+
+import attrs
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.advantages import RunningBaseline
+from rlkit.runs import Retention, Run, records
+
+DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
+
+
+def some_steps(folder, steps, **options):
+    """A run of plain steps; returns the run, closed."""
+    with Run(folder, seed=0, trackers=(), **options) as run:
+        policy = run.connect("toy")
+        for step in run.steps(steps):
+            policy.forward_backward(DATA, "cross_entropy")
+            policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+            run.checkpoint(policy, metrics={"score": float(-abs(step - 4))})
+    return run
+
+
+class Counter:
+    """Kept by its own ``state`` and ``restore``."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state(self):
+        return self.count
+
+    def restore(self, state):
+        self.count = state
+
+
+class TestKeeping:
+    def test_every_kind_comes_back(self, tmp_path):
+        def made():
+            return {
+                "generator": np.random.default_rng(3),
+                "random": random.Random(3),
+                "baseline": RunningBaseline(decay=0.5),
+                "own": Counter(),
+                "dict": {"a": np.float32([1.5, 2.5]), ("x", 2): [1, (2, 3)]},
+                "list": [1, None, True, "text", 0.1],
+            }
+
+        def used(things):
+            things["baseline"].update([1.0, 2.0], ["a", ("b", 3)])
+            things["own"].count += 5
+            things["dict"]["n"] = np.arange(6, dtype=np.int64).reshape(2, 3)
+            things["list"].append(1e-320)
+            return things["generator"].normal(), things["random"].random()
+
+        with Run(tmp_path, seed=0, trackers=()) as run:
+            kept = {name: run.keep(name, x) for name, x in made().items()}
+            used(kept)
+            run.connect("toy")
+            run.checkpoint()
+            follow = used(kept)
+        with Run(tmp_path, trackers=()) as run:
+            again = {name: run.keep(name, x) for name, x in made().items()}
+            assert again["list"] == [1, None, True, "text", 0.1, 1e-320]
+            assert again["dict"]["n"].dtype == np.int64
+            assert used(again) == follow
+            assert again["baseline"] == kept["baseline"]
+            assert again["own"].count == 10
+            assert again["dict"]["x", 2] == [1, (2, 3)]
+
+    @pytest.mark.parametrize("kept", [3, "text", None, object(), {"a": object()}, {"a": float("nan")}, [np.inf]])
+    def test_what_can_not_be_kept(self, tmp_path, kept):
+        with Run(tmp_path, trackers=()) as run, pytest.raises(rlkit.ConfigError, match="kept"):
+            run.keep("kept", kept)
+
+    def test_not_finite_is_never_saved(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run:
+            run.connect("toy")
+            state = run.keep("state", {"x": np.zeros(3)})
+            run.checkpoint()
+            state["x"][1] = np.nan
+            with pytest.raises(rlkit.ConfigError, match=r"state\['x'\]"):
+                run.checkpoint()
+            state["x"][1] = 0.0
+            with pytest.raises(rlkit.ConfigError, match="metrics"):
+                run.checkpoint(metrics={"a": float("inf")})
+        assert len(records(tmp_path)) == 1
+
+    def test_another_object_under_the_name(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run:
+            run.connect("toy")
+            run.keep("x", Counter())
+            run.checkpoint()
+        with Run(tmp_path, trackers=()) as run:
+            with pytest.raises(rlkit.CheckpointError, match="x: "):
+                run.keep("x", np.random.default_rng(0))
+            with pytest.warns(RuntimeWarning, match="'new'"):
+                run.keep("new", {})
+            with pytest.raises(rlkit.ConfigError, match="taken"):
+                run.keep("new", {})
+
+    def test_what_is_not_asked_for_stays(self, tmp_path):
+        """A value that one version of the script does not keep is there for the next."""
+        with Run(tmp_path, trackers=()) as run:
+            run.connect("toy")
+            run.keep("old", {"a": 1})
+            run.checkpoint()
+        with Run(tmp_path, trackers=()) as run:
+            run.connect("toy")
+            run.checkpoint()
+        with Run(tmp_path, trackers=()) as run:
+            assert run.keep("old", {}) == {"a": 1}
+
+    def test_batches_cover_the_data(self, tmp_path):
+        with Run(tmp_path, seed=3, trackers=()) as run:
+            items, seen = list(range(10)), []
+            for _ in run.steps(10):
+                seen += run.batch(items, 3)
+            assert all(sorted(seen[k : k + 10]) == items for k in range(0, 30, 10))
+            assert seen[:10] != seen[10:20]
+            for bad in (0, -1, 1.5, None):
+                with pytest.raises(rlkit.ConfigError, match="size"):
+                    run.batch(items, bad)
+            with pytest.raises(rlkit.ConfigError, match="none"):
+                run.batch([], 2)
+
+
+class TestFolder:
+    def test_modes_and_names(self, tmp_path):
+        folder = tmp_path / "run"
+        some_steps(folder, 2)
+        for path in folder.rglob("*"):
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert not mode & 0o077, (path, oct(mode))
+
+    def test_one_writer(self, tmp_path):
+        code = f"import rlkit.runs; rlkit.runs.Run({str(tmp_path)!r}, trackers=())"
+        with Run(tmp_path, trackers=()):
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            assert done.returncode == 1
+            assert f"in use by process {os.getpid()}" in done.stderr
+        with Run(tmp_path, trackers=()):
+            pass
+
+    def test_seed_is_remembered(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run:
+            seed = run.seed
+        with Run(tmp_path, trackers=()) as run:
+            assert run.seed == seed
+        with pytest.raises(rlkit.ConfigError, match="began with"):
+            Run(tmp_path, seed=seed + 1, trackers=())
+        with Run(tmp_path, trackers=()):
+            pass  # the refused one holds no lock
+
+    def test_config_that_changes(self, tmp_path):
+        @attrs.frozen
+        class Config:
+            rate: float = 1e-4
+            api_key: str = "tml-canary-0123456789"
+
+        with Run(tmp_path, config=Config(), trackers=()):
+            pass
+        assert "canary" not in (tmp_path / "config.json").read_text()
+        with pytest.warns(RuntimeWarning, match="rate"), Run(tmp_path, config={"rate": 1e-3}, trackers=()):
+            pass
+        with pytest.raises(rlkit.ConfigError, match="config"):
+            Run(tmp_path, config=3, trackers=())
+
+    @pytest.mark.parametrize("options", [{"grace": -1}, {"retention": 3}, {"seed": -1}, {"seed": "x"}])
+    def test_bad_options(self, tmp_path, options):
+        with pytest.raises(rlkit.ConfigError):
+            Run(tmp_path / "x", trackers=(), **options)
+
+    def test_bad_calls(self, tmp_path):
+        with pytest.raises(rlkit.ConfigError, match="folder"):
+            Run("", trackers=())
+        with Run(tmp_path, trackers=()) as run:
+            run.connect("toy")
+            with pytest.raises(rlkit.ConfigError, match="role"):
+                run.connect("toy")
+            with pytest.raises(rlkit.ConfigError, match="every"):
+                run.checkpoint(every=0)
+            with pytest.raises(rlkit.ConfigError, match="total"):
+                next(run.steps(-1))
+
+
+class TestRetention:
+    def test_last_every_and_best(self, tmp_path):
+        retention = Retention(last=2, every=5, best=1, metric="score")
+        some_steps(tmp_path, 13, retention=retention)
+        left = records(tmp_path)
+        assert [record.step for record in left] == [5, 10, 12, 13]  # 5 is also the best: after the step numbered 4
+        policies = {path.name for path in (tmp_path / "policies").iterdir()}
+        assert policies == {os.path.basename(record.policy("policy")) for record in left}  # noqa: PTH119
+
+    def test_refusals(self):
+        for options in ({"last": 0}, {"every": 0}, {"best": 1}, {"best": -1}):
+            with pytest.raises(rlkit.ConfigError, match="Retention"):
+                Retention(**options)
+
+
+class TestDamage:
+    def test_falls_back_with_a_warning(self, tmp_path):
+        some_steps(tmp_path, 4, retention=Retention(last=4))
+        newest = records(tmp_path)[-1]
+        (tmp_path / newest.policies["policy"] / "toy.npz").write_bytes(b"")
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            run = Run(tmp_path, trackers=())
+        with run:
+            assert run.step == 3
+            assert run.connect("toy").version == 3
+
+    def test_every_flip_is_found(self, tmp_path):
+        """200 single bits and truncations, in every file of the newest checkpoint: all found."""
+        some_steps(tmp_path, 2, retention=Retention(last=2))
+        newest = records(tmp_path)[-1]
+        files = [
+            p
+            for folder in (newest.path, tmp_path / newest.policies["policy"])
+            for p in folder.rglob("*")
+            if p.is_file()
+        ]
+        rng = np.random.default_rng(0)
+        missed = 0
+        for k in range(200):
+            path = files[k % len(files)]
+            whole = path.read_bytes()
+            if k % 5 == 4:
+                path.write_bytes(whole[: rng.integers(len(whole))])
+            else:
+                broken = bytearray(whole)
+                broken[rng.integers(len(broken))] ^= 1 << int(rng.integers(8))
+                path.write_bytes(broken)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                missed += [record.step for record in records(tmp_path)] != [1]
+            path.write_bytes(whole)
+        assert missed == 0
+        assert [record.step for record in records(tmp_path)] == [1, 2]
+
+    def test_what_was_cut_off_is_tidied(self, tmp_path):
+        some_steps(tmp_path, 2)
+        (tmp_path / "policies" / ".step-00000009-x.partial").mkdir()
+        (tmp_path / "policies" / "step-00000009-000009-deadbeef").mkdir()
+        (tmp_path / "policies" / "mine").mkdir()
+        (tmp_path / "checkpoints" / ".step-00000009-x.partial").mkdir()
+        some_steps(tmp_path, 3)
+        left = {path.name for path in (tmp_path / "policies").iterdir()}
+        assert "mine" in left
+        assert not any("00000009" in name for name in left)
+        assert not any(p.name.startswith(".") for p in (tmp_path / "checkpoints").iterdir())
