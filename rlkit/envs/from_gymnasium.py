@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -50,16 +51,19 @@ def gymnasium(
     >>> task = gymnasium(Parity, split="test")[0]
     >>> env = task.make()
     >>> env.reset(task.seed), env.step(Action("yes")).reward
-    ('Is 2973191177 odd?', 1.0)
+    ('Is 3285312249 odd?', 1.0)
     """
     for label, value in (("make", make), ("action", action), ("text", text)):
         if not callable(value) and not (label == "text" and value is None):
             raise ConfigError(_check.problem(label, f"got {_check.shown(value)}", "a function"))
     _check.integer("size", size, low=1, high=2**30)
     seeds = _splits.seeds(split, seed)
-    return Tasks(
-        lambda _: _Env(make(), name, action, text), size, name=name, split=split, seeds=seeds, settings=settings
-    )
+    fresh = functools.partial(_fresh, make, name, action, text)
+    return Tasks(fresh, size, name=name, split=split, seeds=seeds, settings=settings)
+
+
+def _fresh(make: Callable[[], Any], name: str, action: Any, text: Any, _: int) -> _Env:
+    return _Env(make(), name, action, text)
 
 
 class _Env:
@@ -69,7 +73,7 @@ class _Env:
         self._env = env
         self._name = name
         self._action = action
-        self._text = (lambda observation: observation) if text is None else text
+        self._text = text
 
     def reset(self, seed: int) -> Any:
         answer = self._env.reset(seed=seed)
@@ -87,6 +91,9 @@ class _Env:
         close = getattr(self._env, "close", None)
         return None if close is None else close()
 
+    def _said(self, observation: Any) -> Any:
+        return observation if self._text is None else self._text(observation)
+
     async def _awaited(self, answer: Any, form: Callable[[Any], Any]) -> Any:
         return form(await answer)
 
@@ -94,11 +101,11 @@ class _Env:
         if not isinstance(answer, tuple) or len(answer) != 2:
             what = f"reset gave {type(answer).__name__}"
             raise EnvError(_check.problem(f"environment {self._name!r}", what, "(observation, info)"))
-        return self._text(answer[0])
+        return self._said(answer[0])
 
     def _next(self, answer: Any) -> StepResult:
         if not isinstance(answer, tuple) or len(answer) != 5:
             what = f"step gave {type(answer).__name__}" + (f" of {len(answer)}" if isinstance(answer, tuple) else "")
             raise EnvError(_check.problem(f"environment {self._name!r}", what, "five values"))
         observation, reward, terminated, truncated, info = answer
-        return StepResult(self._text(observation), reward, terminated, truncated, info)
+        return StepResult(self._said(observation), reward, terminated, truncated, info)

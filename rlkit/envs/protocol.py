@@ -164,8 +164,8 @@ class Task:
         index: which item of its set it is.
         seed: given to ``reset`` for every member of a group; None: the rollout derives one, the same for all members.
         settings: what this environment wants to have different.
-        score: for rewards that compare: called once with the last actions of a group's episodes, when all have ended, it
-            gives a reward for each, which is added to that of its last step. May be ``async``. None: there is none.
+        score: for rewards that compare: called once with the last actions of a group's episodes, when all have ended.
+            It gives a reward for each, which is added to that of its last step. May be ``async``. None: there is none.
     """
 
     make: Callable[[], Env] = attrs.field(repr=False)
