@@ -159,6 +159,7 @@ class Episode:
                     return ended, (*_messages(conversation), *_last(result.observation))
                 async with self._within("chat"):
                     await call(conversation.add, action, result.observation, timeout=self._left(), where="chat")
+                self._count("rewritten", int(not conversation.extends))
         except _Deadline:
             ended = "deadline"
         return ended, _messages(conversation)

@@ -144,10 +144,9 @@ class Plan:
 
     @property
     def settings(self) -> Settings:
-        """What a task may have otherwise, as a task's settings are written."""
+        """What a task may have otherwise, as a task's settings are written; ``min_n`` depends on the task's n."""
         return Settings(
             n=self.n,
-            min_n=self.min_n,
             temperature=self.params.temperature,
             max_tokens=self.params.max_tokens,
             max_turns=self.max_turns,

@@ -38,6 +38,7 @@ class _Gathering:
     settings: Settings
     start: Start | None
     refills: int
+    wanted: int  # how many trajectories make it worth keeping
     open: int  # members that have not ended
     trajectories: dict[int, Trajectory] = attrs.field(factory=dict)
     failures: list[Failure] = attrs.field(factory=list)
@@ -51,12 +52,6 @@ class _Gathering:
             number=self.number,
             step=step,
         )
-
-    @property
-    def wanted(self) -> int:
-        """How many trajectories make it worth keeping."""
-        n = self.settings.n or 1
-        return min(2, n) if self.settings.min_n is None else min(self.settings.min_n, n)
 
 
 class Runner:
@@ -162,7 +157,9 @@ class Runner:
         if plan.shared_start and n > 1:
             where = (plan.seed, self._step, number)
             start = Start(self._shared.asker, n, seeds.start_seed(*where), seeds.pauses(*where, _START))
-        gathering = _Gathering(number, task, settings, start, plan.refill, n)
+        least = 2 if plan.min_n is None else plan.min_n
+        least = min(n, least if settings.min_n is None else settings.min_n)
+        gathering = _Gathering(number, task, settings, start, plan.refill, least, n)
         self._gatherings[number] = gathering
         for member in range(n):
             await self._slots.acquire()

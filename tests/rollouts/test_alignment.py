@@ -99,6 +99,7 @@ def episodes(chat, count, seed=0):
     params = SamplingParams(max_tokens=7)
     groups = asyncio.run(rollout(sampler, tasks, n=2, min_n=1, params=params, chat=CHATS[chat], seed=seed))
     assert groups.metrics["env/hostile/failed"] == 0
+    assert (groups.metrics["env/hostile/rewritten"] > 0) == (chat == "rewrites")
     return sampler, [t for group in groups for t in group.trajectories]
 
 

@@ -144,6 +144,26 @@ def test_a_task_may_have_its_own_seed_and_settings():
     assert {len(t.turns) for t in b.trajectories} == {3}
 
 
+def test_min_n_is_never_more_than_n():
+    """A task with a smaller group is kept whole; a task's own min_n stands above the plan's."""
+    tasks = [Task(Counted, "one", settings=Settings(n=1)), Task(Counted, "two")]
+    assert [len(group) for group in run(tasks, n=4, min_n=4)] == [1, 4]
+    failing = Task(Flaking, "flaking", settings=Settings(min_n=1))
+    assert len(run([Counted, failing], n=2, min_n=2, concurrency=1)[1].failures) == 1
+
+
+class Flaking(Counted):
+    """The second one of a group fails."""
+
+    made_here = 0
+
+    def reset(self, seed):
+        Flaking.made_here += 1
+        if Flaking.made_here % 2 == 0:
+            raise OSError("gone")
+        return super().reset(seed)
+
+
 def test_turns_are_limited():
     (group,) = run(Endless, max_turns=4)
     assert {(len(t.turns), t.ended, t.truncated, t.terminated) for t in group.trajectories} == {
@@ -221,6 +241,7 @@ def test_metrics():
     assert metrics["env/Informed/episodes"] == metrics["env/Informed/terminated"] == 4
     assert metrics["env/Informed/groups"] == 1
     assert metrics["env/Informed/turns"] == 3
+    assert metrics["env/Informed/rewritten"] == 0
     assert metrics["env/Informed/reward"] == np.mean([t.reward for t in trajectories])
     assert metrics["env/Informed/tokens"] == np.mean([t.token_count for t in trajectories])
     assert metrics["env/Informed/info/success"] == 1
