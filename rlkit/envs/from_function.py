@@ -67,8 +67,9 @@ def function(
     fields = _fields(reward)
     ready = isinstance(prompts, (list, tuple))  # others may read each row from a disk
     for i in range(len(prompts) if ready else 1):
-        _prompt(f"prompts[{i}]", prompts[i])
-        fields(f"prompts[{i}]", prompts[i])
+        row = prompts[i]
+        _prompt(f"prompts[{i}]", row)
+        fields(f"prompts[{i}]", row)
 
     def make(index: int) -> _Prompt:
         row = prompts[index]

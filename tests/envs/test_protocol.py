@@ -6,6 +6,7 @@ import collections
 import copy
 import pickle
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -155,6 +156,7 @@ def test_a_part_of_the_tasks():
         part[5:]
 
 
+@hypothesis.settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**64))
 def test_each_task_once_per_pass_whatever_the_size(n, seed):
     """Cut into batches of any size, the stream is the same, and every n places of it hold every task."""
