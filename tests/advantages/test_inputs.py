@@ -139,6 +139,68 @@ def test_bad_settings(name: str, settings: dict[str, Any], message: str) -> None
         adv.registry[name]([1.0, 0.0], **settings)
 
 
+TWO = [1.0, 0.0]
+NEEDS: dict[str, dict[str, Any]] = {  # what an estimator can not do without, besides two rewards
+    "gae": {"values": TWO},
+    "gdpo": {"rewards": [TWO]},
+    "gigpo": {"states": ["a", "a"]},
+    "hierarchical_grpo": {"roles": ["a", "a"], "groups": ["g", "g"]},
+    "jsd": {"teacher_logprobs": [-1.0], "sampling_logprobs": [-1.0]},
+    "lambda_returns": {"values": TWO},
+    "n_step_returns": {"values": TWO},
+    "on_policy_distillation": {"teacher_logprobs": [-1.0], "sampling_logprobs": [-1.0]},
+    "opo": {"lengths": [1, 2]},
+    "pkpo": {"k": 2},
+    "potential_shaping": {"potentials": TWO},
+    "rebn": {"returns": TWO},
+    "reinforce_pp_baseline": {"lengths": [1, 2]},
+    "remax": {"baseline": 0.5},
+    "step_wise_grpo": {"steps": [1, 1]},
+    "vtrace": {"values": TWO, "log_ratios": TWO},
+    "length_adaptive_lambda": {"lengths": [1, 2]},
+}
+SHARED = {"ddof": [-1, 2], "eps": [-1e-9, INF], "gamma": [-0.5, 1.01], "lam": [-0.5, 1.01], "singleton": ["one", None]}
+
+
+@pytest.mark.parametrize("name", sorted(adv.registry))
+def test_shared_settings_are_checked_by_all(name: str) -> None:
+    """A setting that many estimators have is checked by each of them, and its ends are allowed."""
+    function = adv.registry[name]
+    parameters = inspect.signature(function).parameters
+    given = {"rewards": TWO, **NEEDS.get(name, {})}
+    given = {key: value for key, value in given.items() if key in parameters}
+    for key in parameters.keys() & SHARED.keys():
+        for bad in SHARED[key]:
+            with pytest.raises(ConfigError, match=f"^{key}"):
+                function(**given, **{key: bad})
+    for key in parameters.keys() & {"gamma", "lam"}:
+        for good in (0, 1, 0.0, 1.0):
+            function(**given, **{key: good})
+
+
+def test_the_largest_numbers() -> None:
+    """1e150 is the largest reward, weight and value, and itself allowed."""
+    assert np.isfinite(adv.grpo([1e150, -1e150])).all()
+    assert np.isfinite(adv.gdpo([TWO, TWO], weights=[1e150, -1e150 / 2])).all()
+    assert adv.discounted_returns([0.0], bootstrap_value=[1e150]).tolist() == [1e150]
+    with pytest.raises(DataError, match=r"^weights\[1\]"):
+        adv.gdpo([TWO, TWO], weights=[1.0, 1.1e150])
+
+
+def test_the_longest_lengths() -> None:
+    """Lengths are whole numbers that float64 holds exactly: below 2^53."""
+    most = 2**53 - 1
+    assert np.isfinite(adv.opo(TWO, lengths=[1, most])).all()
+    assert np.isfinite(adv.token_weights([1, most])).all()
+    for refused in (2**53, 2.0**53):
+        with pytest.raises(DataError, match=r"^lengths\[1\]"):
+            adv.opo(TWO, lengths=[1, refused])
+        with pytest.raises(DataError, match=r"^lengths\[1\]"):
+            adv.token_weights([1, refused])
+    with pytest.raises(DataError, match=r"^steps\[1\]"):
+        adv.step_wise_grpo(TWO, [1, 2**31])
+
+
 BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("discounted_returns", [1.0, 2.0], {"mask": [1]}, "mask"),
     ("discounted_returns", [1.0, 2.0], {"mask": [1, 2]}, r"mask\[1\]: is 2"),
@@ -178,7 +240,12 @@ BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("pkpo", [1.0, 0.0], {"k": 3}, "rewards"),
     ("step_wise_grpo", [1.0, 0.0], {"steps": [1]}, "steps"),
     ("step_wise_grpo", [1.0, 0.0], {"steps": [1, 0]}, r"steps\[1\]"),
-    ("gigpo", [1.0, 0.0], {"states": "ab"}, "states"),
+    ("gigpo", [1.0, 0.0], {"states": "ab"}, "states: got 'ab'"),
+    ("gigpo", [[1.0], [0.0]], {"states": b"ab"}, "states: got b'ab'"),
+    ("gigpo", [[1.0], [0.0]], {"states": 3}, "states: got 3"),
+    ("gdpo", np.array([1.0, 2.0]), {}, "rewards: got"),
+    ("pkpo", [[1.0, 0.0], [0.0], [1.0]], {"k": 2}, r"rewards\[1\]: has 1 rewards"),
+    ("pass_at_k", [[1.0, 0.0], [0.5, 0.5]], {"method": "analytic", "k": 2}, r"rewards\[1\]\[0\]: is 0.5"),
     ("gigpo", [[1.0], [0.0]], {"states": [["a"]]}, "states"),
     ("gigpo", [[1.0], [0.0, 1.0]], {"states": [["a"], ["b"]]}, r"states\[1\]"),
     ("gigpo", [[1.0], [0.0]], {"states": [["a"], [[1]]]}, r"states\[1\]\[0\]"),

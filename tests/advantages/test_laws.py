@@ -318,6 +318,8 @@ SEEN = {"count": 3, "mean": 4.0, "squares": 6.0, "lowest": 2.0, "highest": 5.0}
         (adv.RunningBaseline, {"baselines": {"a": "1"}}, r"baselines\['a'\]: got '1'"),
         (adv.RunningBaseline, {"baselines": {"a": float("nan")}}, r"baselines\['a'\]: got nan"),
         (adv.RunningBaseline, {"baselines": {"a": 0.0, 3: 1e151}}, r"baselines\[3\]: got 1e\+151"),
+        (adv.RunningNormalization, {"ddof": 2}, "ddof"),
+        (adv.RunningNormalization, {"eps": -1.0}, "eps"),
         (adv.RunningNormalization, {**SEEN, "count": 1.5}, "count: got 1.5"),
         (adv.RunningNormalization, {**SEEN, "count": -1}, "count: got -1"),
         (adv.RunningNormalization, {**SEEN, "count": 0}, "count: is 0"),

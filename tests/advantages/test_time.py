@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,9 @@ def test_kl_penalty_of_far_policies() -> None:
     penalty = adv.kl_penalty(sampling_logprobs=[[-5000.0], []], reference_logprobs=[[0.0], []], estimator="k3")
     assert np.isfinite(penalty[0]).all()
     assert penalty[1].size == 0
+    for distance, counted in ((-200.0, 200.0), (-300.0, 300.0), (-400.0, 300.0)):  # log-ratios count as at most 300
+        far = adv.kl_penalty(sampling_logprobs=[distance], reference_logprobs=[0.0], coef=1.0, estimator="k3")
+        np.testing.assert_allclose(far, [-(math.exp(counted) - 1.0 + distance)], rtol=1e-12)
 
 
 def test_jsd_ends() -> None:
