@@ -21,7 +21,7 @@ __all__ = ["OffTemperature", "TinkerSampler"]
 
 OffTemperature: TypeAlias = Literal["raise", "rescore", "keep"]
 Inner: TypeAlias = "concurrent.futures.Future[Any]"
-_SEED_LIMIT = 2**63
+_SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, some of them in 32 bits
 
 
 class TinkerSampler:
@@ -231,4 +231,4 @@ def _prompt(array: np.ndarray) -> Any:
 
 def _folded(seed: int) -> int:
     """A seed of any size as one that the service takes."""
-    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]) % _SEED_LIMIT
