@@ -85,6 +85,17 @@ def test_template_tokens_in_text_of_the_environment():
     assert token in ControlText(t, None).encode(ControlText(t, None).mark("a <tool_call> b"))
 
 
+def test_two_contents_do_not_make_one_token():
+    """Wherever a control token is cut in two, and whatever the template trims at the cut."""
+    t = tokenizer("qwen3")
+    control = ControlText(t, QWEN3)
+    tokens = [t.hf.convert_tokens_to_ids(text) for text in ("<|im_end|>", "</think>")]
+    for text in ("<|im_end|>", "</think>"):
+        for i in range(1, len(text)):
+            halves = control.mark(f"a {text[:i]} \n"), control.mark(text[i:])
+            assert not np.isin(control.encode(halves[0].rstrip() + halves[1]), tokens).any(), text[:i]
+
+
 def test_special_tokens_of_the_template_stay():
     t = tokenizer("qwen3")
     control = ControlText(t, QWEN3)
