@@ -85,17 +85,20 @@ def check(record: Record) -> None:
             saves.read(path, backend=None)
 
 
+def paths(folder: Path) -> list[Path]:
+    """The folders of its checkpoints, damaged ones too, oldest first."""
+    parent = folder / CHECKPOINTS
+    found = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
+    return sorted(found, key=lambda path: (path.name[:13], path.stat().st_mtime_ns))
+
+
 def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Record]:
     """The checkpoints of the run in ``folder``, by step, oldest first.
 
     Those that are damaged are left out with a warning; with ``verify=False`` the policies' files are not read.
     """
     found = []
-    parent = Path(folder) / CHECKPOINTS
-    names = sorted(parent.iterdir()) if parent.is_dir() else []
-    for path in names:
-        if not _NAME.fullmatch(path.name):
-            continue
+    for path in paths(Path(folder)):
         try:
             record = read(path)
             if verify:
@@ -104,14 +107,12 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
             warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
             continue
         found.append(record)
-    return sorted(found, key=lambda record: (record.step, record.path.stat().st_mtime_ns))
+    return found
 
 
 def latest(folder: Path) -> Record | None:
     """The newest checkpoint that is whole; those after it that are not are skipped with a warning."""
-    parent = folder / CHECKPOINTS
-    names = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
-    for path in sorted(names, key=lambda p: (p.name[:13], p.stat().st_mtime_ns), reverse=True):
+    for path in reversed(paths(folder)):
         try:
             record = read(path)
             check(record)

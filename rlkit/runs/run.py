@@ -244,6 +244,12 @@ class Run:
         if self._several is not None:
             self._several.log_trajectories(groups, self.step if step is None else step, **options)
 
+    def report(self, out: str | os.PathLike[str] | None = None) -> Path:
+        """Writes the run as one HTML page, report.html in its folder. See ``rlkit.report.write``."""
+        from rlkit.report import write
+
+        return write(self.folder, None if out is None else Path(out))
+
     def close(self) -> None:
         """Closes the policies and the trackers, and lets other processes write. May be called twice."""
         for policy in self._policies.values():
@@ -257,6 +263,11 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        from rlkit.report import Display
+
+        return Display(self.folder)._repr_html_()  # it has no other name
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, step={self.step})"

@@ -1,0 +1,98 @@
+"""List, verify, export and remove the checkpoints of a run.
+
+rlkit checkpoints RUN                            what is there, and whether it is whole
+rlkit checkpoints RUN --export FOLDER            the newest policy as a peft adapter
+rlkit checkpoints RUN --export FOLDER --merged   the same merged into its base, as a model of its own
+rlkit checkpoints RUN --keep 3                   removes all but the newest three
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlkit.runs import Record
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``rlkit checkpoints``."""
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--step", type=int, help="which one to export (default: the newest that is whole)")
+    parser.add_argument("--role", default="policy", help="which policy of it (default: policy)")
+    parser.add_argument("--export", metavar="FOLDER", help="a folder that is not there yet")
+    parser.add_argument("--merged", action="store_true", help="merged into its base")
+    parser.add_argument("--keep", type=int, metavar="N", help="removes all but the newest N")
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 where a checkpoint is damaged, else 0."""
+    from rlkit.errors import CheckpointError
+    from rlkit.runs import record as records
+    from rlkit.runs.lock import Lock
+    from rlkit.runs.retention import Retention
+
+    folder = Path(options.folder)
+    if not (folder / records.CHECKPOINTS).is_dir():
+        raise CheckpointError(f"{folder} is no run: it has no {records.CHECKPOINTS}")
+    whole, damaged = [], 0
+    for path in records.paths(folder):
+        try:
+            record = records.read(path)
+            records.check(record)
+        except CheckpointError as error:
+            damaged += 1
+            print(f"{path.name}  damaged: {error}")
+            continue
+        whole.append(record)
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
+        print(f"step {record.step:<8} whole  {_size(record):>9}  {numbers}".rstrip())
+    if options.export is not None:
+        print(_export(whole, options))
+    if options.keep is not None:
+        lock = Lock(folder)
+        try:
+            for record in Retention(last=options.keep).spent(whole):
+                elsewhere = records.remove(record)
+                print(f"removed step {record.step}", *[f"(still on the service: {path})" for path in elsewhere])
+        finally:
+            lock.release()
+    return 1 if damaged else 0
+
+
+def _size(record: Record) -> str:
+    total = 0
+    for role in record.policies:
+        path = record.policy(role)
+        if path is not None and "://" not in path:
+            total += sum(p.stat().st_size for p in Path(path).rglob("*") if p.is_file())
+    return f"{total / 1e6:.1f} MB" if total else ""
+
+
+def _export(whole: list[Record], options: argparse.Namespace) -> str:
+    from rlkit.backends import saves
+    from rlkit.errors import CheckpointError, UnsupportedError
+
+    chosen = [record for record in whole if options.step in (None, record.step)]
+    path = chosen[-1].policy(options.role) if chosen else None
+    if path is None:
+        which = "is whole" if options.step is None else f"of step {options.step} is whole"
+        raise CheckpointError(f"no checkpoint {which} and has a {options.role!r}")
+    if "://" in path:
+        raise UnsupportedError(f"{path} is on a service; its own tools export it (`tinker checkpoint download`)")
+    if options.merged:
+        from rlkit.backends.local.export import save_merged
+
+        return save_merged(path, options.export)
+    source, _ = saves.read(path, backend="local")
+    if Path(options.export).exists():
+        raise CheckpointError(f"{options.export} exists already; name a new folder")
+    target = Path(options.export)
+    target.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(source / name, target / name)
+    return str(target)

@@ -1,0 +1,112 @@
+"""The command line about runs."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlkit
+from rlkit.cli import main
+from rlkit.runs import Retention, Run
+from tests.models.build import build
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of three steps on the toy, with metrics."""
+    with Run(tmp_path / "run", seed=0, retention=Retention(last=5)) as run:
+        policy = run.connect("toy")
+        for step in run.steps(3):
+            loss = policy.forward_backward([rlkit.Datum([65, 66], [0, 1])], "cross_entropy")
+            policy.optim_step(rlkit.Adam()).result()
+            run.log({"train/loss": loss.result().metrics["loss:sum"]})
+            run.checkpoint(policy, metrics={"score": step / 10})
+    return tmp_path / "run"
+
+
+def test_checkpoints_lists_and_finds_damage(folder, capsys):
+    assert main(["checkpoints", str(folder)]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[1] for line in listed.splitlines()] == ["1", "2", "3"]
+    assert "score 0.2" in listed
+    (rlkit.runs.records(folder)[0].path / "state.json").write_text("{}")
+    assert main(["checkpoints", str(folder)]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_checkpoints_keep(folder, capsys):
+    assert main(["checkpoints", str(folder), "--keep", "1"]) == 0
+    assert "removed step 1" in capsys.readouterr().out
+    assert [record.step for record in rlkit.runs.records(folder)] == [3]
+    assert main(["checkpoints", str(folder), "--keep", "0"]) == 2
+    with Run(folder, trackers=()):
+        assert main(["checkpoints", str(folder), "--keep", "1"]) == 2
+    assert "in use" in capsys.readouterr().err
+
+
+def test_checkpoints_of_what_is_no_run(tmp_path, capsys):
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, of every adapter on a tied head
+def test_export(tmp_path, capsys):
+    """The adapter loads with peft's own loader; merged, it is a model that needs no adapter."""
+    import peft
+    import torch
+    import transformers
+
+    model = build("llama", tmp_path / "model")
+    with Run(tmp_path / "run", seed=0, trackers=()) as run:
+        policy = run.connect("local", model=str(model), lora=rlkit.Lora(rank=4))
+        data = [rlkit.Datum([3, 4, 5, 6], [0, 1, 1, 1])]
+        policy.forward_backward(data, "cross_entropy")
+        policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
+        run.checkpoint(policy)
+        own = policy.forward(data).result().selected[0]
+    assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "adapter")]) == 0
+    assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "whole"), "--merged"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    for found in (
+        peft.PeftModel.from_pretrained(base, tmp_path / "adapter"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole"),
+    ):
+        with torch.no_grad():
+            logprobs = found(torch.tensor([[3, 4, 5, 6]])).logits[0].log_softmax(-1)
+        scored = [logprobs[i, t].item() for i, t in enumerate([4, 5, 6])]
+        assert scored == pytest.approx(own.tolist(), abs=1e-4)
+    assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "adapter")]) == 2
+    assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "x"), "--step", "9"]) == 2
+    assert "of step 9" in capsys.readouterr().err
+
+
+def test_report(folder, capsys, tmp_path):
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert "</html>" in (tmp_path / "page.html").read_text()
+    with Run(folder) as run:
+        assert run.report() == folder / "report.html"
+        assert "loss" in run._repr_html_()
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert "rlkit" in told
+    assert "device" in told
+    assert "no key" in told
+    tinker = pytest.importorskip("tinker", reason="needs the extra tinker")
+    del tinker
+    from rlkit.testing import FakeTinker
+
+    with FakeTinker(seed=0, names=("toy",)) as fake:
+        monkeypatch.setenv("TINKER_BASE_URL", fake.base_url)
+        monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
+        assert main(["doctor"]) == 0
+        assert "the key works: toy" in capsys.readouterr().out
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrong-key")
+        assert main(["doctor"]) == 1
+        told = capsys.readouterr().out
+        assert "401" in told
+        assert "tml-wrong-key" not in told
+        assert main(["doctor", "--offline"]) == 0
