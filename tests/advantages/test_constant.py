@@ -128,3 +128,26 @@ def test_defaults_of_the_running_objects_are_pinned():
 def test_pass_at_k_where_the_deviation_vanishes():
     """A deviation too small for float64 divides by 1, not by 0."""
     assert adv.pass_at_k([0.0, 0.0, 0.0, 5e-324], ddof=0, eps=0.0).tolist() == [0.0, 0.0, 0.0, 5e-324]
+
+
+def test_running_normalization_where_squares_vanish():
+    """Squares too small for float64 give zeros, not a division by 0."""
+    assert adv.running_normalization(eps=0.0).update([0.0, 1e-200]).tolist() == [0.0, 0.0]
+
+
+def test_constant_among_those_with_tokens():
+    """What is normalised over tokens is constant where all samples that have tokens are alike, whatever the others."""
+    found = adv.reinforce_pp_baseline([[1.0, 0.5, 0.0], [1.0, 0.5, 0.0]], lengths=[[0, 3, 0], [0, 2, 0]])
+    assert (found == 0.0).all()
+
+
+def test_opo_without_tokens():
+    """A group without a token gets 0, one beside it does not."""
+    found = adv.opo([[1.0, 0.0], [1.0, 0.0]], lengths=[[0, 0], [1, 1]])
+    assert found.tolist() == [[0.0, 0.0], [0.5, -0.5]]
+
+
+def test_maxrl_of_means_near_zero():
+    """A mean that may be rounding (below 1e-12 of the largest reward) gives 0, one just above does not."""
+    assert (adv.maxrl([1.0, -1.0 + 1.5e-12]) == 0.0).all()
+    assert adv.maxrl([1.0, -1.0 + 3e-12])[0] == pytest.approx(1.0 / 1.5e-12, rel=1e-3)

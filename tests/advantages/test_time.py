@@ -219,6 +219,8 @@ def test_kl_penalty_of_far_policies() -> None:
     for distance, counted in ((-200.0, 200.0), (-300.0, 300.0), (-400.0, 300.0)):  # log-ratios count as at most 300
         far = adv.kl_penalty(sampling_logprobs=[distance], reference_logprobs=[0.0], coef=1.0, estimator="k3")
         np.testing.assert_allclose(far, [-(math.exp(counted) - 1.0 + distance)], rtol=1e-12)
+    far = adv.kl_penalty(sampling_logprobs=[-1e75], reference_logprobs=[0.0], coef=1.0, estimator="k2")
+    np.testing.assert_allclose(far, [-0.5e150], rtol=1e-12)
 
 
 def test_jsd_ends() -> None:
