@@ -77,7 +77,7 @@ def service_client(
     try:
         client = bounded(make, seconds)
     except BaseException as error:
-        link.closed = True  # ends what the SDK still tries
+        link.close()  # ends what the SDK still tries
         if isinstance(error, BackendTimeout):
             raise faults.late(f"connect to {where}", seconds, link=link) from error
         if isinstance(error, tinker.TinkerError) and "api_key" in str(error):
@@ -127,13 +127,15 @@ def _checked_address(address: str | None) -> bool:
     """Whether it is on this machine. Raises ConfigError where the key would travel in clear."""
     if address is None:
         return False
-    parts = urllib.parse.urlsplit(address)
     if "@" in address:
         raise ConfigError("base_url: holds a user name or password; give the key as api_key= or TINKER_API_KEY")
+    form = _check.problem("base_url", f"is {secrets.redact(address)!r}", "https://host, or http://127.0.0.1:port")
+    try:
+        parts = urllib.parse.urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(form) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(
-            _check.problem("base_url", f"is {secrets.redact(address)!r}", "https://host, or http://127.0.0.1:port")
-        )
+        raise ConfigError(form)
     local = parts.hostname == "localhost" or _loopback(parts.hostname)
     if parts.scheme == "http" and not local:
         raise ConfigError(

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rlkit.backends.tinker import secrets
 from rlkit.errors import UnsupportedError
 
 __all__ = ["DEDUPLICATES", "HEADER", "LOST", "Link", "Trouble", "install"]
@@ -58,12 +59,41 @@ class Link:
         self.closed = False
         self.trouble: Trouble | None = None
         self._resend = resend
+        self._clients: list[Any] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0
         self._next = 0.0
         _links[self.name] = self
 
+    def guard(self, http: Any) -> None:
+        """Has an ``httpx.AsyncClient`` send by way of this."""
+        self._clients.append(http)
+        http.follow_redirects = False
+        transport: Any = getattr(http, "_transport", None)
+        if type(transport).__name__ == "AsyncPyqwestTransport":  # it follows redirects itself
+            pyqwest = importlib.import_module("pyqwest")
+            made = pyqwest.HTTPTransport(tls_include_system_certs=True, follow_redirects=False)
+            http._transport = type(transport)(made)  # noqa: SLF001  # there is no other way to it
+        send = http.send
+        http.send = lambda request, **options: self.send(send, request, **options)
+
+    def close(self) -> None:
+        """Sends nothing any more, and closes what is open; the SDK does not where connecting failed."""
+        self.closed = True
+        clients, self._clients, loop = self._clients, [], self._loop
+        if loop is None or loop.is_closed():
+            return
+
+        async def close() -> None:
+            await asyncio.gather(*(http.aclose() for http in clients), return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(close(), loop)
+
     async def send(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
         """The answer to ``request``, by an HTTP client's own ``send``."""
+        self._loop = asyncio.get_running_loop()
+        if request.url.path.endswith("/telemetry"):  # the SDK reports the headers of requests that failed
+            request = _redacted(request)
         while self._failures >= _PATIENCE and not self.closed:
             now = time.monotonic()
             if now >= self._next:
@@ -128,9 +158,7 @@ def _guarding(make: Callable[..., Any]) -> Callable[..., Any]:
             http = getattr(client, "_client", None)
             if http is None:
                 raise UnsupportedError("rlkit needs tinker 0.38, or a later one whose clients have an HTTP client")
-            link, send = _links.get(name) or Link(resend=None), http.send
-            http.follow_redirects = False
-            http.send = lambda request, **options: link.send(send, request, **options)
+            (_links.get(name) or Link(resend=None)).guard(http)
         return client
 
     guarded.rlkit_guard = True  # type: ignore[attr-defined]
@@ -169,6 +197,19 @@ def _trains(request: Any) -> bool:
 def _answer(request: Any, detail: str) -> Any:
     httpx = importlib.import_module("httpx")
     return httpx.Response(LOST, headers={"x-should-retry": "false"}, json={"detail": detail}, request=request)
+
+
+def _redacted(request: Any) -> Any:
+    """The same request with keys masked in its JSON body."""
+    text = request.content.decode("utf-8", "replace")
+    masked = secrets.redact(text)
+    if masked == text:
+        return request
+    httpx = importlib.import_module("httpx")
+    headers = {name: value for name, value in request.headers.items() if name != "content-length"}
+    return httpx.Request(
+        request.method, request.url, headers=headers, content=masked.encode(), extensions=request.extensions
+    )
 
 
 async def _detail(response: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import re
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 __all__ = ["clean", "hide", "last_warning", "redact", "watch_logs"]
 
 _LOGGERS = ("tinker", "httpx", "httpcore")
+_HEADERS = ("x-api-key", "authorization", "cf-access-client-secret")
 _MASK = "***"
 # What a key looks like, wherever it comes from: the service's own prefix, a JWT, and the values of headers that carry
 # one.
@@ -58,17 +60,62 @@ def redact(text: str) -> str:
 
 
 def clean(error: BaseException) -> None:
-    """Masks keys in the arguments and messages of a foreign error and of its causes, in place."""
+    """Masks keys in a foreign error and all that are attached to it, in place: texts, requests and answers."""
     seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
+    left: list[BaseException | None] = [error]
+    while left:
+        current = left.pop()
+        if current is None or id(current) in seen:
+            continue
         seen.add(id(current))
-        if any(isinstance(x, str) and redact(x) != x for x in current.args):
-            current.args = tuple(redact(x) if isinstance(x, str) else x for x in current.args)
-        message = getattr(current, "message", None)
-        if isinstance(message, str) and redact(message) != message:
-            current.message = redact(message)  # type: ignore[attr-defined]
-        current = current.__cause__ or current.__context__
+        left += [current.__cause__, current.__context__]
+        if current.args != (args := _masked(current.args)):
+            current.args = args
+        for name in ("message", "body"):
+            value = getattr(current, name, None)
+            if value is not None and (masked := _masked(value)) != value:
+                with contextlib.suppress(AttributeError):
+                    setattr(current, name, masked)
+        response = getattr(current, "response", None)
+        _clean_headers(current)
+        _clean_headers(response)
+        if response is not None:
+            _clean_content(response)
+
+
+def _clean_content(response: Any) -> None:
+    """Of an answer that was read, and of the request that a redirect would have led to."""
+    if getattr(response, "next_request", None) is not None:
+        response.next_request = None
+    content = getattr(response, "_content", None)
+    if isinstance(content, bytes) and (masked := _masked(content)) != content:
+        response._content = masked  # noqa: SLF001  # it can not be set otherwise
+        vars(response).pop("_text", None)
+
+
+def _masked(value: Any) -> Any:
+    """``value`` with every text in it redacted."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, bytes):
+        text = value.decode("latin-1")
+        return redact(text).encode("latin-1")
+    if isinstance(value, dict):
+        return {_masked(k): _masked(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_masked(x) for x in value)
+    return value
+
+
+def _clean_headers(owner: Any) -> None:
+    """Of an error's or an answer's request, which is not sent again."""
+    try:
+        headers = owner.request.headers
+        names = [name for name, value in headers.items() if name in _HEADERS or redact(value) != value]
+        for name in names:
+            headers[name] = _MASK
+    except (AttributeError, RuntimeError, TypeError):
+        return  # it has none
 
 
 class _Redact(logging.Filter):
@@ -83,6 +130,7 @@ class _Redact(logging.Filter):
         if masked != text:
             record.msg, record.args = masked, ()
         if record.exc_info and record.exc_info[1] is not None:
+            clean(record.exc_info[1])
             record.exc_text = redact("".join(traceback.format_exception(*record.exc_info))).rstrip()
         if record.levelno >= logging.WARNING and record.name.partition(".")[0] == "tinker":
             global _warned  # noqa: PLW0603  # one for the process, as the SDK's loggers are
@@ -94,12 +142,27 @@ _filter = _Redact()
 
 
 def watch_logs() -> None:
-    """Puts the filter on every logger of the SDK and of its HTTP client that exists; may be called again."""
+    """Masks keys in what the SDK and its HTTP client log, from now on; may be called again.
+
+    Their loggers get a filter; those that are made later are met where records are made.
+    """
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOGGERS]
     for name in {*_LOGGERS, *names}:
         logger: Any = logging.getLogger(name)
         if _filter not in logger.filters:
             logger.addFilter(_filter)
+    make = logging.getLogRecordFactory()
+    if getattr(make, "rlkit_redacts", False):
+        return
+
+    def masking(*args: Any, **options: Any) -> logging.LogRecord:
+        record = make(*args, **options)
+        if record.name.partition(".")[0] in _LOGGERS:
+            _filter.filter(record)
+        return record
+
+    masking.rlkit_redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(masking)
 
 
 def last_warning(seconds: float) -> str | None:

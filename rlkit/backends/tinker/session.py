@@ -165,7 +165,7 @@ class Session:
             secrets.clean(error)
             for future in closing:
                 future.future().cancel()  # ends the SDK's own tries, and closes its connections
-        self.link.closed = True
+        self.link.close()
 
     def _created(self, model: str, lora: Lora | None, seed: int | None, optimizer: Any) -> Any:
         lora = Lora() if lora is None else lora
