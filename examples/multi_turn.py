@@ -58,7 +58,7 @@ def train(steps: int, *, keep: str | None = None) -> tuple[list[float], rlkit.ev
             groups = rollout_sync(sampler, tasks.batch(step, 4), step=step, plan=plan)
         if keep is not None:
             append(keep, groups)
-        trajectories = [t for group in groups for t in group.trajectories if t.turns]
+        trajectories = [t for group in groups for t in group.trajectories]
         returns = discounted_returns([t.rewards for t in trajectories], gamma=0.9)
         weights = token_weights([t.token_count for t in trajectories])
         data = []

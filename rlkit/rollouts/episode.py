@@ -25,6 +25,8 @@ from rlkit.types import Sample, SamplingParams
 __all__ = ["Episode", "Shared"]
 
 _SHORT = 500
+_KINDS = {"context": "context", "deadline": "timeout"}
+_LEFT = {"context": "room in the context", "deadline": "time"}
 
 
 @attrs.frozen
@@ -43,11 +45,11 @@ class Shared:
 class _Fault(Exception):
     """Something that is not the policy's doing; ends an attempt."""
 
-    def __init__(self, where: str, error: Exception, *, timeout: bool = False) -> None:
+    def __init__(self, where: str, error: Exception, *, kind: str | None = None) -> None:
         super().__init__(str(error))
         self.where = where
         self.error = error
-        self.timeout = timeout
+        self.kind = type(error).__name__ if kind is None else kind
 
 
 class _Deadline(Exception):
@@ -98,9 +100,8 @@ class Episode:
                     trajectory = await self._attempt()
         except _Fault as fault:
             self.error = fault.error
-            kind = "timeout" if fault.timeout else type(fault.error).__name__
             text = str(fault.error)[:_SHORT]
-            return Failure(self._task.name, kind, text, fault.where, len(self._turns), self._member)
+            return Failure(self._task.name, fault.kind, text, fault.where, len(self._turns), self._member)
         if trajectory is None:  # pragma: no cover  # the last attempt returns or raises
             raise AssertionError
         return trajectory
@@ -142,6 +143,9 @@ class Episode:
             while True:
                 prompt = conversation.prompt
                 ended, params = self._room(prompt)
+                if params is None and not self._turns:  # nothing to keep, and not the policy's doing
+                    what = f"the first prompt, of {prompt.size} tokens, left no {_LEFT[ended]}"
+                    raise _Fault("chat", DataError(f"rollout: {what}"), kind=_KINDS[ended])
                 if params is None:
                     break
                 sample = await self._sampled(prompt, params)
@@ -178,7 +182,7 @@ class Episode:
             over = self._left() == 0.0
             if over and self._turns:
                 raise _Deadline from error
-            raise _Fault(where, error, timeout=True) from error
+            raise _Fault(where, error, kind="timeout") from error
         except Exception as error:
             raise _Fault(where, error) from error
 
@@ -232,7 +236,7 @@ class Episode:
                 raise SamplerFailed(dead) from error
             if self._turns:
                 raise _Deadline from error
-            raise _Fault("sampler", error, timeout=True) from error
+            raise _Fault("sampler", error, kind="timeout") from error
         except DataError as error:
             raise _Fault("sampler", error) from error
         finally:

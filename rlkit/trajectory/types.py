@@ -95,7 +95,7 @@ class Trajectory:
     """One episode.
 
     Args:
-        turns: in order; may be empty, where the first prompt already did not fit.
+        turns: in order; those that rollouts yield have at least one.
         terminated: the environment came to an end of its own.
         truncated: a limit cut it short: the environment's, or one of turns, tokens, context or time.
         ended: why it ended: "terminated", or the limit's name.
@@ -195,7 +195,7 @@ class Failure:
 
     Attributes:
         env: name of the environment.
-        kind: the exception's class name, or "timeout".
+        kind: the exception's class name, "timeout", or "context" where the first prompt already did not fit.
         message: what it said, shortened.
         where: "make", "reset", "step", "chat" or "sampler".
         turns: how many turns had been made.
