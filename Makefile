@@ -50,7 +50,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV), once; this takes a few minutes"
 	$(call environment,$(VENV))
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[local,gguf,chat,rollouts,examples,tinker,test]'
+	$(PIP) -e '.[local,gguf,chat,rollouts,config,examples,tinker,test]'
 	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
 	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
 	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \

@@ -87,7 +87,7 @@ def _export(whole: list[Record], options: argparse.Namespace) -> str:
     if options.merged:
         from rlkit.backends.local.export import save_merged
 
-        return save_merged(path, options.export)
+        return str(save_merged(path, options.export))
     source, _ = saves.read(path, backend="local")
     if Path(options.export).exists():
         raise CheckpointError(f"{options.export} exists already; name a new folder")

@@ -136,7 +136,7 @@ def remove(record: Record) -> list[str]:
 
 def tidy(folder: Path, kept: list[Record]) -> None:
     """Removes what writing was cut off left behind: partial folders, and policies of steps that no checkpoint has."""
-    used = {Path(path) for record in kept for role in record.policies if (path := record.policy(role)) is not None}
+    used = {Path(p) for record in kept for role in record.policies if (p := record.policy(role)) is not None}
     for parent in (folder / POLICIES, folder / CHECKPOINTS):
         for path in parent.iterdir() if parent.is_dir() else ():
             orphan = parent.name == POLICIES and path.name.startswith("step-") and path not in used

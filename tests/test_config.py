@@ -1,0 +1,134 @@
+"""Settings from files and overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import pytest
+
+import rlkit
+from rlkit.config import describe, dump, load, secret
+
+pytest.importorskip("omegaconf", reason="needs the extra config")
+
+
+@attrs.frozen
+class Lora:
+    """An adapter.
+
+    Args:
+        rank: of the matrices,
+            both of them.
+    """
+
+    rank: int = 32
+
+    def __attrs_post_init__(self):
+        if self.rank < 1:
+            raise rlkit.ConfigError("rank: got a rank below 1")
+
+
+@attrs.frozen
+class Settings:
+    """Of a run.
+
+    Args:
+        rate, decay: numbers.
+        mode: one of two.
+    """
+
+    needed: str
+    lora: Lora = Lora()
+    rate: float = 1e-4
+    decay: float = 0.0
+    mode: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = (1,)
+    extra: dict[str, float] = attrs.field(factory=dict)
+    maybe: int | None = None
+    either: float | str = 1.0
+    flag: bool = False
+    folder: Path = Path("runs")
+    anything: Any = None
+    key: str | None = secret("RLKIT_TEST_KEY")
+
+
+def written(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_file_then_overrides(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLKIT_TEST_KEY", "canary")
+    path = written(tmp_path, "needed: x\nlora: {rank: 4}\nrate: 1e-3\nsizes: [1, 2]\nextra: {a: 1}\ndecay: ${rate}\n")
+    found = load(Settings, path, ["lora.rank=8", "maybe=3", "either=auto", "flag=true", "mode=b", "folder=x/y"])
+    assert (found.lora.rank, found.rate, found.decay, found.sizes) == (8, 1e-3, 1e-3, (1, 2))
+    assert (found.extra, found.maybe, found.either, found.flag) == ({"a": 1.0}, 3, "auto", True)
+    assert (found.mode, found.folder, found.key) == ("b", Path("x/y"), "canary")
+    assert "canary" not in repr(found)
+    assert "canary" not in str(dump(found))
+    assert load(Settings, None, [f"{k}={v}" for k, v in {"needed": "x"}.items()]).maybe is None
+
+
+def test_what_is_dumped_is_read_back(tmp_path):
+    from omegaconf import OmegaConf
+
+    found = load(Settings, None, ["needed=x", "sizes=[3,4]", "lora.rank=2", "maybe=null"])
+    again = load(Settings, written(tmp_path, OmegaConf.to_yaml(dump(found))))
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "match"),
+    [
+        ("needed: x\nrtae: 1", [], "rtae: there is no such setting; did you mean 'rate'"),
+        ("needed: x\nlora: {rnak: 1}", [], "lora.rnak.*did you mean 'rank'"),
+        ("rate: 1", [], "needed: is needed"),
+        ("needed: 3", [], "needed: is 3"),
+        ("needed: x\nrate: fast", [], "rate"),
+        ("needed: x\nrate: true", [], "rate: is True"),
+        ("needed: x\nlora: 3", [], "lora"),
+        ("needed: x\nlora: {rank: 1.5}", [], "lora.rank"),
+        ("needed: x\nlora: {rank: 0}", [], "lora: rank: got a rank below 1"),
+        ("needed: x\nmode: c", [], "mode.*'a', 'b'"),
+        ("needed: x\nsizes: [1, two]", [], r"sizes\[1\]"),
+        ("needed: x\nsizes: 1", [], "sizes"),
+        ("needed: x\nextra: {a: b}", [], "extra.a"),
+        ("needed: x\nmaybe: 1.5", [], "maybe"),
+        ("needed: x\nkey: tml-abc", [], "key.*RLKIT_TEST_KEY"),
+        ("needed: x", ["key=tml-abc"], "key.*environment"),
+        ("needed: x", ["rate"], "override"),
+        ("needed: x", ["=3"], "override"),
+        ("needed: x", [3], "override"),
+        ("needed: x\nrate: ${nothing}", [], "nothing"),
+        ("needed: ???", [], "needed"),
+        ("- 1\n- 2", [], "no mapping"),
+        ("needed: [x", [], "can not be read"),
+        ("needed: !!python/object/apply:os.system ['touch /tmp/never']", [], "can not be read"),
+        ("a: &a [1]\nb: [" + "*a, " * 200 + "1]", [], "200 aliases"),
+        ("needed: " + "x" * 1_100_000, [], "bytes"),
+        ("\x00", [], "can not be read"),
+    ],
+)
+def test_what_is_refused(tmp_path, text, overrides, match):
+    with pytest.raises(rlkit.ConfigError, match=match):
+        load(Settings, written(tmp_path, text), overrides)
+
+
+def test_files_that_are_none(tmp_path):
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(rlkit.ConfigError, match="can not be read"):
+            load(Settings, path)
+    with pytest.raises(rlkit.ConfigError, match="attrs"):
+        load(dict)
+
+
+def test_describe():
+    lines = {line.split()[0]: line for line in describe(Settings).splitlines()}
+    assert lines["lora.rank"].endswith("of the matrices, both of them.")
+    assert "float = 0.0001" in lines["rate"]
+    assert lines["decay"].endswith("numbers.")
+    assert "from $RLKIT_TEST_KEY" in lines["key"]
+    assert set(lines) >= {"needed", "sizes", "extra"}
