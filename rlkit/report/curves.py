@@ -109,7 +109,7 @@ def counters(of: Table) -> dict[str, dict[str, float]]:
         else:
             continue
         if finite:
-            mean = counter in _MEANS or counter.startswith("info/") or counter == "version"
+            mean = (first == "env" and (counter in _MEANS or counter.startswith("info/"))) or counter == "version"
             found[f"env/{env}" if first == "env" else env][counter] = finite[-1] if mean else math.fsum(finite)
     return {env: dict(sorted(counts.items())) for env, counts in sorted(found.items())}
 

@@ -70,4 +70,4 @@ class Wandb(Service):
         run.log({"trajectories": table, "step": step})
 
     def _end(self, run: Any) -> None:
-        run.finish(quiet=True)
+        run.finish()

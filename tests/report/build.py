@@ -72,14 +72,9 @@ def run(folder, steps=6, tasks=2, n=4, tokenizer=True):
     tracker = Jsonl(folder, tokenizer=ByteTokenizer() if tokenizer else None)
     for step in range(steps):
         names = ["sums", "more-sums"]
-        got = rollout_sync(
-            Scripted(step),
-            [task(1000 * step + i, names[i % 2]) for i in range(tasks)],
-            step=step,
-            n=n,
-            max_turns=4,
-            params=SamplingParams(max_tokens=160),
-        )
+        asked = [task(1000 * step + i, names[i % 2]) for i in range(tasks)]
+        params = SamplingParams(max_tokens=160)
+        got = rollout_sync(Scripted(step), asked, step=step, n=n, max_turns=4, params=params)
         advantages = np.concatenate([grpo(group.rewards) for group in got])
         trajectories = [t for group in got for t in group.trajectories]
         trainer = [

@@ -1,0 +1,206 @@
+"""The page in a browser."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlkit.report import write
+from tests.report import browser, build
+from tests.report.browser import DESKTOP, PHONE, Page
+from tests.report.test_page import hostile
+
+
+@pytest.fixture(scope="module")
+def driver():
+    driver = browser.chromium()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write(build.run(tmp_path_factory.mktemp("run"), steps=4, tasks=2, n=3))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    return write(build.many(tmp_path_factory.mktemp("large"), 100, n=8, length=40))
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_part_shows_without_a_complaint(driver, path, size, dark):
+    """On a desktop and a phone, light and dark: nothing wider than the screen, nothing in the browser's log."""
+    page = Page(driver, path, size=size, dark=dark)
+    for tab in ("curves", "trajectories", "counters", "settings"):
+        page.click(f"#tab-{tab}")
+        assert page.js("return document.documentElement.scrollWidth <= innerWidth")
+        assert len(page.text(f"#{tab}")) > 50
+    light = sum(int(x) for x in page.js("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g)"))
+    assert (light < 200) == dark
+    assert page.complaints() == []
+
+
+def test_curves_are_drawn(driver, path):
+    page = Page(driver, path)
+    page.until(lambda: page.count("#standard canvas") >= 3)
+    painted = """const c = document.querySelector('#standard canvas');
+        return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((x) => x).length"""
+    assert page.js(painted) > 2000
+    assert "more-sums" in page.text("#standard .u-legend")
+    page.js("document.getElementById('others').open = true; document.getElementById('others').scrollIntoView()")
+    page.until(lambda: page.count("#others-grid canvas") > 0)
+    page.js("const s = document.getElementById('smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))")
+    page.until(lambda: page.text("#smoothed") == "0.90")
+    page.click("#theme")
+    page.click("#theme")
+    assert page.js("return document.documentElement.dataset.theme") == "dark"
+    assert page.complaints() == []
+
+
+def test_a_trajectory_shows_what_was_said_and_its_numbers(driver, path):
+    page = Page(driver, path, tab="trajectories/1")
+    page.until(lambda: page.count(".turn.policy .t") > 20)
+    assert "What is " in page.text(".turns")
+    said = page.js("return [...document.querySelectorAll('.turn.policy .said')].map((x) => x.textContent).join('')")
+    assert "✓ é" in said  # characters of several tokens
+    assert "<|im_end|>" in said
+    assert page.count(".turn.policy .t[class*=q]") > 0
+    page.js("document.querySelector('.turn.policy .t').dispatchEvent(new Event('pointerenter'))")
+    assert "logprob" in page.text(".token")
+    assert "trainer" in page.text(".token")
+    buttons = page.js("return [...document.querySelectorAll('.segments button')].map((b) => b.textContent)")
+    assert buttons == ["none", "logprob", "advantage", "trainer \u2212 sampler"]
+    for i, kinds in ((2, "pn"), (3, "pn"), (0, "")):
+        page.js("document.querySelectorAll('.segments button')[arguments[0]].click()", i)
+        shades = page.js("return [...document.querySelectorAll('.turn.policy .t')].map((t) => t.classList[1] || '')")
+        assert {shade[:1] for shade in shades} - {"", "s"} <= set(kinds)
+    page.click(".exact input")
+    assert "<|im_start|>assistant" in page.text(".turn.context")
+    assert page.count(".members .chip") == 3
+    page.js("document.querySelectorAll('.members .chip')[2].click()")
+    page.until(lambda: page.js("return location.hash") == "#trajectories/2")
+    assert page.complaints() == []
+
+
+def test_tool_calls_and_their_results_are_shown(driver, path):
+    page = Page(driver, path, tab="trajectories")
+    page.type("Order", "turns")  # those with a call have more than one
+    page.click(".row")
+    page.until(lambda: page.count(".turn.tool") > 0 and page.count(".turn.policy .call") > 0)
+    assert page.text(".turn.policy .call").startswith("add")
+    assert '"x"' in page.text(".turn.policy .call")
+
+
+def test_filters_and_orders(driver, path):
+    page = Page(driver, path, tab="trajectories")
+    index = page.js("return unpack('about').then((about) => about.index)")
+
+    def rows():
+        return int(page.text(".under .count").split()[0])
+
+    assert rows() == 24
+    page.type("reward ≥", "0.5")
+    page.until(lambda: rows() == sum(reward >= 0.5 for reward in index["reward"]))
+    page.click(".under .plain")
+    page.until(lambda: rows() == 24)
+    page.type("Environment", "1")
+    page.until(lambda: rows() == 12)
+    page.type("step ≥", "2")
+    page.until(lambda: rows() == 6)
+    page.click(".under .plain")
+    page.type("Order", "long")
+    page.until(lambda: f"{max(index['tokens'])} tokens" in page.text(".row .three"))
+    page.type("Search what was said", "no such words anywhere")
+    page.until(lambda: rows() == 0)
+    assert page.count(".row") == 0
+
+
+def test_search_finds_what_was_said_in_every_part(driver, large):
+    page = Page(driver, large, tab="trajectories")
+    parts = page.count("script[type='text/plain']") - 1
+    assert parts > 1
+    said = page.js(
+        """return (async () => { let n = 0;
+        for (let i = 0; i < arguments[0]; i++) for (const r of await unpack(`part-${i}`))
+          n += r.messages.some((m) => m.content.includes('seven seven'));
+        return n; })()""",
+        parts,
+    )
+    assert 0 < said < 800
+    page.type("Search what was said", "SEVEN seven")
+    page.until(lambda: page.text(".under .count").startswith(f"{said} of 800 trajectories"))
+
+
+def test_only_rows_in_view_exist(driver, large):
+    page = Page(driver, large, tab="trajectories")
+    assert page.text(".under .count") == "800 trajectories"
+    assert 5 < page.count(".row") < 40
+    page.js("const l = document.querySelector('.list'); l.scrollTop = l.scrollHeight")
+    page.until(lambda: "step 1" in page.text(".row:last-child"))
+    assert page.count(".row") < 40
+    page.click(".row:last-child")
+    page.until(lambda: page.js("return location.hash") == "#trajectories/799")
+    page.js("document.querySelector('.list').dispatchEvent(new KeyboardEvent('keydown', {key: 'k'}))")
+    page.until(lambda: page.js("return location.hash") == "#trajectories/798")
+
+
+def test_on_a_phone_the_list_and_the_trajectory_take_turns(driver, path):
+    page = Page(driver, path, tab="trajectories", size=PHONE)
+    shown = "return [document.querySelector('.left'), document.querySelector('.detail')].map((x) => x.offsetWidth > 0)"
+    assert page.js(shown) == [True, False]
+    page.click(".row")
+    page.until(lambda: page.js(shown) == [False, True])
+    page.until(lambda: page.count(".back") == 1)
+    page.click(".back")
+    assert page.js(shown) == [True, False]
+
+
+def open_hostile(driver, path, tab):
+    page = Page(driver, path, tab=tab)
+    if tab.startswith("trajectories"):
+        page.until(lambda: page.count(".turn.policy .t") > 20)
+        page.type("Search what was said", "</script><script>")
+        page.until(lambda: page.text(".under .count").startswith("3 "))
+        page.click(".exact input")
+    return page
+
+
+def test_hostile_text_does_not_run(driver, tmp_path):
+    """Markup in every text of a run is shown as text on every part of the page, and runs nothing."""
+    path = write(hostile(tmp_path))
+    for tab in ("curves", "trajectories/0", "counters", "settings"):
+        page = open_hostile(driver, path, tab)
+        page.js("document.getElementById('others').open = true")
+        assert page.js("return document.title").endswith("rlkit")
+        assert page.count("img, iframe, object, embed, link, svg, base, form") == 0
+        assert page.count("script:not([type])") == 1
+        shown = page.js("return document.body.innerText.toWellFormed()")
+        assert "<script>document.title='taken'" in shown.replace("\n", "")
+        assert page.complaints() == []
+
+
+def test_a_script_that_got_in_would_not_run(driver, path):
+    """The second line: even markup put into the page by force runs nothing and loads nothing."""
+    page = Page(driver, path)
+    page.js(
+        """document.body.insertAdjacentHTML('beforeend', `<img src="x.png" onerror="document.title='taken'">
+        <iframe srcdoc="<script>parent.document.title='taken'</script>"></iframe>`);
+        const s = document.createElement('script');
+        s.textContent = "document.title='taken'";
+        document.body.append(s);"""
+    )
+    page.until(lambda: len(page.complaints()) > 0)
+    assert "taken" not in page.js("return document.title")
+
+
+def test_no_request_leaves_the_page(driver, path):
+    """The browser's own record of the network: the file itself and nothing else."""
+    for tab in ("curves", "trajectories/3", "settings"):
+        Page(driver, path, tab=tab)
+        messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+        asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        assert len(asked) >= 1
+        assert {url.partition("#")[0] for url in asked} <= {path.as_uri(), "about:blank"}

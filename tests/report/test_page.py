@@ -1,0 +1,277 @@
+"""The page as a file: what it holds, and that nothing in it can run or call out."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+import stat
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit import CheckpointError, ConfigError, Sample
+from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.report import write
+from rlkit.report.curves import MOST_POINTS, counters, panels, table
+from rlkit.report.episodes import chosen
+from rlkit.report.packing import packed, unpacked
+from rlkit.report.page import _asset
+from rlkit.tracking import Jsonl
+from rlkit.trajectory import Group, Trajectory, Turn
+from tests.report import build
+
+UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"  # dist/uPlot.iife.min.js of uplot 1.6.32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build.run(tmp_path_factory.mktemp("run"), steps=3, tasks=2, n=3)
+
+
+def data(page, name="about"):
+    return unpacked(page.partition(f'id="{name}">')[2].partition("<")[0])
+
+
+def test_the_page_holds_the_run(folder):
+    path = write(folder)
+    assert path == folder / "report.html"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    page = path.read_text()
+    about = data(page)
+    assert about["steps"] == 3
+    assert about["total"] == len(about["index"]["reward"]) == 18
+    assert about["environments"] == ["sums", "more-sums"]
+    assert about["config"]["adam"] == {"learning_rate": 1e-4}
+    assert about["config"]["api_key"] == "***"
+    titles = [panel["title"] for panel in about["panels"] if panel["standard"]]
+    for wanted in ("Reward", "KL, sampler to trainer", "Entropy", "Clip fraction", "Length", "Truncated"):
+        assert wanted in titles
+    assert "Where the time goes" in titles
+    assert "my/own/number" in [panel["title"] for panel in about["panels"] if not panel["standard"]]
+    assert about["counters"]["env/sums"]["episodes"] == 9
+    first = data(page, "part-0")[0]
+    assert first["messages"][-1]["content"].startswith("The sum of")
+    turn = first["turns"][0]
+    assert len(turn["t"]) == len(turn["l"])
+    assert len(first["trainer"]) == sum(len(turn["t"]) for turn in first["turns"])
+
+
+def test_prompts_are_kept_as_what_they_add(folder):
+    """From k and a of each turn the prompts come back as they were sent."""
+    from rlkit import storage
+
+    page = write(folder).read_text()
+    groups = list(storage.read(folder / "trajectories.jsonl"))
+    records = [record for i in range(page.count('id="part-')) for record in data(page, f"part-{i}")]
+    trajectories = [t for group in groups for t in group.trajectories]
+    assert len(records) == len(trajectories)
+    for record, trajectory in zip(records, trajectories, strict=True):
+        before = []
+        for kept, turn in zip(record["turns"], trajectory.turns, strict=True):
+            prompt = before[: kept["k"]] + kept["a"]
+            assert prompt == turn.prompt.tolist()
+            assert [x / 1000 for x in kept["l"]] == pytest.approx(turn.logprobs.tolist(), abs=5.1e-4)
+            before = prompt + kept["t"]
+
+
+def test_nothing_is_asked_of_anybody(folder):
+    """A policy without sources but the page's own script and style, no addresses in attributes."""
+    page = write(folder).read_text()
+    policy = html.unescape(re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1])
+    rules = dict(rule.strip().partition(" ")[::2] for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["base-uri"] == rules["form-action"] == "'none'"
+    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
+    for tag, rule in (("script", "script-src"), ("style", "style-src")):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert rules[rule] == f"'sha256-{digest}'"
+    markup = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\b(src|href|action|srcset|on\w+)\s*=", markup)
+    assert not re.search(r"@import|url\(", re.search(r"<style>(.*?)</style>", page, flags=re.DOTALL)[1])
+
+
+def test_the_script_makes_no_markup_from_data():
+    for name in ("dom", "data", "charts", "tokens", "filters", "browser", "detail", "main"):
+        text = _asset(f"{name}.js")
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "fetch("):
+            assert word not in text
+        assert "</script" not in text
+        assert "<!--" not in text
+
+
+def test_the_plotting_library_is_as_it_was_published():
+    assert hashlib.sha256(_asset("uplot.min.js").encode()).hexdigest() == UPLOT
+    assert "MIT License" in _asset("uplot.LICENSE")
+
+
+HOSTILE = "</script><script>document.title='taken'</script><!-- <img src=x onerror=alert(1)> \u2028 \ud800 \x00 &lt;"
+
+
+def hostile(folder):
+    """A run in which everything that can hold text holds markup."""
+    tracker = Jsonl(folder, tokenizer=ByteTokenizer())
+    text = HOSTILE.encode("utf-8", "replace")
+    turn = Turn(Sample([65], list(text), [-0.5] * len(text)), 1.0, {HOSTILE: 1.0})
+    messages = [{"role": HOSTILE, "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
+    messages.append({"role": "tool", "name": HOSTILE, "content": HOSTILE, "tool_calls": [{"name": HOSTILE}]})
+    tags, metrics = {HOSTILE: HOSTILE}, {HOSTILE: 1.0}
+    trajectory = Trajectory([turn], env=HOSTILE, ended=HOSTILE, tags=tags, metrics=metrics, messages=messages)
+    tracker.log_trajectories([Group([trajectory] * 3, env=HOSTILE)], 0)
+    tracker.log({f"env/{HOSTILE.replace('/', '')}/reward": 1.0, HOSTILE: 2.0, "train/loss": math.nan}, 0)
+    (folder / "config.json").write_text(json.dumps({HOSTILE: [HOSTILE, {HOSTILE: HOSTILE}]}))
+    return folder
+
+
+def test_hostile_text_is_data(tmp_path):
+    """Nothing that the run says stands in the page as itself."""
+    folder = tmp_path / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    page = write(hostile(folder)).read_text()
+    assert page.count("<script>") == page.count("<style>") == 1
+    assert "taken" not in page
+    assert "<img" not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page  # the folder's name, escaped
+    assert "document.title='taken'" in data(page)["index"]["snippet"][0]
+
+
+@given(st.text())
+def test_packing_uses_letters_that_are_no_markup(text):
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed([text]))
+    assert unpacked(packed([text])) == [text]
+
+
+def test_lines_that_can_not_be_read_are_left_out_and_said(tmp_path):
+    build.many(tmp_path, 2, n=1, turns=1)
+    with (tmp_path / "trajectories.jsonl").open("a") as file:
+        file.write('{"format": "rlkit.group", "version": 99}\n{"a": 1}\n[1]\n{"format": "rlkit.gro')
+    about = data(write(tmp_path).read_text())
+    assert about["unread"] == 4
+    assert len(about["index"]["step"]) == 2
+
+
+def test_a_run_without_trajectories_or_metrics_has_a_page_too(tmp_path):
+    (tmp_path / "config.json").write_text("not json")
+    about = data(write(tmp_path, tmp_path / "x.html").read_text())
+    assert (about["steps"], about["panels"], about["config"], about["total"]) == (0, [], {}, 0)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        write(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="is no run's folder"):
+        write(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for given_ in ({"folder": None}, {"out": 3}, {"max_trajectories": 0}, {"max_bytes": 0.5}):
+        with pytest.raises(ConfigError):
+            write(**{"folder": tmp_path, **given_})
+    with pytest.raises(CheckpointError, match="can not be written"):
+        write(tmp_path, tmp_path / "no" / "such" / "folder.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_long_runs_are_shown_in_part(tmp_path):
+    build.many(tmp_path, 20, n=4, turns=1, length=10)
+    about = data(write(tmp_path, max_trajectories=20).read_text())
+    assert about["total"] == 80
+    assert len(about["index"]["step"]) == 20
+    assert len(set(about["index"]["group"])) == 5
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 16), st.integers(1, 1000)), min_size=1, max_size=60),
+    st.integers(1, 200),
+    st.integers(1, 20_000),
+)
+def test_which_part_is_shown(sizes, most, most_bytes):
+    """Lines in order without repetition, all where all fit, spread over the whole."""
+    lines = chosen(sizes, most, most_bytes)
+    fits = sum(n for n, _ in sizes) <= most and sum(b for _, b in sizes) <= most_bytes
+    assert (lines is None) == fits
+    if lines is not None:
+        assert 1 <= len(lines) <= len(sizes)
+        assert min(lines) == 0
+        assert max(lines) < len(sizes)
+
+
+def test_texts_come_from_a_tokenizer_too(tmp_path):
+    build.run(tmp_path, steps=1, tasks=1, n=1, tokenizer=False)
+    assert data(write(tmp_path).read_text())["texts"] == {}
+    texts = data(write(tmp_path, tokenizer=ByteTokenizer()).read_text())["texts"]
+    assert texts[str(ord("T"))] == "T"
+
+
+def rows(**series):
+    steps = range(max(len(values) for values in series.values()))
+    named = {name.replace("__", "/"): values for name, values in series.items()}
+    metrics = [{name: values[step] for name, values in named.items() if step < len(values)} for step in steps]
+    return [{"step": step, "time": 10.0 * step, "metrics": found} for step, found in enumerate(metrics)]
+
+
+def panel(found, title):
+    return next(panel for panel in found if panel["title"] == title)
+
+
+def test_shares_and_times_are_worked_out():
+    """3 of 12 truncated; 2 of 14 failed; 5 s of which 2 and 1 are named."""
+    found = panels(
+        table(
+            rows(
+                env__a__episodes=[12.0],
+                env__a__truncated=[3.0],
+                env__a__failed=[2.0],
+                time__step=[5.0],
+                time__rollout=[2.0],
+                time__train=[1.0],
+                time__env=[90.0],
+                sampler__tokens=[500.0],
+            )
+        )
+    )
+    assert panel(found, "Truncated")["curves"][0]["y"] == [0.25]
+    assert panel(found, "Failed")["curves"][0]["y"] == [pytest.approx(2 / 14, rel=1e-5)]
+    time = {curve["label"]: curve["y"] for curve in panel(found, "Where the time goes")["curves"]}
+    assert time == {"rollout": [2.0], "train": [1.0], "the rest": [2.0]}
+    assert panel(found, "Sampling speed")["curves"][0]["y"] == [250.0]
+
+
+def test_every_metric_has_a_panel():
+    series = {"train__loss": [1.0], "x": [1.0], "a__b__c__d": [1.0], "env__e__info__k": [2.0], "time__env": [1.0]}
+    found = panels(table(rows(**series)))
+    assert {curve["name"] for panel in found for curve in panel["curves"]} == {n.replace("__", "/") for n in series}
+
+
+def test_values_that_are_not_finite_are_said_and_not_drawn():
+    (found,) = panels(table(rows(train__loss=[1.0, math.nan, 3.0, math.inf])))
+    (curve,) = found["curves"]
+    assert (curve["x"], curve["y"], curve["bad"], curve["bad_at"]) == ([0, 2], [1.0, 3.0], 2, [1, 3])
+
+
+def test_the_last_value_of_a_step_counts_and_steps_rise():
+    lines = [{"step": s, "time": 0.0, "metrics": {"a": v}} for s, v in ((1, 1.0), (0, 2.0), (1, 3.0))]
+    of = table(lines)
+    assert (of.steps["a"], of.values["a"], of.last) == ([0, 1], [2.0, 3.0], 1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 6000), st.integers(0, 2**32 - 1))
+def test_thinned_curves_keep_their_extremes(size, seed):
+    import numpy as np
+
+    values = np.random.default_rng(seed).normal(size=size).tolist()
+    (found,) = panels(table(rows(train__loss=values)))
+    (curve,) = found["curves"]
+    assert len(curve["x"]) <= MOST_POINTS
+    assert curve["x"] == sorted(set(curve["x"]))
+    assert (curve["x"][0], curve["x"][-1]) == (0, size - 1)
+    assert (min(curve["y"]), max(curve["y"])) == (float(f"{min(values):.6g}"), float(f"{max(values):.6g}"))
+
+
+def test_counters_are_summed_and_means_are_the_last():
+    found = counters(table(rows(env__a__failed=[1.0, 2.0], env__a__reward=[0.25, 0.5], sampler__tokens=[3.0, 4.0])))
+    assert found == {"env/a": {"failed": 3.0, "reward": 0.5}, "sampler": {"tokens": 7.0}}

@@ -1,0 +1,50 @@
+"""Rows on the terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from rlkit import ConfigError, DataError
+from rlkit.tracking import Tracker
+from rlkit.tracking.console import Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_rows_under_a_heading_that_comes_again():
+    file = io.StringIO()
+    console = Console(file=file)
+    assert isinstance(console, Tracker)
+    for step in range(21):
+        console.log({"env/a/reward": 0.25, "env/b/reward": 0.75, "train/loss": -1e-5, "env/a/failed": 1.0}, step)
+    console.log({"unknown": 1.0}, 21)
+    console.close()
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 23
+    assert lines[0].split() == lines[21].split() == ["step", "reward", "failed", "loss"]
+    assert lines[1].split() == ["0", "0.5", "1", "-1e-05"]  # rewards: the mean; failures: the sum
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_names_can_not_draw_on_the_terminal():
+    """Neither escape sequences nor rich's markup have an effect."""
+    for file in (io.StringIO(), Terminal()):
+        console = Console({"[red]\x1b[2J": "a"}, file=file)
+        console.log({"a": 1.0}, 0)
+        assert "[red]?[2J" in file.getvalue()
+        assert "\x1b[2J" not in file.getvalue()
+
+
+def test_bad_input():
+    for columns in ({}, {"a": 1}, ["a"], {"": "a"}):
+        with pytest.raises(ConfigError, match="columns"):
+            Console(columns)
+    with pytest.raises(DataError):
+        Console().log({"a": "b"}, 0)
+    with pytest.raises(DataError):
+        Console().log_trajectories([1], 0)

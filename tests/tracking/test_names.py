@@ -1,0 +1,116 @@
+"""Standard names: what the library emits stands in the table, and the table in the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.advantages import grpo
+from rlkit.envs import StepResult, Task
+from rlkit.rollouts import rollout_sync
+from rlkit.tracking import NAMES, standard, train_metrics
+from rlkit.tracking.names import Name
+from rlkit.trajectory import datums
+from tests.rollouts.parts import RandomSampler
+
+PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
+
+
+class Moody:
+    """Fails, ends, is cut, and says things."""
+
+    def reset(self, seed):
+        self.seed = seed
+        return "Go"
+
+    def step(self, action):
+        if len(action) % 5 == 0:
+            raise ValueError("no")
+        return StepResult("more", 0.5, terminated=len(action) % 3 == 0, info={"length": len(action), "deep/er": 1})
+
+    def close(self):
+        if self.seed % 2:
+            raise OSError("can not")
+
+
+def test_what_rollouts_count_is_standard():
+    tasks = [Task(Moody, "moody", index=i) for i in range(6)]
+    params = rlkit.SamplingParams(max_tokens=6)
+    got = rollout_sync(RandomSampler(), tasks, n=6, max_turns=2, min_n=1, params=params)
+    assert got.metrics["env/moody/failed"] > 0
+    assert got.metrics["env/moody/truncated/max_turns"] > 0
+    unknown = [name for name in got.metrics if standard(name) is None]
+    assert unknown == []
+    particular = {standard(name).pattern for name in got.metrics}
+    assert "time/<part>" not in particular  # each of them has an entry of its own
+
+
+def test_every_name_in_the_sources_of_rollouts_is_standard():
+    """Those that this run did not happen to count, too."""
+    sources = (Path(rlkit.__file__).parent / "rollouts").glob("*.py")
+    found = {
+        name
+        for path in sources
+        for name in re.findall(r'(?:add|mean|_count)\(f?"([a-z_{}./]+)"', path.read_text())
+        if not name.endswith(("{name}", "{count}"))  # these come from elsewhere, and are in the test above
+    }
+    found = {re.sub(r"\{[^}]*\}", "x", name.replace("{env}", "env/x")) for name in found}
+    counted = {name if "/" in name else f"env/x/{name}" for name in found}
+    assert len(counted) > 20
+    assert [name for name in counted if standard(name) is None] == []
+
+
+def test_what_training_reports_is_standard():
+    policy = rlkit.connect("toy", seed=0)
+    got = rollout_sync(policy.sampler().result(), Moody, n=8, max_turns=2, min_n=1)
+    advantages = np.concatenate([grpo(group.rewards) for group in got])
+    trajectories = [t for group in got for t in group.trajectories]
+    data = [d for t, a in zip(trajectories, advantages, strict=True) for d in datums(t, a, split="allow")]
+    output = policy.forward_backward(data, "ppo").result()
+    found = train_metrics(data, output, policy.optim_step(rlkit.Adam()).result())
+    assert [name for name in found if standard(name) is None] == []
+    assert abs(found["train/kl_v1"]) < 1e-6  # the toy's trainer and sampler agree
+    assert found["train/entropy"] > 0
+    assert found["train/grad_norm"] > 0
+    assert found["train/tokens"] == sum(t.token_count for t in trajectories)
+    with pytest.raises(rlkit.DataError, match="the batch that the output is of"):
+        train_metrics(data[1:], output)
+
+
+def test_training_without_a_sampler_has_no_distances():
+    """Supervised data: what the loss reports, and nothing about a sampler."""
+    policy = rlkit.connect("toy", seed=0)
+    data = [rlkit.Datum.supervised([1, 2], [3, 4])]
+    found = train_metrics(data, policy.forward_backward(data, "cross_entropy").result())
+    assert {"train/loss", "train/tokens", "train/datums"} <= found.keys()
+    assert not any("kl" in name or "ratio" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("env/a/reward", "env/<name>/reward"),
+        ("env/a/failed/ValueError", "env/<name>/failed/<kind>"),
+        ("env/a/info/b/c", "env/<name>/info/<what>"),
+        ("train/loss", "train/loss"),
+        ("train/my_own", "train/<loss's own>"),
+        ("time/env", "time/env"),
+        ("eval/sums/pass@4", "eval/<name>/<what>"),
+    ],
+)
+def test_the_particular_comes_before_the_general(name, pattern):
+    assert standard(name).pattern == pattern
+
+
+@pytest.mark.parametrize("name", ["", "env", "env/a", "env/a/b/reward", "env//reward", "reward", "Train/loss"])
+def test_other_names_are_not_standard(name):
+    assert standard(name) is None
+
+
+def test_the_page_has_the_table():
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", PAGE.read_text().partition("## Names")[2], flags=re.MULTILINE)
+    assert [Name(*row) for row in rows] == list(NAMES)
