@@ -151,3 +151,10 @@ def test_maxrl_of_means_near_zero():
     """A mean that may be rounding (below 1e-12 of the largest reward) gives 0, one just above does not."""
     assert (adv.maxrl([1.0, -1.0 + 1.5e-12]) == 0.0).all()
     assert adv.maxrl([1.0, -1.0 + 3e-12])[0] == pytest.approx(1.0 / 1.5e-12, rel=1e-3)
+
+
+def test_loo_std_of_small_numbers():
+    """Deviations are relative to the group's span, so that neither small groups nor small parts of one overflow."""
+    small, plain = (adv.loo_std(np.array([1.0, 2.0, 4.0, 4.0]) * scale, eps=0.0) for scale in (1e-200, 1.0))
+    np.testing.assert_allclose(small, plain, rtol=1e-9)
+    np.testing.assert_allclose(adv.loo_std([0.0, 1e-200, 1.0], eps=0.0)[2], 1.0)  # the others' deviation vanishes

@@ -210,6 +210,11 @@ def test_token_weights_are_means(counts: list[int], data: st.DataObject) -> None
     assert total("prompt-mean", groups=labels) == pytest.approx(np.mean(means))
 
 
+def test_token_weights_of_prompts_without_tokens() -> None:
+    """A prompt without a token does not count as a prompt."""
+    assert adv.token_weights([0, 2, 2], "prompt-mean", groups=["a", "b", "b"]).tolist() == [0.0, 0.25, 0.25]
+
+
 @laws
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=12), st.integers(1, 11))
 def test_token_weights_do_not_depend_on_micro_batches(counts: list[int], cut: int) -> None:

@@ -240,6 +240,7 @@ BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("pkpo", [1.0, 0.0], {"k": 3}, "rewards"),
     ("step_wise_grpo", [1.0, 0.0], {"steps": [1]}, "steps"),
     ("step_wise_grpo", [1.0, 0.0], {"steps": [1, 0]}, r"steps\[1\]"),
+    ("step_wise_grpo", [1.0, 0.0], {"steps": [0, -1]}, r"steps\[0\]"),
     ("gigpo", [1.0, 0.0], {"states": "ab"}, "states: got 'ab'"),
     ("gigpo", [[1.0], [0.0]], {"states": b"ab"}, "states: got b'ab'"),
     ("gigpo", [[1.0], [0.0]], {"states": 3}, "states: got 3"),
