@@ -1,10 +1,11 @@
-"""A server of four small environments, for the tests: python openreward_server.py PORT."""
+"""A server of three small environments, for the tests; the first line that it prints is its port."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import socket
 
+import uvicorn
 from openreward.environments import Environment, Server, terminal, tool
 from openreward.environments.types import TextBlock, ToolOutput
 from pydantic import BaseModel
@@ -24,12 +25,17 @@ class Text(BaseModel):
 class Counted(Environment):
     """Counts how many sessions are open, which ``state`` tells."""
 
+    counted = False
+
     def setup(self):
+        self.counted = True
         SESSIONS["open"] += 1
         SESSIONS["opened"] += 1
 
     def teardown(self):
-        SESSIONS["open"] -= 1
+        if self.counted:  # a session may be given up before it is set up
+            self.counted = False
+            SESSIONS["open"] -= 1
 
 
 class Sums(Counted):
@@ -143,4 +149,8 @@ class Refusing:
 if __name__ == "__main__":
     server = Server([Sums, Essays, Keys])
     server.app.add_middleware(Refusing)
-    server.run(host="127.0.0.1", port=int(sys.argv[1]))
+    with socket.socket() as listening:  # a port that nobody else can get in between
+        listening.bind(("127.0.0.1", 0))
+        print(listening.getsockname()[1], flush=True)
+        config = uvicorn.Config(server.app, timeout_keep_alive=60, log_level="warning")
+        uvicorn.Server(config).run(sockets=[listening])

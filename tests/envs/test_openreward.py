@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
-import urllib.request
 
 import pytest
 
@@ -26,34 +28,38 @@ SERVER = pathlib.Path(__file__).with_name("openreward_server.py")
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """Where the server listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = (tmp_path_factory.mktemp("server") / "log").open("wb")
+    log = tmp_path_factory.mktemp("server") / "log"
     environment = os.environ | {"OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(SERVER), str(port)], stdout=log, stderr=subprocess.STDOUT, env=environment
-    )
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(SERVER)], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
     try:
-        ends = time.monotonic() + 240  # its imports take 20 s of a processor
+        port = process.stdout.readline().strip()  # its imports take 20 s of a processor
+        assert port.isdigit(), log.read_text()
+        drain = threading.Thread(target=process.stdout.read, daemon=True)  # it goes on to log there
+        drain.start()
+        address = f"http://127.0.0.1:{port}"
         while True:
             try:
-                state(f"http://127.0.0.1:{port}")
+                state(address)
                 break
-            except OSError:
-                assert process.poll() is None, "the server has ended"
-                assert time.monotonic() < ends, "the server does not answer"
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+            except ConnectionError:  # bound, and not listening yet
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+        yield address
     finally:
         process.terminate()
         process.wait(10)
-        log.close()
+        process.stdout.close()
 
 
 def state(url):
-    with urllib.request.urlopen(f"{url}/state", timeout=30) as answer:  # noqa: S310
-        return json.load(answer)
+    """What the server knows of its sessions."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/state")
+        return json.loads(connection.getresponse().read())
 
 
 def tool_call(name, **arguments):
