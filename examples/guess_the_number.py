@@ -1,0 +1,73 @@
+r"""SmolLM2 plays GEM's GuessTheNumber: several turns, discounted returns, ReBN, and a run that can be cut off.
+
+    python examples/guess_the_number.py --steps 8        # some minutes on a CPU; run it again to go on
+    python examples/guess_the_number.py --model toy      # milliseconds, to see the loop
+
+The model does not write \boxed{} by itself, so its turn is begun for it. What it learns first is to close the box
+behind a number; "well formed" is the share of turns in which it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from typing import Any
+
+import rlkit
+from rlkit.advantages import discounted_returns, rebn
+from rlkit.chat import Chat
+from rlkit.envs import gem
+from rlkit.rollouts import Plan, rollout_sync
+from rlkit.trajectory import datums
+
+ENVIRONMENT = "game:GuessTheNumber-v0-easy"
+BOX = "\\boxed{"
+
+
+def train(folder: str, *, model: str, steps: int, episodes: int, rate: float) -> list[tuple[float, float]]:
+    """(mean return, share of well-formed turns) of each step done."""
+    local = {"model": model, "lora": rlkit.Lora(rank=16)}
+    curve = []
+    with rlkit.Run(folder, seed=0, config={"model": model, "episodes": episodes, "rate": rate}) as run:
+        policy = run.connect("toy") if model == "toy" else run.connect("local", **local)
+        chat = Chat(policy.tokenizer, prefill=BOX)
+        tasks = gem(ENVIRONMENT, name="guess", seed=run.seed)
+        params = rlkit.SamplingParams(max_tokens=6)
+        plan = Plan(n=1, params=params, chat=chat, max_turns=5, seed=run.seed, min_n=1)
+        for step in run.steps(steps):
+            started = time.monotonic()
+            with policy.sampler().result() as sampler:
+                groups = rollout_sync(sampler, tasks.batch(step, episodes), step=step, plan=plan)
+            trajectories = [t for group in groups for t in group.trajectories]
+            returns = discounted_returns([t.rewards for t in trajectories], gamma=0.9)
+            data: list[Any] = []
+            for trajectory, advantages in zip(trajectories, rebn(returns), strict=True):
+                data += datums(trajectory, advantages, split="allow")
+            fb = policy.forward_backward(data, "importance_sampling")
+            policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
+            texts = [policy.tokenizer.decode(turn.tokens) for t in trajectories for turn in t.turns]
+            formed = sum(bool(re.match(r"\s*\d+\s*\}", text)) for text in texts) / len(texts)
+            mean = groups.metrics["env/guess/reward"]
+            curve.append((mean, formed))
+            run.log({**groups.metrics, "train/loss": fb.result().metrics["loss:sum"], "env/guess/well_formed": formed})
+            run.log_trajectories(groups)
+            run.checkpoint(policy)
+            print(f"step {step:2}  return {mean:6.3f}  well formed {formed:.2f}  {time.monotonic() - started:5.1f} s")
+    return curve
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default="runs/guess")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--episodes", type=int, default=32, help="per step")
+    parser.add_argument("--rate", type=float, default=2e-4)
+    args = parser.parse_args()
+    train(args.folder, model=args.model, steps=args.steps, episodes=args.episodes, rate=args.rate)
+
+
+if __name__ == "__main__":
+    main()
