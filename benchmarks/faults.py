@@ -60,6 +60,7 @@ PLACES = (
     ("*", None, 14),  # the whole service, in the middle of the second step
 )
 TIMES = (1, 3, None)
+TRUSTED = "no dedupe, resend=True"  # told to send again to a server that takes it for a new call: nothing can help
 PARAMS = rlkit.SamplingParams(max_tokens=4, stop=())
 ADAM = rlkit.Adam(learning_rate=0.05)
 
@@ -279,9 +280,7 @@ def main() -> None:
     result = summary(outcomes, hung + hung_again, curve)
     result["repeated_because_late"] = len(again)
     result["seconds"] = round(time.monotonic() - started)
-    print(json.dumps(result["groups"], indent=1))
-    for line in result["violations"]:
-        print(line)
+    print(table(result))
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     sys.stdout.flush()
@@ -344,8 +343,24 @@ def summary(outcomes: list[Outcome], hung: list[Cell], curve: list[Any]) -> dict
         "hangs": len(hung),
         "highest_rate": round(max(rates, default=0.0), 2),
         "groups": {name: dict(sorted(counts.items())) for name, counts in sorted(groups.items())},
-        "violations": sorted(lines),
+        "violations": sorted(line for line in lines if not line.startswith(TRUSTED)),
+        "a server that was trusted too much": sorted(line for line in lines if line.startswith(TRUSTED)),
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The counts, and what broke the promise."""
+    problems = ("double step", "double gradient", "lost step", "another curve", "untyped error", "late", "rate")
+    columns = ("cells", "completed", "unknown step", "other error", *problems)
+    lines = [f"{'':32}" + "".join(f"{column:>17}" for column in columns)]
+    for group, counts in result["groups"].items():
+        row = {name.removeprefix("VIOLATION "): count for name, count in counts.items()}
+        row["unknown step"] = row.pop("StepOutcomeUnknown", 0)
+        row["other error"] = sum(count for name, count in row.items() if hasattr(rlkit, name))
+        lines.append(f"{group:32}" + "".join(f"{row.get(column, 0):17}" for column in columns))
+    lines += [f"hangs: {result['hangs']}", f"highest rate: {result['highest_rate']} failed requests per second"]
+    lines += [f"{len(result['violations'])} violations", *result["violations"]]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
