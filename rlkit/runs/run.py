@@ -362,7 +362,7 @@ def _made(trackers: Sequence[Any], folder: Path) -> list[Any]:
     if isinstance(trackers, str) or not isinstance(trackers, Sequence):
         what = f"got {_check.shown(trackers)}"
         raise ConfigError(_check.problem("Run(trackers)", what, "a sequence of names and trackers"))
-    return [tracking.registry.resolve(x)(folder) if isinstance(x, str) else x for x in trackers]
+    return [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
 
 
 def _rewind(trackers: Sequence[Any], step: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from rlkit.registry import Registry
 from rlkit.tracking.jsonl import Jsonl, read_metrics
 from rlkit.tracking.names import NAMES, Name, standard
@@ -16,6 +19,7 @@ __all__ = [
     "Name",
     "Several",
     "Tracker",
+    "for_run",
     "masked",
     "read_metrics",
     "registry",
@@ -33,5 +37,23 @@ registry["tensorboard"] = "rlkit.tracking.tensorboard:TensorBoard"
 registry["trackio"] = "rlkit.tracking.trackio:Trackio"
 registry["mlflow"] = "rlkit.tracking.mlflow:Mlflow"
 
-for _public in (Jsonl, Name, Several, Tracker, masked, read_metrics, standard, train_metrics):
+
+def for_run(name: str, folder: str | Path) -> Any:
+    """The tracker of that name, with its defaults for a run that is kept in ``folder``.
+
+    It is what the class's ``for_run(folder)`` makes, or where there is none, what the class makes of the folder.
+
+    Raises:
+        UnknownNameError: nothing has that name; the message suggests and lists the names.
+        ConfigError: its package is not installed.
+
+    >>> import tempfile
+    >>> for_run("jsonl", tempfile.mkdtemp())
+    Jsonl('...')
+    """
+    kind = registry[name]
+    return getattr(kind, "for_run", kind)(Path(folder))
+
+
+for _public in (Jsonl, Name, Several, Tracker, for_run, masked, read_metrics, standard, train_metrics):
     _public.__module__ = __name__  # where users import them from

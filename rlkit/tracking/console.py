@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Self, TextIO
 
 from rlkit import _check
 from rlkit.errors import ConfigError
@@ -62,6 +63,11 @@ class Console:
         self._file = file
         self._heading: list[str] = []
         self._rows = 0
+
+    @classmethod
+    def for_run(cls, folder: Path) -> Self:  # noqa: ARG003  # as for the others
+        """As a run in ``folder`` has it: the default columns."""
+        return cls()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints what is shown of these numbers; nothing where that is nothing."""

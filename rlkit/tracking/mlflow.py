@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from rlkit.tracking.service import COLUMNS, Service
 
@@ -46,6 +47,11 @@ class Mlflow(Service):
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._experiment, self._name, self._id, self._uri = experiment, name, id, uri
+
+    @classmethod
+    def for_run(cls, folder: Path) -> Self:
+        """As a run in ``folder`` has it: under the folder's name."""
+        return cls(name=folder.resolve().name)
 
     def _open(self) -> Any:
         from mlflow import MlflowClient

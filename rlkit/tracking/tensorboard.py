@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlkit.tracking.service import COLUMNS, Service
 
@@ -28,6 +28,11 @@ class TensorBoard(Service):
     def __init__(self, folder: str | Path, *, config: Any = None, trajectories: int = 8) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._folder = str(folder)
+
+    @classmethod
+    def for_run(cls, folder: Path) -> Self:
+        """As a run in ``folder`` has it: event files in a folder of their own."""
+        return cls(folder / "tensorboard")
 
     def rewind(self, step: int) -> None:
         """The run goes on from ``step``: what older event files hold from there on is not shown."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from rlkit.tracking.service import COLUMNS, Service
 
@@ -38,6 +39,11 @@ class Trackio(Service):
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._options = {"project": project, "name": name, "resume": resume, "space_id": space}
+
+    @classmethod
+    def for_run(cls, folder: Path) -> Self:
+        """As a run in ``folder`` has it: under the folder's name."""
+        return cls(name=folder.resolve().name)
 
     def _open(self) -> Any:
         import trackio

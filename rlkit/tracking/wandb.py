@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlkit.tracking.service import COLUMNS, Service
 
@@ -45,6 +45,11 @@ class Wandb(Service):
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._options = {"project": project, "name": name, "id": id, "dir": folder, "mode": mode}
+
+    @classmethod
+    def for_run(cls, folder: Path) -> Self:
+        """As a run in ``folder`` has it: under the folder's name, wandb's own files in it."""
+        return cls(name=folder.resolve().name, folder=folder)
 
     def _open(self) -> Any:
         import wandb

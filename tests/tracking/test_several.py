@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rlkit import ConfigError, Sample
-from rlkit.tracking import Jsonl, Several, Tracker, read_metrics, registry
+from rlkit import ConfigError, Sample, UnknownNameError
+from rlkit.tracking import Jsonl, Several, Tracker, for_run, read_metrics, registry
 from rlkit.trajectory import Group, Trajectory, Turn
 
 
@@ -195,3 +195,20 @@ def test_the_registry_names_them_all():
     assert registry["jsonl"] is Jsonl
     for name in registry:
         assert callable(registry[name])  # importing one needs none of the packages
+
+
+def test_for_a_run(tmp_path, capsys):
+    """By name, with defaults that suit a run's folder."""
+    several = Several([for_run(name, tmp_path / "r") for name in ("jsonl", "console")])
+    several.log({"train/loss": 0.5}, 0)
+    several.close()
+    assert len(read_metrics(tmp_path / "r")) == 1
+    assert "0.5" in capsys.readouterr().out
+    with pytest.raises(UnknownNameError, match="did you mean 'wandb'"):
+        for_run("wandbb", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX"), ("trackio",) * 2])
+def test_services_for_a_run(tmp_path, name, package):
+    pytest.importorskip(package)
+    assert isinstance(for_run(name, tmp_path), Tracker)
