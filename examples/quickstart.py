@@ -113,7 +113,7 @@ def train(
         "sample/with_number": got.numbers.mean(),
         "sample/tokens": np.mean([sample.tokens.size for sample in samples]),
         "train/loss": loss.result().metrics["loss:sum"],
-        "train/grad_norm": update.result()["grad_norm:mean"],
+        "train/grad_norm": update.result().get("grad_norm:mean", math.nan),  # where it is known
         "train/sampler_gap": max(gaps),  # trainer against sampler, in nats
         "time/sample": sampled - start,
         "time/train": time.perf_counter() - sampled,

@@ -119,7 +119,7 @@ def patch_api(ends: list[int]) -> Any:
 
 
 def patch_engine(reduction: str) -> None:
-    """The engine's part: ``metrics["loss:sum"]``, and gradients that are sums where that is asked for."""
+    """The engine's part: what is missing in its results, and gradients that are sums where that is asked for."""
     import jax
     import jax.numpy as jnp
     from skyrl.backends import jax as backend
@@ -146,19 +146,35 @@ def patch_engine(reduction: str) -> None:
                 result.prompt_logprobs = [None, *result.prompt_logprobs]
         return results
 
+    delete_model = backend.JaxBackendImpl.delete_model
+
+    def with_its_gradient(self: Any, model_id: str) -> None:
+        """A model that ends leaves what it had accumulated in its place; the next one there would start with it."""
+        place = self.models[model_id].adapter_index
+        delete_model(self, model_id)
+        with jax.set_mesh(self.mesh):
+            self.accumulated_grads = self.accumulated_grads.reset_adapter(jnp.int32(place))
+
     backend.JaxBackendImpl._model_pass = with_loss
+    backend.JaxBackendImpl.delete_model = with_its_gradient
     backend.JaxBackendImpl.sample = with_first
     if reduction == "own":
         return
 
+    @jax.custom_vjp
+    def scaled(value: Any, scale: Any) -> Any:
+        """``value``, with ``scale`` times its gradient."""
+        del scale
+        return value
+
+    scaled.defvjp(lambda value, scale: (value, scale), lambda scale, g: (g * scale, jnp.zeros_like(scale)))
+
     def summed(loss: Any) -> Any:
-        """The server divides each sequence's loss by the sum of its weights; this multiplies its gradient by it, and
-        leaves its value alone."""
+        """The server divides each sequence's loss by the sum of its weights, or by 1e-9 where they are of both signs
+        and their sum is negative; here the gradient is multiplied by that beforehand."""
 
         def function(logprobs: Any, mask: Any, *rest: Any) -> Any:
-            value = loss(logprobs, mask, *rest)
-            scale = jnp.maximum(mask.sum(axis=-1), 1e-9)
-            return value * scale - jax.lax.stop_gradient(value * scale - value)
+            return scaled(loss(logprobs, mask, *rest), jnp.maximum(mask.sum(axis=-1), 1e-9))
 
         return function
 
