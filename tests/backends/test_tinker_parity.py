@@ -37,7 +37,8 @@ def loop(policy, loss, steps=10):
         op = policy.optim_step(rlkit.Adam(learning_rate=3e-3, grad_clip_norm=1.0))
         found = fb.result()
         tokens = np.concatenate([s.tokens for g in groups for s in g.result()])
-        seen.append((found.metrics["loss:sum"], op.result()["grad_norm:mean"], np.mean(rewards), found.selected, tokens))
+        norm = op.result()["grad_norm:mean"]
+        seen.append((found.metrics["loss:sum"], norm, np.mean(rewards), found.selected, tokens))
     return seen
 
 
