@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sqlite3
+import time
 
 import pytest
 
@@ -64,10 +65,15 @@ def test_wandb_offline(tmp_path):
     (file,) = tmp_path.rglob("*.wandb")
     from wandb.proto import wandb_internal_pb2
 
+    def records():
+        return [wandb_internal_pb2.Record.FromString(data) for data in logged(file.read_bytes())]
+
+    for _ in range(600):  # wandb's own process may write the file a moment after the run is finished
+        if any(record.HasField("exit") for record in records()):
+            break
+        time.sleep(0.05)
     history, config = [], {}
-    for data in logged(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in records():
         if record.HasField("history"):
             history.append({"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item})
         if record.HasField("run"):
