@@ -119,7 +119,7 @@ class Episode:
         plan = self._shared.plan
         self._turns = []
         async with self._within("make"):
-            env = await Guarded.opened(self._task, timeout=self._call(), max_chars=plan.max_observation)
+            env = await Guarded.opened(self._task, timeout=self._call(), max_chars=plan.max_observation, scored=True)
         try:
             ended, messages = await self._conversation(env)
         finally:

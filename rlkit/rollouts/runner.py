@@ -13,7 +13,7 @@ from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.envs import Settings, Task
 from rlkit.envs.calling import call
-from rlkit.errors import BackendError, BackendTimeout, ConfigError
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts import seeds
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start
 from rlkit.rollouts.counters import Counters
@@ -21,6 +21,7 @@ from rlkit.rollouts.episode import Episode, Shared
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.progress import Progress
+from rlkit.rollouts.scoring import scored
 from rlkit.trajectory import Failure, Group, Trajectory
 
 __all__ = ["Runner"]
@@ -144,7 +145,7 @@ class Runner:
                 if gathering.start is not None:
                     gathering.start.give_up()
         for gathering in list(self._gatherings.values()):  # those cut short by share
-            self._complete(gathering)
+            await self._complete(gathering)
         if not self._kept and self._failed:
             raise self._nothing_left() from self._cause
 
@@ -182,12 +183,10 @@ class Runner:
                 outcome = await episode.play()
                 if isinstance(outcome, Trajectory):
                     gathering.trajectories[number] = outcome
-                    self._counters.trajectory(outcome)
+                    if gathering.task.score is None:
+                        self._counters.trajectory(outcome)
                     break
-                self._counters.failure(outcome)
-                gathering.failures.append(outcome)
-                self._failed.append(outcome)
-                self._cause = self._cause or episode.error
+                self._fail(gathering, outcome, episode.error)
                 if gathering.refills == 0:
                     break
                 gathering.refills -= 1
@@ -201,13 +200,38 @@ class Runner:
         self._progress.episode(failed=len(self._failed))
         gathering.open -= 1
         if gathering.open == 0:
-            self._complete(gathering)
+            await self._complete(gathering)
         if self._ended >= self._enough:
             for playing in self._members - {asyncio.current_task()}:
                 playing.cancel()
 
-    def _complete(self, gathering: _Gathering) -> None:
+    def _fail(self, gathering: _Gathering, failure: Failure, error: Exception | None) -> None:
+        self._counters.failure(failure)
+        gathering.failures.append(failure)
+        self._failed.append(failure)
+        self._cause = self._cause or error
+
+    async def _score(self, gathering: _Gathering) -> None:
+        """Scores a group's episodes together; if that can not be done, all of them have failed."""
+        task = gathering.task
+        seconds = (gathering.settings.deadline or self._plan.deadline) / 2
+        timeout = seconds if self._plan.call_timeout is None else self._plan.call_timeout
+        try:
+            members = dict(sorted(gathering.trajectories.items()))
+            gathering.trajectories = await scored(task, members, self._shared.chat, timeout=timeout)
+        except Exception as error:  # noqa: BLE001  # the score is the environment's, and so are its faults
+            kind = "timeout" if isinstance(error, EnvTimeout) else type(error).__name__
+            for member, trajectory in gathering.trajectories.items():
+                turns = len(trajectory.turns)
+                self._fail(gathering, Failure(task.name, kind, str(error)[:500], "score", turns, member), error)
+            gathering.trajectories = {}
+        for trajectory in gathering.trajectories.values():
+            self._counters.trajectory(trajectory)
+
+    async def _complete(self, gathering: _Gathering) -> None:
         """Hands a group over, if enough of it is there."""
+        if gathering.task.score is not None:
+            await self._score(gathering)
         del self._gatherings[gathering.number]
         group = gathering.group(self._step)
         kept = len(group) >= gathering.wanted

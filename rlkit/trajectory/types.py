@@ -197,7 +197,7 @@ class Failure:
         env: name of the environment.
         kind: the exception's class name, "timeout", or "context" where the first prompt already did not fit.
         message: what it said, shortened.
-        where: "make", "reset", "step", "chat" or "sampler".
+        where: "make", "reset", "step", "score", "chat" or "sampler".
         turns: how many turns had been made.
         member: which member of its group.
     """
