@@ -41,6 +41,7 @@ _SUBMODULES = {
     "filters",
     "losses",
     "metrics",
+    "report",
     "rewards",
     "rollouts",
     "runs",

@@ -120,8 +120,11 @@ class Run:
             raise ConfigError(f"connect(role): the run has a {role!r} already; give role= another name")
         options.setdefault("folder", str(self.folder / records.POLICIES))
         options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
-        self._policies[role] = self._connected(name, role, options)
-        return self._policies[role]
+        policy = self._policies[role] = self._connected(name, role, options)
+        for tracker in self.trackers:
+            if hasattr(tracker, "speak"):
+                tracker.speak(policy.tokenizer)
+        return policy
 
     def keep(self, name: str, kept: T) -> T:
         """Keeps ``kept`` in checkpoints from now on, and makes it what it was in the last one.

@@ -72,6 +72,20 @@ class Jsonl:
             raise CheckpointError(f"{self.folder}: can not be written: {error}") from error
         self._vocabulary = None if tokenizer is None else Vocabulary(self.folder / FILES["vocabulary"], tokenizer)
 
+    def speak(self, tokenizer: Any) -> None:
+        """Keeps the texts of tokens from now on, if it does not yet; ``rlkit.Run`` calls it with its policy's.
+
+        Raises:
+            ConfigError: the tokenizer can not decode.
+            CheckpointError: the file can not be written.
+        """
+        if self._vocabulary is None:
+            try:
+                _created(self.folder / FILES["vocabulary"])
+            except OSError as error:
+                raise CheckpointError(f"{self.folder}: can not be written: {error}") from error
+            self._vocabulary = Vocabulary(self.folder / FILES["vocabulary"], tokenizer)
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds a line. What is not finite is written as "NaN", "Infinity" or "-Infinity".
 

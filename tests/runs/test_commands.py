@@ -88,6 +88,30 @@ def test_report(folder, capsys, tmp_path):
         assert "loss" in run._repr_html_()
 
 
+def test_trajectories_are_shown_as_text(tmp_path):
+    """The run's policy says how its tokens read, so that the page does."""
+    from rlkit.envs import StepResult
+    from rlkit.rollouts import rollout_sync
+
+    class Parrot:
+        def reset(self, seed):
+            return "Say a"
+
+        def step(self, action):
+            return StepResult(reward=1.0, terminated=True)
+
+        def close(self):
+            pass
+
+    with Run(tmp_path, seed=0) as run:
+        policy = run.connect("toy")
+        with policy.sampler().result() as sampler:
+            groups = rollout_sync(sampler, Parrot, n=2, params=rlkit.SamplingParams(max_tokens=4))
+        run.log_trajectories(groups)
+    assert (tmp_path / "vocabulary.jsonl").read_text()
+    assert len((tmp_path / "trajectories.jsonl").read_text().splitlines()) == 1  # a line for each group
+
+
 def test_doctor(capsys, monkeypatch):
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
