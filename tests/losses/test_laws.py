@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -144,6 +145,21 @@ def test_bounds_are_inside(name, options):
         a = np.abs(a) if options["clip_low_threshold"] else -np.abs(a)
     gradient = call(name, [lp], {"sampling_logprobs": [lp], "advantages": [a]}, options)[1][0]
     np.testing.assert_allclose(gradient, -a)
+
+
+def test_a_divergence_on_its_bound_is_inside():
+    """dppo_kl keeps a token whose binary divergence is the bound itself, not one just beyond it, on both sides."""
+    q, p = np.log([0.5, 0.5]), np.log([0.75, 0.25])
+    old, new = torch.tensor(q), torch.tensor(p)  # by the same operations, so that the bound is met to the last digit
+    exact = (old.exp() * (old - new) - old.expm1() * ((-old.expm1()).log() - (-new.expm1()).log())).tolist()
+    for i, advantage in enumerate((1.0, -1.0)):
+        inputs = {"sampling_logprobs": [q[i : i + 1]], "advantages": [np.array([advantage])]}
+        for key in ("divergence_low", "divergence_high"):
+            mine = key == ("divergence_high" if i == 0 else "divergence_low")
+            for bound, kept in ((exact[i], True), (exact[i] * 1.001, True), (exact[i] * 0.999, not mine)):
+                options = {"divergence_low": 9.0, "divergence_high": 9.0, key: float(bound)}
+                gradient = call("dppo_kl", [p[i : i + 1]], inputs, options)[1][0]
+                assert bool(gradient.any()) == kept, (i, key, bound)
 
 
 @few

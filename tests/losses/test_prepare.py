@@ -311,6 +311,8 @@ def test_losses_that_return_something_else():
         (lambda logprobs: logprobs, r"returned a tensor of shape \(2,\)"),
         (lambda logprobs: 1.0, "returned 1.0"),
         (lambda logprobs: (logprobs.sum(), 3), "returned metrics 3"),
+        (lambda logprobs: (logprobs.sum(), {"loss:sum": 1.0}), "returned the metric 'loss:sum'"),
+        (lambda logprobs: (logprobs.sum(), {3: 1.0}), "returned the metric 3"),
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
     ):
         with pytest.raises(ConfigError, match=message):
