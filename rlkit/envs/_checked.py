@@ -93,6 +93,8 @@ def _message(copy: _Copy, where: str, value: Any) -> dict[str, Any]:
         raise EnvError(_check.problem(where, f"got {shown(value)}", "a message", "the others are messages"))
     if not isinstance(value.get("role"), str) or not value["role"]:
         raise EnvError(_check.problem(f"{where}['role']", f"got {shown(value.get('role'))}", "a role's name"))
+    if "content" not in value and "tool_calls" not in value:
+        raise EnvError(_check.problem(where, f"has the keys {sorted(map(str, value))}", "role and content"))
     content = value.get("content", "")
     if content is not None and not isinstance(content, (str, list, tuple)):
         raise EnvError(_check.problem(f"{where}['content']", f"got {shown(content)}", "text or a list of parts"))

@@ -243,6 +243,8 @@ class Tasks(Sequence[Task]):
     ) -> None:
         if not callable(make):
             raise ConfigError(_check.problem("Tasks.make", f"got {_check.shown(make)}", "a callable of an index"))
+        if isinstance(size, (str, bytes)):
+            raise ConfigError(_check.problem("Tasks.size", f"got {_check.shown(size)}", "an integer, or indices"))
         self._indices = size if isinstance(size, Sequence) else range(_check.integer("Tasks.size", size, low=1))
         self._make = make
         self._seeds = seeds

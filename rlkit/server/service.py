@@ -162,6 +162,11 @@ class Service:
         except ApiError:
             return name, None
 
+    @property
+    def endpoints(self) -> list[str]:
+        """The names that ``describe`` gives."""
+        return sorted({endpoint.name for endpoint in _ENDPOINTS} | {"retrieve_future"})
+
     def expire(self) -> None:
         """Ends all sessions from this side: what belongs to them is answered with 410 from now on."""
         with self._lock:

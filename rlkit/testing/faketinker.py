@@ -121,7 +121,7 @@ class FakeTinker:
         )
         self._deliveries = deliveries
         self._faults = Faults()
-        self._faults.add(*faults)
+        self.inject(*faults)
         self._seen: list[Seen] = []
         self._clients: list[Any] = []
         self._lock = threading.Lock()
@@ -148,7 +148,17 @@ class FakeTinker:
         return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
 
     def inject(self, *faults: Fault) -> None:
-        """Adds faults."""
+        """Adds faults.
+
+        Raises:
+            ConfigError: one is no ``Fault``, or is of an endpoint that a service has not.
+        """
+        for fault in faults:
+            if not isinstance(fault, Fault):
+                raise ConfigError(_check.problem("inject", f"got {_check.shown(fault)}", "a Fault"))
+            if fault.endpoint not in ("*", *self.service.endpoints):
+                there = ", ".join(self.service.endpoints)
+                raise ConfigError(f"Fault.endpoint: the service has no {fault.endpoint!r}; it has: {there}")
         self._faults.add(*faults)
 
     def heal(self) -> None:

@@ -317,3 +317,22 @@ class TestInFlight:
         with pytest.raises(rlkit.ConfigError, match="Adam"):
             policy.optim_step(tinker.AdamParams(learning_rate=1e-3))
         policy.optim_step(STEP).result()
+
+
+class TestFirstContact:
+    def test_a_tokenizer_that_is_not_found(self, fake, monkeypatch):
+        """A server whose model no hub knows: the error names the option, within the deadline."""
+
+        def missing(self):
+            raise OSError("no such model on the hub, tml-canary-key")
+
+        monkeypatch.setattr(tinker.TrainingClient, "get_tokenizer", missing)
+        with pytest.raises(rlkit.ConfigError, match="give tokenizer=") as caught:
+            connect(fake)
+        assert "canary" not in str(caught.value)
+        with connect(fake, tokenizer=fake.tokenizer) as policy:
+            assert policy.tokenizer is fake.tokenizer
+
+    def test_more_tokens_than_there_are(self, policy):
+        with pytest.raises(rlkit.ConfigError, match="k"):
+            policy.sampler().result().top_logprobs([1, 2], 10_000)

@@ -482,3 +482,10 @@ def test_a_slow_answer_beyond_the_clients_patience():
 def test_faults_are_checked(options):
     with pytest.raises(rlkit.ConfigError, match="Fault"):
         Fault(**options)
+
+
+@pytest.mark.parametrize("fault", ["503", None, Fault("503", "optimstep")])
+def test_a_fault_that_can_not_happen_is_refused(fault):
+    """A misspelt endpoint would make a test that can not fail."""
+    with FakeTinker() as fake, pytest.raises(rlkit.ConfigError, match=r"Fault"):
+        fake.inject(fault)

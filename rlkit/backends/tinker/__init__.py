@@ -113,7 +113,7 @@ class TinkerBackend:
                 model, lora, seed=seed, resume_from=resume_from, init_from=init_from, optimizer=optimizer
             )
             self.service_client = session.service
-            self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client)
+            self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client, seconds)
             self.max_length = session.max_length(self.training_client.get_info().model_data.model_name, max_length)
         except BaseException:
             session.close()

@@ -18,6 +18,9 @@ from rlkit.errors import BackendTimeout, ConfigError, RlkitError, UnsupportedErr
 
 __all__ = ["bounded", "check_model", "sdk", "service_client", "tokenizer_of"]
 
+_CONTACT = 60.0  # seconds for the first answer of a service; afterwards it may take as long as the deadline says
+_TOKENIZER = 120.0  # and for reading a tokenizer, which may be downloaded
+
 
 def sdk() -> Any:
     """The package tinker.
@@ -75,11 +78,11 @@ def service_client(
 
     where = "the Tinker service" if address is None else secrets.redact(address)
     try:
-        client = bounded(make, seconds)
+        client = bounded(make, min(seconds, _CONTACT))
     except BaseException as error:
         link.close()  # ends what the SDK still tries
         if isinstance(error, BackendTimeout):
-            raise faults.late(f"connect to {where}", seconds, link=link) from error
+            raise faults.late(f"connect to {where}", min(seconds, _CONTACT), link=link) from error
         if isinstance(error, tinker.TinkerError) and "api_key" in str(error):
             raise ConfigError(
                 "connect: no API key; set TINKER_API_KEY, give api_key=, or store one with `tinker auth login`"
@@ -152,14 +155,24 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def tokenizer_of(given: Any, client: Any) -> Any:
-    """A tokenizer behind rlkit's protocol: of a directory, a hub name, an object, or None for the SDK's own choice."""
+def tokenizer_of(given: Any, client: Any, seconds: float) -> Any:
+    """A tokenizer behind rlkit's protocol: of a directory, a hub name, an object, or None for the SDK's own choice.
+
+    Raises:
+        ConfigError: there is none, or it can not be read within ``seconds``.
+    """
     from rlkit.backends.protocol import Tokenizer
 
     if isinstance(given, Tokenizer):
         return given
     if given is None:
-        given = client.get_tokenizer()
+        try:
+            given = bounded(client.get_tokenizer, min(seconds, _TOKENIZER))
+        except Exception as error:
+            raise ConfigError(
+                "tokenizer: the SDK finds none for this model, which it looks for on a hub; give tokenizer= a "
+                f"directory, or a tokenizer ({secrets.redact(str(error)).strip().partition(chr(10))[0]})"
+            ) from error
     elif isinstance(given, (str, os.PathLike)):
         try:
             transformers = importlib.import_module("transformers")

@@ -103,7 +103,7 @@ class TinkerSampler:
         """(ids, logprobs), each [T, k]. See ``TopK``."""
         self._check_open()
         array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        _check.integer("top_logprobs(k)", k, low=1)
+        _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
 
         def finish(response: Any) -> tuple[np.ndarray, np.ndarray]:
             found = response.topk_prompt_logprobs_np

@@ -299,7 +299,7 @@ def open_sampler(
     return TinkerSampler(
         sampling,
         SeedStream(entropy_of(seed)),
-        tokenizer=connection.tokenizer_of(tokenizer, sampling),
+        tokenizer=connection.tokenizer_of(tokenizer, sampling, seconds),
         max_length=session.max_length(model, max_length),
         version=0 if path is None else paths.read(path, None).version,
         seconds=seconds,
