@@ -18,8 +18,8 @@ PROMPTS = ("Call ", "Dial ", "Count: ")
 
 
 def reward(text: str) -> float:
-    """The share of digits."""
-    return sum(c.isdigit() for c in text) / max(1, len(text))
+    """The share of letters."""
+    return sum(c.isalpha() for c in text) / max(1, len(text))
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:

@@ -19,12 +19,7 @@ import threading
 import typing
 from typing import Any
 
-import typing_extensions
-
 # ruff: noqa: B008  # FastAPI's way to ask for a session
-
-# pydantic takes typing.TypedDict from Python 3.12 on only; skyrl.tinker.types has one.
-typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
 
 
 def patch_api(ends: list[int]) -> Any:
@@ -202,6 +197,11 @@ def main() -> None:
         help="gradients as skyrl has them, the mean over sequences of token means, or as Tinker documents them",
     )
     options, rest = parser.parse_known_args()
+
+    import typing_extensions
+
+    # pydantic takes typing.TypedDict from Python 3.12 on only; skyrl.tinker.types has one.
+    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     if options.engine:
         patch_engine(os.environ["RLKIT_REDUCTION"])
         sys.argv[1:] = rest

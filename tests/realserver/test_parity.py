@@ -69,7 +69,7 @@ def gap(local, remote, datums):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_ten_steps(pair, reduction, name):
-    """Logprobs to 1e-5 before, losses to 1e-4 over ten optimizer steps, and logprobs to 1e-3 after them."""
+    """Logprobs to 1e-5 before, losses to 1e-5 per token over ten optimizer steps, and logprobs to 1e-4 after them."""
     local, remote = pair
     datums = data(local, reduction)
     here, config = scaled(datums, name, reduction), SETTINGS.get(name)
@@ -89,10 +89,9 @@ def test_ten_steps(pair, reduction, name):
     print(
         f"{reduction} {name}: logprobs {before:.1e} before, {after:.1e} after; losses per token {differences.max():.1e}"
     )
-    assert differences[0] < 1e-5
-    assert differences.max() < 1e-4
+    assert differences.max() < 1e-5
     assert abs(curves[0][-1] - curves[0][0]) / tokens > 0.01
-    assert after < 1e-3
+    assert after < 1e-4
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -112,30 +111,32 @@ def test_losses_of_tokens(pair, reduction, name):
     assert np.ptp(a) > 0.01
 
 
-def test_grpo(summing, tmp_path):
-    """The loop of the README learns to write digits, from a random model."""
+def test_grpo(summing):
+    """The loop of the README, on the server: a random model learns to write digits.
+
+    How far it gets is bounded: the server trains neither head nor norms, and no token can become much more likely than
+    another.
+    """
     options = {"model": summing.model, "lora": rlkit.Lora(rank=8), "seed": 0}
-    params, adam = rlkit.SamplingParams(max_tokens=8, stop=()), rlkit.Adam(learning_rate=1e-2)
+    params, adam = rlkit.SamplingParams(max_tokens=8, stop=()), rlkit.Adam(learning_rate=2e-2)
+    means, gaps = [], []
     with rlkit.connect("tinker", base_url=summing.url, max_length=128, deadline=1200.0, **options) as policy:
         prompts = [policy.tokenizer.encode(text) for text in ("Call ", "Dial ", "Count: ")]
-        means = []
-        for _ in range(12):
+        for _ in range(16):
             with policy.sampler().result() as sampler:
-                groups = [sampler.sample(prompt, params, n=16) for prompt in prompts]
+                groups = [sampler.sample(prompt, params, n=32) for prompt in prompts]
                 batch, rewards = [], []
                 for group in groups:
                     samples = group.result()
                     texts = [policy.tokenizer.decode(sample.tokens) for sample in samples]
                     r = np.array([sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts])
                     rewards.append(r.mean())
-                    batch += [sample.datum(a, weights=1 / 384) for sample, a in zip(samples, grpo(r), strict=True)]
+                    batch += [sample.datum(a) for sample, a in zip(samples, grpo(r), strict=True)]
             fb = policy.forward_backward(batch, "ppo")
             policy.optim_step(adam)
-            gaps = [
-                np.abs(lp - d.select(d.inputs["sampling_logprobs"])).max()
-                for lp, d in zip(fb.result().selected, batch, strict=True)
-            ]
-            assert max(gaps) < 1e-4  # the sampler and the trainer are one policy
+            for lp, datum in zip(fb.result().selected, batch, strict=True):
+                gaps.append(np.abs(lp - datum.select(datum.inputs["sampling_logprobs"])).max())
             means.append(float(np.mean(rewards)))
-    print("rewards:", " ".join(f"{x:.2f}" for x in means))
-    assert np.mean(means[-3:]) > np.mean(means[:3]) + 0.1
+    print("rewards:", " ".join(f"{x:.2f}" for x in means), f"sampler against trainer: {max(gaps):.1e}")
+    assert max(gaps) < 1e-4
+    assert np.mean(means[-4:]) > 1.4 * np.mean(means[:4])

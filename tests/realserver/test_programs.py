@@ -13,19 +13,21 @@ pytest.importorskip("tinker")
 
 
 def test_programs_at_once(summing, monkeypatch):
-    """Supervised, GRPO, resume and a loss of one's own, four clients at the same time."""
+    """Supervised, GRPO, resume and a loss of one's own, four clients at the same time. They learn less than on rlkit's
+    server, since this one leaves the head of the model alone."""
     monkeypatch.setenv("TINKER_BASE_URL", summing.url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-any-key-is-let-in")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         names = ("supervised", "grpo", "resume", "custom_loss")
         started = {name: pool.submit(program(name), [summing.model]) for name in names}
         found = {name: future.result() for name, future in started.items()}
-    losses, _ = found["supervised"]
-    assert losses[-1] < 0.25 * losses[0]
-    assert np.mean(found["grpo"][-3:]) > np.mean(found["grpo"][:3]) + 0.1
+    losses, said = found["supervised"]
+    assert losses[-1] < 0.8 * losses[0]
+    assert said == " on the mat."
+    assert np.mean(found["grpo"][-3:]) > np.mean(found["grpo"][:3])
     whole, again = found["resume"]
     assert again == whole
-    assert whole[-1] < 0.5 * whole[0]
+    assert whole[-1] < 0.9 * whole[0]
     margins = found["custom_loss"]
     assert margins[0] == pytest.approx(0.0, abs=1e-5)
-    assert margins[-1] > 2.0
+    assert margins[-1] > 1.0

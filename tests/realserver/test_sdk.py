@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.realserver import oracle
 from tests.server import sdk
 
-tinker = pytest.importorskip("tinker")
+tinker = pytest.importorskip("tinker", reason="needs the extra tinker")
+pytest.importorskip("peft", reason="needs the extra local")
 from tinker import types  # noqa: E402
+
+from tests.realserver import oracle  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
 PROMPT = [259, 287, 276, 20]
