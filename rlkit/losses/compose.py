@@ -57,17 +57,12 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
     parameters = _parameters(title, function)
     if parameters[0].name != "logprobs":
         raise ConfigError(f"{title}: the loss is driven by {parameters[0].name!r}, and a KL term by 'logprobs'")
-    inputs: list[_Parameter] = []
-    settings: list[_Parameter] = []
-    for parameter in _parameters(title, estimate)[1:]:
-        (settings if parameter.kind is parameter.KEYWORD_ONLY else inputs).append(parameter)
-    names = [parameter.name for parameter in inputs]
+    more = _parameters(title, estimate)[1:]
 
     def term(given: Mapping[str, Any]) -> Any:
-        chosen = {setting.name: given[setting.name] for setting in settings}
-        return estimate(given["logprobs"], **{name: given[name] for name in names}, **chosen)
+        return estimate(given["logprobs"], **{parameter.name: given[parameter.name] for parameter in more})
 
-    composed = _plus(title, function, term, [*inputs, *settings], "kl_coef", coef, sign=1.0)
+    composed = _plus(title, function, term, more, "kl_coef", coef, sign=1.0)
     composed.__rlkit_parts__ = (function, estimate)  # type: ignore[attr-defined]
     return composed
 

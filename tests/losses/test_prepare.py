@@ -304,6 +304,45 @@ def test_signatures(function, message):
         prepare(function)
 
 
+def test_marks_are_checked():
+    """A level that does not exist, a mark that is no bool, and an elementwise loss over several datums."""
+    for bad, message in (
+        ({"level": "token"}, r"^loss\(level\): got 'token'"),
+        ({"elementwise": 1}, r"^loss\(elementwise\): got 1"),
+        ({"level": "pair", "elementwise": True}, r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loss(**bad)
+
+
+@pytest.mark.parametrize(("level", "sizes"), [("datum", [2]), ("pair", [2, 3]), ("batch", [2, 3, 1, 1])])
+def test_trying_out_takes_as_few_datums_as_the_level_needs(level, sizes):
+    """A loss is tried out by one call, on one datum or one pair where that is all that it looks at."""
+    calls = []
+
+    @loss(level=level)
+    def counted(logprobs):
+        parts = [logprobs] if level == "datum" else logprobs
+        calls.append([part.shape[0] for part in parts])
+        return sum(part.sum() for part in parts)
+
+    data = [rlkit.Datum(range(n + 1), [0] + [1] * n) for n in (2, 3, 1, 1)]
+    prepare(counted).try_out(data)
+    assert calls == [sizes]
+
+
+def test_datums_that_a_loss_does_not_look_at():
+    """A batch loss that leaves a datum out gives it a gradient of 0."""
+
+    @loss(level="batch")
+    def first_only(logprobs):
+        return logprobs[0].sum()
+
+    data = [rlkit.Datum([1, 2, 3], [0, 1, 1]), rlkit.Datum([1, 2], [0, 1])]
+    found = prepare(first_only).gradient([torch.zeros(2), torch.zeros(1)], data)
+    assert [g.tolist() for g in found.driver] == [[1.0, 1.0], [0.0]]
+
+
 def test_losses_that_return_something_else():
     """A vector, a number, or what does not depend on the logprobs, is refused when it is tried out."""
     data = [rlkit.Datum([1, 2, 3], [0, 1, 1])]
