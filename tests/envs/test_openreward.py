@@ -322,7 +322,7 @@ def test_a_reset_that_is_cancelled_leaves_no_session(url):
 def test_many_sessions_at_once(url):
     """64 episodes, each with its own task, over shared connections, from one event loop after the other."""
     tasks = openreward("sums", base_url=url)
-    opened = state(url)["opened"]
+    opened, abandoned = state(url)["opened"], calling.abandoned()  # other tests may have left some
 
     async def episode(index):
         env = await Guarded.opened(tasks[index % 10])
@@ -338,7 +338,7 @@ def test_many_sessions_at_once(url):
     assert [*asyncio.run(scene()), *asyncio.run(scene())] == [1.0] * 64
     assert state(url)["opened"] - opened == 64
     wait_until_closed(url)
-    assert calling.abandoned() == 0
+    assert calling.abandoned() <= abandoned
 
 
 @pytest.mark.parametrize(

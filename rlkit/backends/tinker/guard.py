@@ -162,6 +162,7 @@ def _guarding(make: Callable[..., Any]) -> Callable[..., Any]:
         return client
 
     guarded.rlkit_guard = True  # type: ignore[attr-defined]
+    guarded.__wrapped__ = make  # type: ignore[attr-defined]
     return guarded
 
 
