@@ -79,6 +79,7 @@ def test_shared_prefixes_change_no_number(tiny, kind):
     policy = rlkit.connect(
         "local", model=tiny(kind), lora=rlkit.Lora(rank=4), seed=0, device="cpu", micro_batch_tokens=90
     )
+    policy.base.model.double()  # in float32 a random Qwen3 is 4e-5 off float64 by itself, either way
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(0.05 * np.float32(rng.normal()))
@@ -94,7 +95,7 @@ def test_shared_prefixes_change_no_number(tiny, kind):
         (a, packed), (b, alone) = found
         for x, y in zip(a.logprobs + a.outputs["entropy"], b.logprobs + b.outputs["entropy"], strict=True):
             assert np.abs(x - y).max() < 1e-5
-        assert relative(packed, alone) < 1e-5
+        assert relative(packed, alone) < 2e-6
     trainer._head._shares = None
     assert trainer._head.shares
     policy.close()
