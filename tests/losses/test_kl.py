@@ -161,7 +161,8 @@ def test_adaptive_entropy_by_hand():
 
 def test_defaults():
     """The numbers of a fresh adaptive entropy."""
-    assert attrs.asdict(adaptive_entropy()) == {"target": 0.2, "delta": 0.005, "coef": 0.0, "low": 0.0, "high": 1.0}
+    for fresh in (adaptive_entropy(), AdaptiveEntropy()):
+        assert attrs.asdict(fresh) == {"target": 0.2, "delta": 0.005, "coef": 0.0, "low": 0.0, "high": 1.0}
 
 
 @pytest.mark.parametrize(
