@@ -31,7 +31,12 @@ def main(python: str, arguments: list[str]) -> None:
     with rlkit.connect("local", model=args.model, lora=rlkit.Lora(rank=1)) as local:
         folder = local.base.path  # converted once into the cache
     start = time.perf_counter()
-    small = {"max_lora_adapters": 2, "max_lora_rank": args.rank, "train_micro_batch_size": 8}
+    small = {
+        "max_lora_adapters": 2,
+        "max_lora_rank": args.rank,
+        "train_micro_batch_size": 8,
+        "sample_max_num_sequences": 16,
+    }
     with RealServer(python, folder, args.out / "server", reduction="sum", **small) as server:
         options = {"model": folder, "lora": rlkit.Lora(rank=args.rank), "seed": args.seed, "deadline": 3600.0}
         with rlkit.connect("tinker", base_url=server.url, max_length=512, **options) as policy:
