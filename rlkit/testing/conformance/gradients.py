@@ -141,12 +141,15 @@ class GradientTests(Harness):
         """Weights of a half, one number or one per token, halve value and gradient: two such calls make one."""
         one, two = fresh(), fresh()
         data = self.data(one)
+        start = self.logprobs(one, data)
         half = [d.with_inputs(weights=0.5) for d in data]
         halves = [d.with_inputs(weights=np.full(int(d.mask.sum()), 0.5)) for d in data]
         whole = one.forward_backward(data, name).result().metrics["loss:sum"]
         parts = [two.forward_backward(d, name).result().metrics["loss:sum"] for d in (half, halves)]
         assert parts == pytest.approx([whole / 2] * 2, rel=1e-4)
-        assert worst(self.after(one, data), self.after(two, data)) < 1e-5
+        after = self.after(one, data)
+        assert worst(after, start) > 1e-4  # or two gradients of zero would agree
+        assert worst(after, self.after(two, data)) < 1e-5
 
     def test_pairs_and_batches(self, fresh: Callable[..., Any]) -> None:
         """Losses over pairs and over the whole batch see their datums together, however the data is split up."""
