@@ -154,13 +154,13 @@ FAULTS = {  # what step does -> (the error it leads to, a part of its message)
     "message without a role": (giving(StepResult([{"content": "a"}])), rlkit.EnvError, r"\[0\]\['role'\]"),
     "message that is text": (giving(StepResult([{"role": "user", "content": "b"}, "a"])), rlkit.EnvError, r"\[1\]"),
     "message with a number": (giving(StepResult([{"role": "user", "content": 3}])), rlkit.EnvError, "content"),
-    "message without content": (giving(StepResult([{"role": "user", "contnet": "b"}])), rlkit.EnvError, "role and content"),
-    "message with an object": (giving(StepResult([{"role": "u", "content": "b", "x": Broken()}])), rlkit.EnvError, "Broken"),
+    "message without content": (giving(StepResult([{"role": "u", "contnet": "b"}])), rlkit.EnvError, "and content"),
+    "message with an object": (giving(StepResult([{"role": "u", "content": [Broken()]}])), rlkit.EnvError, "Broken"),
     "message without an end": (giving(StepResult([circle])), rlkit.EnvError, "too deep"),
     "message too deep": (giving(StepResult([{"role": "user", "content": deep}])), rlkit.EnvError, "too deep"),
     "flood of text": (giving(StepResult("x" * 2_000_000)), rlkit.EnvError, "flood"),
     "flood of messages": (giving(StepResult([{"role": "user"}] * 2_000_000)), rlkit.EnvError, "entries"),
-    "flood in a message": (giving(StepResult([{"role": "u", "content": "b", "x": ["y" * 999] * 9999}])), rlkit.EnvError, "flood"),
+    "flood in a message": (giving(StepResult([{"role": "u", "content": ["y" * 999] * 9999}])), rlkit.EnvError, "flood"),
     "flood of tokens": (giving(StepResult(np.zeros(2_000_000, int))), rlkit.EnvError, "tokens"),
 }  # fmt: skip
 
