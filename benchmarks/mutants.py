@@ -1,0 +1,240 @@
+"""Mutation testing: small changes to a package of rlkit, one at a time, and whether its tests notice.
+
+    python benchmarks/mutants.py advantages --sample 300 [--seed 0]
+    python benchmarks/mutants.py advantages --again    # those that survived, after new tests
+
+A mutant is one change to the syntax tree of one file; no file is written. The tests are collected once. For a mutant
+inside a function the process forks, gives the living functions the changed code, and runs those tests that call it,
+the quickest first, until one fails; decorators do not matter. For a mutant outside functions the fork runs the changed
+file and takes over its defaults, marks and constants; for one among the fields of a class it imports everything anew.
+The changes are those of the usual tools: comparisons, arithmetic, boolean operators, negations, numbers, True and
+False, statements left out, and pairs of functions such as minimum and maximum. Texts, annotations and docstrings are
+left alone. Survivors go to the screen, everything to benchmarks/results/mutants-PACKAGE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, TypeAlias
+
+import attrs
+import hypothesis
+import numpy as np  # noqa: F401 - imported before the first fork, since it takes long
+import pytest
+import torch
+from _pytest.runner import runtestprotocol
+from mutations import ROOT, Mutant, codes, compiled, mutants
+
+LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
+TESTS = {  # which are likely to notice a changed default, and all
+    "advantages": (["tests/advantages/test_inputs.py", "tests/advantages/test_golden.py"], ["tests/advantages"]),
+    "losses": (["tests/losses/test_settings.py", "tests/losses/test_golden.py"], ["tests/losses"]),
+}
+OPTIONS = ["-qs", "-pno:cacheprovider", "-otimeout=0", "-Wignore::pytest.PytestAssertRewriteWarning"]
+CONSTANTS = (int, float, str, tuple, dict, frozenset)
+Key: TypeAlias = tuple[str, str, int]
+Calls: TypeAlias = dict[Key, list[tuple[float, pytest.Item]]]
+
+
+def key(code: CodeType) -> Key:
+    """What tells a function's code from all others."""
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+def in_fork(job: Callable[[], bool], limit: int = LIMIT) -> str:
+    """What becomes of a mutant: ``job`` says in a process of its own whether the tests pass."""
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, limit)
+        resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        passed = False
+        try:
+            passed = job()
+        finally:
+            os._exit(0 if passed else 1)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        return "timeout" if os.WTERMSIG(status) == signal.SIGPROF else "crash"
+    return "survived" if os.WEXITSTATUS(status) == 0 else "killed"
+
+
+def taken_over(mutant: Mutant, living: Mapping[Key, list[FunctionType]]) -> set[Key]:
+    """Run the changed file, give its defaults, marks and constants to what lives, and say which functions differ."""
+    module = next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(ROOT / mutant.path))
+    registries = [x for x in gc.get_objects() if type(x).__name__ == "Registry"]
+    before = [dict(x) for x in registries]
+    for registry in registries:
+        registry.clear()  # so that the same names can be registered again
+    fresh = {"__name__": module.__name__, "__file__": module.__file__, "__package__": module.__package__}
+    FunctionType(compiled(mutant), fresh)()
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        dict.update(registry, entries)
+    spaces = [fresh, *(vars(x) for x in fresh.values() if isinstance(x, type) and x.__module__ == module.__name__)]
+    differ: set[Key] = set()
+    for name, new in [pair for space in spaces for pair in space.items()]:
+        if type(new) is FunctionType:
+            for old in living.get(key(new.__code__), []):
+                for part in ("__defaults__", "__kwdefaults__", "__dict__"):
+                    if repr(getattr(old, part)) != repr(getattr(new, part)):
+                        setattr(old, part, getattr(new, part))
+                        differ.add(key(new.__code__))
+        elif type(new) in CONSTANTS and not name.startswith("__") and getattr(module, name, new) != new:
+            for other in [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("rlkit")]:
+                if getattr(other, name, None) is getattr(module, name) and other is not module:
+                    setattr(other, name, new)
+            setattr(module, name, new)
+            differ |= {k for k in living if k[0] == module.__file__}
+    return differ
+
+
+def imported_anew(mutant: Mutant, tests: list[str]) -> bool:
+    """Whether the tests pass where the changed file is what is imported."""
+    code, path, usual = compiled(mutant), str(ROOT / mutant.path), SourceFileLoader.get_code
+    SourceFileLoader.get_code = lambda self, name: (  # type: ignore[method-assign]
+        code if self.get_filename(name) == path else usual(self, name)
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rlkit", "tests")]:
+        del sys.modules[name]
+    return pytest.main([*tests, *OPTIONS, "-x"]) == 0
+
+
+def traced(items: list[pytest.Item], record: Path) -> bool:
+    """Whether all tests pass; what each took and called goes to a file."""
+    found = []
+    for item in items:
+        seen: set[CodeType] = set()
+        sys.settrace(lambda frame, _event, _arg, seen=seen: seen.add(frame.f_code))  # None: no line by line
+        start = time.perf_counter()
+        reports = runtestprotocol(item, log=False, nextitem=None)
+        sys.settrace(None)
+        if any(r.failed for r in reports):
+            return False
+        inside = [key(code) for code in seen if code.co_filename.startswith(str(ROOT))]
+        found.append((time.perf_counter() - start, inside))
+    record.write_text(json.dumps(found))
+    return True
+
+
+def quiet(items: list[pytest.Item]) -> bool:
+    """Whether all of these tests pass; the first that fails ends it."""
+    return not any(r.failed for item in items for r in runtestprotocol(item, log=False, nextitem=None))
+
+
+class Loop:
+    """A pytest plugin that runs the collected tests once, and then some of them for each mutant."""
+
+    def __init__(self, work: list[Mutant], first: list[str], report: Callable[[Mutant, str], None]) -> None:
+        self.work, self.first, self.report = work, first, report
+
+    @staticmethod
+    def outside(
+        mutant: Mutant, living: Mapping[Key, list[FunctionType]], calls: Calls, sooner: list[pytest.Item]
+    ) -> bool:
+        """Whether the tests pass with a change outside all functions."""
+        differ = taken_over(mutant, living)
+        callers = {item: seconds for k in differ for seconds, item in calls.get(k, [])}
+        return quiet([*sooner, *sorted(callers, key=callers.__getitem__)])
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Stands in for pytest's own loop."""
+        record = Path(tempfile.mkdtemp()) / "calls.json"
+        if in_fork(lambda: traced(session.items, record), limit=600) != "survived":
+            pytest.exit("the tests do not pass without any mutant", 3)
+        calls: Calls = {}
+        for item, (seconds, seen) in zip(session.items, json.loads(record.read_text()), strict=True):
+            for k in seen:
+                calls.setdefault(tuple(k), []).append((seconds, item))
+        living: dict[Key, list[FunctionType]] = {}
+        for thing in gc.get_objects():
+            if type(thing) is FunctionType:  # isinstance would ask proxies, some of which warn
+                living.setdefault(key(thing.__code__), []).append(thing)
+        sooner = [item for item in session.items if item.nodeid.partition("::")[0] in self.first]
+        for mutant in self.work:
+            if not mutant.owner:
+                self.report(mutant, in_fork(partial(self.outside, mutant, living, calls, sooner)))
+                continue
+            code = next(code for code in codes(compiled(mutant)) if code.co_qualname == mutant.owner)
+            fresh = {key(inner): inner for inner in codes(code)}  # closures that live already change too
+            callers = {item: seconds for k in fresh for seconds, item in calls.get(k, [])}
+            items = sorted(callers, key=callers.__getitem__)
+
+            def passes(fresh: Any = fresh, items: Any = items) -> bool:
+                for k, code in fresh.items():
+                    for function in living.get(k, []):
+                        function.__code__ = code
+                return quiet(items)
+
+            self.report(mutant, in_fork(passes) if items else "survived")
+        return True
+
+
+def main() -> None:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("package", choices=TESTS)
+    parser.add_argument("--sample", type=int, help="how many mutants; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="only those that survived the last time")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    quick = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # one failure is enough, however long
+    hypothesis.settings.register_profile("mutants", phases=quick, derandomize=True, database=None, deadline=None)
+    hypothesis.settings.load_profile("mutants")
+    sys.dont_write_bytecode = True
+    package = f"rlkit/{options.package}"
+    first, tests = TESTS[options.package]
+    tests = [*tests, package]
+    found = [m for path in sorted((ROOT / package).glob("*.py")) for m in mutants(path)]
+    total = len(found)
+    page = Path(__file__).parent / "results" / f"mutants-{options.package}.json"
+    page.parent.mkdir(exist_ok=True)
+    results: list[dict[str, Any]] = []
+    if options.again:
+        results = json.loads(page.read_text())["mutants"]
+        wanted = [r for r in results if r["verdict"] == "survived"]
+        found = [m for m in found if any(attrs.asdict(m).items() <= r.items() for r in wanted)]
+        results = [r for r in results if r["verdict"] != "survived"]
+    elif options.sample is not None and options.sample < total:
+        found = random.Random(options.seed).sample(found, options.sample)
+
+    def report(mutant: Mutant, verdict: str) -> None:
+        results.append({**attrs.asdict(mutant), "verdict": verdict})
+        page.write_text(json.dumps({"of": total, "seed": options.seed, "mutants": results}, indent=1) + "\n")
+        if verdict == "survived":
+            print(f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
+
+    code = pytest.main([*tests, *OPTIONS], plugins=[Loop([m for m in found if m.owner != "class"], first, report)])
+    unchanged = attrs.evolve(found[0], place=-1)
+    if in_fork(lambda: imported_anew(unchanged, first)) != "survived":
+        sys.exit("the tests do not pass without any mutant")
+    for mutant in [m for m in found if m.owner == "class"]:
+        verdict = in_fork(lambda mutant=mutant: imported_anew(mutant, first))  # type: ignore[misc]
+        if verdict == "survived":
+            verdict = in_fork(lambda mutant=mutant: imported_anew(mutant, tests), limit=600)  # type: ignore[misc]
+        report(mutant, verdict)
+    verdicts = Counter(result["verdict"] for result in results)
+    print(f"exit {code}; {len(results)} of {total} mutants: {dict(verdicts)}")
+
+
+if __name__ == "__main__":
+    main()
