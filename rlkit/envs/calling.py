@@ -221,13 +221,20 @@ class Guarded:
 
     @classmethod
     async def opened(
-        cls, task: Task, *, timeout: float | None = None, max_chars: int = 1_000_000, scored: bool = False
+        cls,
+        task: Task,
+        *,
+        timeout: float | None = None,
+        max_chars: int = 1_000_000,
+        scored: bool = False,
+        grace: float = 0.0,
     ) -> Guarded:
         """A fresh environment for one episode of ``task``.
 
         Args:
             task: makes it.
             timeout: seconds. An environment that is made too late is closed when it is there.
+            grace: seconds that this waits for such an environment, when the time is over or the waiting is cancelled.
             max_chars: the longest observation, in characters.
             scored: the caller will see to ``task.score``, with ``scores``. Otherwise a task that has one is refused,
                 since its episodes would be worth nothing, and nobody would know why.
@@ -243,7 +250,9 @@ class Guarded:
         try:
             env = await running.result(timeout)
         except BaseException:
-            running.outcome.add_done_callback(lambda outcome: _close_late(outcome, home))
+            closed = _closed_late(running.outcome, home)
+            if grace:
+                await asyncio.wait([asyncio.wrap_future(closed)], timeout=grace)
             raise
         return cls(env, task.name, max_chars=max_chars, home=home)
 
@@ -304,10 +313,20 @@ class Guarded:
         return f"environment {self.name!r}: {method}"
 
 
-def _close_late(outcome: concurrent.futures.Future[Any], home: _home.Home) -> None:
-    """Closes an environment that was made when nobody waited for it any more."""
-    if outcome.exception() is None and callable(getattr(outcome.result(), "close", None)):
-        Running("close", outcome.result().close, (), home)
+def _closed_late(made: concurrent.futures.Future[Any], home: _home.Home) -> concurrent.futures.Future[None]:
+    """Closes an environment that is there when nobody waits for it any more; settled when that is done."""
+    closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def close(_: object) -> None:
+        method = None if made.exception() is not None else getattr(made.result(), "close", None)
+        if callable(method):
+            closing = Running("close", method, (), home)
+            closing.outcome.add_done_callback(lambda _: closed.set_result(None))
+        else:
+            closed.set_result(None)
+
+    made.add_done_callback(close)
+    return closed
 
 
 def wait(fn: Callable[..., Any], *args: Any, timeout: float, where: str) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -23,6 +23,8 @@ from rlkit.trajectory import Failure, Trajectory, Turn
 from rlkit.types import Sample, SamplingParams
 
 __all__ = ["Episode", "Shared"]
+
+T = TypeVar("T")
 
 _SHORT = 500
 _KINDS = {"context": "context", "deadline": "timeout"}
@@ -119,13 +121,19 @@ class Episode:
         plan = self._shared.plan
         self._turns = []
         async with self._within("make"):
-            env = await Guarded.opened(self._task, timeout=self._call(), max_chars=plan.max_observation, scored=True)
+            env = await Guarded.opened(
+                self._task,
+                timeout=self._call(),
+                max_chars=plan.max_observation,
+                scored=True,
+                grace=plan.close_timeout / 2,
+            )
         try:
             ended, messages = await self._conversation(env)
         finally:
             self._shared.counters.add("time/env", env.seconds)
             began = time.monotonic()
-            problem = await env.close(timeout=plan.close_timeout)
+            problem = await _to_the_end(env.close(timeout=plan.close_timeout))
             self._shared.counters.add("time/close", time.monotonic() - began)
             self._count("close_failed", int(problem is not None))
         return self._trajectory(ended, messages)
@@ -258,6 +266,16 @@ class Episode:
             tags=self._shared.plan.tags,
             messages=messages,
         )
+
+
+async def _to_the_end(closing: Coroutine[Any, Any, T]) -> T:
+    """Waits for ``closing`` even if the waiting is cancelled meanwhile, which is raised afterwards."""
+    task = asyncio.ensure_future(closing)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _last(observation: Observation) -> tuple[Mapping[str, Any], ...]:

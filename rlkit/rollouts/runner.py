@@ -197,11 +197,12 @@ class Runner:
             if not done:
                 self._counters.add(f"env/{gathering.task.name}/abandoned")
         self._ended += 1
+        last = self._ended == self._enough
         self._progress.episode(failed=len(self._failed))
         gathering.open -= 1
         if gathering.open == 0:
             await self._complete(gathering)
-        if self._ended >= self._enough:
+        if last:  # cancelled once: a member that is closing its environment is left to it
             for playing in self._members - {asyncio.current_task()}:
                 playing.cancel()
 

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -508,6 +509,36 @@ def test_synchronous_inside_of_a_running_loop():
     assert same(rollout_sync(RandomSampler(), [Counted] * 3, n=2, params=PARAMS), run([Counted] * 3))
     with pytest.raises(BackendError, match="broken"):
         rollout_sync(Dead(BackendError("broken")), Counted)
+
+
+class Lingering(Counted):
+    """All but the first take a while to make, or to close."""
+
+    lingers_in = ""
+    numbers = itertools.count()
+
+    def __init__(self):
+        self.number = next(self.numbers)
+        self.linger("make")
+        super().__init__()
+
+    def linger(self, where):
+        if self.lingers_in == where:
+            time.sleep(0.1 * self.number)
+
+    def close(self):
+        self.linger("close")
+        super().close()
+
+
+@pytest.mark.parametrize("slow", ["make", "close"])
+def test_what_is_given_up_is_closed_before_the_rollout_ends(monkeypatch, slow):
+    """Environments that are being made, or closed, when enough episodes have ended; others end meanwhile."""
+    reset_counts()
+    monkeypatch.setattr(Lingering, "lingers_in", slow)
+    monkeypatch.setattr(Lingering, "numbers", itertools.count())
+    run(Lingering, n=6, share=0.3, min_n=1, concurrency=6)
+    assert Counted.made == Counted.closed > 2
 
 
 def test_an_interrupt_ends_a_synchronous_rollout(monkeypatch):
