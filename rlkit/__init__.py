@@ -36,6 +36,7 @@ _SUBMODULES = {
     "answers",
     "chat",
     "corrections",
+    "critics",
     "envs",
     "evaluation",
     "filters",
@@ -55,7 +56,13 @@ _SUBMODULES = {
 }  # imported on first use: losses needs torch
 
 
-_NAMES = {"Run": "rlkit.runs", "serve": "rlkit.server", "evaluate": "rlkit.evaluation", "rollout": "rlkit.rollouts"}
+_NAMES = {
+    "Run": "rlkit.runs",
+    "critic": "rlkit.critics",
+    "evaluate": "rlkit.evaluation",
+    "rollout": "rlkit.rollouts",
+    "serve": "rlkit.server",
+}
 
 
 def __getattr__(name: str) -> Any:

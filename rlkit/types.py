@@ -309,7 +309,7 @@ class ForwardBackwardOutput:
         return [lp[mask] for lp, mask in zip(self.logprobs, self.masks, strict=True)]
 
     def __repr__(self) -> str:
-        return f"ForwardBackwardOutput({len(self.logprobs)} datums, metrics={dict(self.metrics)})"
+        return f"ForwardBackwardOutput({len(self.masks)} datums, metrics={dict(self.metrics)})"
 
 
 def _mask(where: str, value: Any, length: int) -> np.ndarray:

@@ -26,6 +26,7 @@ def checked_call(
     *,
     vocab_size: int,
     max_length: int,
+    drivers: Sequence[str] = ("logprobs", "target_logprobs"),
 ) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
     """``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
 
@@ -34,6 +35,7 @@ def checked_call(
         data, loss, config, want: as in ``TrainerBackend.forward``.
         wanted: what the backend has for ``want``.
         vocab_size, max_length: the model's.
+        drivers: what the model gives for losses to be driven by.
     """
     if isinstance(want, str) or not isinstance(want, Sequence):
         raise ConfigError(_check.problem("want", f"got {_check.shown(want)}", "a sequence of names"))
@@ -47,8 +49,11 @@ def checked_call(
     from rlkit.losses.prepare import prepare  # needs torch
 
     prepared = prepare(loss, config)
-    if prepared.driver == "values":
-        raise UnsupportedError(f"the loss {prepared.name!r} needs a value head, which a policy has not: use a critic")
+    if prepared.driver not in drivers:
+        why = "a value head, which a policy has not: use a critic"
+        if prepared.driver != "values":
+            why = f"{prepared.driver}, which a critic has not: it takes losses of values, such as value_clipped"
+        raise UnsupportedError(f"the loss {prepared.name!r} needs {why}")
     if prepared.entropy and "entropy" not in wanted:
         raise UnsupportedError(
             f"the loss {prepared.name!r} needs exact entropies, which the {name} backend can not give; "

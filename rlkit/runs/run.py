@@ -7,7 +7,7 @@ import os
 import signal
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -103,7 +103,8 @@ class Run:
             self._lock.release()
             raise
         self._stopper = Stopper(grace)
-        self._policies: dict[str, TrainerBackend] = {}
+        self._policies: dict[str, Any] = {}  # the critics too
+        self._critics: dict[str, Any] = {}
         self._kept: dict[str, Any] = {}
         self._total: int | None = None
         self._inside = False
@@ -116,15 +117,24 @@ class Run:
                 checkpoint yet. ``folder=`` is the run's, and ``seed=`` its own unless given.
             role: what it is called in checkpoints, where a loop has several.
         """
-        if role in self._policies:
-            raise ConfigError(f"connect(role): the run has a {role!r} already; give role= another name")
-        options.setdefault("folder", str(self.folder / records.POLICIES))
-        options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
-        policy = self._policies[role] = self._connected(name, role, options)
+        policy = self._opened(backends.connect, name, role, options)
         for tracker in self.trackers:
             if hasattr(tracker, "speak"):
                 tracker.speak(policy.tokenizer)
         return policy
+
+    def critic(self, name: str, *, role: str = "critic", **options: Any) -> Any:
+        """``rlkit.critic``, from the last checkpoint where there is one; it is in every checkpoint from now on.
+
+        Args:
+            name, options: as for ``rlkit.critic``; the rest is as for ``connect``.
+            role: what it is called in checkpoints.
+        """
+        from rlkit.critics import critic
+
+        made = self._opened(critic, name, role, options)
+        self._critics[role] = made
+        return made
 
     def keep(self, name: str, kept: T) -> T:
         """Keeps ``kept`` in checkpoints from now on, and makes it what it was in the last one.
@@ -206,7 +216,7 @@ class Run:
         """Saves everything at the end of a step, and removes what ``retention`` does not keep.
 
         Args:
-            policy: the policy; None, and no ``policies``: all that ``connect`` made.
+            policy: the policy; None, and no ``policies``: all that ``connect`` made. Critics are always saved.
             every: only after every so many steps, after the last one, and when the run is being stopped.
             metrics: numbers by which ``retention`` may choose.
             policies: further ones, by role.
@@ -231,7 +241,8 @@ class Run:
             "metrics": encode("checkpoint(metrics)", dict(metrics or {})),
             "seed": self.seed,
         }
-        futures = {role: x.save(f"step-{after:08d}") for role, x in (saved or self._policies).items()}
+        saved = self._critics | saved if saved else self._policies
+        futures = {role: x.save(f"step-{after:08d}") for role, x in saved.items()}
         content["policies"] = {role: self._relative(future.result()) for role, future in futures.items()}
         record = records.write(self.folder, after, content)
         self._remove_spent()
@@ -275,12 +286,20 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, step={self.step})"
 
-    def _connected(self, name: str, role: str, options: dict[str, Any]) -> TrainerBackend:
-        """The policy of the newest checkpoint that the backend can go on from."""
+    def _opened(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
+        """What ``opener`` gives, from the newest checkpoint that it can go on from, with the run's folder and seed."""
+        if role in self._policies:
+            raise ConfigError(f"connect(role): the run has a {role!r} already; give role= another name")
+        options.setdefault("folder", str(self.folder / records.POLICIES))
+        options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
+        opened = self._policies[role] = self._restored(opener, name, role, options)
+        return opened
+
+    def _restored(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
         while self.record is not None and self.record.policy(role) is not None:
             own = {k: v for k, v in options.items() if k not in ("init_from", "resume_from", "seed")}
             try:
-                return backends.connect(name, **own, resume_from=self.record.policy(role))
+                return opener(name, **own, resume_from=self.record.policy(role))
             except CheckpointError as error:
                 older = [r for r in records.records(self.folder) if r.step < self.record.step]
                 if not older or self._policies:
@@ -290,7 +309,7 @@ class Run:
                 )
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
                 self._go_back(older[-1])
-        return backends.connect(name, **options)
+        return opener(name, **options)
 
     def _go_back(self, record: Record) -> None:
         self.record, self.step = record, record.step

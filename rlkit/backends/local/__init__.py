@@ -84,10 +84,9 @@ class LocalBackend(InProcessBackend):
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
         entropy = entropy_of(seed)
 
-        self.base = base = load_base(model, dtype, _device(device))
+        self.base = base = load_base(model, dtype, device_of(device))
         self._lora = lora
-        adapter_seed = lora.seed if lora.seed is not None else _adapter_seed(entropy)
-        self._peft = with_adapter(base.tree(), lora, adapter_seed)
+        self._peft = with_adapter(base.tree(), lora, adapter_seed(lora, entropy))
         self._trainer = Trainer(self._peft, base.device, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
         self._merge = base.nbytes < _MERGED_UNDER if merge == "auto" else merge
@@ -157,7 +156,8 @@ class LocalBackend(InProcessBackend):
             raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error
 
 
-def _device(device: str | None) -> str:
+def device_of(device: str | None) -> str:
+    """The device of that name; None: a GPU where there is one."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -168,6 +168,9 @@ def _device(device: str | None) -> str:
         ) from error
 
 
-def _adapter_seed(entropy: int) -> int:
+def adapter_seed(lora: Lora, entropy: int) -> int:
+    """The seed of the adapter's start: its own, or one that follows from the backend's."""
+    if lora.seed is not None:
+        return lora.seed
     words = np.random.SeedSequence(entropy, spawn_key=(0,)).generate_state(2, np.uint32)
     return int.from_bytes(words.tobytes(), "little")

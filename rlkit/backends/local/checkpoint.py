@@ -12,9 +12,9 @@ import torch
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Lora
 
-__all__ = ["lora_of", "read_adapter", "read_optimizer", "write_adapter", "write_optimizer"]
+__all__ = ["ADAPTER", "lora_of", "read_adapter", "read_optimizer", "write_adapter", "write_optimizer"]
 
-_ADAPTER = "adapter_model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -33,7 +33,7 @@ def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> 
     """
     from safetensors.torch import load_file
 
-    found = load_file(folder / _ADAPTER)
+    found = load_file(folder / ADAPTER)
     names = {name: name.replace(".default.", ".") for name in parameters}
     if set(names.values()) != found.keys():
         odd = min(set(names.values()) ^ found.keys())

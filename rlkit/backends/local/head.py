@@ -31,6 +31,8 @@ class Head:
         model: a causal language model, with or without an adapter.
     """
 
+    main = "logprobs"  # the output that is always there
+
     def __init__(self, model: Any) -> None:
         self._model = model
         self._config = model.config.get_text_config()

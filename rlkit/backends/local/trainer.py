@@ -28,12 +28,13 @@ class Trainer:
         model: the peft model; only its adapter has gradients.
         device: where it is.
         budget: tokens of a micro-batch, padding included.
+        head: what reads the model; None: logits.
     """
 
-    def __init__(self, model: Any, device: torch.device, budget: int) -> None:
+    def __init__(self, model: Any, device: torch.device, budget: int, head: Head | None = None) -> None:
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._head = Head(model)
+        self._head = Head(model) if head is None else head
         self._device = device
         self._budget = budget
         # The fused kernel on every device, so that a run does not depend on which one torch would pick.
@@ -98,7 +99,7 @@ class Trainer:
     def _all_batches(
         self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
     ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
-        needed = sorted({"logprobs", *names, *_needs(loss)})
+        needed = sorted({self._head.main, *names, *_needs(loss)})
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in needed}
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
@@ -160,8 +161,8 @@ class Trainer:
             return self._head.outputs(inputs, self._tensor(batch.index), wanted, warm)
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
-        """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, none for entropies."""
-        if name == "entropy":
+        """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""
+        if name in ("entropy", "values"):
             return None
         arrays = [datum.tokens if name == "logprobs" else datum.inputs["target_tokens"] for datum in data]
         return self._tensor(np.concatenate([a[datum.mask] for a, datum in zip(arrays, data, strict=True)]))

@@ -15,10 +15,11 @@ from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.backends.toy.adamw import Weights
 from rlkit.backends.toy.model import Features, Row, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
-from rlkit.errors import BackendError, CheckpointError, ConfigError
+from rlkit.errors import ConfigError
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 __all__ = ["ByteTokenizer", "ToyBackend", "ToySampler"]
@@ -69,10 +70,7 @@ class ToyBackend(InProcessBackend):
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
-        self._weights = self._base_weights.copy()
-        self._moments = [np.zeros_like(self._weights), np.zeros_like(self._weights)]
-        self._moment_steps = 0
-        self._gradient = np.zeros_like(self._weights)
+        self._weights = Weights(self._base_weights.copy())
         self._seeds = SeedStream(entropy_of(seed))
         version = self._load(init_from if resume_from is None else resume_from, optimizer=resume_from is not None)
         super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder)
@@ -87,7 +85,7 @@ class ToyBackend(InProcessBackend):
 
         yield from ()
         rows = [self._forward(datum) for datum in data]
-        gradient = np.zeros_like(self._weights)
+        gradient = np.zeros_like(self._weights.value)
         found = None
         if loss is not None:
             driver = [torch.from_numpy(row.driver(datum, loss.driver)) for row, datum in zip(rows, data, strict=True)]
@@ -97,42 +95,23 @@ class ToyBackend(InProcessBackend):
                 extra = found.entropy[i].numpy() if found.entropy is not None else None
                 gradient += row.gradient(data[i], loss.driver, found.driver[i].numpy(), extra)
         if backward:
-            if not np.isfinite(gradient).all():
-                raise BackendError("forward_backward: the gradient is not finite")
-            self._gradient = self._gradient + gradient
+            self._weights.add(gradient)
         extras = {"entropy": [row.entropy for row in rows]} if "entropy" in want else {}
         return output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [found])
 
     def _forward(self, datum: Datum) -> Row:
         before = np.flatnonzero(datum.mask) - 1
         features = self._features.all(datum.tokens)[before]
-        return Row(features, self._weights, datum.temperature or 1.0)
+        return Row(features, self._weights.value, datum.temperature or 1.0)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
-        gradient = self._gradient
-        with np.errstate(over="ignore"):
-            norm = float(np.sqrt(np.square(gradient.astype(np.float32)).sum(dtype=np.float32)))
-        if not np.isfinite(norm):
-            raise BackendError(f"optim_step: the gradient's norm is {norm}; nothing was changed, discard() drops it")
-        if params.grad_clip_norm > 0:
-            gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-        self._moment_steps += 1
-        first, second = self._moments
-        first = params.beta1 * first + (1 - params.beta1) * gradient
-        second = params.beta2 * second + (1 - params.beta2) * gradient**2
-        scale = np.sqrt(second / (1 - params.beta2**self._moment_steps)) + params.eps
-        update = first / (1 - params.beta1**self._moment_steps) / scale
-        decayed = self._weights * (1 - params.learning_rate * params.weight_decay)
-        self._weights = decayed - params.learning_rate * update  # a new array: snapshots keep the old one
-        self._moments = [first, second]
-        self._drop()
-        return {"grad_norm:mean": norm}
+        return self._weights.step(params)
 
     def _drop(self) -> None:
-        self._gradient = np.zeros_like(self._weights)
+        self._weights.clear()
 
     def _snapshot(self) -> ToySampler:
-        return self._sampler_of(self._weights, self.version)
+        return self._sampler_of(self._weights.value, self.version)
 
     def _base(self) -> ToySampler:
         return self._sampler_of(self._base_weights, 0)
@@ -148,28 +127,15 @@ class ToyBackend(InProcessBackend):
         )
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
-        arrays = {"weights": self._weights}
-        if optimizer:
-            arrays |= {"first": self._moments[0], "second": self._moments[1]}
-        np.savez(folder / "toy.npz", allow_pickle=False, **arrays)
-        state: dict[str, Any] = {
-            "optimizer": optimizer,
-            "seed": str(self._seeds.entropy),
-            "requests": self._seeds.count,
-        }
-        return state | {"moment_steps": self._moment_steps}
+        state = self._weights.write(folder / "toy.npz", optimizer=optimizer)
+        return state | {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
 
     def _load(self, path: str | None, *, optimizer: bool) -> int:
         if path is None:
             return 0
         folder, state = saves.read(path, backend="toy")
-        with np.load(folder / "toy.npz", allow_pickle=False) as arrays:
-            self._weights = arrays["weights"]
-            if not optimizer:
-                return 0
-            if not state["optimizer"]:
-                raise CheckpointError(f"{folder} was saved without its optimizer; use init_from= for the weights alone")
-            self._moments = [arrays["first"], arrays["second"]]
-        self._moment_steps = state["moment_steps"]
+        self._weights.read(folder / "toy.npz", state, optimizer=optimizer)
+        if not optimizer:
+            return 0
         self._seeds = SeedStream(int(state["seed"]), state["requests"])
         return int(state["version"])

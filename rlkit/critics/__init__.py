@@ -1,0 +1,55 @@
+"""Critics: value models for GAE and PPO, whatever backend the policy is trained on."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from rlkit.critics.estimates import gae_datums
+from rlkit.critics.protocol import Critic
+from rlkit.errors import ConfigError
+from rlkit.registry import Registry
+
+__all__ = ["Critic", "critic", "gae_datums", "registry"]
+
+registry = Registry("critic", entry_point_group="rlkit.critics")
+registry.update(toy="rlkit.critics.toy:ToyCritic", local="rlkit.critics.local:LocalCritic")
+
+
+def critic(name: str, *, tokenizer: Any, **options: Any) -> Critic:
+    """A value model: ``"toy"``, ``"local"``, or what a package adds to the group ``rlkit.critics``.
+
+    It runs in this process, whatever backend the policy has, Tinker included; only the tokens are common to the two.
+    Untrained, its values are 0.
+
+    Args:
+        name: "toy": a linear model over fixed features of the tokens before, which needs no files. "local": a
+            language model of transformers with a value head and a LoRA of its own.
+        tokenizer: the policy's; the critic has to read the same tokens.
+        options: ``model=``, ``lora=``, ``seed=``, ``folder=``, ``resume_from=``, ``init_from=`` as for
+            ``rlkit.connect``, and what else the class takes.
+
+    Raises:
+        UnknownNameError: no such critic.
+        ConfigError: an option is unknown, of the wrong type or out of range, or the model has another tokenizer.
+
+    >>> import rlkit
+    >>> policy = rlkit.connect("toy", seed=0)
+    >>> value = rlkit.critic("toy", tokenizer=policy.tokenizer)
+    >>> datum = rlkit.Datum([65, 66, 67], [0, 1, 1], {"returns": [1.0, 1.0], "old_values": [0.0, 0.0]})
+    >>> for _ in range(200):
+    ...     loss = value.forward_backward([datum], config={"clip": 10.0})
+    ...     step = value.optim_step(rlkit.Adam(learning_rate=0.05))
+    >>> [float(v.round(1)) for v in value.values([datum]).result()[0]]
+    [0.0, 1.0, 1.0]
+    """
+    make = registry.resolve(name)
+    known = inspect.signature(make).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for option in options.keys() - known.keys():
+            close = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"critic({name!r}): no option {option!r}; {hint}There are: {', '.join(sorted(known))}")
+    made: Critic = make(tokenizer=tokenizer, **options)
+    return made

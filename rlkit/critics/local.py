@@ -1,0 +1,147 @@
+"""``LocalCritic``: a language model with a value head and a LoRA of its own, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+
+from rlkit import _check
+from rlkit.backends import saves
+from rlkit.backends.local import adapter_seed, device_of
+from rlkit.backends.local.checkpoint import ADAPTER, lora_of, read_adapter, read_optimizer, write_optimizer
+from rlkit.backends.local.head import Head, selected_hidden
+from rlkit.backends.local.model import load_base, with_adapter
+from rlkit.backends.local.trainer import Trainer
+from rlkit.backends.sampling import entropy_of
+from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
+from rlkit.errors import CheckpointError, ConfigError
+from rlkit.types import Adam, Datum, Lora
+
+__all__ = ["LocalCritic"]
+
+
+class LocalCritic(InProcessCritic):
+    """A causal language model whose last hidden state before a token gives that token's value.
+
+    The base is frozen and shared with every backend of this process that has it; what is trained is a LoRA on its
+    attention and MLP, and the head [hidden] -> 1, which begins at 0.
+
+    Args:
+        tokenizer: the policy's; the model's must give the same ids.
+        model: "smollm2-135m-instruct", a directory, or a hub id; None is the one that a saved path was trained on.
+        lora: the adapter; None is ``Lora()``, or the saved one's shape. ``train_unembed`` does nothing here.
+        seed: of the adapter's start; None for a fresh one.
+        folder: where ``save`` writes, ``rlkit-saves`` by default.
+        resume_from: a saved path: weights, optimizer and version.
+        init_from: a saved path: weights only.
+        dtype, device, micro_batch_tokens: as for the local backend.
+
+    Raises:
+        ConfigError: an option is out of range or contradicts a saved state, the model can not be loaded, or its
+            tokenizer is another one.
+        CheckpointError: the saved path is missing, damaged, or not a critic's.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        model: str | None = None,
+        lora: Lora | None = None,
+        seed: int | None = None,
+        folder: str | Path | None = None,
+        resume_from: str | None = None,
+        init_from: str | None = None,
+        dtype: str = "float32",
+        device: str | None = None,
+        micro_batch_tokens: int = 1024,
+    ) -> None:
+        if resume_from is not None and init_from is not None:
+            raise ConfigError("critic: got both resume_from= and init_from=; give one of them")
+        if lora is not None and not isinstance(lora, Lora):
+            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
+        path = resume_from if resume_from is not None else init_from
+        saved = saves.read(path, backend="local-critic") if path is not None else None
+        if model is None and saved is not None:
+            model = saved[1].get("model")
+        if model is None:
+            raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
+        lora = None if lora is None else attrs.evolve(lora, train_unembed=False)  # its output is not looked at
+        lora = lora_of(saved[1], lora) if saved is not None else lora or Lora(train_unembed=False)
+        base = load_base(model, dtype, device_of(device))
+        check_tokenizer(tokenizer, base.tokenizer)
+        self._lora = lora
+        self._settings = {"model": model, "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
+        peft = with_adapter(base.tree(), lora, adapter_seed(lora, entropy_of(seed)))
+        peft.value_head = _value_head(peft, base.device)
+        self._trainer = Trainer(peft, base.device, micro_batch_tokens, ValueHead(peft))
+        version = 0
+        if saved is not None:
+            version = self._load(*saved, optimizer=resume_from is not None)
+        super().__init__("local-critic", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder)
+        self.version = version
+
+    def _values_and_parts(
+        self, data: Sequence[Datum], loss: Any, *, backward: bool
+    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
+        found, parts = yield from self._trainer.run(data, loss, (), backward=backward)
+        return [v.cpu().numpy() for v in found["values"]], parts
+
+    def _step(self, params: Adam) -> Mapping[str, float]:
+        return self._trainer.step(params)
+
+    def _drop(self) -> None:
+        self._trainer.clear()
+
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+        from safetensors.torch import save_file
+
+        parameters = self._trainer.parameters
+        tensors = {name.replace(".default.", "."): p.detach().cpu().contiguous() for name, p in parameters.items()}
+        save_file(tensors, folder / ADAPTER)
+        if optimizer:
+            write_optimizer(folder, parameters, self._trainer.optimizer)
+        return {"lora": attrs.asdict(self._lora), "optimizer": optimizer, **self._settings}
+
+    def _load(self, folder: Path, state: Mapping[str, Any], *, optimizer: bool) -> int:
+        read_adapter(folder, self._trainer.parameters)
+        if not optimizer:
+            return 0
+        read_optimizer(folder, self._trainer.parameters, self._trainer.optimizer)
+        try:
+            return int(state["version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: its state lacks the version: {error}") from error
+
+
+class ValueHead(Head):
+    """Values instead of what can be read off logits."""
+
+    main = "values"
+
+    def outputs(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        index: torch.Tensor,
+        wanted: Mapping[str, torch.Tensor | None],  # noqa: ARG002  # there is nothing else
+        temperatures: torch.Tensor | None,  # noqa: ARG002  # of a distribution, which this is not
+    ) -> dict[str, torch.Tensor]:
+        """The value [n] at the flat positions ``index`` of the inputs. See ``Head.outputs``."""
+        with selected_hidden(self._model, index) as found:
+            self._model(**inputs, use_cache=False)
+        return {"values": self._model.value_head(found[0].float())[:, 0]}
+
+
+def _value_head(model: Any, device: torch.device) -> nn.Linear:
+    width = model.get_output_embeddings().weight.shape[-1]
+    head = nn.utils.skip_init(nn.Linear, width, 1, device=device, dtype=torch.float32)  # draws no random numbers
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head

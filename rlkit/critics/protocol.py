@@ -1,0 +1,51 @@
+"""What a critic is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from rlkit.backends.protocol import LossLike, Tokenizer
+from rlkit.futures import Future
+from rlkit.types import Adam, Datum, ForwardBackwardOutput
+
+__all__ = ["Critic"]
+
+
+@runtime_checkable
+class Critic(Protocol):
+    """A value model that can be trained. A context manager; calls return at once and take effect in their order."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest datum, in tokens."""
+
+    def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
+        """One float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: LossLike = "value_clipped", *, config: Mapping[str, Any] | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Adds the gradient of a loss of ``values`` to what is accumulated, all or nothing.
+
+        ``outputs["values"]`` are the values before the update; there are no logprobs.
+        """
+
+    def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
+        """Applies the accumulated gradient and clears it."""
+
+    def save(self, name: str, *, optimizer: bool = True) -> Future[str]:
+        """Writes the state; the returned path is for ``resume_from=`` or ``init_from=``."""
+
+    def close(self) -> None:
+        """Ends the critic; what was submitted is finished first."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...

@@ -1,0 +1,87 @@
+"""``ToyCritic``: values linear in the toy backend's features; for small vocabularies, tests and tutorials."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlkit import _check
+from rlkit.backends import saves
+from rlkit.backends.toy.adamw import Weights
+from rlkit.backends.toy.model import Features
+from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
+from rlkit.errors import ConfigError
+from rlkit.types import Adam, Datum, Lora
+
+__all__ = ["ToyCritic"]
+
+
+class ToyCritic(InProcessCritic):
+    """V(prefix) = features(prefix) . w: what the last three tokens are, and a fading memory of those before.
+
+    Needs no files and no model, and reads any tokens; it takes 2 kB for each entry of the vocabulary. What it can
+    tell apart is little.
+
+    Args:
+        tokenizer: the policy's.
+        model, lora: accepted, so that a call for another critic works here too; ignored.
+        seed: accepted; nothing in it is random.
+        folder: where ``save`` writes, ``rlkit-saves`` by default.
+        resume_from: a saved path: weights, optimizer and version.
+        init_from: a saved path: weights only.
+        max_length: longest datum, in tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        model: str | None = None,  # noqa: ARG002
+        lora: Lora | None = None,  # noqa: ARG002
+        seed: int | None = None,  # noqa: ARG002
+        folder: str | Path | None = None,
+        resume_from: str | None = None,
+        init_from: str | None = None,
+        max_length: int = 2**20,
+    ) -> None:
+        if resume_from is not None and init_from is not None:
+            raise ConfigError("critic: got both resume_from= and init_from=; give one of them")
+        _check.integer("max_length", max_length, low=2)
+        tokenizer = check_tokenizer(tokenizer, None)
+        self._features = Features(tokenizer.vocab_size)
+        self._weights = Weights(np.zeros(self._features.size))
+        path, version = init_from if resume_from is None else resume_from, 0
+        if path is not None:
+            saved, state = saves.read(path, backend="toy-critic")
+            self._weights.read(saved / "critic.npz", state, optimizer=resume_from is not None)
+            version = 0 if resume_from is None else int(state["version"])
+        super().__init__("toy-critic", tokenizer=tokenizer, max_length=max_length, folder=folder)
+        self.version = version
+
+    def _values_and_parts(
+        self, data: Sequence[Datum], loss: Any, *, backward: bool
+    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
+        import torch
+
+        yield from ()
+        rows = [self._features.all(datum.tokens)[np.flatnonzero(datum.mask) - 1] for datum in data]  # [n, features]
+        values = [row @ self._weights.value for row in rows]
+        if loss is None:
+            return values, []
+        found = loss.gradient([torch.from_numpy(v) for v in values], data)
+        if backward:
+            parts = [row.T @ g.numpy().astype(float) for row, g in zip(rows, found.driver, strict=True)]
+            self._weights.add(np.sum(parts, axis=0))
+        return values, [found]
+
+    def _step(self, params: Adam) -> Mapping[str, float]:
+        return self._weights.step(params)
+
+    def _drop(self) -> None:
+        self._weights.clear()
+
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+        return self._weights.write(folder / "critic.npz", optimizer=optimizer)
