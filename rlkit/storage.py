@@ -16,6 +16,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
+from rlkit.trajectory.types import checked_groups
 from rlkit.types import Sample
 
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
@@ -42,12 +43,8 @@ def append(path: str | Path, groups: Iterable[Group]) -> int:
         DataError: something else than groups; nothing was written.
         CheckpointError: the file can not be written; earlier lines stay as they were.
     """
-    groups = list(groups)
-    lines = []
-    for i, group in enumerate(groups):
-        if not isinstance(group, Group):
-            raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
-        lines.append(json.dumps(to_record(group), ensure_ascii=False, allow_nan=False, default=repr) + "\n")
+    records = [to_record(group) for group in checked_groups(groups)]
+    lines = [json.dumps(record, ensure_ascii=False, allow_nan=False, default=repr) + "\n" for record in records]
     where = _path(path)
     try:
         with where.open("ab+", buffering=0) as file:

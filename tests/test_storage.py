@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit import CheckpointError, ConfigError, DataError, Sample, SamplingParams
-from rlkit.rollouts import rollout
+from rlkit.rollouts import Replay, rollout
 from rlkit.storage import TornLine, append, from_record, read, to_record
 from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
 from tests.rollouts.parts import Counted, RandomSampler
@@ -202,3 +202,15 @@ def test_files_that_can_not_be_used(tmp_path):
     with pytest.raises(DataError, match=r"groups\[1\]"):
         append(tmp_path / "a", [odd(), 3])
     assert not (tmp_path / "a").exists()
+
+
+def test_one_group_is_no_list_of_groups(tmp_path):
+    """Said for what it is, and nothing is written or kept."""
+    group = Group([], failures=[])
+    replay = Replay(max_age=1)
+    for take in (lambda groups: append(tmp_path / "one.jsonl", groups), replay.add):
+        for wrong in (group, None, "groups", [group, 3]):
+            with pytest.raises(DataError, match="groups"):
+                take(wrong)
+    assert not (tmp_path / "one.jsonl").exists()
+    assert len(replay) == 0

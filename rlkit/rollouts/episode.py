@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import attrs
 import numpy as np
@@ -23,8 +23,6 @@ from rlkit.trajectory import Failure, Trajectory, Turn
 from rlkit.types import Sample, SamplingParams
 
 __all__ = ["Episode", "Shared"]
-
-T = TypeVar("T")
 
 _SHORT = 500
 _KINDS = {"context": "context", "deadline": "timeout"}
@@ -133,7 +131,7 @@ class Episode:
         finally:
             self._shared.counters.add("time/env", env.seconds)
             began = time.monotonic()
-            problem = await _to_the_end(env.close(timeout=plan.close_timeout))
+            problem = await _closed(env, plan.close_timeout)
             self._shared.counters.add("time/close", time.monotonic() - began)
             self._count("close_failed", int(problem is not None))
         return self._trajectory(ended, messages)
@@ -268,13 +266,12 @@ class Episode:
         )
 
 
-async def _to_the_end(closing: Coroutine[Any, Any, T]) -> T:
-    """Waits for ``closing`` even if the waiting is cancelled meanwhile, which is raised afterwards."""
-    task = asyncio.ensure_future(closing)
+async def _closed(env: Guarded, timeout: float) -> Exception | None:
+    """Waits until it is closed even if the waiting is cancelled meanwhile, which is raised afterwards."""
     try:
-        return await asyncio.shield(task)
+        return await env.close(timeout=timeout)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await env.close(timeout=timeout)  # which has begun, and is waited for
         raise
 
 

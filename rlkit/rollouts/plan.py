@@ -47,7 +47,8 @@ class Plan:
         reduction: an episode's reward from those of its turns: "sum", "mean", "max", "min" or "last".
         nonterminal_reward: what an episode gets that did not come to an end of its own; None: as the others.
         concurrency: episodes played at the same time, >= 1.
-        deadline: seconds from the start of an episode, > 0. An episode that reaches it is truncated, not failed.
+        deadline: seconds from the start of an episode, > 0. An episode that reaches it is truncated, not failed. A
+            sampler's first request, which may load and merge a model, counts; closing comes on top.
         call_timeout: seconds for one call of an environment, > 0; beyond, the episode has failed. None: half of the
             deadline.
         close_timeout: seconds that closing an environment may take, > 0.

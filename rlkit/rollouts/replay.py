@@ -10,6 +10,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.errors import DataError
 from rlkit.trajectory import Group
+from rlkit.trajectory.types import checked_groups
 
 __all__ = ["Replay"]
 
@@ -52,11 +53,7 @@ class Replay:
         Raises:
             DataError: something else; nothing was added.
         """
-        groups = list(groups)
-        for i, group in enumerate(groups):
-            if not isinstance(group, Group):
-                raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
-        self._groups.extend(groups)
+        self._groups.extend(checked_groups(groups))
 
     def sample(self, size: int, *, current: int) -> list[Group]:
         """Up to ``size`` different groups, drawn uniformly, in the order in which they were added.

@@ -60,8 +60,9 @@ class ToolEnv:
         malformed_reward: float = 0.0,
         max_result: int = 10_000,
     ) -> None:
-        if not functions or not callable(reward):
-            what = "there are no functions" if not functions else f"the reward is {_check.shown(reward)}"
+        if not isinstance(functions, Sequence) or not functions or not callable(reward):
+            wrong = not isinstance(functions, Sequence) or not functions
+            what = f"functions are {_check.shown(functions)}" if wrong else f"the reward is {_check.shown(reward)}"
             raise ConfigError(_check.problem("ToolEnv", what, "functions and a reward that can be called"))
         self.tools: list[Mapping[str, Any]] = [schema(function) for function in functions]
         parameters(self.tools)  # no name twice

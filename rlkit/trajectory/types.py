@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -313,3 +313,14 @@ def _tags(where: str, value: Any) -> None:
 def _names(where: str, value: Any) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise DataError(_check.problem(where, f"got {_check.shown(value)}", "a mapping with names as keys"))
+
+
+def checked_groups(groups: Any) -> list[Group]:
+    """The groups as a list; a DataError where they are something else, a single group included."""
+    if isinstance(groups, (Group, str, bytes)) or not isinstance(groups, Iterable):
+        raise DataError(_check.problem("groups", f"got {_check.shown(groups)}", "a list of Groups"))
+    listed = list(groups)
+    for i, group in enumerate(listed):
+        if not isinstance(group, Group):
+            raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
+    return listed
