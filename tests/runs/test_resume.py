@@ -43,8 +43,7 @@ def _fresh_optimizer(run, policy, noise):
     """Takes the weights alone."""
     path = run.record.policy("policy")
     fresh = rlkit.connect("toy", init_from=path, folder=run.folder / "other")
-    for name in ("_weights", "_moments", "_moment_steps"):
-        setattr(policy, name, getattr(fresh, name))
+    policy._weights = fresh._weights  # its gradient and moments with it
 
 
 def _fresh_draws(run, policy, noise):
