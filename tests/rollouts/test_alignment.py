@@ -145,7 +145,7 @@ def test_gradients(chat):
 
         def gradient(data, loss):
             policy.forward_backward(data, loss).result()
-            found = policy._gradient.copy()
+            found = policy._weights.gradient.copy()
             policy.discard()
             return found
 

@@ -241,7 +241,7 @@ def test_the_curve_of_the_toy_backend(tmp_path):
             )
             assert b.result().metrics["loss:sum"] == pytest.approx(a.result().metrics["loss:sum"], rel=1e-5, abs=1e-5)
             weights = fake.service._state.runs[training.model_id].model._state.weights
-            worst = max(worst, np.abs(weights - toy._weights).max())
+            worst = max(worst, np.abs(weights - toy._weights.value).max())
     assert worst < 1e-9
 
 
