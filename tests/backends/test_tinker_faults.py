@@ -393,6 +393,16 @@ def test_a_step_is_asked_for_once(fake):
     assert sum(x.endpoint == "optim_step" for x in fake.requests) == 1
 
 
+def test_saving_behind_a_failed_gradient_says_that_it_failed(fake):
+    """Not that a gradient is pending, which no step can take any more."""
+    fake.inject(Fault("401", "retrieve_future", operation="forward_backward"))
+    with connect(fake) as policy:
+        with pytest.raises(rlkit.BackendError):
+            policy.forward_backward(DATA, "cross_entropy").result()
+        with pytest.raises(rlkit.TrainerFailed, match="resume_from="):
+            policy.save("x").result()
+
+
 def test_a_run_goes_on_from_its_last_saved_state(fake):
     """After StepOutcomeUnknown the resumed run repeats the step, and is where the undisturbed one is."""
     with FakeTinker(seed=0) as other, connect(other) as policy:

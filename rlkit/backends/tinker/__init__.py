@@ -258,7 +258,7 @@ class TinkerBackend:
 
         with self._calls.lock:
             self._calls.check_open()
-            if self._calls.pending:
+            if self._calls.pending and not self._calls.failed:  # then it is refused for that
                 raise BackendError("save: a gradient is accumulated and would be lost; call optim_step first")
             return self._calls.submit("save", send, trains=False)
 

@@ -117,6 +117,12 @@ class Calls:
             self.pending = False
         return Future.of(None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether all that is called is refused: a call failed that had been sent."""
+        failure = self._failure
+        return failure is not None and failure.final
+
     def check_open(self) -> None:
         """Raises BackendError once it is closed."""
         if self._closed:
