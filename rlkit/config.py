@@ -194,6 +194,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
                 continue
         return _value(options[-1], value, where)
     if origin is Literal:
+        if isinstance(value, bool):  # which YAML makes of some words
+            words = ("yes", "on", "true") if value else ("no", "off", "false")
+            value = next((word for word in words if word in arguments), value)
         if value in arguments and not isinstance(value, bool):
             return value
         raise ConfigError(_check.problem(where, f"is {value!r}", "one of " + ", ".join(map(repr, arguments))))

@@ -132,3 +132,17 @@ def test_describe():
     assert lines["decay"].endswith("numbers.")
     assert "from $RLKIT_TEST_KEY" in lines["key"]
     assert set(lines) >= {"needed", "sizes", "extra"}
+
+
+def test_words_that_yaml_reads_as_booleans():
+    """Where a word is one of the choices, it is that word: template=no."""
+
+    @attrs.frozen
+    class Words:
+        template: Literal["game", "no"] = "game"
+        power: Literal["on", "off"] = "off"
+        mode: Literal["a", "b"] = "a"
+
+    assert load(Words, overrides=["template=no", "power=on"]) == Words(template="no", power="on")
+    with pytest.raises(rlkit.ConfigError, match="mode: is False; expected one of 'a', 'b'"):
+        load(Words, overrides=["mode=no"])

@@ -39,6 +39,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self._marked: list[dict[str, Any]] = []  # the same, safe to render
         self._template: Template | None = chat.template
+        self._schemas = tools
         self._tools = self._rendered_by(tools)
         self._text: str | None = None  # the rendering behind ``prompt``, without prefill
         self._as_tokens = False  # parts of the prompt never were text
@@ -71,6 +72,9 @@ class Conversation:
             raise
 
     def _add(self, action: Action, observation: Observation | None) -> None:
+        if self._chat.history == "none":
+            self._begin_anew(action, observation)
+            return
         before = self._before()
         said = self._said(action)
         self.messages.append({"role": "assistant", "content": str(action)})
@@ -94,6 +98,15 @@ class Conversation:
         else:
             new = np.concatenate([self.prompt, action.tokens, new])
         self.prompt = _check.frozen(new)
+
+    def _begin_anew(self, action: Action, observation: Observation | None) -> None:
+        """The next prompt is what another conversation would begin with; the log goes on."""
+        said = [{"role": "assistant", "content": str(action)}]
+        if observation is not None:
+            fresh = Conversation(self._chat, observation, self._schemas)
+            said += [message for message in fresh.messages if message["role"] != "system"]
+            self.prompt, self.extends = fresh.prompt, False
+        self.messages += said
 
     def _rest(self, before: str, said: str, at: int, action: Action) -> np.ndarray | None:
         """int64: what follows the sampled tokens; None where the template has rewritten what came before them."""

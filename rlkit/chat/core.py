@@ -32,7 +32,8 @@ class Chat:
             the prompt, is not trained, and is part of the action's text.
         history: what happens when a template would now write an earlier turn differently from what was sampled (Qwen3
             leaves earlier thinking out). "template" renders everything anew, as in use after training, and the turn
-            begins a new datum; "append" keeps all tokens as they are, so that an episode is one datum.
+            begins a new datum; "append" keeps all tokens as they are, so that an episode is one datum. "none" forgets:
+            every observation is a prompt of its own, for environments that say each time all that is to be known.
         tool_format: how tools are described to a model whose template does not render them; a name in
             ``rlkit.tools.formats``.
         variables: what else the template is to see.
@@ -67,7 +68,7 @@ class Chat:
         template: str | None = None,
         thinking: bool | None = None,
         prefill: str = "",
-        history: Literal["template", "append"] = "template",
+        history: Literal["template", "append", "none"] = "template",
         tool_format: str = "hermes",
         variables: Mapping[str, Any] | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class Chat:
             raise ConfigError(_check.problem("Chat.system", f"got {_check.shown(system)}", "a string or None"))
         if not isinstance(prefill, str):
             raise ConfigError(_check.problem("Chat.prefill", f"got {_check.shown(prefill)}", "a string"))
-        _check.choice("Chat.history", history, ("template", "append"))
+        _check.choice("Chat.history", history, ("template", "append", "none"))
         self.tokenizer = tokenizer
         self.system = system
         self.prefill = prefill

@@ -135,6 +135,22 @@ def test_history_template_renders_rewritten_turns_anew():
     assert conversation.extends  # nothing to leave out this time
 
 
+def test_history_none_forgets():
+    """Each prompt is what a conversation with that observation would begin with; the log has everything."""
+    t = tokenizer("chatml")
+    chat = Chat(t, history="none", system="Be brief.", prefill="So: ")
+    conversation = played(chat, "Hi", ("ok", "and?"), ("well", "now?"))
+    assert not conversation.extends
+    assert conversation.prompt.tolist() == chat.start("now?").prompt.tolist()
+    roles = [message["role"] for message in conversation.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    conversation.add(chat.action(t.encode("fine")), None)
+    assert conversation.messages[-1] == {"role": "assistant", "content": "So: fine"}
+    with pytest.raises(DataError, match="observation"):
+        conversation.add(chat.action(t.encode("fine")), 3)
+    assert len(conversation.messages) == 7
+
+
 def test_history_append_keeps_them():
     t = tokenizer("qwen3")
     conversation = played(Chat(t, history="append"), "Hi", (THOUGHT, "ok"), (THOUGHT, "and?"))
