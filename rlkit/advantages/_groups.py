@@ -26,7 +26,7 @@ class Groups:
     scored: np.ndarray  # bool [N]
     rewards: np.ndarray  # [N], 0 where unscored
     sizes: np.ndarray  # [B], scored rewards
-    lowest: np.ndarray  # [B], 0 where nothing is scored
+    lowest: np.ndarray  # [B], NaN where nothing is scored
 
     @classmethod
     def parse(cls, rewards: Any, where: str = "rewards") -> Groups:
@@ -43,12 +43,12 @@ class Groups:
             flat, sizes = rows.flat, rows.lengths
         else:
             flat, sizes = np.where(scored, rows.flat, 0.0), rows.sum(scored.astype(np.int64))
-        return cls(rows, scored, flat, sizes, np.where(sizes == 0, 0.0, rows.reduce(np.fmin, rows.flat)))
+        return cls(rows, scored, flat, sizes, rows.reduce(np.fmin, rows.flat))
 
     @cached_property
     def highest(self) -> np.ndarray:
-        """The largest reward of each group [B], 0 where nothing is scored."""
-        return np.where(self.sizes == 0, 0.0, self.rows.reduce(np.fmax, self.rows.flat))
+        """The largest reward of each group [B], NaN where nothing is scored."""
+        return self.rows.reduce(np.fmax, self.rows.flat)
 
     @cached_property
     def constant(self) -> np.ndarray:
@@ -71,7 +71,7 @@ class Groups:
 
     @cached_property
     def mean(self) -> np.ndarray:
-        """The mean of each group's scored rewards [B]."""
+        """The mean of each group's scored rewards [B], NaN where there are none."""
         return np.asarray(self.lowest + self._mean_above)
 
     @cached_property
@@ -109,7 +109,7 @@ class Groups:
         result = np.zeros(self.rewards.size)
         positions = np.flatnonzero(self.scored)
         starts = np.cumsum(self.sizes) - self.sizes
-        for size in np.unique(self.sizes[self.sizes > 0]).tolist():
+        for size in np.unique(self.sizes).tolist():
             index = positions[starts[self.sizes == size][:, None] + np.arange(size)]
             result[index] = function(self.rewards[index])
         return result
@@ -136,26 +136,26 @@ class Groups:
         return self.rows.restore(self.apply_singleton(advantages, singleton))
 
 
-def whiten(values: np.ndarray, ddof: int, eps: float, counts: np.ndarray | None = None) -> np.ndarray:
+def whiten(
+    values: np.ndarray, ddof: int, eps: float, *, counts: np.ndarray | None = None, centred: np.ndarray | None = None
+) -> np.ndarray:
     """(values - mean) / (standard deviation + eps) over all of ``values`` [N]; exactly 0 where they are constant.
 
-    ``counts`` [N] says how often each value stands in the population, once by default.
+    ``counts`` [N] says how often each value stands in the population, once by default. Given ``centred`` [M], it is
+    that which is divided.
     """
-    present = values if counts is None else values[counts > 0]
-    if present.size == 0:
-        return np.zeros_like(values)
-    lowest, highest = present.min(), present.max()
-    if lowest == highest:
-        return np.zeros_like(values)
-    number = float(values.size if counts is None else counts.sum())
-    above = values - lowest
-    centred = above - (above.sum() if counts is None else above @ counts) / number
-    unit = np.abs(centred if counts is None else centred[counts > 0]).max()
-    relative = centred / unit
-    squares = relative @ relative if counts is None else (relative * relative) @ counts
-    spread = np.sqrt(squares / max(number - ddof, 1.0))
+    times = np.ones(values.size) if counts is None else counts
+    used = slice(None) if counts is None else counts > 0
+    lowest, highest = values[used].min(initial=np.inf), values[used].max(initial=-np.inf)
+    if lowest >= highest:  # or there is none
+        return np.zeros_like(values if centred is None else centred)
+    deviations = values - lowest
+    deviations -= deviations @ times / times.sum()
+    unit = np.abs(deviations[used]).max()
+    relative = deviations[used] / unit
+    spread = np.sqrt(relative * relative @ times[used] / (times.sum() - ddof))
     with np.errstate(over="ignore"):
-        return np.asarray(relative / (spread + eps / unit))
+        return np.asarray((deviations if centred is None else centred) / unit / (spread + eps / unit))
 
 
 def settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> None:
@@ -163,19 +163,6 @@ def settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> Non
     _check.integer("ddof", ddof, low=0, high=1, why="1 is the unbiased deviation, 0 the biased one")
     _check.real("eps", eps, low=0.0)
     _check.choice("singleton", singleton, SINGLETON)
-
-
-def divided(centred: np.ndarray, population: np.ndarray, ddof: int, eps: float) -> np.ndarray:
-    """``centred`` / (standard deviation of ``population`` + eps), or 0 where the population does not vary."""
-    if population.size < 2 or population.min() == population.max():
-        return np.zeros_like(centred)
-    deviations = population - population.min()
-    deviations -= deviations.mean()
-    unit = np.abs(deviations).max()
-    relative = deviations / unit
-    spread = np.sqrt(relative @ relative / (population.size - ddof))
-    with np.errstate(over="ignore"):
-        return np.asarray(centred / unit / (spread + eps / unit))
 
 
 def lengths_like(groups: Groups, lengths: Any) -> np.ndarray:

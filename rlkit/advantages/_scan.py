@@ -21,7 +21,7 @@ def reverse_scan(x: np.ndarray, a: np.ndarray, starts: np.ndarray) -> np.ndarray
     for begin, end in _chunks(starts, x.size):
         part, factor = x[begin:end], a[begin:end]
         step = 1
-        while step < part.size and factor.any():
+        while factor.any():  # which ends, since each row ends with a 0
             part[:-step] += factor[:-step] * part[step:]
             factor[:-step] *= factor[step:]
             step *= 2
@@ -35,7 +35,7 @@ def window_sum(x: np.ndarray, gamma: float, n: int, left: np.ndarray) -> np.ndar
     """
     block, size = x.copy(), 1
     total, covered = np.zeros_like(x), 0
-    n = min(n, int(left.max(initial=0)))
+    n = min(n, x.size)
     while n:
         if n & 1:
             total += gamma**covered * ahead(block, covered, left)
@@ -58,8 +58,6 @@ def ahead(x: np.ndarray, steps: int, left: np.ndarray) -> np.ndarray:
 
 def _chunks(starts: np.ndarray, size: int) -> list[tuple[int, int]]:
     """Consecutive whole rows, about ``_CHUNK`` entries at a time."""
-    if size == 0:
-        return []
     bounds = starts[np.searchsorted(starts, np.arange(0, size, _CHUNK), side="right") - 1]
     edges = np.unique(np.append(bounds, size)).tolist()
     return list(itertools.pairwise(edges))

@@ -22,7 +22,8 @@ class Steps:
     rows: _rows.Rows
     mask: np.ndarray | None  # bool [N]
     rewards: np.ndarray  # [n]
-    lengths: np.ndarray  # masked-in steps of each trajectory that has some [b]
+    filled: np.ndarray  # bool [B]: which trajectories have masked-in steps
+    lengths: np.ndarray  # how many, of those that have some [b]
     bootstrap: np.ndarray  # the value after the last step [b]
 
     @classmethod
@@ -33,10 +34,10 @@ class Steps:
         rows = _rows.parse(where, rewards, empty=empty)
         flags = None if mask is None else rows.like("mask", mask, boolean=True)
         rows.check_finite(rows.flat, among=flags)
-        lengths = rows.lengths if flags is None else rows.sum(flags.astype(np.int64))
-        steps = cls(rows, flags, rows.flat if flags is None else rows.flat[flags], lengths, np.zeros(lengths.size))
-        bootstrap = steps.per_trajectory("bootstrap_value", bootstrap_value)
-        return attrs.evolve(steps, lengths=lengths[lengths > 0], bootstrap=bootstrap)
+        counts = rows.lengths if flags is None else rows.sum(flags.astype(np.int64))
+        filled = counts > 0
+        bootstrap = _per_row("bootstrap_value", bootstrap_value, rows)[filled]
+        return cls(rows, flags, rows.flat if flags is None else rows.flat[flags], filled, counts[filled], bootstrap)
 
     @cached_property
     def last(self) -> np.ndarray:
@@ -61,10 +62,7 @@ class Steps:
 
     def per_trajectory(self, where: str, value: Any) -> np.ndarray:
         """A number, or one per trajectory, for the trajectories that have masked-in steps [b]."""
-        numbers = _per_row(where, value, self.rows)
-        if self.mask is None:
-            return numbers[self.rows.lengths > 0]
-        return numbers[self.rows.sum(self.mask.astype(np.int64)) > 0]
+        return _per_row(where, value, self.rows)[self.filled]
 
     def next(self, values: np.ndarray) -> np.ndarray:
         """values[t + 1], and the bootstrap value after the last step."""

@@ -72,7 +72,7 @@ def _balanced(groups: Groups, rng: np.random.Generator) -> np.ndarray:
     """Which samples stay when the surplus of those below the mean goes [N]."""
     below = groups.scored & (groups.deviations < 0)
     number = groups.rows.sum(below.astype(np.int64))
-    surplus = np.maximum(2 * number - groups.sizes, 0)
+    surplus = 2 * number - groups.sizes
     row = groups.rows.spread(np.arange(groups.sizes.size))
     order = np.lexsort((rng.random(below.size), ~below, row))  # by group, those below the mean first, then by chance
     rank = np.empty(below.size, np.int64)

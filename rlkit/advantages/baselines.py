@@ -107,7 +107,7 @@ def gpg(rewards: Any, *, count: str = "rewards", f_norm: float = 1.0, singleton:
         total, signal = int(groups.sizes.sum()), int(np.count_nonzero(groups.rewards))
     else:
         total, signal = int((groups.sizes > 0).sum()), int((~groups.constant).sum())
-    alpha = total / signal if signal else 1.0
+    alpha = total / max(signal, 1)
     return groups.finish(groups.deviations * (alpha / f_norm), singleton)
 
 
@@ -141,11 +141,10 @@ def opmd(rewards: Any, *, baseline: str = "mean", tau: float = 1.0, singleton: s
     if baseline == "mean":
         return groups.finish(groups.deviations, singleton)
     below = groups.rewards - groups.rows.spread(groups.highest)
-    with np.errstate(over="ignore"):
-        powers = np.where(groups.scored, np.exp(np.minimum(below / tau, 0.0)), 0.0)
-    averages = groups.rows.sum(powers) / np.maximum(groups.sizes, 1)
-    log_averages = np.log(np.where(groups.sizes > 0, averages, 1.0))
-    return groups.finish(below - groups.rows.spread(tau * log_averages), singleton)
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.where(groups.scored, np.exp(below / tau), 0.0)
+        averages = groups.rows.sum(powers) / groups.sizes  # NaN where nothing is scored
+    return groups.finish(below - groups.rows.spread(tau * np.log(averages)), singleton)
 
 
 @register("asymre")
@@ -200,7 +199,7 @@ def maxrl(rewards: Any, *, singleton: str = "zero") -> Any:
     _groups.settings(singleton=singleton)
     groups = Groups.parse(rewards)
     size = np.maximum(np.abs(groups.lowest), np.abs(groups.highest))
-    positive = groups.mean > 1e-12 * size
-    factor = np.where(positive, 1.0 / np.where(positive, groups.mean / np.where(positive, size, 1.0), 1.0), 0.0)
-    relative = groups.deviations / groups.rows.spread(np.where(size > 0, size, 1.0))
-    return groups.finish(relative * groups.rows.spread(factor), singleton)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = groups.mean / size  # in units in which nothing overflows or vanishes; NaN where all rewards are 0
+        advantages = groups.deviations / groups.rows.spread(size) / groups.rows.spread(mean)
+    return groups.finish(np.where(groups.rows.spread(mean > 1e-12), advantages, 0.0), singleton)

@@ -224,8 +224,6 @@ def vtrace(
 
 def _lam(steps: Steps, lam: Any) -> np.ndarray:
     """The lam of each step [n], from one number or one per trajectory."""
-    if _rows.is_one(lam) and not isinstance(lam, np.ndarray):
-        return np.full(steps.rewards.size, _check.real("lam", lam, low=0.0, high=1.0))
     per_trajectory = steps.per_trajectory("lam", lam)
     if ((per_trajectory < 0) | (per_trajectory > 1)).any():
         raise ConfigError(_check.problem("lam", f"got {_check.shown(lam)}", "numbers in [0, 1]"))

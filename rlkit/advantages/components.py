@@ -58,7 +58,7 @@ def gdpo(rewards: Any, *, weights: Any = None, ddof: int = 1, eps: float = 1e-6,
 
 def _components(rewards: Any) -> list[Groups]:
     expected = "a list with the rewards of each component"
-    if not (isinstance(rewards, (list, tuple)) or getattr(rewards, "ndim", 0) > 1) or len(rewards) == 0:
+    if _rows.is_one(rewards) or len(rewards) == 0:
         raise DataError(_check.problem("rewards", f"got {_check.shown(rewards)}", expected))
     components = [Groups.parse(component, f"rewards[{c}]") for c, component in enumerate(rewards)]
     first = components[0].rows

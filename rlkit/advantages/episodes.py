@@ -101,7 +101,6 @@ def gigpo(
     omega = _check.real("omega", omega, low=0.0)
     gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     _check.choice("scale", scale, ("group", "none"))
-    _groups.settings(ddof=ddof, eps=eps)
     steps = Steps.parse(rewards)
     keys = _states(steps.rows, states)
     episodes = grpo(steps.rows.sum(steps.rewards), scale=scale, ddof=ddof, eps=eps)
@@ -134,7 +133,7 @@ def hierarchical_grpo(rewards: Any, roles: Any, groups: Any, *, singleton: str =
     flat = _rows.vector("rewards", rewards)
     role_codes, _ = _rows.labels("roles", roles, flat.size)
     group_codes, count = _rows.labels("groups", groups, flat.size)
-    return by_group(grpo, flat, role_codes * max(count, 1) + group_codes, scale="none", singleton=singleton)
+    return by_group(grpo, flat, role_codes * count + group_codes, scale="none", singleton=singleton)
 
 
 def _states(rows: _rows.Rows, states: Any) -> list[Any]:

@@ -55,7 +55,7 @@ def grpo(rewards: Any, *, scale: str = "group", ddof: int = 1, eps: float = 1e-6
     elif scale == "none":
         advantages = groups.deviations
     else:
-        advantages = _groups.divided(groups.deviations, groups.rewards[groups.scored], ddof, eps)
+        advantages = _groups.whiten(groups.rewards[groups.scored], ddof, eps, centred=groups.deviations)
     return groups.finish(advantages, singleton)
 
 

@@ -88,7 +88,7 @@ def _check_settings(estimator: Any, function: Callable[..., Any], settings: Coll
     except (TypeError, ValueError):  # some callables have no signature to read; the call itself will tell
         return
     name = repr(estimator) if isinstance(estimator, str) else str(getattr(function, "__name__", "the estimator"))
-    if not parameters or parameters[0].kind in (parameters[0].KEYWORD_ONLY, parameters[0].VAR_KEYWORD):
+    if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise ConfigError(_check.problem("estimator", f"{name} takes no rewards", "a function of a list of groups"))
     known = {p.name: p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     there = ", ".join(known) or "none"

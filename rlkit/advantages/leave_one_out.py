@@ -48,6 +48,8 @@ def _against_others(x: np.ndarray, eps: float) -> np.ndarray:
     from the sum of all would leave the rounding error of the largest.
     """
     n = x.shape[1]
+    if n < 3:
+        return x - x[:, ::-1]
     order = np.argsort(x, axis=1)
     ranked = np.take_along_axis(x, order, axis=1)
     span = ranked[:, -1:] - ranked[:, :1]
@@ -57,18 +59,16 @@ def _against_others(x: np.ndarray, eps: float) -> np.ndarray:
     sum_below, squares_below = _before(up), _before(up * up)
     sum_above, squares_above = _before(down[:, ::-1])[:, ::-1], _before((down * down)[:, ::-1])[:, ::-1]
     mean_below, mean_above = sum_below / np.maximum(below, 1), span / unit - sum_above / np.maximum(above, 1)
-    others = max(n - 1, 1)
-    mean = (below * mean_below + above * mean_above) / others
+    mean = (below * mean_below + above * mean_above) / (n - 1)
     squares = squares_below - sum_below * mean_below + squares_above - sum_above * sum_above / np.maximum(above, 1)
-    squares += (mean_above - mean_below) ** 2 * below * above / others
-    deviation = np.sqrt(np.maximum(squares, 0.0) / max(n - 2, 1))
-    lowest = np.where(below > 0, ranked[:, :1], ranked[:, 1:2] if n > 1 else ranked)
-    highest = np.where(above > 0, ranked[:, -1:], ranked[:, -2:-1] if n > 1 else ranked)
+    squares += (mean_above - mean_below) ** 2 * below * above / (n - 1)
+    deviation = np.sqrt(squares / (n - 2))
+    lowest = np.where(below > 0, ranked[:, :1], ranked[:, 1:2])
+    highest = np.where(above > 0, ranked[:, -1:], ranked[:, -2:-1])
     centred = up - mean
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         divisor = deviation + eps / unit
-        undivided = (lowest == highest) | (n < 3) | (divisor == 0)
-        result = np.where(undivided, centred * unit, centred / np.where(undivided, 1.0, divisor))
+        result = np.where((lowest == highest) | (divisor == 0), centred * unit, centred / divisor)
     advantages = np.empty_like(x)
     np.put_along_axis(advantages, order, result, axis=1)
     return advantages

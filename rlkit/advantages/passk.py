@@ -138,14 +138,14 @@ def _analytic(groups: Groups, k: int) -> np.ndarray:
         raise DataError(_check.problem(name, what, '0 or 1 with method="analytic"', '"max_second" and pkpo take any'))
     wrong = groups.sizes - groups.rows.sum(groups.rewards).astype(np.int64)
     kinds, kind = np.unique(np.stack([groups.sizes, wrong], axis=1), axis=0, return_inverse=True)
-    values = np.array([_analytic_pair(n, w, k) for n, w in kinds.tolist()])[kind.reshape(-1)]
+    values = np.array([_analytic_pair(n, w, k) for n, w in kinds.tolist()])[kind.ravel()]
     return np.where(groups.rewards == 1, groups.rows.spread(values[:, 0]), groups.rows.spread(values[:, 1]))
 
 
 def _analytic_pair(n: int, wrong: int, k: int) -> tuple[float, float]:
     """What right and wrong samples get."""
     missed, all_subsets = math.comb(wrong, k), math.comb(n, k)
-    if n < k or missed in (0, all_subsets):
+    if missed in (0, all_subsets):  # both are 0 where n < k
         return 0.0, 0.0
     miss = missed / all_subsets  # of integers, so correctly rounded however large they are
     deviation = math.sqrt((1.0 - miss) * miss)
@@ -170,7 +170,7 @@ def _share_of_best(x: np.ndarray, k: int) -> np.ndarray:
         return np.zeros_like(x)
     order = np.argsort(x, axis=1)
     ranked = np.take_along_axis(x, order, axis=1)
-    of_higher = np.concatenate([[0.0], _ranked_weights(n, k, 2)[:-1]])
+    of_higher = np.roll(_ranked_weights(n, k, 2), 1)  # that of the lowest rank, which is above nothing, is not used
     weighted = ranked * of_higher
     from_here = np.cumsum(weighted[:, ::-1], axis=1)[:, ::-1]
     above = np.concatenate([from_here[:, 1:], np.zeros((x.shape[0], 1))], axis=1)
@@ -191,6 +191,6 @@ def _gain_of_best(x: np.ndarray, k: int) -> np.ndarray:
     ranked = np.take_along_axis(x, order, axis=1)
     steps = np.diff(ranked, axis=1, prepend=ranked[:, :1])  # a sum of steps up, so that nothing is subtracted
     result = np.empty_like(x)
-    reached = np.concatenate([[0.0], np.cumsum(_ranked_weights(n, k, 2))[:-1]])
+    reached = np.roll(np.cumsum(_ranked_weights(n, k, 2)), 1)  # the first step is 0 and meets no weight
     np.put_along_axis(result, order, np.cumsum(steps * reached, axis=1), axis=1)
     return result

@@ -121,12 +121,13 @@ class RunningNormalization:
         new = groups.rewards[groups.scored]
         if new.size:
             total = self.count + new.size
-            step = float(groups.mean[0]) - self.mean if self.count else 0.0
+            mean = groups.mean.item()
+            step = mean - self.mean
             self.squares += float(groups.deviations @ groups.deviations) + step * step * self.count * new.size / total
-            self.mean = self.mean + step * new.size / total if self.count else float(groups.mean[0])
+            self.mean = self.mean + step * new.size / total if self.count else mean
             self.count = total
-            self.lowest = min(self.lowest, float(groups.lowest[0]))
-            self.highest = max(self.highest, float(groups.highest[0]))
+            self.lowest = min(self.lowest, groups.lowest.item())
+            self.highest = max(self.highest, groups.highest.item())
         divisor = np.sqrt(self.squares / max(self.count - self.ddof, 1)) + self.eps
         if self.lowest >= self.highest or divisor == 0:
             return np.zeros(groups.rewards.size)

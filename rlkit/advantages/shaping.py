@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from rlkit import _check
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -36,4 +34,4 @@ def potential_shaping(rewards: Any, *, potentials: Any, gamma: float = 1.0, mask
     gamma = _check.real("gamma", gamma, low=0.0, high=1.0)
     steps = Steps.parse(rewards, mask=mask)
     phi = steps.select("potentials", potentials)
-    return steps.restore(steps.rewards + gamma * np.where(steps.left > 1, steps.next(phi), 0.0) - phi)
+    return steps.restore(steps.rewards + gamma * steps.next(phi) - phi)

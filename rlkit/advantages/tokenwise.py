@@ -94,7 +94,7 @@ def reinforce_pp_baseline(
     groups = Groups.parse(rewards)
     counts = np.where(groups.scored, _groups.lengths_like(groups, lengths), 0.0)
     centred = groups.apply_singleton(groups.deviations, singleton)
-    return groups.rows.restore(groups.where_scored(_groups.whiten(centred, ddof, eps, counts)))
+    return groups.rows.restore(groups.where_scored(_groups.whiten(centred, ddof, eps, counts=counts)))
 
 
 @register("remax")

@@ -65,22 +65,22 @@ def token_weights(lengths: Any, mode: str = "token-mean", *, constant: float | N
     _extra("groups", groups, mode, "prompt-mean")
     n = _lengths(lengths)
     filled = n > 0
-    count = float(max(filled.sum(), 1))
     if mode == "token-mean":
-        weights = np.full(n.size, 1.0 / max(n.sum(), 1.0))
+        share = n.sum()
     elif mode == "token-sum":
-        weights = np.ones(n.size)
+        share = 1.0
     elif mode == "seq-mean-token-sum":
-        weights = np.full(n.size, 1.0 / count)
+        share = filled.sum()
     elif mode == "seq-mean-token-mean":
-        weights = 1.0 / (count * np.maximum(n, 1.0))
+        share = filled.sum() * n
     elif mode == "seq-mean-token-sum-norm":
-        weights = np.full(n.size, 1.0 / (count * _check.real("constant", constant, above=0.0)))
+        share = filled.sum() * _check.real("constant", constant, above=0.0)
     else:
-        codes, number = _rows.labels("groups", groups, n.size, "one label per sequence")
-        per_prompt = np.bincount(codes, n, number)
-        weights = 1.0 / (max((per_prompt > 0).sum(), 1) * np.maximum(per_prompt, 1.0)[codes])
-    return np.where(filled, weights, 0.0)
+        codes, _ = _rows.labels("groups", groups, n.size, "one label per sequence")
+        per_prompt = np.bincount(codes, n)
+        share = np.count_nonzero(per_prompt) * per_prompt[codes]
+    with np.errstate(divide="ignore"):  # by 0 where there is no token
+        return np.where(filled, 1.0 / share, 0.0)
 
 
 def _extra(name: str, value: Any, mode: str, owner: str) -> None:

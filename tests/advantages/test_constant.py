@@ -130,6 +130,12 @@ def test_pass_at_k_where_the_deviation_vanishes():
     assert adv.pass_at_k([0.0, 0.0, 0.0, 5e-324], ddof=0, eps=0.0).tolist() == [0.0, 0.0, 0.0, 5e-324]
 
 
+def test_whitening_where_one_without_tokens_is_far_away():
+    """A sample that counts nowhere does not set the scale of those that do."""
+    found = adv.reinforce_pp_baseline([[1e150], [1e-20], [0.0]], lengths=[[0], [1], [1]], eps=0.0, singleton="raw")
+    np.testing.assert_allclose(np.ravel(found)[1:], [0.5**0.5, -(0.5**0.5)], rtol=1e-12)
+
+
 def test_running_normalization_where_squares_vanish():
     """Squares too small for float64 give zeros, not a division by 0."""
     assert adv.running_normalization(eps=0.0).update([0.0, 1e-200]).tolist() == [0.0, 0.0]

@@ -118,11 +118,12 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("rebn", {"eps": -1.0}, "eps"),
     ("gae", {"values": [0.0, 0.0], "lam": 1.5}, "lam"),
     ("gae", {"values": [0.0, 0.0], "lam": [1.5]}, "lam"),
+    ("length_adaptive_lambda", {"alpha": 0.0}, "alpha"),
     ("gae", {"values": [0.0, 0.0], "gamma": 2.0}, "gamma"),
     ("n_step_returns", {"values": [0.0, 0.0], "n": 0}, "n"),
     ("n_step_returns", {"values": [0.0, 0.0], "n": 1.5}, "n"),
     ("vtrace", {"values": [0.0, 0.0], "log_ratios": [0.0, 0.0], "clip_rho": 0.0}, "clip_rho"),
-    ("vtrace", {"values": [0.0, 0.0], "log_ratios": [0.0, 0.0], "clip_pg_rho": -1.0}, "clip_pg_rho"),
+    ("vtrace", {"values": [0.0, 0.0], "log_ratios": [0.0, 0.0], "clip_pg_rho": 0.0}, "clip_pg_rho"),
     ("potential_shaping", {"potentials": [0.0, 0.0], "gamma": 7.0}, "gamma"),
     ("reinforce_pp", {"kl_coef": 0.1}, "kl"),
     ("reinforce_pp", {"kl_coef": -0.1}, "kl_coef"),
@@ -137,6 +138,15 @@ def test_bad_settings(name: str, settings: dict[str, Any], message: str) -> None
     """A setting out of range is a ConfigError that names it."""
     with pytest.raises(ConfigError, match=rf"^{message}"):
         adv.registry[name]([1.0, 0.0], **settings)
+
+
+def test_lambdas_by_trajectory() -> None:
+    """Each trajectory's lambda has to be in [0, 1], whose ends are allowed."""
+    rewards = [[1.0], [0.0]]
+    adv.gae(rewards, values=rewards, lam=[0.0, 1.0])
+    for bad in ([0.5, 1.5], [-0.5, 0.5]):
+        with pytest.raises(ConfigError, match="^lam"):
+            adv.gae(rewards, values=rewards, lam=bad)
 
 
 TWO = [1.0, 0.0]
@@ -185,6 +195,9 @@ def test_the_largest_numbers() -> None:
     assert adv.discounted_returns([0.0], bootstrap_value=[1e150]).tolist() == [1e150]
     with pytest.raises(DataError, match=r"^weights\[1\]"):
         adv.gdpo([TWO, TWO], weights=[1.0, 1.1e150])
+    assert adv.length_adaptive_lambda([1e150]).tolist() == [1.0]
+    with pytest.raises(DataError, match=r"^lengths\[0\]"):
+        adv.length_adaptive_lambda([1.1e150])
 
 
 def test_the_longest_lengths() -> None:
@@ -244,7 +257,9 @@ BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("gigpo", [1.0, 0.0], {"states": "ab"}, "states: got 'ab'"),
     ("gigpo", [[1.0], [0.0]], {"states": b"ab"}, "states: got b'ab'"),
     ("gigpo", [[1.0], [0.0]], {"states": 3}, "states: got 3"),
-    ("gdpo", np.array([1.0, 2.0]), {}, "rewards: got"),
+    ("gdpo", 1.0, {}, "rewards: got"),
+    ("gdpo", "ab", {}, "rewards: got"),
+    ("gdpo", np.array([1.0, 2.0]), {}, r"rewards\[0\]: got"),
     ("pkpo", [[1.0, 0.0], [0.0], [1.0]], {"k": 2}, r"rewards\[1\]: has 1 rewards"),
     ("pass_at_k", [[1.0, 0.0], [0.5, 0.5]], {"method": "analytic", "k": 2}, r"rewards\[1\]\[0\]: is 0.5"),
     ("gigpo", [[1.0], [0.0]], {"states": [["a"]]}, "states"),
@@ -290,7 +305,7 @@ def test_token_functions_refuse(name: str) -> None:
     with pytest.raises(DataError, match=r"^sampling_logprobs\[1\]: is -inf"):
         function(**{other: [-1.0, -1.0], "sampling_logprobs": [-1.0, -INF]})
     with pytest.raises(ConfigError, match="^coef"):
-        function(**{other: [-1.0], "sampling_logprobs": [-1.0]}, coef=-1.0)
+        function(**{other: [-1.0], "sampling_logprobs": [-1.0]}, coef=-0.1)
 
 
 @pytest.mark.parametrize("name", [*TOKEN_PAIRS, "entropy_bonus"])
@@ -323,6 +338,10 @@ def test_largest_coefficient(name: str, estimator: str) -> None:
 def test_token_settings() -> None:
     """Settings of the token functions are checked."""
     q = [-1.0]
+    with pytest.raises(ConfigError, match="^coef"):
+        adv.entropy_bonus(sampling_logprobs=q, coef=-0.1)
+    with pytest.raises(ConfigError, match="^beta"):
+        adv.jsd(teacher_logprobs=q, sampling_logprobs=q, beta=-0.1)
     with pytest.raises(ConfigError, match="^beta"):
         adv.jsd(teacher_logprobs=q, sampling_logprobs=q, beta=1.1)
     with pytest.raises(ConfigError, match="^clip"):

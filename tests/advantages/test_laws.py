@@ -98,6 +98,28 @@ def test_grpo_moments(group: list[float]) -> None:
     assert (adv.grpo(group, eps=0.0, ddof=0) ** 2).mean() == pytest.approx(1.0)
 
 
+def test_an_offset_changes_no_bit() -> None:
+    """Deviations are formed from differences, so an offset that leaves the rewards exact leaves no trace."""
+    rewards = np.array([0.0, 1.0, 3.0, 4.0, 4.0, 9.0])
+    estimators = {
+        **{name: LOCAL[name] for name in ("grpo", "dr_grpo", "rloo", "loo_std", "rec")},
+        "grpo, batch": lambda r: adv.grpo(r, scale="batch"),
+        "reinforce": lambda r: adv.reinforce(r, normalize=True),
+        "rebn": adv.rebn,
+        "opo": lambda r: adv.opo(r, lengths=[1, 2, 3, 4, 5, 6]),
+        "pkpo": lambda r: adv.pkpo(r, k=3),
+    }
+    for name, estimator in estimators.items():
+        np.testing.assert_array_equal(estimator(rewards + 2.0**52), estimator(rewards), err_msg=name)
+
+
+def test_batch_scale_by_hand() -> None:
+    """scale="batch" divides by the deviation of all rewards, about their own mean: 2, 4, 6, 4 have sqrt(8 / 3)."""
+    found = adv.grpo([[2.0, 4.0], [6.0, 4.0]], scale="batch", eps=0.0)
+    np.testing.assert_allclose(found, np.array([[-1.0, 1.0], [1.0, -1.0]]) / np.sqrt(8 / 3), rtol=1e-12)
+    np.testing.assert_array_equal(adv.grpo([NAN, NAN], scale="batch"), [0.0, 0.0])
+
+
 @laws
 @given(groups)
 def test_rloo_is_leave_one_out(group: list[float]) -> None:
@@ -113,6 +135,27 @@ def test_rloo_is_leave_one_out(group: list[float]) -> None:
 def test_opo_of_equal_lengths_is_the_mean(group: list[float], length: int) -> None:
     """OPO's baseline is the plain mean where all samples are equally long."""
     np.testing.assert_allclose(adv.opo(group, lengths=[length] * len(group)), adv.dr_grpo(group), atol=1e-9)
+
+
+def test_opo_of_few_tokens() -> None:
+    """A single token in a group is enough for a baseline, which then is that sample's reward."""
+    np.testing.assert_array_equal(adv.opo([1.0, 0.0], lengths=[1, 0]), [0.0, -1.0])
+
+
+@laws
+@given(groups, st.floats(-50, 50))
+def test_one_token_each_is_whitening(group: list[float], shift: float) -> None:
+    """reinforce_pp_baseline of samples of one token whitens what dr_grpo gives; n tokens are n samples."""
+    centred = adv.dr_grpo([group, [shift, 0.5]])
+    found = adv.reinforce_pp_baseline([group, [shift, 0.5]], lengths=[[1] * len(group), [1, 1]], eps=1e-3)
+    np.testing.assert_allclose(flat(found), flat(adv.reinforce(centred, normalize=True, eps=1e-3)), atol=1e-9)
+
+
+def test_gpg_counts_scored_groups() -> None:
+    """A group without a scored reward is no group; a reward that is not scored is no reward."""
+    batch = [[1.0, 0.0], [0.0, 0.0], [NAN, NAN]]
+    np.testing.assert_array_equal(adv.gpg(batch, count="groups")[0], [1.0, -1.0])  # 2 groups, 1 with signal
+    np.testing.assert_array_equal(adv.gpg(batch)[0], [2.0, -2.0])  # 4 rewards, 1 not zero
 
 
 @laws
@@ -201,6 +244,30 @@ def test_rec_balance() -> None:
     assert dropped == {(1,), (2,), (3,), (4,)}
 
 
+@laws
+@given(batches, st.integers(0, 9))
+def test_rec_balance_of_each_group(batch: list[list[float]], seed: int) -> None:
+    """In each group as many are dropped as more lie below the mean than not, and the rest is centred on itself.
+
+    A reward equal to the mean does not lie below it.
+    """
+    batch = [[*group, sum(group) / len(group)] if np.isfinite(group).all() else group for group in batch]
+    result = adv.rec(batch, drop="balance", rng=np.random.default_rng(seed))
+    for group, row in zip(batch, result, strict=True):
+        scored = np.array([r for r in group if not np.isnan(r)])
+        below = int((adv.dr_grpo(scored) < 0).sum()) if scored.size else 0
+        surplus = max(2 * below - scored.size, 0)
+        assert abs(np.sum(row)) < 1e-9
+        if surplus == 0:
+            np.testing.assert_array_equal(row, adv.dr_grpo(group))
+        elif np.unique(scored).size == scored.size and scored.max() - scored.min() > 1e-2:
+            rest = scored.size - surplus
+            kept = np.asarray(row) != 0
+            assert rest - 1 <= kept.sum() <= rest  # one of them may lie on the mean
+    found = adv.rec([0.0, 1.0, 0.5, 0.5, 0.5], drop="balance", rng=np.random.default_rng(0))
+    assert found.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "name", ["grpo", "dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "rec", "maxrl", "pkpo"]
 )
@@ -243,6 +310,49 @@ def test_gdpo_of_opposite_components() -> None:
     assert (adv.gdpo([one, -0.3 * one], eps=0.0) == 0.0).all()
 
 
+@laws
+@given(batches, st.floats(-30, 30))
+def test_gdpo_weights_are_relative(batch: list[list[float]], power: float) -> None:
+    """Only the ratio of the weights matters to gdpo (eps=0), however small they are."""
+    one = [np.array(group) for group in batch]
+    two = [np.cos(10 * group) for group in one]
+    plain, scaled = (adv.gdpo([one, two], weights=[1.0 * by, 0.5 * by], eps=0.0) for by in (1.0, 10.0**power))
+    np.testing.assert_allclose(flat(scaled), flat(plain), atol=1e-6)
+
+
+def test_gdpo_of_an_array() -> None:
+    """Components may be the rows of one array."""
+    rewards = np.array([[1.0, 0.0, 0.5], [0.0, 10.0, 3.0]])
+    np.testing.assert_array_equal(adv.gdpo(rewards), adv.gdpo(list(rewards)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 40, 333])
+def test_max_second_of_many(size: int) -> None:
+    """The lead of the best over the second best, wherever the two stand."""
+    rewards = np.random.default_rng(size).normal(size=(5, size))
+    found = adv.pass_at_k(rewards, scale="none")
+    ranked = np.sort(rewards, axis=1)
+    np.testing.assert_array_equal(found.max(axis=1), ranked[:, -1] - ranked[:, -2])
+    assert (found.argmax(axis=1) == rewards.argmax(axis=1)).all()
+    assert np.count_nonzero(found) == 5
+
+
+def test_hierarchical_grpo_keeps_roles_and_groups_apart() -> None:
+    """More roles than groups and more groups than roles: each pair has a mean of its own."""
+    for roles, groups in ((3, 2), (2, 3), (5, 1), (1, 4)):
+        pairs = [(role, group) for role in range(roles) for group in range(groups)] * 2
+        rewards = np.arange(len(pairs)) ** 2.0
+        found = adv.hierarchical_grpo(rewards, [role for role, _ in pairs], [group for _, group in pairs])
+        half = (rewards[len(pairs) // 2 :] - rewards[: len(pairs) // 2]) / 2
+        np.testing.assert_array_equal(found, np.concatenate([-half, half]))
+
+
+def test_step_wise_grpo_of_long_trajectories() -> None:
+    """Every one of a hundred thousand steps gets its trajectory's advantage."""
+    result = adv.step_wise_grpo([1.0, 0.0], [100_000, 1])
+    assert result[0].tolist() == [adv.grpo([1.0, 0.0])[0]] * 100_000
+
+
 def test_step_wise_grpo_of_a_batch() -> None:
     """Several groups give a list of lists, each trajectory as long as it has steps."""
     result = adv.step_wise_grpo([[1.0, 0.0], [0.0, 1.0, 0.5]], [[2, 1], [1, 3, 2]])
@@ -263,7 +373,7 @@ def test_running_baseline() -> None:
     assert baseline.baselines == {"a": 2.5}
     resumed = adv.RunningBaseline(decay=0.5, baselines=dict(baseline.baselines))
     np.testing.assert_array_equal(resumed.update([2.5], ["a"]), baseline.update([2.5], ["a"]))
-    for bad in ({"decay": 1.5}, {"decay": None}):
+    for bad in ({"decay": 1.5}, {"decay": -0.1}, {"decay": None}):
         with pytest.raises(ValueError, match="^decay"):
             adv.running_baseline(**bad)
     with pytest.raises(ValueError, match="^roles"):
@@ -341,6 +451,15 @@ def test_running_states_are_checked(kind: type, state: dict[str, Any], message: 
     """A damaged state is refused when it is loaded, not steps later."""
     with pytest.raises(ConfigError, match=rf"^({message})"):
         kind(**state)
+
+
+def test_running_means_may_be_off_by_rounding() -> None:
+    """A mean outside what was seen is refused, unless by less than a billionth of the largest number seen."""
+    for lowest, highest, sign in ((0.0, 1e6, 1), (-1e6, 0.0, -1)):
+        near, far = (sign * 1e6 * (1.0 + off) for off in (0.9e-9, 1.1e-9))
+        assert adv.RunningNormalization(count=3, mean=near, lowest=lowest, highest=highest).mean == near
+        with pytest.raises(ConfigError, match="^mean: is"):
+            adv.RunningNormalization(count=3, mean=far, lowest=lowest, highest=highest)
 
 
 def test_running_states_of_one_number_and_of_the_largest() -> None:
