@@ -5,25 +5,33 @@
 Each side plays the same tasks with the same limits in a process of its own, in turns with the other; medians. The
 gather loop has no limit, no deadline, no threads and no checks: environments run in the event loop, one sample request
 per turn. "lag" is how late the event loop wakes up a task that sleeps 10 ms. With GEM installed (gem-llm) its
-GuessTheNumber is played too. The table goes to the screen, the figures to benchmarks/results/rollouts.json.
+GuessTheNumber is played too, and with openreward installed the environment of tests/envs/openreward_server.py, a server
+in another process on 127.0.0.1: two tool calls and an answer, from a sampler that has them ready; there the plain loop
+is the openreward SDK's own client. The table goes to the screen, the figures to benchmarks/results/rollouts.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib.util
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import rlkit
+from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.chat import Chat
 from rlkit.envs import StepResult, Task, Tasks
 from rlkit.rollouts import rollout
@@ -47,9 +55,81 @@ class Guess:
     def close(self) -> None: ...
 
 
-def tasks(name: str, count: int) -> list[Task]:
+CALLS = [f'<tool_call>{{"name": "{n}", "arguments": {a}}}</tool_call>' for n, a in (
+    ("look", '{"text": "here"}'), ("look", '{"text": "there"}'), ("answer", '{"value": 9}')
+)]  # fmt: skip
+
+
+class Calling:
+    """A sampler that calls tools, as many turns into the episode as the prompt says."""
+
+    tokenizer = ByteTokenizer()
+    max_length, version = 4096, 0
+
+    def sample(self, prompt: Any, _: Any, *, n: int = 1, **__: Any) -> rlkit.Future[Any]:
+        turn = self.tokenizer.decode(prompt).count("you said")
+        tokens = [*self.tokenizer.encode(CALLS[turn]), self.tokenizer.eos_ids[0]]
+        return rlkit.Future.of([rlkit.Sample(prompt, tokens, [-1.0] * len(tokens)) for _ in range(n)])
+
+    def logprobs(self, *_: Any, **__: Any) -> rlkit.Future[Any]:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The address of an OpenReward server in another process."""
+    script = Path(__file__).parents[1] / "tests" / "envs" / "openreward_server.py"
+    environment = os.environ | {"OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        time.sleep(1.0)  # bound, and soon listening
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+async def by_sdk(address: str, episodes: int) -> int:
+    """What rlkit.envs.openreward does, with the SDK's client alone and no chat."""
+    from openreward import AsyncEnvironmentsAPI
+
+    client = AsyncEnvironmentsAPI(base_url=address, api_key=None)
+    environment = client.get("sums", base_url=address)
+
+    async def episode(index: int) -> int:
+        async with environment.session(split="train", index=index % 10) as session:
+            await session.get_messages()
+            await session.list_tools()
+            for call in CALLS:
+                called = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+                await session.call_tool(called["name"], called["arguments"])
+        return len(CALLS)
+
+    try:
+        return sum(await asyncio.gather(*[episode(number) for number in range(episodes)]))
+    finally:
+        await client.aclose()
+
+
+def tasks(name: str, count: int, address: str = "") -> list[Task]:
     if name == "plain":
         return list(Tasks(lambda _: Guess(), count, name="guess"))
+    if name == "openreward":
+        from rlkit.envs import openreward
+
+        games = openreward("sums", base_url=address)
+        return [games[number % len(games)] for number in range(count)]
     from rlkit.envs import gem
 
     return list(gem("game:GuessTheNumber-v0-easy", size=count, max_turns=TURNS, name="guess"))
@@ -100,14 +180,15 @@ async def measured(work: Any) -> tuple[Any, list[float]]:
         watch.cancel()
 
 
-def side(name: str, env: str, episodes: int) -> dict[str, float]:
-    sampler = rlkit.connect("toy", seed=0, max_length=4096).sampler().result()
-    games = tasks(env, episodes // GROUP)
+def side(name: str, env: str, episodes: int, address: str) -> dict[str, float]:
+    sampler: Any = Calling() if address else rlkit.connect("toy", seed=0, max_length=4096).sampler().result()
+    games = tasks(env, episodes // GROUP, address)
     sampler.sample([1], PARAMS).result()  # imports torch
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = time.monotonic(), time.process_time()
     play = rolled_out if name == "rollout" else gathered
-    turns, found = asyncio.run(measured(play(sampler, games)))
+    work = by_sdk(address, episodes) if address and name == "gather" else play(sampler, games)
+    turns, found = asyncio.run(measured(work))
     wall = time.monotonic() - wall
     return {
         "wall": wall,
@@ -163,35 +244,41 @@ def dead() -> dict[str, float]:
     return {"requests": len(sampler.requests), "wall": wall, "requests_per_second": len(sampler.requests) / wall}
 
 
+def interleaved(env: str, address: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """What each side measured, round by round."""
+    runs: dict[str, list[dict[str, float]]] = {"gather": [], "rollout": []}
+    for _ in range(arguments.rounds):
+        for name, found in runs.items():
+            command = [sys.executable, __file__, "--episodes", str(arguments.episodes), "--side", name, env, address]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    return runs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=512)
-    parser.add_argument("--side", nargs=2)
+    parser.add_argument("--side", nargs=3)
     arguments = parser.parse_args()
     if arguments.side:
-        print(json.dumps(side(*arguments.side, arguments.episodes)))
+        name, env, address = arguments.side
+        print(json.dumps(side(name, env, arguments.episodes, address)))
         return
     figures: dict[str, Any] = {"episodes": arguments.episodes, "turns": TURNS, "group": GROUP}
     print(f"{arguments.episodes} concurrent episodes, toy backend   wall s   CPU s   turns/s   memory MB   lag p99 ms")
-    try:
-        tasks("gem", 1)
-        envs = ["plain", "gem"]
-    except rlkit.ConfigError:
-        envs = ["plain"]
+    envs = ["plain"]
+    envs += ["gem"] if importlib.util.find_spec("gem") else []
+    envs += ["openreward"] if importlib.util.find_spec("openreward") else []
     for env in envs:
-        runs: dict[str, list[dict[str, float]]] = {"gather": [], "rollout": []}
-        for _ in range(arguments.rounds):
-            for name, found in runs.items():
-                command = [sys.executable, __file__, "--episodes", str(arguments.episodes), "--side", name, env]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found.append(json.loads(done.stdout.splitlines()[-1]))
+        with server() if env == "openreward" else contextlib.nullcontext("") as address:
+            runs = interleaved(env, address, arguments)
         for name, found in runs.items():
             middle = {key: statistics.median(run[key] for run in found) for key in found[0]}
             figures[f"{env}/{name}"] = middle
             rate = middle["turns"] / middle["wall"]
             print(
-                f"{env:8} {name:26} {middle['wall']:9.1f} {middle['cpu']:7.1f} {rate:9.0f}"
+                f"{env:10} {name:24} {middle['wall']:9.1f} {middle['cpu']:7.1f} {rate:9.0f}"
                 f" {middle['memory_mb']:11.0f} {1000 * middle['lag_p99']:12.1f}",
                 flush=True,
             )
