@@ -62,7 +62,7 @@ class Steps:
 
     def per_trajectory(self, where: str, value: Any) -> np.ndarray:
         """A number, or one per trajectory, for the trajectories that have masked-in steps [b]."""
-        return _per_row(where, value, self.rows)[self.filled]
+        return np.asarray(_per_row(where, value, self.rows)[self.filled])
 
     def next(self, values: np.ndarray) -> np.ndarray:
         """values[t + 1], and the bootstrap value after the last step."""

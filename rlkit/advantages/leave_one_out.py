@@ -49,7 +49,7 @@ def _against_others(x: np.ndarray, eps: float) -> np.ndarray:
     """
     n = x.shape[1]
     if n < 3:
-        return x - x[:, ::-1]
+        return np.asarray(x - x[:, ::-1])
     order = np.argsort(x, axis=1)
     ranked = np.take_along_axis(x, order, axis=1)
     span = ranked[:, -1:] - ranked[:, :1]
