@@ -65,7 +65,7 @@ def clip_cov(
     ratio = (lp - q).exp()
     free, clipped = ratio * a, ratio.clamp(clip_low_threshold, clip_high_threshold) * a
     covariance = _covariance(lp, a)
-    candidates = ((covariance > cov_low) & (covariance < cov_high) & (free <= clipped)).nonzero()[:, 0]
+    candidates = ((covariance > cov_low) & (covariance < cov_high) & (free <= clipped)).nonzero().flatten()
     drawn = torch.randperm(candidates.numel(), generator=torch.Generator().manual_seed(seed))
     dropped = candidates[drawn[: _count(fraction, lp)].to(candidates.device)]
     return -(w * free.minimum(clipped).index_fill(0, dropped, 0.0)).sum()

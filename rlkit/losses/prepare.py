@@ -155,7 +155,7 @@ class PreparedLoss:
             calls = [list(used)] if used else []
         elif self.level == "pair":
             calls = [list(used[k : k + 2]) for k in range(0, len(used), 2)]
-        elif self.elementwise and len(used) > 1 and leaves[used[0]].ndim == 1:
+        elif self.elementwise and used and leaves[used[0]].ndim == 1:  # one call; targets may differ in number
             calls = [list(used)]
         else:
             calls = [[i] for i in used]

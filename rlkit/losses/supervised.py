@@ -111,8 +111,7 @@ def mix(
     _check.flag("phi", phi)
     learnt = logprobs * _phi(logprobs) if phi else logprobs
     from_expert = expert != 0
-    behaviour = sampling_logprobs + 0.0 * logprobs.detach()  # [n] where it is one number
-    ratio = (logprobs - logprobs.detach().where(from_expert, behaviour)).exp()
+    ratio = (logprobs - logprobs.detach().where(from_expert, sampling_logprobs)).exp()
     clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
     surrogate = (ratio * advantages).minimum(clipped * advantages)
     return -(weights * (mu * learnt).where(from_expert, (1.0 - mu) * surrogate)).sum()

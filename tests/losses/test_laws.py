@@ -389,6 +389,15 @@ def test_candidates_of_clip_cov():
     same(call("clip_cov", [lp], {"sampling_logprobs": [far], "advantages": [a]}, options), plain)
 
 
+def test_bounds_of_clip_cov_are_outside():
+    """A token whose covariance is a bound itself stays."""
+    lp, a = np.array([-2.0, -0.5, -0.5]), np.array([-1.0, 3.0, 1.0])  # covariances 2, 1, 0
+    for low, high, left in ((2.0, 9.0, []), (1.0, 9.0, [0]), (0.5, 2.0, [1]), (-0.5, 1.0, [2]), (0.0, 2.0, [1])):
+        options = {"fraction": 1.0, "cov_low": low, "cov_high": high}
+        gradient = call("clip_cov", [lp], {"sampling_logprobs": [lp], "advantages": [a]}, options)[1][0]
+        assert np.flatnonzero(gradient == 0).tolist() == left
+
+
 def test_tokens_of_kl_cov():
     """max(1, floor(fraction N)) tokens, those with the largest covariance, are pulled."""
     n = 10

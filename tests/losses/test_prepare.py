@@ -254,6 +254,19 @@ def test_gradient_that_is_not_finite(name):
         gradient(prepare(name), driver, inputs)
 
 
+def test_gradient_of_the_entropy_that_is_not_finite():
+    """One entry is enough, in whichever datum."""
+
+    def rooted(logprobs, entropy):
+        return logprobs.sum() + entropy.sqrt().sum()
+
+    data = [rlkit.Datum([1, 2, 3], [0, 1, 1]), rlkit.Datum([1, 2, 3], [0, 1, 1])]
+    for entropies in ([[0.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]]):
+        place = 0 if 0.0 in entropies[0] else 1
+        with pytest.raises(BackendError, match=rf"the loss 'rooted' has a non-finite gradient at data\[{place}\]"):
+            prepare(rooted).gradient([torch.zeros(2)] * 2, data, entropy=[torch.tensor(e) for e in entropies])
+
+
 def test_value_that_is_not_finite():
     def endless(logprobs):
         return logprobs.sum() + float("inf")
@@ -329,6 +342,45 @@ def test_trying_out_takes_as_few_datums_as_the_level_needs(level, sizes):
     data = [rlkit.Datum(range(n + 1), [0] + [1] * n) for n in (2, 3, 1, 1)]
     prepare(counted).try_out(data)
     assert calls == [sizes]
+
+
+@pytest.mark.parametrize(
+    ("marks", "sizes"),
+    [
+        ({"elementwise": True}, [[6]]),
+        ({}, [[2], [3], [1]]),
+        ({"level": "pair"}, [[2, 3], [1, 2]]),
+        ({"level": "batch"}, [[2, 3, 1]]),
+    ],
+)
+def test_calls_by_level(marks, sizes):
+    """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens."""
+    calls = []
+
+    @loss(**marks)
+    def counted(logprobs):
+        parts = [logprobs] if isinstance(logprobs, torch.Tensor) else logprobs
+        calls.append([part.shape[0] for part in parts])
+        return sum(part.sum() for part in parts)
+
+    lengths = [2, 3, 1, 2] if "pair" in marks.values() else [2, 0, 3, 1]
+    data = [rlkit.Datum(range(n + 2), [0, 0] + [1] * n) for n in lengths]
+    found = prepare(counted).gradient([torch.zeros(n) for n in lengths], data)
+    assert calls == sizes
+    assert [g.tolist() for g in found.driver] == [[1.0] * n for n in lengths]
+
+
+@pytest.mark.parametrize("name", ["topk_forward_kl", "topk_reverse_kl", "topk_jsd"])
+def test_different_numbers_of_targets(name):
+    """Datums of one batch may have different numbers of targets at each position."""
+    s, t = full(0), full(1)
+    wide = {"teacher_logprobs": [t], "target_tokens": [np.arange(18).reshape(3, 6)]}
+    narrow = {"teacher_logprobs": [t[:, :2]], "target_tokens": [np.arange(6).reshape(3, 2)]}
+    both = gradient(prepare(name), [s, s[:, :2]], {k: [*wide[k], *narrow[k]] for k in wide})
+    parts = gradient(prepare(name), [s], wide), gradient(prepare(name), [s[:, :2]], narrow)
+    assert both.value == pytest.approx(sum(part.value for part in parts), rel=1e-5)
+    for x, y in zip(both.driver, [g for part in parts for g in part.driver], strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_datums_that_a_loss_does_not_look_at():

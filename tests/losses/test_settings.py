@@ -124,6 +124,7 @@ BAD = [
         (n, {"clip_low_threshold": -0.3, "clip_high_threshold": -0.1}, "clip_low_threshold")
         for n in ("ppo", "gspo", "gmpo")
     ],
+    ("ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": -0.1}, "clip_high_threshold"),
     ("ppo", {"dual_clip": 1.0}, "dual_clip"),
     ("ppo", {"dual_clip": 0.5}, "dual_clip"),
     ("decoupled_ppo", {"behaviour_cap": 0.0}, "behaviour_cap"),
@@ -247,3 +248,8 @@ def test_odds_of_certainty_are_finite():
     value, gradients, _ = call("orpo", [np.zeros(2), np.array([-1.0])], {})
     assert math.isfinite(value)
     np.testing.assert_allclose(gradients[0], -0.5)
+    odds = [
+        call("orpo", [np.array([lp]), np.array([-1e-6])], {}, {"alpha": 0.0, "beta": 1.0})[0]
+        for lp in (0.0, -9e-8, -1e-7, -1.1e-7)
+    ]
+    assert odds[0] == odds[1] == odds[2] < odds[3] - 1e-3  # they stop at a mean logprob of -1e-7
