@@ -471,6 +471,26 @@ def test_loss_without_weights_stays_without():
     assert not prepare(with_entropy(plain)).optional
 
 
+def test_pairs_without_weights():
+    """A term that is added to a loss of pairs without weights counts once per token."""
+
+    @loss(level="pair")
+    def margin(logprobs):
+        return logprobs[1].sum() - logprobs[0].sum()
+
+    driver, inputs = example(with_kl("simpo"), np.random.default_rng(0), sizes=(2, 3), optional=())
+    plain = driver[1].sum() - driver[0].sum()
+    squares = sum(((a - b) ** 2).sum() for a, b in zip(driver, inputs["reference_logprobs"], strict=True))
+    assert call(with_kl(margin, 0.5, "k2"), driver, inputs)[0] == pytest.approx(plain + 0.25 * squares)
+
+
+def test_optional_inputs_come_before_settings():
+    """What a term can do without stands between the inputs and the settings of the loss."""
+    prepared = prepare(with_kl("opmd", 0.1, "ratio_corrected"))
+    assert dict(prepared.optional) == {"weights": 1.0, "sampling_logprobs": None}
+    assert dict(prepared.settings) == {"tau": 1.0, "kl_coef": 0.1}
+
+
 def loose(logprobs, weights=1.0, reference_logprobs=-1.0, sampling_logprobs=-1.0):
     """A loss that can do without a reference."""
     return -(weights * (logprobs - reference_logprobs) * (logprobs - sampling_logprobs)).sum()
