@@ -10,7 +10,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit.backends import saves
-from rlkit.backends.toy.adamw import Weights
+from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
 from rlkit.errors import ConfigError
@@ -52,7 +52,7 @@ class ToyCritic(InProcessCritic):
         _check.integer("max_length", max_length, low=2)
         tokenizer = check_tokenizer(tokenizer, None)
         self._features = Features(tokenizer.vocab_size)
-        self._weights = Weights(np.zeros(self._features.size))
+        self._weights = Weights(State.started(np.zeros(self._features.size)))
         path, version = init_from if resume_from is None else resume_from, 0
         if path is not None:
             saved, state = saves.read(path, backend="toy-critic")

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import attrs
 import numpy as np
 
 from rlkit.backends.sampling import SeedStream
 from rlkit.backends.toy import ByteTokenizer, ToySampler
+from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features, base_weights
 from rlkit.backends.toy.model import Row as Distributions
-from rlkit.errors import BackendError, DataError
+from rlkit.errors import DataError
 from rlkit.server.losses import Loss
 from rlkit.server.models import Outputs, Row
 from rlkit.types import Adam, Datum, Lora
 
 __all__ = ["ExactModels"]
-
-
-@attrs.frozen(eq=False)
-class _State:
-    """Parameters and optimizer; arrays are replaced, never written."""
-
-    weights: np.ndarray
-    first: np.ndarray
-    second: np.ndarray
-    steps: int = 0
 
 
 class ExactModels:
@@ -45,22 +35,18 @@ class ExactModels:
     def create(self, lora: Lora) -> ExactModel:
         """A new model. The adapter's shape does nothing: all weights are trained."""
         del lora
-        return ExactModel(self, self._started(self._base))
+        return ExactModel(self, State.started(self._base))
 
-    def load(self, handle: _State, *, optimizer: bool) -> ExactModel:
+    def load(self, handle: State, *, optimizer: bool) -> ExactModel:
         """A model from what ``save`` returned."""
-        return ExactModel(self, handle if optimizer else self._started(handle.weights))
+        return ExactModel(self, handle if optimizer else State.started(handle.value))
 
-    def frozen(self, handle: _State | None) -> ExactSnapshot:
+    def frozen(self, handle: State | None) -> ExactSnapshot:
         """A saved policy; None is the base."""
-        return ExactSnapshot(self, self._base if handle is None else handle.weights)
+        return ExactSnapshot(self, self._base if handle is None else handle.value)
 
     def close(self) -> None:
         """Nothing is held."""
-
-    @staticmethod
-    def _started(weights: np.ndarray) -> _State:
-        return _State(weights, np.zeros_like(weights), np.zeros_like(weights))
 
 
 class ExactSnapshot:
@@ -87,56 +73,38 @@ class ExactSnapshot:
 class ExactModel:
     """One model in training, in float64; the loss sees float32 logprobs."""
 
-    def __init__(self, models: ExactModels, state: _State) -> None:
+    def __init__(self, models: ExactModels, state: State) -> None:
         self._models = models
-        self._state = state
-        self._gradient = np.zeros_like(state.weights)
+        self._weights = Weights(state)
 
     def run(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> Outputs:
         """See ``Model.run``."""
         datums = [self._datum(i, row) for i, row in enumerate(rows)]
-        found = [Distributions(self._models.features.all(row.tokens), self._state.weights, 1.0) for row in rows]
+        found = [Distributions(self._models.features.all(row.tokens), self._weights.value, 1.0) for row in rows]
         logprobs = [
             distributions.driver(datum, "target_logprobs").reshape(row.targets.shape)
             for distributions, datum, row in zip(found, datums, rows, strict=True)
         ]
         result = loss.gradient(logprobs, [row.inputs for row in rows])
         if backward:
-            total = np.zeros_like(self._gradient)
+            total = np.zeros_like(self._weights.value)
             for distributions, datum, part in zip(found, datums, result.logprobs, strict=True):
                 total += distributions.gradient(datum, "target_logprobs", part.reshape(part.shape[0], -1), None)
-            if not np.isfinite(total).all():
-                raise BackendError("forward_backward: the gradient is not finite")
-            self._gradient = self._gradient + total
+            self._weights.add(total)
         return Outputs(result.arrays(logprobs), result.metrics)
 
     def step(self, params: Adam) -> Mapping[str, float]:
         """One step of AdamW. Without a gradient it is zero, and the moments still move the weights."""
-        gradient, state = self._gradient, self._state
-        with np.errstate(over="ignore"):
-            norm = float(np.sqrt(np.square(gradient.astype(np.float32)).sum(dtype=np.float32)))
-        if not np.isfinite(norm):
-            raise BackendError(f"optim_step: the gradient's norm is {norm}; nothing was changed")
-        if params.grad_clip_norm > 0:
-            gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-        steps = state.steps + 1
-        first = params.beta1 * state.first + (1 - params.beta1) * gradient
-        second = params.beta2 * state.second + (1 - params.beta2) * gradient**2
-        scale = np.sqrt(second / (1 - params.beta2**steps)) + params.eps
-        update = first / (1 - params.beta1**steps) / scale
-        weights = state.weights * (1 - params.learning_rate * params.weight_decay) - params.learning_rate * update
-        self._state = _State(weights, first, second, steps)
-        self._gradient = np.zeros_like(weights)
-        return {"grad_norm:mean": norm}
+        return self._weights.step(params)
 
     def snapshot(self) -> ExactSnapshot:
         """The policy as it is."""
-        return ExactSnapshot(self._models, self._state.weights)
+        return ExactSnapshot(self._models, self._weights.value)
 
-    def save(self, name: str, *, optimizer: bool) -> _State:
+    def save(self, name: str, *, optimizer: bool) -> State:
         """The state; an accumulated gradient is not part of it."""
         del name, optimizer
-        return self._state
+        return self._weights.state
 
     def close(self) -> None:
         """Nothing is held."""

@@ -83,7 +83,7 @@ def test_as_on_the_client(fake, service, function, ranks, k):
     run = fake.service._state.runs[training.model_id]
     for each in (handle, dataclasses.replace(handle, loss_id=None)):
         result = training.forward_backward_custom(data(*ranks, k=k), each).result()
-        found.append((result.metrics, run.model._gradient))
+        found.append((result.metrics, run.model._weights.gradient))
         training.optim_step(types.AdamParams(learning_rate=0.0)).result()
     for key, value in found[0][0].items():
         assert found[1][0][key] == pytest.approx(value, rel=1e-5), key

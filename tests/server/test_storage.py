@@ -37,7 +37,7 @@ def trained(training, steps):
 
 
 def state(fake, training):
-    return fake.service._state.runs[training.model_id].model._state
+    return fake.service._state.runs[training.model_id].model._weights.state
 
 
 def test_with_and_without_optimizer(fake):
@@ -52,7 +52,7 @@ def test_with_and_without_optimizer(fake):
     weights = service.create_training_client_from_state(path).result()
     assert state(fake, whole).steps == 3
     assert not state(fake, weights).second.any()
-    np.testing.assert_array_equal(state(fake, whole).weights, state(fake, weights).weights)
+    np.testing.assert_array_equal(state(fake, whole).value, state(fake, weights).value)
     assert whole.get_info().lora_rank == 4
     assert trained(whole, 3) == expected
     fresh = trained(weights, 3)
@@ -72,8 +72,8 @@ def test_saved_states_are_frozen(fake):
     trained(training, 2)
     clients = [service.create_training_client_from_state(f.result().path).result() for f in (save, after)]
     base = fake.service._state.models._base
-    np.testing.assert_array_equal(state(fake, clients[0]).weights, base)
-    assert np.abs(state(fake, clients[1]).weights - base).max() == pytest.approx(0.1, rel=1e-3)
+    np.testing.assert_array_equal(state(fake, clients[0]).value, base)
+    assert np.abs(state(fake, clients[1]).value - base).max() == pytest.approx(0.1, rel=1e-3)
 
 
 def test_other_clients_states(fake):

@@ -15,7 +15,7 @@ from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.toy.adamw import Weights
+from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features, Row, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
@@ -70,7 +70,7 @@ class ToyBackend(InProcessBackend):
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
-        self._weights = Weights(self._base_weights.copy())
+        self._weights = Weights(State.started(self._base_weights))
         self._seeds = SeedStream(entropy_of(seed))
         version = self._load(init_from if resume_from is None else resume_from, optimizer=resume_from is not None)
         super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder)

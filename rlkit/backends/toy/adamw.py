@@ -1,4 +1,4 @@
-"""AdamW in numpy, on one array."""
+"""AdamW in numpy, on one array of float64."""
 
 from __future__ import annotations
 
@@ -6,27 +6,66 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
 from rlkit.errors import BackendError, CheckpointError
 from rlkit.types import Adam
 
-__all__ = ["Weights"]
+__all__ = ["State", "Weights"]
+
+
+@attrs.frozen(eq=False)
+class State:
+    """Weights and their moments; arrays are replaced, never written, so that snapshots can keep them."""
+
+    value: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    steps: int = 0
+
+    @classmethod
+    def started(cls, value: np.ndarray) -> State:
+        """Before the first step."""
+        return cls(value, np.zeros_like(value), np.zeros_like(value))
+
+    def stepped(self, gradient: np.ndarray, params: Adam) -> tuple[State, float]:
+        """One step further, and the gradient's norm before it was clipped.
+
+        Raises:
+            BackendError: the norm is not finite in float32.
+        """
+        with np.errstate(over="ignore"):
+            norm = float(np.sqrt(np.square(gradient.astype(np.float32)).sum(dtype=np.float32)))
+        if not np.isfinite(norm):
+            raise BackendError(f"optim_step: the gradient's norm is {norm}; nothing was changed, discard() drops it")
+        if params.grad_clip_norm > 0:
+            gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
+        steps = self.steps + 1
+        first = params.beta1 * self.first + (1 - params.beta1) * gradient
+        second = params.beta2 * self.second + (1 - params.beta2) * gradient**2
+        scale = np.sqrt(second / (1 - params.beta2**steps)) + params.eps
+        update = first / (1 - params.beta1**steps) / scale
+        decayed = self.value * (1 - params.learning_rate * params.weight_decay)
+        return State(decayed - params.learning_rate * update, first, second, steps), norm
 
 
 class Weights:
-    """float64 weights with their gradient and moments.
+    """float64 weights with the gradient that is accumulated.
 
     Attributes:
-        value: never written: a step makes a new array, so that snapshots keep the old one.
+        state: the weights and their moments.
         gradient: what is accumulated.
     """
 
-    def __init__(self, value: np.ndarray) -> None:
-        self.value = value
-        self.gradient = np.zeros_like(value)
-        self._moments = [np.zeros_like(value), np.zeros_like(value)]
-        self._steps = 0
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.gradient = np.zeros_like(state.value)
+
+    @property
+    def value(self) -> np.ndarray:
+        """The weights; never written."""
+        return self.state.value
 
     def add(self, gradient: np.ndarray) -> None:
         """Accumulates ``gradient``, or raises BackendError where it is not finite."""
@@ -44,22 +83,7 @@ class Weights:
         Raises:
             BackendError: the gradient's norm is not finite in float32; nothing was changed.
         """
-        gradient = self.gradient
-        with np.errstate(over="ignore"):
-            norm = float(np.sqrt(np.square(gradient.astype(np.float32)).sum(dtype=np.float32)))
-        if not np.isfinite(norm):
-            raise BackendError(f"optim_step: the gradient's norm is {norm}; nothing was changed, discard() drops it")
-        if params.grad_clip_norm > 0:
-            gradient = gradient * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-        self._steps += 1
-        first, second = self._moments
-        first = params.beta1 * first + (1 - params.beta1) * gradient
-        second = params.beta2 * second + (1 - params.beta2) * gradient**2
-        scale = np.sqrt(second / (1 - params.beta2**self._steps)) + params.eps
-        update = first / (1 - params.beta1**self._steps) / scale
-        decayed = self.value * (1 - params.learning_rate * params.weight_decay)
-        self.value = decayed - params.learning_rate * update
-        self._moments = [first, second]
+        self.state, norm = self.state.stepped(self.gradient, params)
         self.clear()
         return {"grad_norm:mean": norm}
 
@@ -67,9 +91,9 @@ class Weights:
         """Writes ``file`` (npz); returns what the state is to hold beside it."""
         arrays = {"weights": self.value}
         if optimizer:
-            arrays |= {"first": self._moments[0], "second": self._moments[1]}
+            arrays |= {"first": self.state.first, "second": self.state.second}
         np.savez(file, allow_pickle=False, **arrays)
-        return {"optimizer": optimizer, "moment_steps": self._steps}
+        return {"optimizer": optimizer, "moment_steps": self.state.steps}
 
     def read(self, file: Path, state: Mapping[str, Any], *, optimizer: bool) -> None:
         """Becomes what was written.
@@ -80,12 +104,11 @@ class Weights:
         with np.load(file, allow_pickle=False) as arrays:
             if arrays["weights"].shape != self.value.shape:
                 raise CheckpointError(f"{file} has shape {arrays['weights'].shape}; expected {self.value.shape}")
-            self.value = arrays["weights"]
             if not optimizer:
+                self.state = State.started(arrays["weights"])
                 return
             if not state["optimizer"]:
                 raise CheckpointError(
                     f"{file.parent} was saved without its optimizer; use init_from= for the weights alone"
                 )
-            self._moments = [arrays["first"], arrays["second"]]
-        self._steps = int(state["moment_steps"])
+            self.state = State(arrays["weights"], arrays["first"], arrays["second"], int(state["moment_steps"]))
