@@ -1,0 +1,34 @@
+"""Train a policy from a configuration file: one stage or several, or explore, or evaluate.
+
+The keys are those of Trinity-RFT's configurations; docs/recipes.md has what each means here. Run again, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``rlkit train``."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as algorithm.optimizer.lr=1e-4")
+    parser.add_argument("--check", action="store_true", help="only check the settings and what they name")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains, and prints where the run is kept."""
+    from rlkit import recipes
+
+    settings = recipes.load(options.config, options.overrides)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("rlkit.recipes").setLevel(settings.log.level)
+    if options.check:
+        recipes.check(settings)
+        print("the settings are right")
+        return 0
+    for outcome in recipes.run(settings, trackers=["console"]):
+        print(outcome.folder)
+    return 0

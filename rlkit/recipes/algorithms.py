@@ -1,0 +1,181 @@
+"""The algorithms, as a table: which estimator, which loss, how tokens are weighed, and what is needed beside.
+
+An algorithm is nothing else than such a row. ``register`` adds one; settings change single entries of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.registry import Registry
+
+__all__ = ["Recipe", "best_of_group", "register", "registry", "sampled_jsd"]
+
+Named: TypeAlias = str | Callable[..., Any]
+_NEEDS = ("critic", "teacher", "greedy", "reference")
+
+
+def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(value))
+
+
+@attrs.frozen
+class Recipe:
+    """One algorithm.
+
+    Attributes:
+        source: of the algorithm, and what is particular here.
+        data: what is trained: "rollouts", "demonstrations", "pairs" (chosen, rejected), or "mixed" (rollouts and
+            demonstrations).
+        advantage: an estimator: a name of ``rlkit.advantages.registry`` or a function; None where the loss has none.
+        level: what the estimator is given: "group": ``rewards``, one array per group, and ``lengths`` where it names
+            them. "turn": per group the rewards of each trajectory's turns, and ``states`` or ``steps``. "token":
+            by keyword those of ``rewards``, ``values``, ``baseline``, ``teacher_logprobs`` and ``sampling_logprobs``
+            that it names, one array per trajectory.
+        advantage_args: its settings.
+        loss: a name of ``rlkit.losses.registry`` or a function.
+        loss_args: its settings.
+        weights: a mode of ``rlkit.advantages.token_weights``, taken over each optimizer step.
+        repeat_times: episodes per task.
+        select: which episodes train: "all", the "best" of each group, or "informative" groups, in which rewards
+            differ; these are played until the step has as many as were asked for, four times at most.
+        needs: "critic", "teacher", "greedy" (one greedy episode per task) and "reference" (logprobs of the policy
+            that the run began with, also without a KL term).
+    """
+
+    source: str
+    data: Literal["rollouts", "demonstrations", "pairs", "mixed"] = "rollouts"
+    advantage: Named | None = "grpo"
+    level: Literal["group", "turn", "token"] = "group"
+    advantage_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    loss: Named = "ppo"
+    loss_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    weights: str = "token-mean"
+    repeat_times: int = 8
+    select: Literal["all", "best", "informative"] = "all"
+    needs: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        _check.choice("Recipe.data", self.data, ("rollouts", "demonstrations", "pairs", "mixed"))
+        _check.choice("Recipe.level", self.level, ("group", "turn", "token"))
+        _check.choice("Recipe.select", self.select, ("all", "best", "informative"))
+        _check.integer("Recipe.repeat_times", self.repeat_times, low=1)
+        for need in self.needs:
+            _check.choice("Recipe.needs", need, _NEEDS)
+
+    @property
+    def rolls_out(self) -> bool:
+        """Whether episodes are played."""
+        return self.data in ("rollouts", "mixed")
+
+
+def best_of_group(rewards: Any) -> Any:
+    """1 for the best sample of each group, the first of several, and 0 for the others.
+
+    >>> best_of_group([[0.1, 0.7, 0.7], [0.0, 0.0]])
+    [array([0., 1., 0.]), array([1., 0.])]
+
+    Source: RAFT, arXiv:2304.06767, which fine-tunes on the best of K.
+    """
+    found = []
+    for group in rewards:
+        scored = np.where(np.isnan(group), -np.inf, group)
+        one = np.zeros(len(scored))
+        if np.isfinite(scored).any():
+            one[int(np.argmax(scored))] = 1.0
+        found.append(one)
+    return found
+
+
+def sampled_jsd(*, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0) -> Any:
+    """Advantages whose policy gradient is that of the generalised Jensen-Shannon divergence from a teacher, per token.
+
+    A_t = -coef (1 - beta) (sampling - M), M = log(beta e^teacher + (1 - beta) e^sampling)
+
+    D = beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s has the derivative
+    (1 - beta) log(s / m) with respect to s, since what m contributes cancels.
+
+    Args:
+        teacher_logprobs, sampling_logprobs: of the sampled tokens, a list of [n_i].
+        beta: in (0, 1), the teacher's share; towards 0 the gradient becomes beta times that of KL(s || t).
+        coef: >= 0.
+
+    >>> a, b = sampled_jsd(teacher_logprobs=[[np.log(0.5)], [np.log(0.125)]],
+    ...                    sampling_logprobs=[[np.log(0.125)], [np.log(0.5)]])
+    >>> a.round(3), b.round(3)  # half of log 2.5, half of log 0.625
+    (array([0.458]), array([-0.235]))
+
+    Source: generalised JSD, arXiv:2306.13649, equation 3, differentiated. Peers: Trinity's advantage
+    (``rlkit.advantages.jsd``) is the value of the divergence's terms, the same for a token that the teacher finds
+    likelier and for one that it finds as much less likely.
+    """
+    beta = _check.real("beta", beta, above=0.0, below=1.0)
+    coef = _check.real("coef", coef, low=0.0)
+    found = []
+    for teacher, sampling in zip(teacher_logprobs, sampling_logprobs, strict=True):
+        t, s = np.asarray(teacher, np.float64), np.asarray(sampling, np.float64)
+        found.append(-coef * (1 - beta) * (s - np.logaddexp(np.log(beta) + t, np.log1p(-beta) + s)))
+    return found
+
+
+registry = Registry("algorithm")
+"""Name -> ``Recipe``."""
+
+
+def register(name: str, recipe: Recipe) -> Recipe:
+    """Adds an algorithm.
+
+    >>> register("grpo_of_mine", Recipe("mine", advantage="maxrl", weights="seq-mean-token-sum")).loss
+    'ppo'
+    >>> del registry["grpo_of_mine"]
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    return registry.register(name)(recipe)  # type: ignore[type-var]
+
+
+_SUM_NORM = "seq-mean-token-sum-norm"
+_ROWS = {
+    "grpo": Recipe("arXiv:2402.03300"),
+    "dr_grpo": Recipe("arXiv:2503.20783", advantage="dr_grpo", weights=_SUM_NORM),
+    "dapo": Recipe("arXiv:2503.14476", loss_args={"clip_high_threshold": 1.28}, select="informative"),
+    "rloo": Recipe("arXiv:2402.14740", advantage="rloo"),
+    "reinforceplusplus": Recipe("arXiv:2501.03262", advantage="reinforce_pp", level="token"),
+    "remax": Recipe("arXiv:2310.10505", advantage="remax", level="token", needs=("greedy",)),
+    "opmd": Recipe("arXiv:2501.12599", advantage="opmd", loss="opmd"),
+    "asymre": Recipe("arXiv:2506.20520", advantage="asymre", loss="reinforce"),
+    "topr": Recipe("arXiv:2503.14286; advantages of either sign", advantage="dr_grpo", loss="topr"),
+    "cispo": Recipe("arXiv:2506.13585", loss="cispo"),
+    "gspo": Recipe("arXiv:2507.18071", loss="gspo", weights="seq-mean-token-mean"),
+    "sapo": Recipe("arXiv:2511.20347", loss="sapo", weights="seq-mean-token-mean"),
+    "sppo": Recipe("arXiv:2108.05828", advantage="opmd", loss="sppo"),
+    "rec": Recipe("arXiv:2509.24203", advantage="rec", loss="rec"),
+    "gigpo": Recipe("arXiv:2505.10978", advantage="gigpo", level="turn"),
+    "multi_step_grpo": Recipe("GRPO's advantage at every turn", advantage="step_wise_grpo", level="turn"),
+    "ppo": Recipe("arXiv:1707.06347", advantage="gae", level="token", needs=("critic",)),
+    "on_policy_distill": Recipe(
+        "arXiv:2306.13649",
+        advantage="on_policy_distillation",
+        level="token",
+        loss="importance_sampling",
+        needs=("teacher",),
+    ),
+    "jsd": Recipe(
+        "arXiv:2306.13649", advantage=sampled_jsd, level="token", loss="importance_sampling", needs=("teacher",)
+    ),
+    "sft": Recipe("likelihood", data="demonstrations", advantage=None, loss="cross_entropy"),
+    "raft": Recipe("arXiv:2304.06767", advantage=best_of_group, loss="reinforce", select="best"),
+    "dpo": Recipe("arXiv:2305.18290", data="pairs", advantage=None, loss="dpo", needs=("reference",)),
+    "mix": Recipe("arXiv:2508.11408, with a fixed mu", data="mixed", loss="mix"),
+    "chord": Recipe("arXiv:2508.11408, with its schedule of mu", data="mixed", loss="mix"),
+}
+registry.update(_ROWS)
+registry["grpo_verl"] = registry["grpo"]
+registry["mix_chord"] = registry["chord"]

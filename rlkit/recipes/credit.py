@@ -1,0 +1,132 @@
+"""From groups of trajectories to what each of their tokens is worth, by the estimator of a method."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit import advantages
+from rlkit.recipes.method import Method
+from rlkit.trajectory import Group, Trajectory
+
+__all__ = ["credited", "token_rewards", "turn_states"]
+
+
+@attrs.frozen(eq=False)
+class _Batch:
+    """Trajectories in their groups, what the KL penalty adds to each token's reward, and what else is known."""
+
+    groups: Sequence[Group]
+    penalty: Sequence[np.ndarray]
+    given: Mapping[str, Any]
+    seed: Sequence[int]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+def credited(method: Method, groups: Sequence[Group], given: Mapping[str, Any], *, seed: Sequence[int]) -> list[Any]:
+    """One float64 [token_count] per trajectory: its tokens' advantages.
+
+    Args:
+        method: whose estimator it is.
+        groups: every trajectory has tokens.
+        given: what the loop has found out, in the order of the trajectories: "sampling_logprobs",
+            "reference_logprobs", "teacher_logprobs", "values": lists of [token_count]; "baseline": one number per
+            trajectory. Only what the method needs.
+        seed: of estimators that draw.
+    """
+    penalty = [np.zeros(t.token_count) for group in groups for t in group.trajectories]
+    if method.kl_penalty > 0:
+        two = {name: given[name] for name in ("sampling_logprobs", "reference_logprobs")}
+        penalty = advantages.kl_penalty(**two, coef=method.kl_penalty, estimator=method.penalty)
+    found: list[Any] = _LEVELS[method.recipe.level](method, _Batch(groups, penalty, given, seed))
+    if method.entropy > 0:
+        bonus = advantages.entropy_bonus(sampling_logprobs=given["sampling_logprobs"], coef=method.entropy)
+        found = [a + b for a, b in zip(found, bonus, strict=True)]
+    return found
+
+
+def token_rewards(trajectory: Trajectory) -> np.ndarray:
+    """float64 [token_count]: each turn's reward at its last token; 0 elsewhere.
+
+    Where rewards of turns do not add up to the trajectory's (another reduction, a reward for episodes that did not
+    come to an end), its reward stands at the last token of all.
+    """
+    found = np.zeros(trajectory.token_count)
+    if trajectory.reduction != "sum" or (trajectory.nonterminal_reward is not None and not trajectory.terminated):
+        found[-1] = trajectory.reward
+        return found
+    place = 0
+    for turn in trajectory.turns:
+        place += turn.tokens.size
+        found[max(place - 1, 0)] += turn.reward
+    return found
+
+
+def turn_states(trajectory: Trajectory) -> list[Any]:
+    """What each turn was told since the one before: steps with equal states are comparable."""
+    said: list[list[str]] = [[]]
+    for message in trajectory.messages:
+        if message.get("role") == "assistant":
+            said.append([])
+        else:
+            said[-1].append(str(message.get("content")))
+    if len(said) > len(trajectory.turns):
+        return [tuple(texts) for texts in said[: len(trajectory.turns)]]
+    return [turn.prompt.tobytes() for turn in trajectory.turns]
+
+
+def _per_group(method: Method, batch: _Batch) -> list[np.ndarray]:
+    trajectories = batch.trajectories
+    flat = np.array([t.reward + p.sum() for t, p in zip(trajectories, batch.penalty, strict=True)])
+    cuts = np.cumsum([len(group) for group in batch.groups])[:-1]
+    extra: dict[str, Any] = {}
+    if "lengths" in _parameters(method):
+        extra["lengths"] = np.split(np.array([float(t.token_count) for t in trajectories]), cuts)
+    if "rng" in _parameters(method) and method.recipe.advantage_args.get("drop") is not None:
+        extra["rng"] = np.random.default_rng(np.random.SeedSequence(batch.seed))
+    found = method.estimator(np.split(flat, cuts), **extra, **method.recipe.advantage_args)
+    return [np.full(t.token_count, a) for t, a in zip(trajectories, np.concatenate(found), strict=True)]
+
+
+def _per_turn(method: Method, batch: _Batch) -> list[np.ndarray]:
+    rewards = [_turn_rewards(t, p) for t, p in zip(batch.trajectories, batch.penalty, strict=True)]
+    found: list[np.ndarray] = []
+    for group in batch.groups:
+        mine = rewards[len(found) : len(found) + len(group)]
+        if "steps" in _parameters(method):
+            beside: Any = [r.size for r in mine]
+            mine = [r.sum() for r in mine]
+        else:
+            beside = [turn_states(t) for t in group.trajectories]
+        per_turn = method.estimator(mine, beside, **method.recipe.advantage_args)
+        for trajectory, values in zip(group.trajectories, per_turn, strict=True):
+            found.append(np.repeat(values, [turn.tokens.size for turn in trajectory.turns]))
+    return found
+
+
+def _per_token(method: Method, batch: _Batch) -> list[np.ndarray]:
+    rewards = [token_rewards(t) + p for t, p in zip(batch.trajectories, batch.penalty, strict=True)]
+    named = {"rewards": rewards, **batch.given}
+    wanted = {name: named[name] for name in _parameters(method) if name in named}
+    found: list[np.ndarray] = method.estimator(**wanted, **method.recipe.advantage_args)
+    return found
+
+
+_LEVELS = {"group": _per_group, "turn": _per_turn, "token": _per_token}
+
+
+def _turn_rewards(trajectory: Trajectory, penalty: np.ndarray) -> np.ndarray:
+    """float64 [turns], with the penalty of each turn's tokens."""
+    flat = token_rewards(trajectory) + penalty
+    return np.array([part.sum() for part in trajectory.per_turn(flat)])
+
+
+def _parameters(method: Method) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(method.estimator).parameters

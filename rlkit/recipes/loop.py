@@ -1,0 +1,178 @@
+"""The loop: what is played or read at each step, trained, evaluated, logged and saved."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlkit.evaluation import Evaluation, evaluate_sync
+from rlkit.recipes import models
+from rlkit.recipes.ahead import Ahead
+from rlkit.recipes.batch import Item, demonstrated, scored, trajectories_of, weighted
+from rlkit.recipes.demonstrations import demonstrations, preferences
+from rlkit.recipes.job import Job
+from rlkit.recipes.play import played
+from rlkit.rollouts import Rollouts
+from rlkit.runs import Run
+from rlkit.tracking import train_metrics
+from rlkit.trajectory import Group
+
+__all__ = ["evaluated", "trained"]
+
+
+def trained(job: Job, run: Run, policy: Any, *, reference: Any = None, teacher: Any = None, critic: Any = None) -> None:
+    """Carries a job to its end; a run that was cut off goes on where it was.
+
+    Args:
+        job: what to do.
+        run: where it is kept.
+        policy: from ``run.connect``.
+        reference, teacher, critic: those that the job's method needs.
+    """
+    loop = _Loop(job, run, policy, reference, teacher, critic)
+    for step in run.steps(job.total):
+        started = time.monotonic()
+        metrics = loop.evaluation(step)
+        groups = loop.groups(step)
+        metrics |= {} if groups is None else groups.metrics
+        rolled = time.monotonic()
+        if job.mode != "explore":
+            items, numbers, advantages = loop.items(step, groups)
+            metrics |= numbers | loop.updated(step, items)
+        else:
+            advantages = []
+        metrics |= {"time/train": time.monotonic() - rolled, "time/step": time.monotonic() - started}
+        run.log(metrics)
+        if groups is not None and job.settings.monitor.trajectories and job.mode != "train":
+            beside: dict[str, Any] = {"advantages": advantages} if loop.whole(groups, advantages) else {}
+            run.log_trajectories(groups, **beside)
+        if step + 1 == job.total and job.held_out:
+            run.log(loop.evaluation(job.total), step=job.total)
+        run.checkpoint(every=job.settings.trainer.save_interval or job.total)
+
+
+def evaluated(job: Job, sampler: Any, chat: Any) -> dict[str, float]:
+    """The scores on the held-out tasks, "eval/<name>/..." and "eval/mean"; the same episodes whenever it is called."""
+    plan = attrs.evolve(job.plan, chat=chat)
+    found: dict[str, float] = {}
+    means: list[float] = []
+    for tasks, count in job.held_out:
+        result: Evaluation = evaluate_sync(sampler, tasks, n=count, k=sorted({1, count}), plan=plan)
+        found |= result.metrics
+        means += [score.mean for score in result.scores.values()]
+    return {**found, "eval/mean": float(np.mean(means))} if means else {}
+
+
+class _Loop:
+    """One run's parts, and what each step does with them."""
+
+    def __init__(self, job: Job, run: Run, policy: Any, reference: Any, teacher: Any, critic: Any) -> None:
+        self.job, self.run, self.policy = job, run, policy
+        self.reference, self.teacher, self.critic = reference, teacher, critic
+        self.method = job.method
+        self.chat = models.chat_of(job.settings, policy.tokenizer, job.form)
+        self.plan = attrs.evolve(job.plan, chat=self.chat, seed=run.seed)
+        pairs = self.method.recipe.data == "pairs"
+        self.rows = (preferences if pairs else demonstrations)(
+            job.rows, job.form, self.chat, job.source if job.rows else ""
+        )
+        sync = job.settings.synchronizer
+        play = functools.partial(self._play, job.tasks)
+        ahead = Ahead(policy, play, end=job.total, offset=sync.sync_offset, interval=sync.sync_interval)
+        self.ahead = run.keep("ahead", ahead) if job.tasks is not None else None
+        if pairs and self.rows and reference is not None:
+            self.rows = self._with_reference(self.rows)
+
+    def evaluation(self, step: int) -> dict[str, float]:
+        """Scores of the policy after ``step`` steps, if they are due."""
+        explorer = self.job.settings.explorer
+        due = step % explorer.eval_interval == 0 and (step > 0 or explorer.eval_on_startup)
+        if not self.job.held_out or not (due or step == self.job.total):
+            return {}
+        started = time.monotonic()
+        with self.policy.sampler().result() as sampler:
+            found = evaluated(self.job, sampler, self.chat)
+        return {**found, "time/eval": time.monotonic() - started}
+
+    def groups(self, step: int) -> Rollouts | None:
+        """What is played, or was stored, for this step."""
+        if self.ahead is not None:
+            started = time.monotonic()
+            groups = self.ahead.batch(step)
+            groups.metrics["time/rollout"] = time.monotonic() - started
+            return groups
+        if self.job.stored is not None:
+            return Rollouts(self.run.batch(self.job.stored, self.job.size, name="stored"))
+        return None
+
+    def items(self, step: int, groups: Sequence[Group] | None) -> tuple[list[Item], dict[str, float], list[Any]]:
+        """What trains at this step, numbers about it, and advantages."""
+        items: list[Item] = []
+        numbers: dict[str, float] = {}
+        advantages: list[Any] = []
+        if groups is not None:
+            models_beside = {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}
+            seed = (self.run.seed, step)
+            items, numbers, advantages = trajectories_of(self.method, groups, seed=seed, **models_beside)
+        if not self.rows:
+            return items, numbers, advantages
+        if self.method.recipe.data != "mixed":
+            rows = self.run.batch(list(enumerate(self.rows)), self.job.size, name="rows")
+            return [Item(data, i) for i, data in rows], {}, []
+        ratio = self.method.expert_ratio
+        count = max(round(len(items) * ratio / (1 - ratio)), 1)
+        items = [attrs.evolve(item, data=[d.with_inputs(expert=0.0) for d in item.data]) for item in items]
+        return items + demonstrated(self.run.batch(self.rows, count, name="rows")), numbers, advantages
+
+    def updated(self, step: int, items: Sequence[Item]) -> dict[str, float]:
+        """Trains, in as many optimizer steps as minibatches and epochs say; means over these."""
+        adam = self.job.adam(step)
+        if self.method.old_logprobs and items:
+            items = self._with_old(items)
+        found: list[Mapping[str, float]] = [self._update(step, chunk, adam) for chunk in self._chunks(step, items)]
+        names = sorted({name for each in found for name in each})
+        means = {name: float(np.mean([each[name] for each in found if name in each])) for name in names}
+        return {**means, "train/learning_rate": adam.learning_rate, "train/updates": float(len(found))}
+
+    def whole(self, groups: Sequence[Group], advantages: Sequence[Any]) -> bool:
+        """Whether there is an array of advantages for each trajectory."""
+        return bool(advantages) and len(advantages) == sum(len(group) for group in groups)
+
+    def _play(self, tasks: Any, sampler: Any, step: int) -> Rollouts:
+        return played(self.method, tasks, self.job.size, self.plan, sampler, step)
+
+    def _chunks(self, step: int, items: Sequence[Item]) -> list[list[Item]]:
+        """The minibatches of a step, epoch by epoch; shuffled where there are several."""
+        size, found = self.job.minibatch or len(items), []
+        for epoch in range(self.job.settings.trainer.epochs if items else 0):
+            count = -(-len(items) // size)
+            seed = np.random.SeedSequence([self.run.seed, step, epoch])
+            order = np.random.default_rng(seed).permutation(len(items)) if count > 1 else np.arange(len(items))
+            found += [[items[i] for i in part] for part in np.array_split(order, count)]
+        return found
+
+    def _update(self, step: int, items: Sequence[Item], adam: Any) -> dict[str, float]:
+        """One optimizer step."""
+        constant = float(self.job.settings.model.max_response_tokens)
+        mu = None if self.method.mu is None else self.method.mu(step)
+        data = weighted(self.method, items, constant=constant, mu=mu)
+        output = self.policy.forward_backward(data, self.method.loss, config=self.method.loss_args)
+        update = self.policy.optim_step(adam)  # sent before the other is read
+        found = train_metrics(data, output.result(), update.result())
+        return found if mu is None else {**found, "train/mu": mu}
+
+    def _with_old(self, items: Sequence[Item]) -> list[Item]:
+        """The items, with the policy's own logprobs before the first update."""
+        flat = [datum for item in items for datum in item.data]
+        found = iter(self.policy.forward(flat).result().selected)
+        return [attrs.evolve(item, data=[d.with_inputs(old_logprobs=next(found)) for d in item.data]) for item in items]
+
+    def _with_reference(self, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The rows, with the reference's logprobs, which are asked for once."""
+        found = iter(scored(self.reference, [datum for row in rows for datum in row]))
+        return [[datum.with_inputs(reference_logprobs=next(found)) for datum in row] for row in rows]

@@ -1,0 +1,216 @@
+"""The models of a run: the policy, how it is talked to, its reference, and a teacher."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rlkit
+from rlkit import _check
+from rlkit.backends.protocol import Sampler, Tokenizer
+from rlkit.chat import Chat
+from rlkit.errors import ConfigError
+from rlkit.recipes.inputs import Format
+from rlkit.recipes.running import Teacher
+from rlkit.recipes.settings import Settings
+from rlkit.rollouts import Plan
+from rlkit.types import Lora, SamplingParams
+
+__all__ = ["backend_of", "chat_of", "options_of", "plan_of", "reference_of", "same_tokenizer", "seed_of", "teacher_of"]
+
+_PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_PROBES = (
+    "Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x  # comment\n",
+    "Übergröße, naïve café — “quotes” … 你好世界 \U0001f600 Привет مرحبا <think>\\boxed{1}</think>",
+)
+
+
+def backend_of(settings: Settings) -> str:
+    """The backend's name."""
+    if settings.backend is not None:
+        return settings.backend
+    return "tinker" if settings.model.tinker.enable else "local"
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """What ``rlkit.connect`` is given, without seed and folder.
+
+    Raises:
+        ConfigError: settings contradict each other.
+    """
+    name, model = backend_of(settings), settings.model
+    if settings.backend not in (None, "tinker") and model.tinker.enable:
+        what = f"is {settings.backend!r}"
+        raise ConfigError(_check.problem("backend", what, "tinker, or nothing", "model.tinker.enable is true"))
+    path = model.tinker.base_model if name == "tinker" and model.tinker.base_model else model.model_path
+    if path is None and name != "toy":
+        raise ConfigError(
+            _check.problem("model.model_path", "is not given", "a directory, a hub id, or a service's name")
+        )
+    found: dict[str, Any] = {} if path is None else {"model": path}
+    if name == "tinker":
+        found |= _tinker(settings)
+    else:
+        found["lora"] = _lora(settings)
+        if settings.explorer.rollout_model.dtype is not None and name == "local":
+            found["dtype"] = settings.explorer.rollout_model.dtype
+    return {**found, **settings.options}
+
+
+def seed_of(settings: Settings) -> int | None:
+    """Of the whole run."""
+    return settings.explorer.rollout_model.seed if settings.seed is None else settings.seed
+
+
+def _tinker(settings: Settings) -> dict[str, Any]:
+    own = settings.model.tinker
+    flags = {"train_mlp": own.train_mlp, "train_attn": own.train_attn, "train_unembed": own.train_unembed}
+    found: dict[str, Any] = {"lora": Lora(rank=own.rank, seed=own.seed, **flags)}
+    if own.base_url is not None:
+        found["base_url"] = own.base_url
+    if "TINKER_API_KEY" not in os.environ and os.environ.get("TRINITY_API_KEY"):
+        found["api_key"] = os.environ["TRINITY_API_KEY"]
+    return found
+
+
+def _lora(settings: Settings) -> Lora:
+    given = settings.model.lora_configs or ()
+    if len(given) > 1:
+        raise ConfigError(
+            _check.problem("model.lora_configs", f"has {len(given)} entries", "one", "one adapter trains")
+        )
+    if not given:
+        return Lora()
+    names = given[0].target_modules
+    if isinstance(names, str) and names != "all-linear":
+        expected = "all-linear, or a list of names"
+        raise ConfigError(_check.problem("model.lora_configs[0].target_modules", f"is {names!r}", expected))
+    modules = None if isinstance(names, str) else tuple(names)
+    return Lora(rank=given[0].lora_rank, alpha=given[0].lora_alpha, target_modules=modules)
+
+
+def chat_of(settings: Settings, tokenizer: Tokenizer, form: Format) -> Chat:
+    """How prompts are rendered, in rollouts and for rows."""
+    model, engine = settings.model, settings.explorer.rollout_model
+    template = form.chat_template or model.custom_chat_template or engine.chat_template
+    if model.chat_template_path is not None:
+        template = _text(model.chat_template_path)
+    if form.prompt_type == "plaintext":
+        template = _PLAIN
+    thinking = next(
+        (x for x in (form.enable_thinking, model.enable_thinking, engine.enable_thinking) if x is not None), None
+    )
+    return Chat(
+        tokenizer,
+        system=form.system_prompt,
+        template=template,
+        thinking=thinking,
+        prefill=form.reply_prefix or "",
+    )
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template_path: {path} can not be read: {error}") from error
+
+
+def plan_of(settings: Settings, n: int, seed: int) -> Plan:
+    """How episodes are played; the chat is added once there is a tokenizer."""
+    model, explorer = settings.model, settings.explorer
+    params = SamplingParams(
+        max_tokens=model.max_response_tokens, temperature=model.temperature, top_p=model.top_p, top_k=model.top_k
+    )
+    length = model.max_model_len
+    if length is None and model.max_prompt_tokens is not None:
+        length = model.max_prompt_tokens + model.max_response_tokens
+    return Plan(
+        n=n,
+        params=params,
+        seed=seed,
+        max_turns=explorer.max_turns,
+        max_total_tokens=explorer.max_total_tokens,
+        max_length=length,
+        concurrency=explorer.concurrency,
+        deadline=explorer.max_timeout,
+        attempts=1 + _check.integer("explorer.max_retry_times", explorer.max_retry_times, low=0),
+        share=1.0 - _check.real("explorer.over_rollout.ratio", explorer.over_rollout.ratio, low=0.0, below=1.0),
+        progress=False,
+    )
+
+
+def reference_of(settings: Settings, policy: Any, start: str | None) -> Sampler:
+    """The policy that the run began with, frozen: the base model, or the weights of ``start``."""
+    if start is None:
+        found: Sampler = policy.base_sampler().result()
+        return found
+    return rlkit.sampler(backend_of(settings), path=start, **_frozen(settings))
+
+
+def teacher_of(settings: Settings, tokenizer: Tokenizer, stages: Any = None) -> Sampler:
+    """The teacher: ``explorer.auxiliary_models[0]``.
+
+    Args:
+        settings: of the run.
+        tokenizer: the policy's.
+        stages: names of earlier stages -> their saved paths, for "stage:<name>".
+
+    Raises:
+        ConfigError: there is none, or it has another tokenizer.
+    """
+    where = "explorer.auxiliary_models[0]"
+    given: Teacher = settings.explorer.auxiliary_models[0]
+    name = given.backend or backend_of(settings)
+    path = stage_path(f"{where}.path", given.path, stages or {})
+    options = dict(given.options) if name != backend_of(settings) else {**_frozen(settings), **given.options}
+    if given.model_path is not None:
+        options["model"] = given.model_path
+    if path is not None:
+        options["path"] = path
+    teacher = rlkit.sampler(name, **options)
+    problem = same_tokenizer(tokenizer, teacher.tokenizer)
+    if problem:
+        teacher.close()
+        text = "the teacher scores the policy's tokens, so both need one tokenizer"
+        raise ConfigError(_check.problem(where, problem, "the policy's tokenizer", text))
+    return teacher
+
+
+def stage_path(where: str, given: str | None, stages: Any) -> str | None:
+    """A path; of an earlier stage where it says so."""
+    if given is None or not given.startswith("stage:"):
+        return given
+    name = given.removeprefix("stage:")
+    if name not in stages:
+        raise ConfigError(
+            _check.problem(where, f"is {given!r}", "an earlier stage: " + (", ".join(stages) or "none is"))
+        )
+    found: str = stages[name]
+    return found
+
+
+def _frozen(settings: Settings) -> dict[str, Any]:
+    """Options of a sampler of the policy's own kind."""
+    kept = ("model", "base_url", "api_key", "dtype", "device", "client", "tokenizer", "project")
+    return {name: value for name, value in options_of(settings).items() if name in kept}
+
+
+def same_tokenizer(one: Tokenizer, two: Tokenizer) -> str:
+    """What tells two tokenizers apart, in words; "" where nothing was found.
+
+    Compared are how some texts in several scripts are encoded, the end tokens, and what a thousand ids decode to. Sizes
+    of vocabularies are not: models of one family pad theirs differently.
+    """
+    for text in _PROBES:
+        if one.encode(text).tolist() != two.encode(text).tolist():
+            return "encodes texts otherwise"
+    if set(one.eos_ids) != set(two.eos_ids):
+        return f"has the end tokens {sorted(two.eos_ids)}, not {sorted(one.eos_ids)}"
+    for token in np.unique(np.linspace(0, min(one.vocab_size, two.vocab_size) - 1, 1000).astype(int)).tolist():
+        if one.decode([token], skip_special=False) != two.decode([token], skip_special=False):
+            return f"has another text for token {token}"
+    return ""
