@@ -1,0 +1,237 @@
+r"""Trains an agent in the games and problems of GEM, over several turns, on any backend.
+
+    python examples/gem.py max_steps=20                             # SmolLM2 on a CPU; run it again to go on
+    python examples/gem.py backend=toy max_steps=3                  # seconds, to see the loop
+    python examples/gem.py credit=gigpo group_size=8                # compares episodes of one game
+    python examples/gem.py backend=tinker model_name=Qwen/Qwen3-4B-Instruct-2507 batch_size=128 max_tokens=1024 prefill=
+
+Every setting is ``key=value``; ``python examples/gem.py help`` lists them. One step of the loop is ``step``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+import rlkit
+from rlkit import advantages as adv
+from rlkit import config, tracking
+from rlkit.chat import Chat
+from rlkit.envs import gem
+from rlkit.evaluation import evaluate_sync
+from rlkit.rollouts import Plan, rollout_sync
+from rlkit.trajectory import Trajectory, datums
+
+SYSTEM = {  # the name of a template -> what the policy is told before the game's own text
+    "qwen3_game": "You are playing a game made of words, one valid move per turn, to win.",
+    "qwen3_general": "You are asked a question.",
+    "no": None,
+}
+ANSWER = " Think step by step. Your answer is what you write last inside \\boxed{}."
+PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # the template "no": texts and nothing else
+
+
+@attrs.frozen
+class Settings:
+    """What can be set.
+
+    Args:
+        backend: toy, local or tinker.
+        model_name: what is trained: for local a directory, a hub id or smollm2-135m-instruct; for tinker a name of its.
+        lora_rank: of the adapter.
+        seed: of everything: the model, the games, sampling, selection.
+        max_steps: optimizer steps.
+        save_every: a checkpoint after every so many steps and after the last; 0 for that alone.
+        learning_rate: of Adam.
+        loss: name of a policy loss.
+        batch_size: turns that are trained on in a step, drawn from those played.
+        num_env: episodes played at a time, again until there are enough turns.
+        group_size: episodes of each game among them.
+        credit: how rewards become advantages. returns: discounted over turns. grpo: of an episode among its group.
+            step_wise: of its last reward. gigpo: also of each turn among those in the same state.
+        gamma: of returns and gigpo.
+        use_rebn: normalise returns over the turns that were drawn.
+        env_id: which game.
+        env_wrappers: names of GEM's wrappers with commas between; with a concat one every turn is a prompt of its own.
+        template: what the policy is told beside the game's text, in the model's own chat template; no: nothing at all.
+        prefill: how each of the policy's turns begins. A small model does not write a box by itself.
+        max_tokens: of a turn.
+        max_turns: of an episode.
+        eval_every: steps between scores on held-out games; 0 for none.
+        eval_size: how many such games.
+        log_dir: the run's folder; what is in it is gone on with.
+        wandb_project, wandb_name: also log to Weights & Biases.
+    """
+
+    backend: Literal["toy", "local", "tinker"] = "local"
+    model_name: str = "smollm2-135m-instruct"
+    lora_rank: int = 16
+    seed: int = 0
+    max_steps: int = 20
+    save_every: int = 5
+    learning_rate: float = 2e-4
+    loss: str = "importance_sampling"
+    batch_size: int = 64
+    num_env: int = 32
+    group_size: int = 1
+    credit: Literal["returns", "grpo", "step_wise", "gigpo"] = "returns"
+    gamma: float = 0.9
+    use_rebn: bool = True
+    env_id: str = "game:GuessTheNumber-v0-easy"
+    env_wrappers: str | None = None
+    template: Literal["qwen3_general", "qwen3_game", "no"] = "qwen3_game"
+    prefill: str | None = "\\boxed{"
+    max_tokens: int = 8
+    max_turns: int = 16
+    eval_every: int = 0
+    eval_size: int = 64
+    log_dir: str = "runs/gem"
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("lora_rank", "batch_size", "num_env", "group_size", "max_tokens", "max_turns", "eval_size"):
+            if getattr(self, name) < 1:
+                raise rlkit.ConfigError(f"{name}: is {getattr(self, name)}; expected at least 1")
+        if self.credit != "returns" and self.group_size < 2:
+            raise rlkit.ConfigError(
+                f"credit={self.credit} compares episodes of a group; group_size is {self.group_size}"
+            )
+        if self.num_env % self.group_size:
+            raise rlkit.ConfigError(f"num_env={self.num_env} is no multiple of group_size={self.group_size}")
+        rlkit.losses.registry.resolve(self.loss)
+        rlkit.Adam(learning_rate=self.learning_rate)
+
+    @property
+    def wrappers(self) -> list[str]:
+        """The wrappers, the innermost first."""
+        return [name for name in (self.env_wrappers or "").split(",") if name]
+
+
+def play(sampler: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple[list[Any], dict[str, float]]:
+    """Groups of episodes with at least ``batch_size`` turns in all, and what was counted, on average per wave."""
+    groups: list[Any] = []
+    counted: list[dict[str, float]] = []
+    waves = -(-s.batch_size // s.num_env)  # enough if each episode has one turn
+    while len(counted) < waves and sum(len(t.turns) for g in groups for t in g.trajectories) < s.batch_size:
+        wave = number * waves + len(counted)
+        played = rollout_sync(sampler, tasks.batch(wave, s.num_env // s.group_size, seed=s.seed), plan=plan, step=wave)
+        groups += played
+        counted.append(played.metrics)
+    names = counted[0].keys() | counted[-1].keys()
+    return groups, {name: float(np.mean([c.get(name, 0.0) for c in counted])) for name in names}
+
+
+def credited(groups: list[Any], s: Settings) -> list[Any]:
+    """An advantage for each turn, [T] per episode, in the order of the groups."""
+    if s.credit == "returns":
+        return adv.discounted_returns([t.rewards for g in groups for t in g.trajectories], gamma=s.gamma)
+    found: list[Any] = []
+    for group in groups:
+        turns = [t.rewards for t in group.trajectories]
+        if s.credit == "grpo":
+            found.extend(np.full(len(r), a) for r, a in zip(turns, adv.grpo(group.rewards), strict=True))
+        elif s.credit == "step_wise":
+            found.extend(adv.step_wise_grpo([r[-1] for r in turns], [len(r) for r in turns]))
+        else:
+            found.extend(adv.gigpo(turns, [states(t) for t in group.trajectories], gamma=s.gamma))
+    return found
+
+
+def states(t: Trajectory) -> list[str]:
+    """What the game had said last before each turn."""
+    found, last = [], ""
+    for message in t.messages:
+        if message["role"] == "assistant":
+            found.append(last)
+        else:
+            last = str(message["content"])
+    return (found + [""] * len(t.turns))[: len(t.turns)]
+
+
+def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple[list[Any], dict[str, float]]:
+    """One step: plays, gives credit, draws turns, trains. The groups, and the step's metrics."""
+    began = time.monotonic()
+    with policy.sampler().result() as sampler:
+        groups, metrics = play(sampler, tasks, plan, s, number)
+    sampled = time.monotonic()
+    episodes = [t for group in groups for t in group.trajectories]
+    lengths = [len(t.turns) for t in episodes]
+    drawn = np.zeros(sum(lengths), bool)
+    order = np.random.default_rng([s.seed, number]).permutation(drawn.size)
+    drawn[order[: s.batch_size]] = True
+    rows = np.split(drawn, np.cumsum(lengths)[:-1])
+    advantages = credited(groups, s)
+    if s.credit == "returns" and s.use_rebn:
+        advantages = adv.rebn(advantages, mask=rows)  # over those that train, not over all
+    data: list[rlkit.Datum] = []
+    for t, a, w in zip(episodes, advantages, rows, strict=True):  # an episode is one datum where its turns follow on
+        data += [d for d in datums(t, a, weights=w.astype(float), split="allow") if d.inputs["weights"].any()]
+    if data:
+        fb = policy.forward_backward(data, s.loss)
+        update = policy.optim_step(rlkit.Adam(learning_rate=s.learning_rate))
+        metrics |= tracking.train_metrics(data, fb.result(), update.result())
+    metrics |= {
+        "train/turns": float(drawn.sum()),
+        "time/sample": sampled - began,
+        "time/step": time.monotonic() - began,
+    }
+    return groups, metrics
+
+
+def train(s: Settings) -> None:
+    """The whole run."""
+    options = {"name": s.env_id, "wrappers": s.wrappers, "seed": s.seed}
+    tasks, held_out = gem(s.env_id, **options), gem(s.env_id, split="test", size=s.eval_size, **options)
+    trackers: list[Any] = ["jsonl", "console"]
+    if s.wandb_project:
+        wandb = tracking.registry["wandb"]
+        trackers.append(wandb(s.wandb_project, name=s.wandb_name, folder=s.log_dir, config=config.dump(s)))
+    with rlkit.Run(s.log_dir, seed=s.seed, config=config.dump(s), trackers=trackers) as run:
+        policy = run.connect(s.backend, model=s.model_name, lora=rlkit.Lora(rank=s.lora_rank))
+        chat = Chat(
+            policy.tokenizer,
+            system=SYSTEM[s.template] and SYSTEM[s.template] + ANSWER,
+            template=PLAIN if s.template == "no" else None,
+            prefill=s.prefill or "",
+            history="none" if any(name.startswith("concat") for name in s.wrappers) else "template",
+        )
+        params = rlkit.SamplingParams(max_tokens=s.max_tokens)
+        plan = Plan(n=s.group_size, min_n=1, params=params, chat=chat, max_turns=s.max_turns, seed=s.seed)
+
+        def score(done: int) -> dict[str, float]:
+            found = evaluate_sync(policy.sampler().result(), list(held_out), plan=plan)
+            mean = "return {0.mean:.3f} ({0.low:.3f} to {0.high:.3f})".format(found.scores[s.env_id])
+            print(f"after {done} steps, {s.eval_size} games that it does not train on: {mean}")
+            return found.metrics
+
+        for number in run.steps(s.max_steps):
+            scores = score(number) if s.eval_every and number % s.eval_every == 0 else {}
+            groups, metrics = step(policy, tasks, plan, s, number)
+            run.log(metrics | scores)
+            run.log_trajectories(groups)
+            run.checkpoint(policy, every=s.save_every or s.max_steps)
+        if s.eval_every:
+            run.log(score(s.max_steps), s.max_steps)
+    print(
+        f"{run.folder} holds metrics.jsonl, trajectories.jsonl and the checkpoints; rlkit report {s.log_dir} shows them"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Runs a command line."""
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(__doc__, config.describe(Settings), sep="\n")
+        return
+    try:
+        train(config.load(Settings, overrides=arguments))
+    except rlkit.RlkitError as error:
+        sys.exit(f"gem.py: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
