@@ -70,9 +70,10 @@ def opo(rewards: Any, *, lengths: Any, singleton: str = "zero") -> Any:
     counts = np.where(groups.scored, _groups.lengths_like(groups, lengths), 0.0)
     total = groups.rows.sum(counts)
     # Relative to the plain mean, so that constant groups stay exactly 0.
-    shift = groups.rows.sum(counts * groups.deviations) / np.maximum(total, 1.0)
-    advantages = (groups.deviations - groups.rows.spread(shift)) * groups.rows.spread(total > 0)
-    return groups.finish(advantages, singleton)
+    with np.errstate(invalid="ignore"):
+        shift = groups.rows.sum(counts * groups.deviations) / total  # NaN without tokens
+    advantages = groups.deviations - groups.rows.spread(shift)
+    return groups.finish(np.where(groups.rows.spread(total > 0), advantages, 0.0), singleton)
 
 
 @register("gpg")
