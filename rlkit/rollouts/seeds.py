@@ -7,6 +7,7 @@ import numpy as np
 __all__ = ["env_seed", "pauses", "sampling_seed", "start_seed"]
 
 _ENV, _START, _TURN, _PAUSE = range(4)
+_LIMIT = 2**31 - 2**16  # every backend takes such a seed as it is, so that one plan samples alike on all of them
 
 
 def env_seed(seed: int, step: int, group: int) -> int:
@@ -15,13 +16,13 @@ def env_seed(seed: int, step: int, group: int) -> int:
 
 
 def start_seed(seed: int, step: int, group: int) -> int:
-    """Of the request that samples the first turns of a whole group; in [0, 2^63)."""
-    return _words(seed, _START, step, group) >> 1
+    """Of the request that samples the first turns of a whole group; in [0, 2^31)."""
+    return _words(seed, _START, step, group) % _LIMIT
 
 
 def sampling_seed(seed: int, step: int, group: int, member: int, turn: int) -> int:
-    """Of the request that samples one turn of one member; in [0, 2^63)."""
-    return _words(seed, _TURN, step, group, member, turn) >> 1
+    """Of the request that samples one turn of one member; in [0, 2^31)."""
+    return _words(seed, _TURN, step, group, member, turn) % _LIMIT
 
 
 def pauses(seed: int, step: int, group: int, member: int) -> np.random.Generator:
