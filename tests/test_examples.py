@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -42,3 +44,42 @@ def test_hosted_learns_and_goes_on_after_a_lost_step(capsys):
     assert len(means) == 15
     assert means[-1] > means[0] + 0.2
     assert "going on from tinker://" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_async_grpo_learns(lag):
+    """On-policy and two steps behind."""
+    import rlkit
+
+    with rlkit.connect("toy", seed=0) as policy:
+        means = load("async_grpo").train(policy, steps=12, lag=lag, rate=0.05)
+    assert len(means) == 12
+    assert np.mean(means[-3:]) > means[0] + 0.3
+
+
+def test_custom_loss_learns_everywhere(capsys):
+    """By name, composed, and on Tinker; what it says of mistakes names them."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    from rlkit import losses
+
+    example = load("custom_loss")
+    try:
+        example.main()
+    finally:
+        del losses.registry["smooth"]
+    said = capsys.readouterr().out
+    gains = re.findall(r"reward (\S+) -> (\S+),", said)
+    assert len(gains) == 3
+    assert all(float(last) > float(first) + 0.3 for first, last in gains)
+    assert "lacks 'sampling_logprobs'" in said
+    assert "config['widht']" in said
+    assert "kind='client'" in said
+
+
+def test_custom_env_learns():
+    """The maze, which wants the sign to be read at each of three doors, on mazes that it has not seen."""
+    pytest.importorskip("jinja2", reason="needs the extra chat")
+    means, found = load("custom_env").train(6)
+    assert means[0] < 1.0
+    assert means[-1] > 2.0
+    assert found.scores["maze"].mean > 2.0

@@ -1,0 +1,74 @@
+"""GRPO that samples the next batch while it trains on this one. Runs on the toy backend in seconds.
+
+    python examples/async_grpo.py [--steps 15] [--lag 1] [--model smollm2-135m-instruct]
+
+A batch is at most ``--lag`` steps old; 0 is the loop that waits. What the age does to the gradient is corrected by the
+loss, whose ratio is that of the policy now to the policy that sampled, and what is too far off is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+import rlkit
+from rlkit.advantages import grpo, token_weights
+from rlkit.corrections import sequence_mask
+from rlkit.envs import Tasks, function
+from rlkit.metrics import kl_v1
+from rlkit.rollouts import Plan, async_rollouts
+
+QUESTIONS = [f"Give me {number} digits, nothing else." for number in ("two", "three", "four", "five")]
+
+
+def digits(answer: str) -> float:
+    """The share of an answer's characters that are digits."""
+    return sum(c.isdigit() for c in answer) / max(len(answer), 1)
+
+
+def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float) -> list[float]:
+    """The mean reward of each step."""
+    tasks: Tasks = function(QUESTIONS, digits, name="digits")
+    plan = Plan(n=8, params=rlkit.SamplingParams(max_tokens=6), seed=0)
+    means = []
+    with async_rollouts(policy, tasks, size=4, steps=steps, max_lag=lag, plan=plan) as batches:
+        for step, groups in enumerate(batches):
+            began = time.monotonic()
+            samples = [t.turns[0].sample for group in groups for t in group.trajectories]
+            advantages = np.concatenate([grpo(group.rewards) for group in groups])
+            weights = token_weights([s.tokens.size for s in samples], "token-mean")
+            data = [s.datum(a) for s, a in zip(samples, advantages, strict=True)]
+            pair = {
+                "trainer_logprobs": policy.forward(data).result().selected,
+                "sampling_logprobs": [s.logprobs for s in samples],
+            }
+            near = sequence_mask(**pair)  # 1 for the tokens of sequences whose ratio lies in [0.5, 2], 0 for the others
+            data = [d.with_inputs(weights=w * mask) for d, w, mask in zip(data, weights, near, strict=True)]
+            policy.forward_backward(data, "ppo")
+            policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
+            means.append(float(np.mean([group.rewards.mean() for group in groups])))
+            print(
+                f"step {step:2}  reward {means[-1]:.2f}  policy {groups.metrics['sampler/version']:.0f}"
+                f"  kl to it {kl_v1(**pair):6.3f}  near {np.mean([mask.all() for mask in near]):.2f}"
+                f"  {time.monotonic() - began:.1f} s"
+            )
+    return means
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="toy")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--lag", type=int, default=1)
+    args = parser.parse_args()
+    toy = args.model == "toy"
+    options = {"seed": 0} if toy else {"model": args.model, "lora": rlkit.Lora(rank=16), "seed": 0}
+    with rlkit.connect("toy" if toy else "local", **options) as policy:
+        train(policy, steps=args.steps, lag=args.lag, rate=0.05 if toy else 1e-4)
+
+
+if __name__ == "__main__":
+    main()
