@@ -20,7 +20,7 @@ class Counters:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self.sums: Counter[str] = Counter()
-        self._means: dict[str, tuple[float, int]] = {}
+        self._means: dict[str, list[float]] = {}
         self._names: set[str] = set()
 
     def add(self, name: str, number: float = 1) -> None:
@@ -30,8 +30,7 @@ class Counters:
     def mean(self, name: str, number: float) -> None:
         """Takes a number into a mean."""
         if math.isfinite(number):
-            total, count = self._means.get(name, (0.0, 0))
-            self._means[name] = (total + number, count + 1)
+            self._means.setdefault(name, []).append(number)
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """An episode that was carried through."""
@@ -77,7 +76,8 @@ class Counters:
     def metrics(self) -> dict[str, float]:
         """Everything so far, by name."""
         found = {name: float(number) for name, number in self.sums.items()}
-        found |= {name: total / count for name, (total, count) in self._means.items()}
+        # fsum rounds once: a mean does not depend on which episode ended first
+        found |= {name: math.fsum(given) / len(given) for name, given in self._means.items()}
         found["time/rollout"] = time.monotonic() - self._began
         return dict(sorted(found.items()))
 
