@@ -1,18 +1,27 @@
-"""Kills, full disks and damage, at every point of saving a run: what is lost.
+"""Kills, full disks and interruptions, at every point of saving a run: what is lost.
 
-    python benchmarks/crash.py [--stride 1] [--signals 100]
+    python benchmarks/crash.py [--backend toy] [--stride 1] [--signals 100]
 
-A child process does one step of a run on the toy backend and saves it; ``strace`` (from the package of that name)
-kills it, or fails its system call with ENOSPC or EIO, at the n-th call that writes, for every n, at the first save of a
-run and when an older checkpoint is there. After each, the run is opened: its newest checkpoint has to be the old one or
-the new one, whole. Then SIGINT and SIGTERM at random points of a longer run. The table goes to the screen, the counts
-to benchmarks/results/crash.json.
+``strace`` (from the package of that name) kills a process, or fails its system calls with ENOSPC or EIO, at each system
+call in turn: of each thread, from before a step is logged until its checkpoint is there, as the run's first and over an
+older one; and while a run is opened, new and after a step that has to be done again. Errors come once, or from there on.
+After each, the run is opened by another process: its newest checkpoint has to be the old one or the new one, whole (the
+new one, if saving it did not fail), it has to take a step, and nothing may lie about. What fails has to fail with an
+error of rlkit's, and where the error came once, the next save of the same process has to succeed.
+
+Then SIGINT, SIGTERM and cancellations of an asynchronous loop, at random points of runs whose steps last up to a
+minute: they have to end within 5 s, leave no process behind, and a checkpoint that is whole.
+
+The table goes to the screen, the counts to benchmarks/results/crash.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -22,143 +31,336 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-CHILD = """
-import sys, rlkit
-from rlkit.runs import Run, Retention
-with Run(sys.argv[1], seed=0, trackers=("jsonl",), retention=Retention(last=1), grace=2.0) as run:
-    policy = run.connect("toy")
-    kept = run.keep("kept", {"steps": 0})
-    data = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
-    open(sys.argv[3], "w").close()
-    for step in run.steps(int(sys.argv[2])):
-        loss = policy.forward_backward(data, "cross_entropy")
-        policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
-        kept["steps"] += 1
-        run.log({"train/loss": loss.result().metrics["loss:sum"]})
-        run.checkpoint(policy)
-"""
-WRITES = (
-    "openat,write,pwrite64,fsync,fdatasync,rename,renameat2,mkdir,mkdirat,unlink,unlinkat,rmdir,chmod,fchmod,ftruncate"
+import rlkit
+from rlkit.runs import Retention, Run, records
+from rlkit.tracking import read_metrics
+
+DATA = [rlkit.Datum([5, 6, 7], [0, 1, 1])]
+# Calls that ask no disk, or from which a process does not come back.
+NO_DISK = (
+    "futex|mmap|munmap|mremap|mprotect|madvise|brk|rt_.*|getrandom|exit|exit_group|sched_.*|clock_.*|gettid|getpid"
 )
+SAVED, REFUSED, REFUSED_AGAIN, UNTYPED = 0, 3, 4, 5  # exit statuses
+FAULTS = {
+    "SIGKILL": "signal=SIGKILL:when={}",
+    "ENOSPC once": "error=ENOSPC:when={}",
+    "ENOSPC from there on": "error=ENOSPC:when={}+",
+    "EIO once": "error=EIO:when={}",
+    "EIO from there on": "error=EIO:when={}+",
+}
+OPTIONS: dict[str, Any] = {"name": "toy"}
 
 
-def child(folder: Path, steps: int, trace: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    mark = folder.parent / "ready"
-    command = [*(trace or []), sys.executable, "-c", CHILD, str(folder), str(steps), str(mark)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+def step(run: Run, policy: Any, kept: dict[str, int]) -> float:
+    """One step, but for what is saved of it."""
+    loss = policy.forward_backward(DATA, "cross_entropy")
+    policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+    kept["steps"] = run.step + 1
+    return loss.result().metrics["loss:sum"]
 
 
-def opened(folder: Path, allowed: set[int]) -> str:
+def saving(folder: Path, ready: Callable[[], None]) -> int:
+    """Takes the next step and saves it; calls ``ready`` before what is saved. The exit status."""
+    with Run(folder, seed=0, retention=Retention(last=1)) as run:
+        policy = run.connect(**OPTIONS)
+        kept = run.keep("kept", {"steps": 0})
+        for _ in run.steps(run.step + 1):
+            loss = step(run, policy, kept)
+            ready()
+            run.log({"train/loss": loss})
+            try:
+                run.checkpoint(policy)
+            except rlkit.RlkitError:
+                try:
+                    run.checkpoint(policy)
+                except rlkit.RlkitError:
+                    return REFUSED_AGAIN
+                return REFUSED
+            return SAVED
+    return UNTYPED
+
+
+def opening(folder: Path, ready: Callable[[], None]) -> int:
+    """Opens a run, calling ``ready`` before."""
+    ready()
+    try:
+        Run(folder, seed=0)
+    except rlkit.RlkitError:
+        return REFUSED
+    return SAVED
+
+
+class Child:
+    """A fork of this process, which has everything imported, that waits where ``work`` calls ``ready``."""
+
+    def __init__(self, work: Callable[[Path, Callable[[], None]], int], folder: Path) -> None:
+        told, tell = os.pipe()
+        wait, self._go = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._go)
+
+            def ready() -> None:
+                others = [t.native_id for t in threading.enumerate() if t is not threading.main_thread()]
+                os.write(tell, json.dumps([os.getpid(), *others]).encode())
+                os.readv(wait, [bytearray(1)])  # a call that nothing else makes
+
+            status = UNTYPED
+            try:
+                warnings.simplefilter("ignore")
+                sys.stderr = open(os.devnull, "w")
+                status = work(folder, ready)
+            except BaseException as error:  # noqa: BLE001
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                os.write(tell, f"{error!r} at {where.filename}:{where.lineno}".encode())
+            os._exit(status)
+        os.close(wait)
+        os.close(tell)
+        text = os.read(told, 1000).decode()
+        assert text.startswith("["), text
+        self.threads = json.loads(text)
+        self._told = told
+
+    def go(self) -> tuple[int, str]:
+        """Lets it go on; its exit status, or minus the signal that ended it, and the error that it did not foresee."""
+        os.write(self._go, b"x")
+        os.close(self._go)
+        stop = threading.Timer(60.0, os.kill, [self.pid, signal.SIGABRT])
+        stop.start()
+        _, status = os.waitpid(self.pid, 0)
+        stop.cancel()
+        with open(self._told) as told:
+            return os.waitstatus_to_exitcode(status), told.read()
+
+
+def traced(child: Child, thread: int, *options: str) -> tuple[int, str, str]:
+    """Lets the child go on with one of its threads under strace; see ``Child.go``, and what strace wrote."""
+    with tempfile.NamedTemporaryFile("r") as log:
+        command = ["strace", "-y", "-o", log.name, *options, "-p", str(child.threads[thread])]
+        strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "attached" in strace.stderr.readline()
+        ended = child.go()
+        strace.communicate(timeout=60)
+        return *ended, Path(log.name).read_text(errors="replace")
+
+
+def copied(base: Path | None, where: str) -> Path:
+    folder = Path(where) / "run"
+    if base is not None:
+        shutil.copytree(base, folder)
+    return folder
+
+
+def points(work: Any, base: Path | None, thread: int) -> list[tuple[str, int]]:
+    """(system call, which one of its name in the thread)."""
+    with tempfile.TemporaryDirectory() as where:
+        status, error, log = traced(Child(work, copied(base, where)), thread)
+    assert status == SAVED, error
+    counts: collections.Counter[str] = collections.Counter()
+    found = []
+    for line in log.splitlines():
+        match = re.match(r"(\w+)\(", line)
+        if match:
+            counts[match[1]] += 1
+            if match[1] not in ("readv", "exit", "exit_group"):
+                found.append((match[1], counts[match[1]]))
+    return found
+
+
+def injected(work: Any, base: Path | None, thread: int, point: tuple[str, int], what: str) -> str | None:
+    """ "ok", what is wrong, or None where the process never came to that point."""
+    with tempfile.TemporaryDirectory() as where:
+        folder = copied(base, where)
+        fault = f"inject={point[0]}:{FAULTS[what].format(point[1])}"
+        status, error, log = traced(Child(work, folder), thread, "-e", f"trace={point[0]}", "-e", fault)
+        if status != -signal.SIGKILL if what == "SIGKILL" else "(INJECTED)" not in log:
+            return None
+        if status == UNTYPED or (status < 0 and what != "SIGKILL"):
+            return f"exit status {status}: {error}"
+        if status == REFUSED_AGAIN and what.endswith("once"):
+            return "the next save was refused too"
+        old = 0 if base is None else 1
+        allowed = {old, old + 1} if work is saving else {old}
+        if work is saving and (status == SAVED or (status == REFUSED and what.endswith("once"))):
+            allowed = {old + 1}
+        return forked(opened, folder, allowed, what == "SIGKILL" or work is opening)
+
+
+def forked(function: Callable[..., str], *arguments: Any) -> str:
+    """What ``function`` returns in a process of its own."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                text = function(*arguments)
+            except BaseException as error:  # noqa: BLE001
+                text = f"{type(error).__name__}: {error}"
+            Path(file.name).write_text(text)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return file.read()
+
+
+def opened(folder: Path, allowed: set[int] | None, every_row: bool) -> str:
     """What a run finds: "ok", or what is wrong."""
-    import rlkit
-    from rlkit.runs import Run
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            with Run(folder, trackers=()) as run:
-                policy = run.connect("toy")
-                kept = run.keep("kept", {"steps": 0})
-                if run.step not in allowed:
-                    return f"step {run.step}"
-                if kept["steps"] != run.step or policy.version != run.step:
-                    return f"mixed: step {run.step}, kept {kept['steps']}, policy {policy.version}"
+        with Run(folder, retention=Retention(last=1)) as run:
+            policy = run.connect(**OPTIONS)
+            kept = run.keep("kept", {"steps": 0})
+            if allowed is not None and run.step not in allowed:
+                return f"lost: step {run.step}, expected one of {allowed}"
+            if kept["steps"] != run.step or policy.version != run.step:
+                return f"mixed: step {run.step}, kept {kept['steps']}, policy {policy.version}"
+            rows = [row["step"] for row in read_metrics(folder)]
+            if rows != list(range(run.step)) and (every_row or len(set(rows)) < len(rows)):
+                return f"metrics of the steps {rows[-5:]}, going on with step {run.step}"
+            for _ in run.steps(run.step + 1):
+                step(run, policy, kept)
                 run.checkpoint(policy)
-                hidden = [p.name for p in folder.rglob(".*")]
-                return f"litter: {hidden}" if hidden else "ok"
-        except rlkit.RlkitError as error:
-            return f"{type(error).__name__}: {error}"
+            left = records(folder)
+            used = {Path(record.policy("policy")) for record in left}
+            litter = [str(p) for p in folder.rglob("*") if p.name.startswith(".")]
+            litter += [str(p) for p in (folder / "policies").iterdir() if p not in used]
+            if [record.step for record in left] != [run.step] or litter:
+                return f"litter: {litter}, checkpoints {len(left)}"
+    return "ok"
 
 
-def points(base: Path | None, steps: int) -> list[tuple[str, int]]:
-    """(system call, which one) of the writing calls under the run's folder."""
+def long_run(folder: Path, ready: Path, moment: float, cancelled: bool) -> None:
+    """Steps without end that ask for answers of another process, some of them longer than the grace."""
+    from rlkit.answers import math_equal
+
+    rng = random.Random(moment)
+
+    async def loop() -> None:
+        if cancelled:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asyncio.current_task().cancel)
+        with Run(folder, seed=0, retention=Retention(last=1), grace=2.0) as run:
+            policy = run.connect(**OPTIONS)
+            kept = run.keep("kept", {"steps": 0})
+            math_equal("x+1", "1+x")
+            ready.touch()
+            for _ in run.steps(100_000):
+                loss = step(run, policy, kept)
+                if rng.random() < 0.05:  # a step that hangs
+                    await asyncio.sleep(60.0) if cancelled else rng.choice((time.sleep, threading.Event().wait))(60.0)
+                math_equal(f"x+{run.step}", f"{run.step}+x")
+                if cancelled:
+                    await asyncio.sleep(0.0)
+                run.log({"train/loss": loss})
+                run.checkpoint(policy)
+
+    if cancelled:
+        asyncio.run(loop())
+    else:  # without asyncio, which would take SIGINT for itself
+        loop().send(None)
+
+
+def interrupted(moment: float, how: str) -> str:
+    """A signal at a random moment of a long run: "ok", or what is wrong."""
+    number = signal.SIGUSR1 if how == "cancellation" else signal.Signals[how]
     with tempfile.TemporaryDirectory() as where:
-        folder = Path(where) / "run"
-        if base is not None:
-            shutil.copytree(base, folder)
-        log = Path(where) / "log"
-        child(folder, steps, ["strace", "-f", "-y", "-o", str(log), "-e", f"trace={WRITES}"])
-        found: list[tuple[str, int]] = []
-        counts: collections.Counter[str] = collections.Counter()
-        for line in log.read_text(errors="replace").splitlines():
-            match = re.match(r"\d+ +(\w+)\(", line)
-            if match is None:
-                continue
-            counts[match[1]] += 1
-            if str(folder) in line:
-                found.append((match[1], counts[match[1]]))
-        return found
-
-
-def injected(base: Path | None, steps: int, call: str, number: int, what: str, allowed: set[int]) -> str:
-    with tempfile.TemporaryDirectory() as where:
-        folder = Path(where) / "run"
-        if base is not None:
-            shutil.copytree(base, folder)
-        fault = "signal=SIGKILL" if what == "SIGKILL" else f"error={what}"
-        child(folder, steps, ["strace", "-f", "-o", "/dev/null", "-e", f"inject={call}:{fault}:when={number}"])
-        return opened(folder, allowed)
-
-
-def interrupted(rng: random.Random, number: int) -> str:
-    """A signal at a random moment of a run of many steps."""
-    with tempfile.TemporaryDirectory() as where:
-        folder, mark = Path(where) / "run", Path(where) / "ready"
-        command = [sys.executable, "-c", CHILD, str(folder), "100000", str(mark)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not mark.exists() and process.poll() is None:
+        folder, ready = Path(where) / "run", Path(where) / "ready"
+        command = [sys.executable, __file__, "--long-run", str(folder), str(ready), str(moment), how]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        while not ready.exists() and process.poll() is None:
             time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 0.5))
+        time.sleep(moment)
         process.send_signal(number)
         try:
             code = process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
-            process.kill()
-            return "did not exit within 5 s"
-        if code not in (130, 143, -signal.SIGINT, -signal.SIGTERM, 1):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "did not end within 5 s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+            return "left a process behind"
+        if code not in {"SIGINT": (-signal.SIGINT,), "SIGTERM": (143, -signal.SIGINT), "cancellation": (1,)}[how]:
             return f"exit status {code}"
-        return opened(folder, set(range(100001)))
+        return forked(opened, folder, None, False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stride", type=int, default=1, help="try every so many calls only")
-    parser.add_argument("--signals", type=int, default=100)
+    parser.add_argument("--backend", choices=("toy", "local"), default="toy", help="local: a small one, made up")
+    parser.add_argument("--stride", type=int, default=1, help="tries every so many calls only")
+    parser.add_argument("--offset", type=int, default=0, help="beginning with which")
+    parser.add_argument("--signals", type=int, default=100, help="of SIGINT and SIGTERM together; half as many others")
+    parser.add_argument("--long-run", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    results: dict[str, dict[str, int]] = {}
-    wrong: list[str] = []
+    if args.long_run:
+        folder, ready, moment, how = args.long_run
+        return long_run(Path(folder), Path(ready), float(moment), how == "cancellation")
     with tempfile.TemporaryDirectory() as where:
-        older = Path(where) / "run"
-        child(older, 1)
-        for title, base, steps, allowed in (("first save", None, 1, {0, 1}), ("over an older one", older, 2, {1, 2})):
-            found = points(base, steps)[:: args.stride]
-            for what in ("SIGKILL", "ENOSPC", "EIO"):
-                row = results.setdefault(f"{what}, {title}", {"points": 0, "lost": 0})
-                for call, number in found:
-                    state = injected(base, steps, call, number, what, allowed)
-                    row["points"] += 1
-                    if state != "ok":
-                        row["lost"] += 1
-                        wrong.append(f"{what} at {call} {number}, {title}: {state}")
-                print(f"{what:8} {title:20} {row['points']:5} points {row['lost']:3} lost", flush=True)
+        measured(args, Path(where))
+    return None
+
+
+def measured(args: argparse.Namespace, where: Path) -> None:
+    for name in ("rlkit.backends.toy", "rlkit.losses", "rlkit.losses.prepare", "rlkit.tracking.console"):
+        importlib.import_module(name)
+    if args.backend == "local":
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from tests.models.build import build
+
+        for name in ("rlkit.backends.local", "rlkit.backends.local.trainer", "transformers", "peft"):
+            importlib.import_module(name)
+        OPTIONS.update(name="local", model=str(build("llama", where / "model")), lora=rlkit.Lora(rank=2))
+    results: dict[str, dict[str, Any]] = {}
+    wrong: list[str] = []
+
+    def count(title: str, states: Any) -> None:
+        row = results.setdefault(title, {"points": 0, "not reached": 0, "wrong": 0})
+        for point, state in states:
+            row["not reached" if state is None else "points"] += 1
+            if state not in ("ok", None):
+                row["wrong"] += 1
+                wrong.append(f"{title}, {point}: {state}")
+        print(f"{title:70} {row['points']:4} points {row['wrong']:3} wrong", flush=True)
+
+    older, again = where / "older", where / "again"
+    Child(saving, older).go()
+    shutil.copytree(older, again)
+    with Run(again, seed=0) as run:
+        run.log({"train/loss": 1.0}, step=1)
+    places = [
+        ("first save", saving, None, 0),
+        ("first save, backend's thread", saving, None, 1),
+        ("save over an older one", saving, older, 0),
+        ("save over an older one, backend's thread", saving, older, 1),
+        ("new run opened", opening, None, 0),
+        ("run opened after a cut", opening, again, 0),
+    ]
+    for title, work, base, thread in places:
+        every = points(work, base, thread)
+        for what in FAULTS:
+            tried = [p for p in every if what == "SIGKILL" or not re.fullmatch(NO_DISK, p[0])]
+            tried = tried[args.offset :: args.stride]
+            count(f"{title}: {what}", ((p, injected(work, base, thread, p, what)) for p in tried))
     rng = random.Random(0)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        row = results.setdefault(number.name, {"points": 0, "lost": 0})
-        for _ in range(args.signals // 2):
-            state = interrupted(rng, number)
-            row["points"] += 1
-            if state != "ok":
-                row["lost"] += 1
-                wrong.append(f"{number.name}: {state}")
-        print(f"{number.name:8} {'':20} {row['points']:5} points {row['lost']:3} lost", flush=True)
+    for how, number in (
+        ("SIGINT", args.signals // 2),
+        ("SIGTERM", args.signals // 2),
+        ("cancellation", args.signals // 2),
+    ):
+        moments = [rng.uniform(0.0, 1.0) for _ in range(number)]
+        count(how, ((moment, interrupted(moment, how)) for moment in moments))
     print(*wrong, sep="\n")
-    path = Path(__file__).parent / "results" / "crash.json"
-    path.write_text(json.dumps({"stride": args.stride, "results": results, "wrong": wrong}, indent=1) + "\n")
+    path = Path(__file__).parent / "results" / f"crash-{args.backend}.json"
+    found = {"stride": args.stride, "offset": args.offset, "results": results, "wrong": wrong}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -62,7 +63,8 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -
     except OSError as error:
         raise CheckpointError(f"save: could not write {final}: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # of closing a folder, which ignore_errors does not ignore
+            shutil.rmtree(temporary, ignore_errors=True)
     return final.absolute()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -23,17 +24,20 @@ class Lock:
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError as error:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
-            os.close(self._descriptor)
-            self._descriptor = None
+            self.release()
             who = f"process {holder}" if holder.isdecimal() else "another process"
             raise ConfigError(f"{folder} is in use by {who}; a run has one writer") from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Lets others in; may be called twice."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            with contextlib.suppress(OSError):  # it is given back whatever close says
+                os.close(descriptor)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from rlkit.backends import saves
-from rlkit.errors import CheckpointError
+from rlkit.errors import CheckpointError, RlkitError
 
 __all__ = ["Record", "check", "latest", "records", "remove", "write"]
 
 _NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
 POLICIES, CHECKPOINTS = "policies", "checkpoints"
+
+
+@contextlib.contextmanager
+def typed(what: str) -> Iterator[None]:
+    """What the system refuses within becomes a CheckpointError."""
+    try:
+        yield
+    except RlkitError:  # a timeout of theirs is an OSError
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 @attrs.frozen
@@ -96,9 +108,14 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
     """The checkpoints of the run in ``folder``, by step, oldest first.
 
     Those that are damaged are left out with a warning; with ``verify=False`` the policies' files are not read.
+
+    Raises:
+        CheckpointError: the folder can not be read.
     """
     found = []
-    for path in paths(Path(folder)):
+    with typed(f"{folder} can not be read"):
+        there = paths(Path(folder))
+    for path in there:
         try:
             record = read(path)
             if verify:
@@ -111,8 +128,13 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
 
 
 def latest(folder: Path) -> Record | None:
-    """The newest checkpoint that is whole; those after it that are not are skipped with a warning."""
-    for path in reversed(paths(folder)):
+    """The newest checkpoint that is whole, skipping those after it that are not with a warning; None without any.
+
+    Raises:
+        CheckpointError: there are some, and none of them is whole: the run does not begin anew by itself.
+    """
+    there = paths(folder)
+    for path in reversed(there):
         try:
             record = read(path)
             check(record)
@@ -120,6 +142,10 @@ def latest(folder: Path) -> Record | None:
             warnings.warn(f"skipped a checkpoint, going on from the one before: {error}", RuntimeWarning, stacklevel=3)
             continue
         return record
+    if there:
+        raise CheckpointError(
+            f"none of the {len(there)} checkpoints in {folder} is whole; begin anew in another folder"
+        )
     return None
 
 
@@ -137,10 +163,11 @@ def remove(record: Record) -> list[str]:
 def tidy(folder: Path, kept: list[Record]) -> None:
     """Removes what writing was cut off left behind: partial folders, and policies of steps that no checkpoint has."""
     used = {Path(p) for record in kept for role in record.policies if (p := record.policy(role)) is not None}
+    unread = {path.name[:13] for path in set(paths(folder)) - {record.path for record in kept}}  # their policies stay
     for parent in (folder / POLICIES, folder / CHECKPOINTS):
         for path in parent.iterdir() if parent.is_dir() else ():
             orphan = parent.name == POLICIES and path.name.startswith("step-") and path not in used
-            if orphan or path.name.startswith("."):
+            if (orphan and path.name[:13] not in unread) or path.name.startswith("."):
                 _discard(path)
 
 
@@ -151,4 +178,5 @@ def _discard(path: Path) -> None:
         path.rename(trash)
     except OSError:
         return
-    shutil.rmtree(trash, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of closing a folder, which ignore_errors does not ignore
+        shutil.rmtree(trash, ignore_errors=True)

@@ -17,7 +17,7 @@ import numpy as np
 from rlkit import _check, backends
 from rlkit.backends.protocol import Storage, TrainerBackend
 from rlkit.backends.sampling import entropy_of
-from rlkit.errors import CheckpointError, ConfigError
+from rlkit.errors import BackendError, CheckpointError, ConfigError
 from rlkit.runs import record as records
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record
@@ -64,6 +64,7 @@ class Run:
 
     Raises:
         ConfigError: another process writes to it, or the seed is not the one it began with.
+        CheckpointError: it can not be read or written.
     """
 
     def __init__(
@@ -84,12 +85,22 @@ class Run:
             )
         grace = _check.real("Run(grace)", grace, low=0.0, why="seconds")
         self.folder = Path(folder).absolute()
+        self.retention = Retention() if retention is None else retention
+        with records.typed(f"{folder} can not be opened as a run"):
+            self._open(seed, config, trackers)
+        self._stopper = Stopper(grace)
+        self._policies: dict[str, Any] = {}  # the critics too
+        self._critics: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
+        self._total: int | None = None
+        self._inside = False
+
+    def _open(self, seed: int | None, config: Any, trackers: Sequence[Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in (records.POLICIES, records.CHECKPOINTS):
             (self.folder / name).mkdir(exist_ok=True, mode=0o700)
         self._lock = Lock(self.folder)
         try:
-            self.retention = Retention() if retention is None else retention
             self.seed = self._remembered(seed)
             self._note_config(config)
             self.record = records.latest(self.folder)
@@ -102,12 +113,6 @@ class Run:
         except BaseException:
             self._lock.release()
             raise
-        self._stopper = Stopper(grace)
-        self._policies: dict[str, Any] = {}  # the critics too
-        self._critics: dict[str, Any] = {}
-        self._kept: dict[str, Any] = {}
-        self._total: int | None = None
-        self._inside = False
 
     def connect(self, name: str, *, role: str = "policy", **options: Any) -> Any:
         """``rlkit.connect``, from the last checkpoint where there is one; it is closed with the run.
@@ -319,14 +324,18 @@ class Run:
         _rewind(self.trackers, record.step)
 
     def _remove_spent(self) -> None:
-        found = records.records(self.folder, verify=False)
-        spent = self.retention.spent(found)
-        for record in spent:
-            for path in records.remove(record):
-                owner = next((p for p in self._policies.values() if isinstance(p, Storage)), None)
-                if owner is not None:
-                    owner.delete(path)
-        records.tidy(self.folder, [record for record in found if record not in spent])
+        """Removes what retention does not keep; what can not be removed now is no reason to end the run."""
+        try:
+            found = records.records(self.folder, verify=False)
+            spent = self.retention.spent(found)
+            for record in spent:
+                for path in records.remove(record):
+                    owner = next((p for p in self._policies.values() if isinstance(p, Storage)), None)
+                    if owner is not None:
+                        owner.delete(path)
+            records.tidy(self.folder, [record for record in found if record not in spent])
+        except (OSError, BackendError) as error:
+            warnings.warn(f"a checkpoint that is spent could not be removed: {error}", RuntimeWarning, stacklevel=3)
 
     def _relative(self, path: str) -> str:
         own = "://" not in path and self.folder in Path(path).absolute().parents
@@ -405,6 +414,11 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"could not write {path}: {error}") from error

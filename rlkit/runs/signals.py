@@ -48,6 +48,7 @@ class Stopper:
         if self.signal is not None:
             raise KeyboardInterrupt(f"{signal.Signals(number).name}: the step is abandoned")
         self.signal = number
-        self._timer = threading.Timer(self.grace, signal.raise_signal, [number])  # then it is abandoned
+        # Sent to the main thread, since a signal elsewhere does not wake it where it waits.
+        self._timer = threading.Timer(self.grace, signal.pthread_kill, [threading.main_thread().ident, number])
         self._timer.daemon = True
         self._timer.start()

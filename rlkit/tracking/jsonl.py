@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -243,7 +244,8 @@ def _rewound(path: Path, step: int) -> int:
     except OSError as error:
         raise CheckpointError(f"{path}: can not be rewound to step {step}: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     if broken:
         _log.warning("%s: %d lines were not whole; they were left out", path, broken)
     return dropped

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import warnings
 
 import attrs
@@ -15,6 +17,7 @@ import pytest
 
 import rlkit
 from rlkit.advantages import RunningBaseline
+from rlkit.backends import saves
 from rlkit.runs import Retention, Run, records
 
 DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
@@ -259,3 +262,94 @@ class TestDamage:
         assert "mine" in left
         assert not any("00000009" in name for name in left)
         assert not any(p.name.startswith(".") for p in (tmp_path / "checkpoints").iterdir())
+
+    def test_none_is_whole(self, tmp_path):
+        """A run whose checkpoints are all damaged says so; it neither begins anew nor drops what was logged."""
+        with Run(tmp_path, seed=0) as run:
+            policy = run.connect("toy")
+            for _ in run.steps(2):
+                policy.forward_backward(DATA, "cross_entropy")
+                policy.optim_step(rlkit.Adam()).result()
+                run.log({"train/loss": 1.0})
+                run.checkpoint(policy)
+        logged = (tmp_path / "metrics.jsonl").read_text()
+        for record in records(tmp_path):
+            (record.path / "state.json").write_text("{}")
+        with pytest.warns(RuntimeWarning, match="skipped"), pytest.raises(rlkit.CheckpointError, match="none of the 2"):
+            Run(tmp_path)
+        assert (tmp_path / "metrics.jsonl").read_text() == logged
+
+    def test_what_can_not_be_read_now_keeps_its_policy(self, tmp_path, monkeypatch):
+        """A disk that fails a read while spent checkpoints are removed costs nothing that it may give back later."""
+        some_steps(tmp_path, 2, retention=Retention(last=1))
+        real, failed = saves.read, []
+
+        def read(path, **options):
+            name = os.fspath(path)
+            if "checkpoints" in name and "step-00000003" in name and len(failed) < 2:
+                failed.append(name)
+                if len(failed) == 2:  # after what was written was read back
+                    raise rlkit.CheckpointError("the disk is asleep")
+            return real(path, **options)
+
+        monkeypatch.setattr(saves, "read", read)
+        with pytest.warns(RuntimeWarning, match="asleep"):
+            some_steps(tmp_path, 3, retention=Retention(last=1))
+        assert len(failed) == 2
+        assert [record.step for record in records(tmp_path)][-1] == 3
+
+    def test_what_can_not_be_removed_is_warned_of(self, tmp_path, monkeypatch):
+        def refused(*args):
+            raise OSError("read-only")
+
+        monkeypatch.setattr(rlkit.runs.record, "tidy", refused)
+        with pytest.warns(RuntimeWarning, match="could not be removed: read-only"):
+            some_steps(tmp_path, 1)
+        assert [record.step for record in records(tmp_path)] == [1]
+
+    def test_folders_that_the_system_refuses(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(rlkit.CheckpointError, match="can not be opened as a run"):
+            Run(tmp_path / "file", trackers=())
+
+
+class TestStopping:
+    """The first signal lets a step finish and be saved; what hangs is abandoned, wherever the main thread waits."""
+
+    @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+    def test_the_step_is_finished_and_saved(self, tmp_path, number, raised):
+        with Run(tmp_path, trackers=()) as run:
+            policy, finished = run.connect("toy"), []
+            before = signal.getsignal(number)
+            with pytest.raises(raised) as ended:
+                for step in run.steps(9):
+                    if step == 2:
+                        os.kill(os.getpid(), number)
+                    finished.append(step)
+                    run.checkpoint(policy, every=100)
+            assert finished == [0, 1, 2]
+            assert signal.getsignal(number) is before
+        assert [record.step for record in records(tmp_path)] == [3]
+        if raised is SystemExit:
+            assert ended.value.code == 143
+
+    @pytest.mark.parametrize("second", [False, True])
+    def test_a_step_that_hangs_is_abandoned(self, tmp_path, second):
+        """By a second signal, or after the grace."""
+        never = threading.Event()
+        late = threading.Timer(60.0, never.set)
+        late.start()
+        with Run(tmp_path, trackers=(), grace=60.0 if second else 0.1) as run:
+            policy = run.connect("toy")
+            run.checkpoint(policy)
+            with pytest.raises(KeyboardInterrupt, match="abandoned"):  # noqa: PT012
+                for _ in run.steps(9):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    if second:
+                        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+                    never.wait()
+        assert not never.is_set()
+        late.cancel()
+        with Run(tmp_path, trackers=()) as run:
+            assert run.step == 0
+            assert run.record is not None
