@@ -149,6 +149,8 @@ def settings(algorithm: str, name: str, folder: Path, where: tuple[str, dict[str
         found["buffer.trainer_input.experience_buffer.path"] = demonstrations if algorithm == "sft" else preferences
     if recipe.data == "mixed":
         found["buffer.trainer_input.auxiliary_buffers.shown.path"] = demonstrations
+    if "critic" in recipe.needs and name != "local":
+        found["model.critic_model_path"] = "toy"
     if "teacher" in recipe.needs:
         found["explorer.auxiliary_models"] = f"[{{path: '{teacher(kind, options, folder, LETTERS[name])}'}}]"
     return [f"{key}={value}" for key, value in found.items()]

@@ -10,10 +10,11 @@ import attrs
 import numpy as np
 
 from rlkit import advantages
+from rlkit.critics.estimates import token_rewards
 from rlkit.recipes.method import Method
 from rlkit.trajectory import Group, Trajectory
 
-__all__ = ["credited", "token_rewards", "turn_states"]
+__all__ = ["credited", "turn_states"]
 
 
 @attrs.frozen(eq=False)
@@ -49,23 +50,6 @@ def credited(method: Method, groups: Sequence[Group], given: Mapping[str, Any], 
     if method.entropy > 0:
         bonus = advantages.entropy_bonus(sampling_logprobs=given["sampling_logprobs"], coef=method.entropy)
         found = [a + b for a, b in zip(found, bonus, strict=True)]
-    return found
-
-
-def token_rewards(trajectory: Trajectory) -> np.ndarray:
-    """float64 [token_count]: each turn's reward at its last token; 0 elsewhere.
-
-    Where rewards of turns do not add up to the trajectory's (another reduction, a reward for episodes that did not
-    come to an end), its reward stands at the last token of all.
-    """
-    found = np.zeros(trajectory.token_count)
-    if trajectory.reduction != "sum" or (trajectory.nonterminal_reward is not None and not trajectory.terminated):
-        found[-1] = trajectory.reward
-        return found
-    place = 0
-    for turn in trajectory.turns:
-        place += turn.tokens.size
-        found[max(place - 1, 0)] += turn.reward
     return found
 
 

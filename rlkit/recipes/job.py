@@ -72,6 +72,12 @@ class Job:
         beta1, beta2 = own.betas
         return Adam(self.rate(step), beta1, beta2, eps=own.eps, weight_decay=own.weight_decay, grad_clip_norm=clip)
 
+    def critic_adam(self, step: int) -> Adam:
+        """The critic's optimizer's step: the same schedule of its own rate."""
+        own = self.settings.algorithm
+        scale = 1.0 if own.critic_lr is None or not own.optimizer.lr else own.critic_lr / own.optimizer.lr
+        return attrs.evolve(self.adam(step), learning_rate=self.rate(step) * scale)
+
     def rate(self, step: int) -> float:
         """The learning rate: a warm-up, then constant, or falling to lr min_lr_ratio at the last step."""
         own = self.settings.algorithm.optimizer
@@ -174,6 +180,8 @@ def _check_needs(settings: Settings, method: Method, mode: str) -> None:
     if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
         why = f"{settings.algorithm.algorithm_type} learns from it"
         raise ConfigError(_check.problem("explorer.auxiliary_models", "is empty", "a teacher", why))
+    if "critic" in method.recipe.needs and mode not in ("explore", "bench"):
+        models.critic_of(settings)
     if settings.algorithm.entropy_loss_fn == "exact" and models.backend_of(settings) == "tinker":
         why = "a Tinker service gives no whole distributions; default is the sampled estimate"
         raise ConfigError(_check.problem("algorithm.entropy_loss_fn", "is 'exact'", "default", why))

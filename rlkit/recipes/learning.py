@@ -36,11 +36,15 @@ class Optimizer:
 
 @attrs.frozen
 class Algorithm:
-    """Which algorithm, and what of it is to be different: see ``rlkit.recipes.algorithms``."""
+    """Which algorithm, and what of it is to be different: see ``rlkit.recipes.algorithms``.
+
+    ``critic_lr`` is rlkit's own: the critic's learning rate; None: the policy's.
+    """
 
     algorithm_type: str = "ppo"
     repeat_times: int | None = mapped(None, "episodes per task; null: the algorithm's own")
     optimizer: Optimizer = Optimizer()
+    critic_lr: float | None = None
     advantage_fn: str | None = mapped(None, "a name in rlkit.advantages.registry, or Trinity's name")
     advantage_fn_args: Mapping[str, Any] | None = mapped(None, "rlkit's names of settings, or Trinity's")
     policy_loss_fn: str | None = mapped(None, "a name in rlkit.losses.registry, or Trinity's name")
@@ -93,7 +97,7 @@ class Model:
     """The policy, and how it is talked to."""
 
     model_path: str | None = None
-    critic_model_path: str | None = mapped(None, "of ppo's critic; null: the policy's model")
+    critic_model_path: str | None = mapped(None, "of ppo's critic, run locally; toy for a small one; null: model_path")
     max_prompt_tokens: int | None = mapped(
         None, "with max_response_tokens the longest episode; prompts are not truncated, those too long are left out"
     )

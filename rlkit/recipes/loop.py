@@ -161,10 +161,16 @@ class _Loop:
         constant = float(self.job.settings.model.max_response_tokens)
         mu = None if self.method.mu is None else self.method.mu(step)
         data = weighted(self.method, items, constant=constant, mu=mu)
+        found = {} if mu is None else {"train/mu": mu}
+        if self.critic is not None:
+            valued = self.critic.forward_backward(data)
+            self.critic.optim_step(self.job.critic_adam(step)).result()
+            found["train/critic_loss"] = valued.result().metrics["loss:sum"]
+            if step < self.job.settings.trainer.critic_warmup:
+                return found
         output = self.policy.forward_backward(data, self.method.loss, config=self.method.loss_args)
         update = self.policy.optim_step(adam)  # sent before the other is read
-        found = train_metrics(data, output.result(), update.result())
-        return found if mu is None else {**found, "train/mu": mu}
+        return {**found, **train_metrics(data, output.result(), update.result())}
 
     def _with_old(self, items: Sequence[Item]) -> list[Item]:
         """The items, with the policy's own logprobs before the first update."""

@@ -19,7 +19,17 @@ from rlkit.recipes.settings import Settings
 from rlkit.rollouts import Plan
 from rlkit.types import Lora, SamplingParams
 
-__all__ = ["backend_of", "chat_of", "options_of", "plan_of", "reference_of", "same_tokenizer", "seed_of", "teacher_of"]
+__all__ = [
+    "backend_of",
+    "chat_of",
+    "critic_of",
+    "options_of",
+    "plan_of",
+    "reference_of",
+    "same_tokenizer",
+    "seed_of",
+    "teacher_of",
+]
 
 _PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _PROBES = (
@@ -178,6 +188,27 @@ def teacher_of(settings: Settings, tokenizer: Tokenizer, stages: Any = None) -> 
         text = "the teacher scores the policy's tokens, so both need one tokenizer"
         raise ConfigError(_check.problem(where, problem, "the policy's tokenizer", text))
     return teacher
+
+
+def critic_of(settings: Settings) -> tuple[str, dict[str, Any]]:
+    """The critic's name and options, for ``Run.critic``.
+
+    Raises:
+        ConfigError: there is no model for it.
+    """
+    path, name = settings.model.critic_model_path, backend_of(settings)
+    if path == "toy" or (path is None and name == "toy"):
+        return "toy", {}
+    if path is None and name != "local":
+        expected = "a model that this machine runs, or toy"
+        raise ConfigError(
+            _check.problem("model.critic_model_path", "is not given", expected, "the backend has no critics")
+        )
+    kept = {key: value for key, value in settings.options.items() if key in ("device", "micro_batch_tokens")}
+    found = {"model": path or settings.model.model_path, "lora": _lora(settings), **kept}
+    if settings.explorer.rollout_model.dtype is not None:
+        found["dtype"] = settings.explorer.rollout_model.dtype
+    return "local", found
 
 
 def stage_path(where: str, given: str | None, stages: Any) -> str | None:

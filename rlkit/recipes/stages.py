@@ -142,6 +142,9 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
         if job.mode != "explore":
             if job.method.wants_reference:
                 beside["reference"] = stack.enter_context(models.reference_of(settings, policy, start))
+            if "critic" in job.method.recipe.needs:
+                kind, more = models.critic_of(settings)
+                beside["critic"] = current.critic(kind, tokenizer=policy.tokenizer, **more)
             if "teacher" in job.method.recipe.needs:
                 beside["teacher"] = stack.enter_context(models.teacher_of(settings, policy.tokenizer, paths))
         trained(job, current, policy, **beside)
