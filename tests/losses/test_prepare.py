@@ -139,6 +139,12 @@ def test_missing_inputs_are_named(title):
         part = attrs.evolve(data[1], inputs={k: v for k, v in data[1].inputs.items() if k != name})
         with pytest.raises(DataError, match=rf"data\[1\].inputs lacks '{name}'"):
             prepared.check([data[0], part])
+    nothing = rlkit.Datum([1, 2], [0, 1])
+    there = datums(driver, {"weights": [1.0, 1.0]})[0] if "weights" in prepared.optional else []
+    if needed:
+        for datum, names in ((nothing, "none"), *((d, "weights") for d in there)):
+            with pytest.raises(DataError, match=f"it has: {names}$"):
+                prepared.check([datum])
 
 
 def test_settings_of_a_name_and_of_a_function():
