@@ -27,11 +27,12 @@ import attrs
 from rlkit import _check
 from rlkit.errors import ConfigError
 
-__all__ = ["describe", "dump", "load", "secret"]
+__all__ = ["describe", "dump", "load", "read_env", "secret"]
 
 T = TypeVar("T")
 _MAX_BYTES = 1_000_000
 _MAX_ALIASES = 100
+_ENV_LINE = re.compile(r"""([A-Za-z_]\w*)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\"']).*?))(?:\s+#.*)?""")
 _SECRET = "rlkit.secret"  # noqa: S105  # the name of a mark
 
 
@@ -76,7 +77,7 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
     if path is not None:
         given = omega.OmegaConf.merge(given, _read(omega, Path(path)))
     for text in overrides:
-        if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-]+", text.partition("=")[0]):
+        if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-/]+", text.partition("=")[0]):
             raise ConfigError(_check.problem("override", f"is {text!r}", "key.of.it=value"))
     try:
         given = omega.OmegaConf.merge(given, omega.OmegaConf.from_dotlist(list(overrides)))
@@ -122,6 +123,38 @@ def describe(kind: type[Any]) -> str:
     rows = list(_rows(kind, ""))
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     return "\n".join(f"{key:{widths[0]}}  {shown:{widths[1]}}  {text}".rstrip() for key, shown, text in rows)
+
+
+def read_env(path: str | os.PathLike[str]) -> None:
+    """Puts the lines ``NAME=value`` of a file such as .env into the environment, where it does not have them.
+
+    A value may stand in quotes; ``#`` after a space begins a comment; ``export`` before the name does nothing. Nothing
+    is put in for other variables. A file that is not there is as an empty one.
+
+    Raises:
+        ConfigError: it can not be read, or a line has another form; the message names the line, not what is in it.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / ".env"
+    >>> _ = path.write_text("RLKIT_EXAMPLE='a # b'  # a comment")
+    >>> read_env(path)
+    >>> os.environ.pop("RLKIT_EXAMPLE")
+    'a # b'
+    """
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can not be read: {type(error).__name__}") from error
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        found = _ENV_LINE.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"{path}, line {number}: is not of the form NAME=value")
+        os.environ.setdefault(found[1], next(x for x in found.groups()[1:] if x is not None))
 
 
 def _omegaconf() -> Any:

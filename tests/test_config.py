@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,3 +147,30 @@ def test_words_that_yaml_reads_as_booleans():
     assert load(Words, overrides=["template=no", "power=on"]) == Words(template="no", power="on")
     with pytest.raises(rlkit.ConfigError, match="mode: is False; expected one of 'a', 'b'"):
         load(Words, overrides=["mode=no"])
+
+
+def test_keys_from_a_file(tmp_path, monkeypatch):
+    """Plain, quoted, commented and exported; what the environment has stays; a bad line is named, not shown."""
+    for name in "ABCDEF":
+        monkeypatch.delenv(f"RLKIT_{name}", raising=False)
+    monkeypatch.setenv("RLKIT_C", "mine")
+    lines = [
+        "# keys",
+        "",
+        "RLKIT_A=tml-1  # one",
+        'export RLKIT_B = "x # y"',
+        "RLKIT_C=theirs",
+        "RLKIT_D=",
+        "RLKIT_E='$A'",
+    ]
+    (tmp_path / ".env").write_text("\n".join([*lines, "RLKIT_F=a#b=c"]))
+    rlkit.config.read_env(tmp_path / ".env")
+    found = [os.environ.pop(f"RLKIT_{name}") for name in "ABCDEF"]
+    assert found == ["tml-1", "x # y", "mine", "", "$A", "a#b=c"]
+    rlkit.config.read_env(tmp_path / "nothing")
+    for bad in ("canary", "1X=canary", "A B=canary", "A='canary"):
+        (tmp_path / ".env").write_text(f"OK_=1\n{bad}\n")
+        with pytest.raises(rlkit.ConfigError, match="line 2: is not of the form NAME=value") as error:
+            rlkit.config.read_env(tmp_path / ".env")
+        assert "canary" not in str(error.value)
+        del os.environ["OK_"]
