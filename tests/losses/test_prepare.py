@@ -240,6 +240,31 @@ def test_metrics():
         prepare(flagged).gradient(leaves, data)
 
 
+@pytest.mark.parametrize(("level", "expected"), [("pair", 2 * (3.0 + 5.0)), ("batch", 4 * 8.0)])
+def test_means_over_several_datums(level, expected):
+    """A mean that a call reports counts for each of its datums."""
+
+    @loss(level=level)
+    def measured(logprobs):
+        return sum(part.sum() for part in logprobs), {"size": sum(part.numel() for part in logprobs)}
+
+    data = [rlkit.Datum(range(n + 1), [0] + [1] * n) for n in (1, 2, 2, 3)]
+    found = prepare(measured).gradient([torch.zeros(n) for n in (1, 2, 2, 3)], data)
+    assert dict(found.metrics) == {"size:mean": expected}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_input_without_default_is_there_for_all_or_none(first):
+    """What a loss takes or leaves, and has no number for, can not be missing from some datums only."""
+    title = with_kl("cross_entropy", 0.1, "ratio_corrected")
+    driver, inputs = example(title, np.random.default_rng(0), sizes=(2, 3), optional=("sampling_logprobs",))
+    data, leaves = datums(driver, inputs)
+    lacking = data[not first]
+    data[not first] = attrs.evolve(lacking, inputs={"reference_logprobs": lacking.inputs["reference_logprobs"]})
+    with pytest.raises(DataError, match="some datums have the input 'sampling_logprobs' of the loss 'with_kl"):
+        prepare(title).gradient(leaves, data)
+
+
 def test_pairs():
     """An odd number of datums, and one of a pair without tokens, are refused."""
     driver, inputs = example("dpo", np.random.default_rng(0), sizes=(2, 3, 1))
@@ -366,6 +391,7 @@ def test_calls_by_level(marks, sizes):
     @loss(**marks)
     def counted(logprobs):
         parts = [logprobs] if isinstance(logprobs, torch.Tensor) else logprobs
+        assert type(logprobs) is {"pair": tuple, "batch": list}.get(marks.get("level"), torch.Tensor)
         calls.append([part.shape[0] for part in parts])
         return sum(part.sum() for part in parts)
 
