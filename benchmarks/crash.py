@@ -4,7 +4,7 @@
 
 ``strace`` (from the package of that name) kills a process, or fails its system calls with ENOSPC or EIO, at each system
 call in turn: of each thread, from before a step is logged until its checkpoint is there, as the run's first and over an
-older one; and while a run is opened, new and after a step that has to be done again. Errors come once, or from there on.
+older one; and while a run is opened, new and after a step that has to be done again. Errors come once or from there on.
 After each, the run is opened by another process: its newest checkpoint has to be the old one or the new one, whole (the
 new one, if saving it did not fail), it has to take a step, and nothing may lie about. What fails has to fail with an
 error of rlkit's, and where the error came once, the next save of the same process has to succeed.
@@ -12,7 +12,7 @@ error of rlkit's, and where the error came once, the next save of the same proce
 Then SIGINT, SIGTERM and cancellations of an asynchronous loop, at random points of runs whose steps last up to a
 minute: they have to end within 5 s, leave no process behind, and a checkpoint that is whole.
 
-The table goes to the screen, the counts to benchmarks/results/crash.json.
+The table goes to the screen, the counts to benchmarks/results/crash-BACKEND.json, in place of those that are there.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Child:
             status = UNTYPED
             try:
                 warnings.simplefilter("ignore")
-                sys.stderr = open(os.devnull, "w")
+                sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
                 status = work(folder, ready)
             except BaseException as error:  # noqa: BLE001
                 where = traceback.extract_tb(error.__traceback__)[-1]
@@ -137,7 +137,7 @@ class Child:
         stop.start()
         _, status = os.waitpid(self.pid, 0)
         stop.cancel()
-        with open(self._told) as told:
+        with os.fdopen(self._told) as told:
             return os.waitstatus_to_exitcode(status), told.read()
 
 
@@ -295,7 +295,7 @@ def interrupted(moment: float, how: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("toy", "local"), default="toy", help="local: a small one, made up")
-    parser.add_argument("--stride", type=int, default=1, help="tries every so many calls only")
+    parser.add_argument("--stride", type=int, default=1, help="tries every so many calls only; 0: none")
     parser.add_argument("--offset", type=int, default=0, help="beginning with which")
     parser.add_argument("--signals", type=int, default=100, help="of SIGINT and SIGTERM together; half as many others")
     parser.add_argument("--long-run", nargs=4, help=argparse.SUPPRESS)
@@ -319,16 +319,14 @@ def measured(args: argparse.Namespace, where: Path) -> None:
             importlib.import_module(name)
         OPTIONS.update(name="local", model=str(build("llama", where / "model")), lora=rlkit.Lora(rank=2))
     results: dict[str, dict[str, Any]] = {}
-    wrong: list[str] = []
 
     def count(title: str, states: Any) -> None:
-        row = results.setdefault(title, {"points": 0, "not reached": 0, "wrong": 0})
+        row = results[title] = {"points": 0, "not reached": 0, "wrong": []}
         for point, state in states:
             row["not reached" if state is None else "points"] += 1
             if state not in ("ok", None):
-                row["wrong"] += 1
-                wrong.append(f"{title}, {point}: {state}")
-        print(f"{title:70} {row['points']:4} points {row['wrong']:3} wrong", flush=True)
+                row["wrong"].append(f"{point}: {state}")
+        print(f"{title:70} {row['points']:4} points {len(row['wrong']):3} wrong", *row["wrong"], sep="\n  ", flush=True)
 
     older, again = where / "older", where / "again"
     Child(saving, older).go()
@@ -343,24 +341,19 @@ def measured(args: argparse.Namespace, where: Path) -> None:
         ("new run opened", opening, None, 0),
         ("run opened after a cut", opening, again, 0),
     ]
-    for title, work, base, thread in places:
+    for title, work, base, thread in places if args.stride else ():
         every = points(work, base, thread)
         for what in FAULTS:
             tried = [p for p in every if what == "SIGKILL" or not re.fullmatch(NO_DISK, p[0])]
             tried = tried[args.offset :: args.stride]
             count(f"{title}: {what}", ((p, injected(work, base, thread, p, what)) for p in tried))
     rng = random.Random(0)
-    for how, number in (
-        ("SIGINT", args.signals // 2),
-        ("SIGTERM", args.signals // 2),
-        ("cancellation", args.signals // 2),
-    ):
-        moments = [rng.uniform(0.0, 1.0) for _ in range(number)]
+    for how in ("SIGINT", "SIGTERM", "cancellation"):
+        moments = [rng.uniform(0.0, 1.0) for _ in range(args.signals // 2)]
         count(how, ((moment, interrupted(moment, how)) for moment in moments))
-    print(*wrong, sep="\n")
     path = Path(__file__).parent / "results" / f"crash-{args.backend}.json"
-    found = {"stride": args.stride, "offset": args.offset, "results": results, "wrong": wrong}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

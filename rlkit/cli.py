@@ -13,7 +13,7 @@ from rlkit.errors import RlkitError
 
 __all__ = ["main"]
 
-COMMANDS = ("checkpoints", "doctor", "report", "serve", "train")
+COMMANDS = ("checkpoints", "doctor", "eval", "report", "serve", "train")
 """Names of modules in ``rlkit._commands``. Each has a docstring, whose first line is its help; ``add_options(parser)``;
 and ``run(options)``, which returns the exit status. Importing one imports nothing heavy."""
 

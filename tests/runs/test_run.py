@@ -321,7 +321,7 @@ class TestStopping:
         with Run(tmp_path, trackers=()) as run:
             policy, finished = run.connect("toy"), []
             before = signal.getsignal(number)
-            with pytest.raises(raised) as ended:
+            with pytest.raises(raised) as ended:  # noqa: PT012
                 for step in run.steps(9):
                     if step == 2:
                         os.kill(os.getpid(), number)

@@ -1,0 +1,131 @@
+"""Score a policy on held-out tasks: mean, confidence interval, pass@k.
+
+rlkit eval RUN chain_sum                                  the newest checkpoint of a run, on a reasoning-gym task
+rlkit eval smollm2-135m-instruct chain_sum leg_counting   an untrained model, on two of them
+rlkit eval policies/step-00000200-... questions.jsonl     a saved path, on rows with "prompt" and "answer"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlkit.backends import Sampler
+    from rlkit.envs import Task
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``rlkit eval``."""
+    parser.add_argument("policy", metavar="POLICY", help="a run's folder, what save() returned, or a model")
+    parser.add_argument("tasks", metavar="TASKS", nargs="+", help="a reasoning-gym task, or a .jsonl file of rows")
+    parser.add_argument("--backend", default="local", help="of a model (default: local)")
+    parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest that is whole)")
+    parser.add_argument("--role", default="policy", help="which policy of it (default: policy)")
+    parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
+    parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a generator's own setting")
+    parser.add_argument(
+        "--reward", default="math_reward", help="a name in rlkit.recipes.rewards (default: math_reward)"
+    )
+    parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
+    parser.add_argument("-k", type=int, nargs="+", default=[], help="for pass@k, each at most n")
+    parser.add_argument("--greedy", action="store_true", help="at temperature 0")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: 1)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="per turn (default: 512)")
+    parser.add_argument("--success", type=float, default=1.0, help="a reward that counts as one (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
+    parser.add_argument("--out", metavar="FOLDER", help="keeps metrics and trajectories there, for `rlkit report`")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plays, and prints a line for each kind of task."""
+    import rlkit
+    from rlkit.evaluation import evaluate_sync
+
+    params = rlkit.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
+    tasks = _tasks(options)
+    with _sampler(options) as sampler:
+        found = evaluate_sync(
+            sampler,
+            tasks,
+            n=options.n,
+            k=options.k,
+            greedy=options.greedy,
+            success=options.success,
+            params=params,
+            seed=options.seed,
+        )
+        if options.out is not None:
+            from rlkit.tracking import Jsonl
+
+            kept = Jsonl(options.out, tokenizer=sampler.tokenizer)
+            kept.log(found.metrics, 0)
+            kept.log_trajectories(found.rollouts, 0)
+            kept.close()
+    for name, score in found.scores.items():
+        tries = "".join(f"  pass@{k} {value:.3f}" for k, value in score.pass_at_k.items())
+        print(f"{name}: mean {score.mean:.3f} (95 % interval {score.low:.3f} to {score.high:.3f}){tries}", end="  ")
+        print(f"{score.tasks} tasks, {score.episodes} episodes, {score.failed} failed")
+    return 0
+
+
+def _tasks(options: argparse.Namespace) -> list[Task]:
+    """All tasks of the names and files given."""
+    from rlkit import _check, recipes
+    from rlkit.errors import ConfigError
+    from rlkit.recipes.inputs import Format, Taskset
+
+    size = _check.integer("--size", options.size, low=1)
+    own: dict[str, Any] = {}
+    for text in options.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(_check.problem("--set", f"is {text!r}", "KEY=VALUE"))
+        own[key] = _value(value)
+    found: list[Task] = []
+    for path in options.tasks:
+        rows = Path(path).suffix != ""
+        taskset = Taskset(
+            name=Path(path).stem,
+            path=path,
+            split=options.split,
+            format=Format(response_key="answer"),
+            default_reward_fn_type=options.reward,
+            workflow_args={} if rows else {"size": size, "seed": options.seed, **own},
+        )
+        made = recipes.environments["simple_workflow" if rows else "reasoning_gym"](taskset)
+        found += made[:size]
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _sampler(options: argparse.Namespace) -> Sampler:
+    """The policy, frozen."""
+    import rlkit
+    from rlkit.backends import saves
+    from rlkit.errors import CheckpointError
+
+    path = options.policy
+    if (Path(path) / "checkpoints").is_dir():
+        whole = [record for record in rlkit.runs.records(path) if options.step in (None, record.step)]
+        found = whole[-1].policy(options.role) if whole else None
+        if found is None:
+            raise CheckpointError(f"{path} has no whole checkpoint of that step with a {options.role!r}")
+        path = found
+    if path.startswith("tinker://"):
+        return rlkit.sampler("tinker", path=path)
+    if (Path(path) / "state.json").is_file():
+        _, state = saves.read(path, backend=None)
+        return rlkit.sampler(state["backend"], path=path)
+    return rlkit.sampler(options.backend, model=None if options.backend == "toy" else path)

@@ -1,0 +1,96 @@
+"""The command ``rlkit eval``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import rlkit
+from rlkit.cli import main
+from rlkit.runs import Run
+from rlkit.storage import read
+from rlkit.tracking import read_metrics
+
+pytest.importorskip("omegaconf", reason="needs the extra config")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Three questions whose answer is in every text, and one whose answer is in none of eight bytes."""
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "Say", "answer": "" if i else "never" * 9}) + "\n" for i in range(4)))
+    return str(path)
+
+
+SHORT = ["--reward", "contains", "--max-tokens", "8"]
+
+
+def test_scores_of_a_file(rows, capsys, tmp_path, monkeypatch):
+    """Wilson's interval of 3 of 4 is 0.3006 to 0.9544; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["eval", "toy", rows, "--backend", "toy", "--greedy", *SHORT]) == 0
+    told = capsys.readouterr().out
+    assert told == "some: mean 0.750 (95 % interval 0.301 to 0.954)  4 tasks, 4 episodes, 0 failed\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_tries_and_what_is_kept(rows, capsys, tmp_path):
+    out = tmp_path / "kept"
+    assert main(["eval", "toy", rows, "--backend", "toy", "-n", "3", "-k", "1", "3", "--out", str(out), *SHORT]) == 0
+    assert "pass@1 0.750  pass@3 0.750  4 tasks, 12 episodes" in capsys.readouterr().out
+    assert read_metrics(out)[0]["metrics"]["eval/mean"] == 0.75
+    assert sum(len(group.trajectories) for group in read(out / "trajectories.jsonl")) == 12
+    assert main(["report", str(out)]) == 0
+
+
+def test_checkpoints_and_saved_paths(rows, capsys, tmp_path):
+    """A run's newest checkpoint, an older one, and the path of a policy: those, and no other."""
+    prompt = rlkit.connect("toy").tokenizer.apply_chat_template([{"role": "user", "content": "Say"}])
+    data = [rlkit.Datum.supervised(prompt, list(b"yes"))]
+    with Run(tmp_path / "run", seed=0, retention=rlkit.runs.Retention(last=9), trackers=()) as run:
+        policy = run.connect("toy")
+        for _ in run.steps(2):
+            for _ in range(60 * run.step):  # the first step teaches nothing
+                policy.forward_backward(data, "cross_entropy")
+                policy.optim_step(rlkit.Adam(learning_rate=0.5)).result()
+            record = run.checkpoint(policy)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"prompt": "Say", "answer": "yes"}) + "\n")
+    means = []
+    for policy in ([str(tmp_path / "run")], [str(tmp_path / "run"), "--step", "1"], [record.policy("policy")]):
+        assert main(["eval", policy[0], str(asked), *policy[1:], "--greedy", *SHORT]) == 0
+        means.append(capsys.readouterr().out.split()[2])
+    assert means == ["1.000", "0.000", "1.000"]
+    assert main(["eval", str(tmp_path / "run"), str(asked), "--step", "9"]) == 2
+    assert "no whole checkpoint" in capsys.readouterr().err
+
+
+def test_generated_tasks(capsys):
+    pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
+    options = ["--backend", "toy", "--size", "3", "--set", "min_terms=2", "--set", "max_terms=2", "--max-tokens", "4"]
+    assert main(["eval", "toy", "chain_sum", *options]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("chain_sum: mean 0.0")
+    assert told.endswith("3 tasks, 3 episodes, 0 failed\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.jsonl"], "a file that exists"),
+        (["no_such_task"], "no_such_task"),
+        (["chain_sum", "--set", "min_trems=2"], "min_trems"),
+        (["chain_sum", "--set", "min_terms"], "KEY=VALUE"),
+        (["chain_sum", "--size", "0"], "--size"),
+        (["chain_sum", "-n", "2", "--greedy"], "expected 1"),
+        (["chain_sum", "-k", "2"], "k: got 2"),
+        (["chain_sum", "--max-tokens", "0"], "max_tokens"),
+        (["x.jsonl", "--reward", "mat_reward"], "a file that exists"),
+    ],
+)
+def test_mistakes(arguments, message, capsys):
+    pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
+    assert main(["eval", "toy", "--backend", "toy", *arguments]) == 2
+    assert message in capsys.readouterr().err
