@@ -29,7 +29,7 @@ class TornLine(UserWarning):
     """A line that was not written to its end was left out."""
 
 
-def append(path: str | Path, groups: Iterable[Group]) -> int:
+def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
     """Adds groups to a file of JSON lines, one line each, and returns how many.
 
     A line is written at once and behind what is there, so several processes may append to one file, and a crash harms

@@ -204,13 +204,14 @@ def test_files_that_can_not_be_used(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_one_group_is_no_list_of_groups(tmp_path):
-    """Said for what it is, and nothing is written or kept."""
+def test_one_group_is_a_list_of_one(tmp_path):
+    """What is no group is said to be that, and nothing is written or kept."""
     group = Group([], failures=[])
     replay = Replay(max_age=1)
     for take in (lambda groups: append(tmp_path / "one.jsonl", groups), replay.add):
-        for wrong in (group, None, "groups", [group, 3]):
+        for wrong in (None, "groups", [group, 3], 3):
             with pytest.raises(DataError, match="groups"):
                 take(wrong)
     assert not (tmp_path / "one.jsonl").exists()
-    assert len(replay) == 0
+    replay.add(group)
+    assert len(replay) == append(tmp_path / "one.jsonl", group) == 1

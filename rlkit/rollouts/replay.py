@@ -47,7 +47,7 @@ class Replay:
             _check.integer("capacity", capacity, low=1)
         self._groups: deque[Group] = deque(maxlen=capacity)
 
-    def add(self, groups: Iterable[Group]) -> None:
+    def add(self, groups: Iterable[Group] | Group) -> None:
         """Adds groups, such as what ``rollout`` returned.
 
         Raises:

@@ -10,9 +10,10 @@ from typing import Any, Self, TextIO
 
 from rlkit import _check
 from rlkit.errors import ConfigError
-from rlkit.tracking import pertoken, values
+from rlkit.tracking import values
 from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
+from rlkit.trajectory.types import checked_groups
 
 __all__ = ["Console"]
 
@@ -90,7 +91,7 @@ class Console:
         trainer_logprobs: Sequence[Any] | None = None,  # noqa: ARG002
     ) -> None:
         """Nothing: trajectories are looked at on the run page."""
-        pertoken.checked_groups(groups)
+        checked_groups(groups)
         _check.integer("step", step, low=0)
 
     def close(self) -> None:

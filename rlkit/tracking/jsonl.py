@@ -19,6 +19,7 @@ from rlkit.tracking import pertoken, values
 from rlkit.tracking.secrets import masked, redact
 from rlkit.tracking.vocabulary import Vocabulary
 from rlkit.trajectory import Group
+from rlkit.trajectory.types import checked_groups
 
 __all__ = ["FILES", "Jsonl", "lines", "read_metrics"]
 
@@ -114,7 +115,7 @@ class Jsonl:
             CheckpointError: the file can not be written.
         """
         step = _check.integer("log_trajectories(step)", step, low=0)
-        groups = pertoken.checked_groups(groups)
+        groups = checked_groups(groups)
         extras = pertoken.records(groups, step, advantages=advantages, trainer_logprobs=trainer_logprobs)
         if self._vocabulary is not None:
             self._vocabulary.add(groups)

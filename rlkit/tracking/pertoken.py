@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,7 @@ from rlkit.errors import DataError
 from rlkit.tracking.values import to_json
 from rlkit.trajectory import Group
 
-__all__ = ["checked_groups", "records"]
-
-
-def checked_groups(groups: Any) -> list[Group]:
-    """The groups as a list.
-
-    Raises:
-        DataError: something else than groups.
-    """
-    groups = [groups] if isinstance(groups, Group) else groups
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
-        raise DataError(_check.problem("log_trajectories(groups)", f"got {_check.shown(groups)}", "groups"))
-    found = list(groups)
-    for i, group in enumerate(found):
-        if not isinstance(group, Group):
-            raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
-    return found
+__all__ = ["records"]
 
 
 def records(groups: Sequence[Group], step: int, **given: Sequence[Any] | None) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from rlkit import _check
 from rlkit.errors import ConfigError
-from rlkit.tracking import pertoken, values
+from rlkit.tracking import values
 from rlkit.tracking.secrets import masked, redact
 from rlkit.trajectory import Group, Trajectory
+from rlkit.trajectory.types import checked_groups
 
 __all__ = ["COLUMNS", "Service", "examples"]
 
@@ -59,7 +60,7 @@ class Service:
         trainer_logprobs: Sequence[Any] | None = None,  # noqa: ARG002
     ) -> None:
         """Sends some trajectories as text."""
-        rows = examples(pertoken.checked_groups(groups), _check.integer("step", step, low=0), self._most)
+        rows = examples(checked_groups(groups), _check.integer("step", step, low=0), self._most)
         if rows:
             self._texts(self._opened(), rows, step)
 

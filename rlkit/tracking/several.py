@@ -17,6 +17,7 @@ from rlkit.tracking import pertoken, values
 from rlkit.tracking.protocol import Tracker
 from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
+from rlkit.trajectory.types import checked_groups
 
 __all__ = ["Several"]
 
@@ -103,7 +104,7 @@ class Several:
         given = {"advantages": advantages, "trainer_logprobs": trainer_logprobs}
         extras = {name: copy.deepcopy(value) for name, value in given.items() if value is not None}
         try:
-            listed = pertoken.checked_groups(groups)
+            listed = checked_groups(groups)
             pertoken.records(listed, step, **extras)
         except Exception as error:  # noqa: BLE001
             self._refuse(error)

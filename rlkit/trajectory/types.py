@@ -316,9 +316,14 @@ def _names(where: str, value: Any) -> None:
 
 
 def checked_groups(groups: Any) -> list[Group]:
-    """The groups as a list; a DataError where they are something else, a single group included."""
-    if isinstance(groups, (Group, str, bytes)) or not isinstance(groups, Iterable):
-        raise DataError(_check.problem("groups", f"got {_check.shown(groups)}", "a list of Groups"))
+    """The groups as a list; one group is a list of one.
+
+    Raises:
+        DataError: something else than groups.
+    """
+    groups = [groups] if isinstance(groups, Group) else groups
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+        raise DataError(_check.problem("groups", f"got {_check.shown(groups)}", "groups"))
     listed = list(groups)
     for i, group in enumerate(listed):
         if not isinstance(group, Group):
