@@ -128,8 +128,7 @@ class Groups:
 
     def where_scored(self, advantages: np.ndarray) -> np.ndarray:
         """Advantages [N], 0 where unscored."""
-        kept = advantages if self.scored.all() else np.where(self.scored, advantages, 0.0)
-        return np.asarray(kept + 0.0)  # + 0.0 turns -0.0 into 0.0
+        return advantages if self.scored.all() else np.where(self.scored, advantages, 0.0)
 
     def finish(self, advantages: np.ndarray, singleton: str = "zero") -> Any:
         """Advantages [N] in the form in which the rewards came."""
