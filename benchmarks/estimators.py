@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +59,19 @@ def by_slices(loop: Callable[[list[np.ndarray]], list[np.ndarray]], flat: np.nda
     return np.concatenate(loop(np.split(flat, np.flatnonzero(np.diff(labels)) + 1)))
 
 
+def by_dictionary(
+    loop: Callable[[list[np.ndarray]], list[np.ndarray]], flat: np.ndarray, labels: Sequence[str]
+) -> np.ndarray:
+    """A loop over the groups of equal labels, wherever they stand."""
+    places: dict[str, list[int]] = {}
+    for i, label in enumerate(labels):
+        places.setdefault(label, []).append(i)
+    result = np.empty_like(flat)
+    for index, row in zip(places.values(), loop([flat[index] for index in places.values()]), strict=True):
+        result[index] = row
+    return result
+
+
 def gae_loop(
     rows: list[np.ndarray], values: list[np.ndarray], gamma: float = 0.99, lam: float = 0.95
 ) -> list[np.ndarray]:
@@ -91,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     # the same numbers in one array with labels, where neither side has to build 100,000 arrays
     "grpo, labels": (lambda: by_group("grpo", FLAT, LABELS), lambda: by_slices(grpo_loop, FLAT, LABELS)),
     "rloo, labels": (lambda: by_group("rloo", FLAT, LABELS), lambda: by_slices(rloo_loop, FLAT, LABELS)),
-    "rloo, labels of text": (lambda: by_group("rloo", FLAT, NAMES), lambda: by_slices(rloo_loop, FLAT, LABELS)),
+    "rloo, labels of text": (lambda: by_group("rloo", FLAT, NAMES), lambda: by_dictionary(rloo_loop, FLAT, NAMES)),
     "discounted_returns": (lambda: discounted_returns(ROWS, gamma=0.9), lambda: returns_loop(ROWS)),
     "discounted_returns, short": (lambda: discounted_returns(SHORT, gamma=0.9), lambda: returns_loop(SHORT)),
     "discounted_returns, labels": (

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from rlkit import metrics
-from rlkit.advantages import rebn, token_weights
+from rlkit.advantages import token_weights
 from rlkit.backends.protocol import Sampler
 from rlkit.losses.base import marks
 from rlkit.losses.base import registry as losses
@@ -84,11 +84,9 @@ def trajectories_of(
     if critic is not None:
         values = critic.values(flat).result()
         found["values"] = _joined(parts, [d.select(v) for d, v in zip(flat, values, strict=True)])
-    advantages = credited(method, groups, found, seed=seed)
+    advantages, returns = credited(method, groups, found, seed=seed)
     more: dict[str, Any] = {}
-    if critic is not None:
-        advantages, returns = advantages
-        advantages = rebn(advantages)
+    if returns is not None:
         more = {"returns": returns, "old_values": found["values"]}
     if reference is not None:
         more["reference_logprobs"] = found["reference_logprobs"]

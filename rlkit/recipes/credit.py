@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -31,8 +31,12 @@ class _Batch:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
 
-def credited(method: Method, groups: Sequence[Group], given: Mapping[str, Any], *, seed: Sequence[int]) -> list[Any]:
-    """One float64 [token_count] per trajectory: its tokens' advantages.
+def credited(
+    method: Method, groups: Sequence[Group], given: Mapping[str, Any], *, seed: Sequence[int]
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """One float64 [token_count] per trajectory: its tokens' advantages; and what a critic is to predict there, or None.
+
+    Where there are values, the advantages are normalised over the batch's tokens, as PPO has them.
 
     Args:
         method: whose estimator it is.
@@ -46,11 +50,15 @@ def credited(method: Method, groups: Sequence[Group], given: Mapping[str, Any], 
     if method.kl_penalty > 0:
         two = {name: given[name] for name in ("sampling_logprobs", "reference_logprobs")}
         penalty = advantages.kl_penalty(**two, coef=method.kl_penalty, estimator=method.penalty)
-    found: list[Any] = _LEVELS[method.recipe.level](method, _Batch(groups, penalty, given, seed))
+    result = _LEVELS[method.recipe.level](method, _Batch(groups, penalty, given, seed))
+    returns = None
+    if isinstance(result, tuple):
+        result, returns = advantages.rebn(result[0]), list(result[1])
+    found = list(result)
     if method.entropy > 0:
         bonus = advantages.entropy_bonus(sampling_logprobs=given["sampling_logprobs"], coef=method.entropy)
         found = [a + b for a, b in zip(found, bonus, strict=True)]
-    return found
+    return found, returns
 
 
 def turn_states(trajectory: Trajectory) -> list[Any]:
@@ -95,15 +103,14 @@ def _per_turn(method: Method, batch: _Batch) -> list[np.ndarray]:
     return found
 
 
-def _per_token(method: Method, batch: _Batch) -> list[np.ndarray]:
+def _per_token(method: Method, batch: _Batch) -> Any:
     rewards = [token_rewards(t) + p for t, p in zip(batch.trajectories, batch.penalty, strict=True)]
     named = {"rewards": rewards, **batch.given}
     wanted = {name: named[name] for name in _parameters(method) if name in named}
-    found: list[np.ndarray] = method.estimator(**wanted, **method.recipe.advantage_args)
-    return found
+    return method.estimator(**wanted, **method.recipe.advantage_args)
 
 
-_LEVELS = {"group": _per_group, "turn": _per_turn, "token": _per_token}
+_LEVELS: Mapping[str, Callable[[Method, _Batch], Any]] = {"group": _per_group, "turn": _per_turn, "token": _per_token}
 
 
 def _turn_rewards(trajectory: Trajectory, penalty: np.ndarray) -> np.ndarray:

@@ -51,8 +51,10 @@ def trained(job: Job, run: Run, policy: Any, *, reference: Any = None, teacher: 
         if groups is not None and job.settings.monitor.trajectories and job.mode != "train":
             beside: dict[str, Any] = {"advantages": advantages} if loop.whole(groups, advantages) else {}
             run.log_trajectories(groups, **beside)
-        if step + 1 == job.total and job.held_out:
-            run.log(loop.evaluation(job.total), step=job.total)
+        if step + 1 == job.total:
+            if job.held_out:
+                run.log(loop.evaluation(job.total), step=job.total)
+            run.value(f"final-{job.total}", lambda: policy.save("final", optimizer=False, sampler=True).result())
         run.checkpoint(every=job.settings.trainer.save_interval or job.total)
 
 

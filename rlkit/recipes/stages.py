@@ -32,7 +32,7 @@ class Outcome:
     Attributes:
         stage: its name; "" for a run without stages.
         folder: of the run: metrics.jsonl, trajectories.jsonl, checkpoints.
-        path: the policy's last saved state; None in mode bench.
+        path: the weights at the end, for ``init_from`` and for ``rlkit.sampler(path=)``; None in mode bench.
         metrics: the scores of mode bench, of its last checkpoint.
     """
 
@@ -125,7 +125,7 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
     )
     if done:
         logger.info("%s has all of its %d steps", settings.folder, job.total)
-        return Outcome(name, settings.folder, done[-1].policy("policy"))
+        return Outcome(name, settings.folder, _final(done[-1]))
     options = models.options_of(settings)
     with contextlib.ExitStack() as stack:
         kept = settings.trainer.max_checkpoints_to_keep
@@ -148,8 +148,14 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
             if "teacher" in job.method.recipe.needs:
                 beside["teacher"] = stack.enter_context(models.teacher_of(settings, policy.tokenizer, paths))
         trained(job, current, policy, **beside)
-        last = records(settings.folder, verify=False)[-1].policy("policy")
-    return Outcome(name, settings.folder, last)
+    return Outcome(name, settings.folder, _final(records(settings.folder, verify=False)[-1]))
+
+
+def _final(record: Any) -> str | None:
+    """The path of the weights that a run ended with, which samplers can be opened from, too."""
+    box = record.kept.get(f"value/final-{record.step}") or {}
+    found: str | None = box.get("value")
+    return found
 
 
 def _bench(name: str, job: Job, start: str | None) -> Outcome:

@@ -72,8 +72,8 @@ def _made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     try:
         tasks: Tasks = make(taskset)
     except (ConfigError, TypeError) as error:
-        text = str(error) if where in str(error) else f"{where}: {error}"
-        raise ConfigError(text.replace("taskset.path", f"{where}.path")) from error
+        text = str(error)
+        raise ConfigError(f"{where}{text}" if text.startswith(".path") else f"{where}: {text}") from error
     if not isinstance(tasks, Tasks):
         raise ConfigError(_check.problem(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks"))
     own = taskset.rollout_args
@@ -131,7 +131,7 @@ def _openreward(taskset: Taskset) -> Tasks:
 def _simple(taskset: Taskset, reward: str = "math_reward") -> Tasks:
     """Rows with a prompt and an answer, scored by ``default_reward_fn_type`` (math_reward unless given)."""
     form = taskset.format
-    given = rows.read(taskset.path, where="taskset.path", split=taskset.split, subset=taskset.subset_name)
+    given = rows.read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
     function = rewards[taskset.default_reward_fn_type or reward]
     score = functools.partial(_scored, function, dict(taskset.reward_fn_args))
     key = form.messages_key if form.messages_key in given[0] and form.prompt_key not in given[0] else form.prompt_key
