@@ -21,6 +21,7 @@ __all__ = ["Record", "check", "latest", "records", "remove", "write"]
 
 _NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
 POLICIES, CHECKPOINTS = "policies", "checkpoints"
+_LOOKS = 100  # at a folder that changes while it is read
 
 
 @contextlib.contextmanager
@@ -99,32 +100,46 @@ def check(record: Record) -> None:
 
 def paths(folder: Path) -> list[Path]:
     """The folders of its checkpoints, damaged ones too, oldest first."""
+    found = []
     parent = folder / CHECKPOINTS
-    found = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)] if parent.is_dir() else []
-    return sorted(found, key=lambda path: (path.name[:13], path.stat().st_mtime_ns))
+    with typed(f"{folder} can not be read"):
+        for path in parent.iterdir() if parent.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):  # the run that is writing has removed it
+                if _NAME.fullmatch(path.name):
+                    found.append((path.name[:13], path.stat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(found)]
 
 
 def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Record]:
-    """The checkpoints of the run in ``folder``, by step, oldest first.
+    """The checkpoints of the run in ``folder``, by step, oldest first; another process may be writing to it.
 
     Those that are damaged are left out with a warning; with ``verify=False`` the policies' files are not read.
 
     Raises:
         CheckpointError: the folder can not be read.
     """
-    found = []
-    with typed(f"{folder} can not be read"):
-        there = paths(Path(folder))
+    there, found, damaged = _looked(Path(folder), verify)
+    for _ in range(_LOOKS):
+        if paths(Path(folder)) == there:
+            break  # else some were removed meanwhile, and newer ones are there
+        there, found, damaged = _looked(Path(folder), verify)
+    for error in damaged:
+        warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
+    return found
+
+
+def _looked(folder: Path, verify: bool) -> tuple[list[Path], list[Record], list[CheckpointError]]:
+    there, found, damaged = paths(folder), [], []
     for path in there:
         try:
             record = read(path)
             if verify:
                 check(record)
         except CheckpointError as error:
-            warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
-            continue
-        found.append(record)
-    return found
+            damaged.append(error)
+        else:
+            found.append(record)
+    return there, found, damaged
 
 
 def latest(folder: Path) -> Record | None:
