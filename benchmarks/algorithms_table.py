@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -80,6 +81,7 @@ def files(folder: Path, letters: str) -> tuple[Path, Path]:
     pick = lambda of: "".join(of[i] for i in rng.integers(len(of), size=6))  # noqa: E731
     rows = [{"prompt": p, "response": pick(letters)} for p in PROMPTS * 4]
     pairs = [{"prompt": p, "chosen": pick(letters), "rejected": pick(others)} for p in PROMPTS * 4]
+    folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "demonstrations.jsonl", folder / "preferences.jsonl"
     for path, given in zip(paths, (rows, pairs), strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in given), "utf-8")
@@ -113,8 +115,7 @@ def backend(name: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     elif name == "fake":
         from rlkit.testing import FakeTinker
 
-        with FakeTinker(seed=0) as fake:
-            os.environ["TINKER_API_KEY"] = fake.api_key
+        with FakeTinker(seed=0) as fake, mock.patch.dict(os.environ, TINKER_API_KEY=fake.api_key):
             yield "tinker", {"model": "toy", "base_url": fake.base_url}
     else:
         yield "tinker", {"model": os.environ["RLKIT_REAL_MODEL"], "tokenizer": os.environ["RLKIT_REAL_MODEL"]}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import rlkit
-from rlkit import _check
+from rlkit import _check, backends
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.chat import Chat
 from rlkit.errors import ConfigError
@@ -52,6 +52,8 @@ def options_of(settings: Settings) -> dict[str, Any]:
         ConfigError: settings contradict each other.
     """
     name, model = backend_of(settings), settings.model
+    if name not in backends.registry:
+        backends.registry[name]  # raises, unless a package has it
     if settings.backend not in (None, "tinker") and model.tinker.enable:
         what = f"is {settings.backend!r}"
         raise ConfigError(_check.problem("backend", what, "tinker, or nothing", "model.tinker.enable is true"))

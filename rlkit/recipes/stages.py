@@ -95,6 +95,7 @@ def check(settings: Settings) -> list[Job]:
 def _stages(settings: Settings) -> list[tuple[str, Settings]]:
     """(name, settings) of each stage: a section that it has takes the place of the run's."""
     if not settings.stages:
+        _check_paths("", settings, {})
         return [("", settings)]
     found: list[tuple[str, Settings]] = []
     for i, stage in enumerate(settings.stages):
@@ -107,13 +108,15 @@ def _stages(settings: Settings) -> list[tuple[str, Settings]]:
             own["init_from"] = None
         name = f"{settings.name}/{stage.stage_name}"
         found.append((stage.stage_name, attrs.evolve(settings, stages=(), name=name, **own)))
-        for key, given in (("init_from", own.get("init_from")), *_teachers(found[-1][1])):
-            models.stage_path(f"stages[{i}].{key}", given, {earlier: "" for earlier, _ in found[:-1]})
+        _check_paths(f"stages[{i}].", found[-1][1], dict.fromkeys([earlier for earlier, _ in found[:-1]], ""))
     return found
 
 
-def _teachers(settings: Settings) -> list[tuple[str, str | None]]:
-    return [(f"explorer.auxiliary_models[{i}].path", t.path) for i, t in enumerate(settings.explorer.auxiliary_models)]
+def _check_paths(where: str, settings: Settings, earlier: Mapping[str, str]) -> None:
+    """Raises where a path names a stage that there is not."""
+    models.stage_path(f"{where}init_from", settings.init_from, earlier)
+    for i, each in enumerate(settings.explorer.auxiliary_models):
+        models.stage_path(f"{where}explorer.auxiliary_models[{i}].path", each.path, earlier)
 
 
 def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], trackers: Sequence[Any]) -> Outcome:

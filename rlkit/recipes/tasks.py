@@ -37,8 +37,8 @@ def trained(buffer: Buffer) -> TaskSource:
     """
     given = buffer.explorer_input
     if (given.taskset is None) == (not given.tasksets):
-        what = "has neither" if given.taskset is None else "has both"
-        raise ConfigError(_check.problem("buffer.explorer_input", f"{what} taskset and tasksets", "one of them"))
+        what = "has neither taskset nor tasksets" if given.taskset is None else "has both taskset and tasksets"
+        raise ConfigError(_check.problem("buffer.explorer_input", what, "one of them"))
     if given.taskset is not None:
         return _made(given.taskset, given, "buffer.explorer_input.taskset")
     parts = {}

@@ -1,0 +1,221 @@
+"""Settings: the two configurations that users come with load, and what is wrong stops before any work."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("omegaconf")
+
+import rlkit
+from rlkit import cli, recipes
+from rlkit.recipes import keys, models
+from rlkit.recipes.settings import Settings
+from tests.recipes.problems import curve, loaded, table
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A file of problems in GSM8K's form."""
+    path = tmp_path / "rows.jsonl"
+    given = [{"question": f"{x} + 1?", "answer": f"One more than {x}. #### {x + 1}"} for x in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in given), "utf-8")
+    return path
+
+
+def test_the_services_configuration():
+    """What it says arrives where it belongs."""
+    settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
+    assert models.backend_of(settings) == "tinker"
+    assert models.options_of(settings) == {"model": "meta-llama/Llama-3.2-3B", "lora": rlkit.Lora(rank=32)}
+    assert models.seed_of(settings) == 42
+    assert str(settings.folder) == "checkpoints/Trinity-RFT-gsm8k/alignment-tinker/tinker-llama3.2-3B-off1"
+    assert (settings.buffer.batch_size, settings.algorithm.repeat_times, settings.synchronizer.sync_offset) == (
+        96,
+        8,
+        1,
+    )
+    plan = models.plan_of(settings, 8, 42)
+    assert (plan.n, plan.params.max_tokens, plan.max_length) == (8, 2048, 3072)
+    said = keys.check(settings)
+    assert any(text.startswith("cluster ") for text in said)
+    assert any(text.startswith("explorer.rollout_model.engine_num ") for text in said)
+
+
+def test_the_local_configuration():
+    """A LoRA on this machine, in the engine's dtype."""
+    settings = recipes.load(CONFIGS / "gsm8k_lora.yaml")
+    assert models.backend_of(settings) == "local"
+    assert models.options_of(settings) == {
+        "model": "meta-llama/Llama-3.2-3B",
+        "lora": rlkit.Lora(rank=32, alpha=32.0),
+        "dtype": "bfloat16",
+    }
+    assert any("gpu_memory_utilization" in text for text in keys.check(settings))
+
+
+def test_both_run(tmp_path, rows, tiny, caplog):
+    """With a small model and a file in the place of the real ones, each trains as it stands."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    task = "buffer.explorer_input.taskset"
+    more = [f"{task}.path={rows}", f"{task}.subset_name=null", "buffer.batch_size=2", "buffer.total_steps=2"]
+    more += ["algorithm.repeat_times=2", "model.max_response_tokens=4", "model.max_prompt_tokens=120"]
+    more += ["monitor.monitor_type=null", f"checkpoint_root_dir={tmp_path}"]
+    with table.backend("fake", tmp_path) as (_, options), caplog.at_level(logging.INFO, "rlkit.recipes"):
+        own = ["model.tinker.base_model=toy", f"model.tinker.base_url={options['base_url']}"]
+        (outcome,) = recipes.run(recipes.load(CONFIGS / "gsm8k_tinker.yaml", [*more, *own]))
+    assert [step for step, _ in curve(outcome)] == [0, 1]
+    assert "without effect here: cluster" in caplog.text
+    own = [f"model.model_path={tiny('llama')}", "model.lora_configs=[{lora_rank: 4}]"]
+    (outcome,) = recipes.run(recipes.load(CONFIGS / "gsm8k_lora.yaml", [*more, *own]))
+    assert [step for step, _ in curve(outcome)] == [0, 1]
+
+
+def test_the_services_key_by_its_other_name(monkeypatch):
+    """TRINITY_API_KEY is taken where TINKER_API_KEY is not set."""
+    settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.setenv("TRINITY_API_KEY", "tml-other")
+    assert models.options_of(settings)["api_key"] == "tml-other"
+    monkeypatch.setenv("TINKER_API_KEY", "tml-own")
+    assert "api_key" not in models.options_of(settings)
+
+
+WRONG = {  # override: what the message says
+    "algorithm.repeat_tims=4": "did you mean 'repeat_times'",
+    "modell.model_path=x": "modell: there is no such setting",
+    "buffer.batch_size=many": "buffer.batch_size: is 'many'",
+    "buffer.batch_size=0": "buffer.batch_size: got 0",
+    "mode=dream": "mode: is 'dream'",
+    "mode=serve": "rlkit serve",
+    "mode=train": "buffer.trainer_input.experience_buffer.path: is not given",
+    "mode=bench": "buffer.explorer_input.eval_tasksets: is empty",
+    "algorithm.algorithm_type=gpro": "no algorithm named 'gpro'; did you mean",
+    "algorithm.algorithm_type=sft": "buffer.trainer_input.experience_buffer.path: is not given",
+    "algorithm.algorithm_type=jsd": "explorer.auxiliary_models: is empty",
+    "algorithm.algorithm_type=mix": "auxiliary_buffers: has 0 entries",
+    "algorithm.advantage_fn=gro": "no estimator named 'gro'",
+    "algorithm.policy_loss_fn=pp": "no loss named 'pp'",
+    "algorithm.policy_loss_fn=sft": "the loss takes no advantages",
+    "algorithm.policy_loss_fn_args.clip_rang=0.2": "algorithm.policy_loss_fn_args.clip_rang: there is no such setting",
+    "algorithm.kl_loss_fn_args.kl_coef=-1": "kl_coef",
+    "algorithm.loss_agg_mode=mean": "mode: got 'mean'",
+    "algorithm.optimizer.lr=-1": "algorithm.optimizer.lr: got -1",
+    "algorithm.optimizer.betas=[0.9]": "algorithm.optimizer.betas: has 1 entries",
+    "algorithm.bypass_old_logprobs=false algorithm.policy_loss_fn=cispo": "algorithm.bypass_old_logprobs",
+    "trainer.total_steps=9": "trainer.total_steps: is 9; expected buffer.total_steps, 3",
+    "algorithm.optimizer.clip_grad=2 trainer.grad_clip=3": "clip_grad: is 2.0; expected trainer.grad_clip, 3.0",
+    "synchronizer.explorer_sync_interval=3": "synchronizer.explorer_sync_interval: is 3",
+    "model.trust_remote_code=true": "model.trust_remote_code: is True",
+    "model.tinker.enable=true": "backend: is 'toy'",
+    "backend=tpu": "no backend named 'tpu'",
+    "backend=local model.model_path=null": "model.model_path: is not given",
+    "backend=local model.model_path=/no/such": "/no/such",
+    "monitor.monitor_type=wandbb": "no tracker named 'wandbb'",
+    "buffer.explorer_input.taskset.default_workflow_type=nothing": "no environment named 'nothing'",
+    "buffer.explorer_input.taskset.default_workflow_type=null": "buffer.explorer_input.taskset.path: is not given",
+    "buffer.explorer_input.taskset=null": "has neither taskset nor tasksets",
+    "explorer.auxiliary_models=[{path: 'stage:x'}] algorithm.algorithm_type=jsd": "stage:x",
+    "init_from=stage:first": "init_from: is 'stage:first'",
+    "continue_from_checkpoint=perhaps": "continue_from_checkpoint: is 'perhaps'",
+    "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
+}
+
+
+@pytest.mark.parametrize("overrides", WRONG)
+def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
+    """One sentence on standard error, status 2, and no step is done."""
+    path = tmp_path / "run.yaml"
+    right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 3)
+    path.write_text("".join(f"# {line}\n" for line in right), "utf-8")
+    words = overrides.split(" ") if not overrides.endswith("]") else [overrides]
+    if "auxiliary" in overrides:
+        words = ["explorer.auxiliary_models=[{path: 'stage:x'}]", "algorithm.algorithm_type=jsd"]
+    assert cli.main(["train", str(path), *right, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlkit train: ")
+    assert WRONG[overrides] in error
+    assert error.count("\n") == 1
+    assert all(path.stat().st_size == 0 for path in tmp_path.rglob("metrics.jsonl"))
+    assert not list(tmp_path.rglob("policies/*"))
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "mode: [", "a: &a [*a]", None])
+def test_files_that_are_no_settings(content, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_text(content, "utf-8")
+    assert cli.main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+
+
+def test_a_server_that_is_not_there(tmp_path, monkeypatch, capsys):
+    """The address is named, and the status is not 0."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-key")
+    own = table.settings("grpo", "fake", tmp_path, ("tinker", {"model": "toy", "base_url": "http://127.0.0.1:9"}), 3)
+    path = tmp_path / "run.yaml"
+    path.write_text("{}", "utf-8")
+    assert cli.main(["train", str(path), *own, "options.deadline=2"]) == 2
+    assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_wrong_key(tmp_path, monkeypatch, capsys):
+    """The service's refusal, without the key."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    path = tmp_path / "run.yaml"
+    path.write_text("{}", "utf-8")
+    with table.backend("fake", tmp_path) as where:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-of-somebody-else")
+        assert cli.main(["train", str(path), *table.settings("grpo", "fake", tmp_path, where, 3)]) == 2
+    error = capsys.readouterr().err
+    assert "key" in error.lower()
+    assert "somebody" not in error
+
+
+def test_the_example_is_right_and_check_does_no_work(tmp_path, monkeypatch, capsys):
+    """``--check`` reads the files that are named, and writes none."""
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", str(CONFIGS / "chain_sum.yaml"), "--check"]) == 0
+    assert capsys.readouterr().out == "the settings are right\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_key_says_what_it_means():
+    """Each mark has its reason, and a key is in the table once."""
+    rows = list(keys.table(Settings))
+    assert len({key for key, _, _ in rows}) == len(rows)
+    assert {kind for _, kind, _ in rows} == {"mapped", "without effect", "refused"}
+    assert all(why and not why.endswith(".") for _, _, why in rows)
+
+
+def test_refused_keys_that_switch_nothing_on():
+    """A file that says false, none or enable: false is taken."""
+    given = [
+        "model.trust_remote_code=false",
+        "explorer.dynamic_timeout={enable: false, ratio: 3.0}",
+        "data_processor={}",
+    ]
+    assert keys.check(recipes.load(overrides=given)) == []
+    with pytest.raises(rlkit.ConfigError, match="explorer.dynamic_timeout"):
+        keys.check(recipes.load(overrides=["explorer.dynamic_timeout={enable: true}"]))
+    inner = "buffer.trainer_input.experience_buffer.replay_buffer.enable=true"
+    with pytest.raises(rlkit.ConfigError, match="buffer.trainer_input.experience_buffer.replay_buffer"):
+        keys.check(recipes.load(overrides=[inner]))
+
+
+def test_settings_are_kept_with_the_run(tmp_path):
+    """What can be dumped can be read again."""
+    settings = loaded(tmp_path)
+    again = rlkit.config.dump(settings)
+    path = tmp_path / "again.yaml"
+    path.write_text(json.dumps(again), "utf-8")
+    assert rlkit.config.dump(recipes.load(path)) == again
