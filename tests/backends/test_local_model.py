@@ -200,22 +200,25 @@ def test_concurrent_requests_are_batched(connect):
 
 
 def test_prompt_is_computed_once(connect):
-    """A group's prompt is computed once, and a common prefix of running rows is not computed again."""
+    """Equal prompts are computed once, and of prompts that begin alike their common blocks are."""
     policy = connect()
     sampler = policy.sampler().result()
+    sampler.sample([5], PARAMS).result()
     prompt = np.arange(3, 43)
     seen = []
-    decoder_ready = sampler.sample([5], PARAMS).result()
-    assert decoder_ready
     decoder = policy._engine._decoder
-    inner = decoder._span
-    decoder._span = lambda tokens, *rest: seen.append(tokens.size) or inner(tokens, *rest)
-    futures = [sampler.sample(prompt, PARAMS, n=4, seed=0), sampler.sample(np.append(prompt, 7), PARAMS, n=2, seed=1)]
+    inner = decoder.prefill
+    decoder.prefill = lambda first, rests, starts: (
+        seen.append([rest.size for rest in rests]) or inner(first, rests, starts)
+    )
+    futures = [sampler.sample(p, PARAMS, n=4, seed=0) for p in (prompt, np.append(prompt, 7), prompt)]
     first = [f.result() for f in futures]
-    assert seen == [40, 1]
-    alone = sampler.sample(np.append(prompt, 7), PARAMS, n=2, seed=1).result()
-    assert seen[2:] == [41]
-    assert [s.logprobs.tobytes() for s in alone] == [s.logprobs.tobytes() for s in first[1]]
+    assert seen == [[40], [9]]
+    again = sampler.sample(np.append(prompt, 7), PARAMS, n=4, seed=0).result()
+    assert seen[2:] == [[9]]
+    cold = connect(prefix_mb=0).sampler().result().sample(np.append(prompt, 7), PARAMS, n=4, seed=0).result()
+    assert [s.logprobs.tobytes() for s in cold] == [s.logprobs.tobytes() for s in first[1]]
+    assert [s.logprobs.tobytes() for s in cold] == [s.logprobs.tobytes() for s in again]
 
 
 def test_finished_rows_leave(connect):
@@ -388,6 +391,7 @@ def test_saves_of_other_shapes_are_refused(connect, tiny, tmp_path):
         ({"merge": "yes"}, "merge"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
         ({"max_rows": True}, "max_rows"),
+        ({"prefix_mb": -1}, "prefix_mb"),
         ({"seed": -1}, "seed"),
         ({"seed": 1.5}, "seed"),
         ({"lora": {"rank": 4}}, "lora"),
@@ -441,7 +445,7 @@ def test_engine_failure_reaches_the_callers(connect, monkeypatch):
     """What goes wrong while sampling is raised by the futures, and the engine goes on with the next request."""
     policy = connect()
     sampler = policy.sampler().result()
-    monkeypatch.setattr(engine, "decoder_for", lambda _: 1 / 0)
+    monkeypatch.setattr(engine, "decoder_for", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampler.sample([5], PARAMS).result(timeout=30)
     monkeypatch.undo()

@@ -46,6 +46,8 @@ class LocalBackend(InProcessBackend):
             merged for models under 2 GB ("auto").
         micro_batch_tokens: tokens computed at once in training, padding included; bounds the memory.
         max_rows: completions decoded at once at most.
+        prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
+            begin like them are continued, as the turns of an episode do; 0 for none.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model can not be loaded.
@@ -66,6 +68,7 @@ class LocalBackend(InProcessBackend):
         merge: bool | Literal["auto"] = "auto",
         micro_batch_tokens: int = 1024,
         max_rows: int = 64,
+        prefix_mb: int = 512,
     ) -> None:
         if resume_from is not None and init_from is not None:
             raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
@@ -73,6 +76,7 @@ class LocalBackend(InProcessBackend):
             raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
         _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
         _check.integer("max_rows", max_rows, low=1)
+        _check.integer("prefix_mb", prefix_mb, low=0)
         if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
         path = resume_from if resume_from is not None else init_from
@@ -102,7 +106,9 @@ class LocalBackend(InProcessBackend):
         if saved is not None:
             version = self._load(*saved, optimizer=resume_from is not None)
         merged = self._merge
-        self._engine = Engine(lambda attention: SamplingModel(base, attention, merge=merged), max_rows)
+        self._engine = Engine(
+            lambda attention: SamplingModel(base, attention, merge=merged), max_rows, prefix_mb * 10**6
+        )
         super().__init__(
             "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._engine
         )

@@ -1,25 +1,30 @@
 """Keys and values of many rows of different lengths in preallocated slots, and the attention that reads them.
 
-What a row computes depends on that row alone, bit for bit, on a CPU in float32: matrix products give the same row
-whatever stands in the others as long as their number is a multiple of 4, and keys past a row's end are masked before
-the softmax, where they add exact zeros.
+What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Matrix products give the
+same row whatever stands in the others once there are ``ROWS`` of them; fewer choose other kernels, which round
+otherwise. Keys past a token's own are masked before the softmax, where they add exact zeros, and the sum over keys is
+taken ``KEYS`` at a time, because a longer one would be split by its length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["ATTENTION", "Slots"]
+__all__ = ["ATTENTION", "ROWS", "Slots"]
 
 ATTENTION = "rlkit_matmul"
-ROWS = 4
+ROWS = 16
+NARROW = 64  # up to this width of a head, 4 rows are enough
 LENGTHS = 16
+KEYS = 256
 
 
 def matmul_attention(
@@ -35,21 +40,21 @@ def matmul_attention(
     """Attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
 
     Args:
-        query: [B, H, T, D].
+        query: [P, H, T, D]; the rows after the first B are padding.
         key, value: [B, H / G, S, D].
         attention_mask: added to the scores, [B, 1, T, S].
         scaling: of the scores; None is D ** -0.5.
         softcap: c tanh(scores / c), for the architectures that have it.
 
     Returns:
-        [B, T, H, D], and no weights.
+        [P, T, H, D], and no weights.
     """
-    rows, heads, length, width = query.shape
-    key_heads = key.shape[1]
-    stacked = query.reshape(rows, key_heads, heads // key_heads * length, width)
+    padded, heads, length, width = query.shape
+    rows, key_heads = key.shape[:2]
+    stacked = query[:rows].reshape(rows, key_heads, heads // key_heads * length, width)
     count = stacked.shape[2]
-    if count % ROWS:  # small products choose their kernel by shape, and another kernel rounds otherwise
-        stacked = torch.nn.functional.pad(stacked, (0, 0, 0, -count % ROWS))
+    missing = -count % (4 if width <= NARROW else ROWS)
+    stacked = torch.nn.functional.pad(stacked, (0, 0, 0, missing)) if missing else stacked
     scores = (stacked @ key.transpose(-1, -2)) * (width**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -57,8 +62,11 @@ def matmul_attention(
         each = attention_mask if length == 1 else attention_mask.repeat(1, 1, heads // key_heads, 1)
         scores[:, :, :count] += each
     weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
-    out = (weights @ value)[:, :, :count].reshape(rows, heads, length, value.shape[-1])
-    return out.transpose(1, 2).contiguous(), None
+    out = weights[..., :KEYS] @ value[..., :KEYS, :]
+    for start in range(KEYS, value.shape[2], KEYS):
+        out += weights[..., start : start + KEYS] @ value[..., start : start + KEYS, :]
+    out = out[:, :, :count].reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, matmul_attention)
@@ -76,37 +84,34 @@ class Slots(Cache):
         self._store: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rows = 0
         self._length = 0
-        self._first = 0
-        self._places: torch.Tensor | None = None
-        self._span = slice(0, 0)
+        self._slots = slice(0, 0)
+        self._places: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
         self._read = 0
 
     def reserve(self, rows: int, length: int) -> None:
         """Room for ``rows`` rows of ``length`` tokens; what is stored stays."""
-        rows, length = rounded_up(rows, ROWS), rounded_up(length, LENGTHS)
         if rows <= self._rows and length <= self._length:
             return
-        self._rows = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
-        self._length = max(self._length, length if self._length == 0 else rounded_up(length * 5 // 4, LENGTHS))
-        self._store = [(self._grown(k), self._grown(v)) for k, v in self._store]
+        if rows > self._rows:
+            self._rows = max(rows, 2 * self._rows)
+        if length > self._length:
+            self._length = rounded_up(length + length // 2, LENGTHS)  # growing moves everything, so do it seldom
+        for i, (keys, values) in enumerate(self._store):
+            self._store[i] = (self._grown(keys), self._grown(values))
 
     def free(self) -> None:
         """Gives the memory back."""
-        self._store, self._rows, self._length = [], 0, 0
+        self._rows, self._length = 0, 0
+        self._store = [(self._empty(k), self._empty(v)) for k, v in self._store]
 
-    def at_rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """The next forward is one token for each of slots 0..B-1, at ``positions`` [B]; returns its mask [B,1,1,S]."""
-        self._first, self._places = 0, positions
+    def at(self, first: int, positions: np.ndarray, device: torch.device) -> torch.Tensor:
+        """The next forward is the tokens at ``positions`` [B, T] of slots first..first+B-1; its mask [B, 1, T, S]."""
+        there = torch.from_numpy(positions).to(device)
+        rows = torch.arange(first, first + positions.shape[0], device=device)[:, None]
+        self._slots, self._places = slice(first, first + positions.shape[0]), (rows, there)
         self._read = rounded_up(int(positions.max()) + 1, LENGTHS)
-        hidden = torch.arange(self._read, device=positions.device)[None] > positions[:, None]
-        return _mask(hidden)[:, None, None]
-
-    def at_span(self, slot: int, start: int, length: int, device: torch.device) -> torch.Tensor:
-        """The next forward is tokens start..start+length-1 of one slot; returns its mask [1,1,length,S]."""
-        self._first, self._places, self._span = slot, None, slice(start, start + length)
-        self._read = rounded_up(start + length, LENGTHS)
-        keys = torch.arange(self._read, device=device)
-        return _mask(keys[None] > torch.arange(start, start + length, device=device)[:, None])[None, None]
+        hidden = torch.arange(self._read, device=device) > there[:, None, :, None]
+        return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, torch.finfo(torch.float32).min)
 
     def copy(self, source: int, first: int, last: int, length: int) -> None:
         """Slots first..last-1 get the first ``length`` tokens of slot ``source``."""
@@ -114,26 +119,39 @@ class Slots(Cache):
             for x in (keys, values):
                 x[first:last, :, :length] = x[source : source + 1, :, :length].clone()
 
+    def block(self, slot: int, start: int, end: int) -> torch.Tensor:
+        """A copy of the keys and values of all layers at start..end-1 of a slot, in one dimension."""
+        return torch.cat([x[slot, :, start:end].reshape(-1) for pair in self._store for x in pair])
+
+    def place(self, slot: int, blocks: Sequence[torch.Tensor]) -> None:
+        """Puts ``blocks`` of equal lengths, one after the other, at the beginning of a slot."""
+        both = torch.stack(list(blocks))
+        per_token = sum(x.shape[1] * x.shape[3] for pair in self._store for x in pair)
+        length, first = both.shape[1] // per_token, 0
+        for pair in self._store:
+            for x in pair:
+                last = first + x.shape[1] * length * x.shape[3]
+                part = both[:, first:last].view(len(blocks), x.shape[1], length, x.shape[3])
+                x[slot, :, : len(blocks) * length] = part.transpose(0, 1).flatten(1, 2)
+                first = last
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention: stores [B, H, T, D] and returns [B, H, S, D] of keys and of values."""
+        """Called by the model's attention: stores [P, H, T, D], padding aside; [B, H, S, D] of keys and of values."""
         while len(self._store) <= layer_idx:
             self._store.append((self._empty(key_states), self._empty(value_states)))
-        rows = slice(self._first, self._first + key_states.shape[0])
+        rows, places = self._places
         out = []
         for stored, new in zip(self._store[layer_idx], (key_states, value_states), strict=True):
-            if self._places is None:
-                stored[rows, :, self._span] = new
-            else:
-                stored[torch.arange(new.shape[0], device=new.device), :, self._places] = new[:, :, 0]
-            out.append(stored[rows, :, : self._read])
+            stored[rows, :, places] = new[: rows.shape[0]].transpose(1, 2)
+            out.append(stored[self._slots, :, : self._read])
         return out[0], out[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the next one; positions are always given, so nothing depends on it."""
         del layer_idx
-        return self._span.start if self._places is None else 0
+        return 0
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
@@ -142,7 +160,3 @@ class Slots(Cache):
         grown = self._empty(x)
         grown[: x.shape[0], :, : x.shape[2]] = x
         return grown
-
-
-def _mask(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, torch.finfo(torch.float32).min)

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 import torch
 
 from rlkit.backends.local.cache import ATTENTION, ROWS, Slots
 from rlkit.backends.local.head import plain_attention, selected_logits
+from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import SamplingModel, Snapshot
 from rlkit.backends.sampling import draw, rounded_up
 
 __all__ = ["Decoder", "LibraryDecoder", "SlotDecoder", "decoder_for"]
 
-CHUNK = 512  # tokens of a prompt computed at once
-SHARED = 8  # a common prefix shorter than this is computed again
+TOKENS = 512  # of prompts computed at once
 
 
 class Decoder(Protocol):
     """Rows of one snapshot, decoded a token at a time."""
 
     rows: list[Row]
-
-    def room(self, max_rows: int) -> int:
-        """How many rows may join."""
+    mixes: bool  # whether rows of several requests are decoded together
 
     def use(self, snapshot: Snapshot) -> None:
         """Takes the weights of ``snapshot``; there are no rows."""
 
-    def start(self, request: SampleRequest, count: int) -> None:
-        """Begins the next ``count`` rows of ``request``, up to their first token."""
+    def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
+        """Begins the next ``count`` rows of each request, up to their first token."""
 
     def step(self) -> None:
         """One more token for every row."""
@@ -44,70 +44,87 @@ class Decoder(Protocol):
         """Gives up all rows and returns them."""
 
 
-def decoder_for(make_model: Callable[[str | None], SamplingModel]) -> Decoder:
+def decoder_for(make_model: Callable[[str | None], SamplingModel], limit: int) -> Decoder:
     """A ``SlotDecoder`` if it computes what the library computes on a short probe, else a ``LibraryDecoder``."""
     model = make_model(ATTENTION)
-    if plain_attention(model.base.model.config.get_text_config()) and _agrees(SlotDecoder(model)):
-        return SlotDecoder(model)
+    if plain_attention(model.base.model.config.get_text_config()) and _agrees(SlotDecoder(model, 0)):
+        return SlotDecoder(model, limit)
     return LibraryDecoder(make_model(None))
 
 
-class SlotDecoder:
-    """Continuous batching: rows of different lengths in slots 0..B-1, a row's place filled when it ends."""
+@attrs.define(eq=False)
+class _Prompt:
+    """A prompt that is about to be computed, for all who asked for it."""
 
-    def __init__(self, model: SamplingModel) -> None:
+    tokens: np.ndarray
+    names: list[bytes]  # of its blocks; its last token is in none, so that there is one to compute
+    rows: list[Row] = attrs.field(factory=list)
+    held: int = 0  # blocks that need not be computed
+
+    @property
+    def start(self) -> int:
+        return self.held * BLOCK
+
+    @property
+    def rest(self) -> np.ndarray:
+        return self.tokens[self.start :]
+
+
+class SlotDecoder:
+    """Continuous batching: rows of different lengths in slots 0..B-1, a row's place filled when it ends.
+
+    Args:
+        model: whose weights.
+        limit: bytes kept of the keys and values of earlier sequences.
+    """
+
+    mixes = True
+
+    def __init__(self, model: SamplingModel, limit: int) -> None:
         self.rows: list[Row] = []
         self._model = model
         self._base = model.base
         self._slots = Slots()
-
-    def room(self, max_rows: int) -> int:
-        return max_rows - len(self.rows)
+        self._limit = limit
+        self._prefixes = Prefixes(limit)
+        self._snapshot: Snapshot | None = None
 
     def use(self, snapshot: Snapshot) -> None:
         self._model.use(snapshot)
+        if snapshot is not self._snapshot:
+            self._prefixes.clear()
+        self._snapshot = snapshot
 
-    def start(self, request: SampleRequest, count: int) -> None:
-        slot, length = len(self.rows), int(request.prompt.size)
-        self._slots.reserve(slot + count, length + 1)
-        shared = self._share(request, slot)
-        if request.first_logits is None or shared < length:
-            logits = self.prefill(request.prompt, slot, min(shared, length - 1))
-            request.first_logits = logits[-1]
-        self._slots.copy(slot, slot + 1, slot + count, length)
-        new = [Row(request, request.started + i) for i in range(count)]
-        request.started += count
-        self.rows += new
-        self._extend(new, request.first_logits.expand(count, -1))
-        if request.started == len(request.rngs):
-            request.first_logits = None
+    def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
+        prompts: dict[bytes, _Prompt] = {}
+        for request, count in admitted:
+            tokens = request.prompt
+            prompt = prompts.setdefault(tokens.tobytes(), _Prompt(tokens, self._names(tokens[:-1])))
+            prompt.rows += [Row(request, request.started + i) for i in range(count)]
+            request.started += count
+        waiting = list(prompts.values())
+        rows = len(self.rows) + sum(len(prompt.rows) for prompt in waiting)
+        self._slots.reserve(rows, max(prompt.tokens.size for prompt in waiting) + 1)
+        while waiting:
+            chosen = self._choose(waiting)
+            self._begin(chosen)
+            waiting = [prompt for prompt in waiting if prompt not in chosen]
 
     def step(self) -> None:
-        rows = self.rows
-        padded = rounded_up(len(rows), ROWS)
-        tokens = np.zeros(padded, np.int64)
-        positions = np.zeros(padded, np.int64)
-        tokens[: len(rows)] = [row.tokens[-1] for row in rows]
-        positions[: len(rows)] = [row.position for row in rows]
-        self._slots.reserve(padded, int(positions.max()) + 1)
-        at = torch.from_numpy(positions).to(self._base.device)
-        mask = self._slots.at_rows(at)
-        logits = self._forward(torch.from_numpy(tokens)[:, None], at[:, None], mask, np.arange(padded))
-        self._extend(rows, logits[: len(rows)])
+        tokens = np.array([[row.tokens[-1]] for row in self.rows])
+        positions = np.array([[row.position] for row in self.rows])
+        self._extend(self.rows, self._forward(tokens, 0, positions, np.arange(len(self.rows))))
 
     def score(self, request: ScoreRequest) -> np.ndarray:
         tokens = request.tokens
         out = np.zeros(tokens.size, np.float32)
-        if tokens.size < 2:
-            return out
-        slot = len(self.rows)
-        self._slots.reserve(slot + 1, tokens.size)
-        for start in range(0, tokens.size - 1, CHUNK):
-            part = tokens[start : min(start + CHUNK, tokens.size - 1)]
-            logits = self._span(part, slot, start, np.arange(part.size))
+        for start in range(0, tokens.size - 1, TOKENS):
+            end = min(start + TOKENS, tokens.size - 1)
+            index = np.arange(end - start)
+            logits = self._forward(tokens[None, start:end], len(self.rows), start + index[None], index)
             logprobs = torch.log_softmax(logits.float() / request.temperature, dim=-1)
-            targets = torch.from_numpy(np.array(tokens[start + 1 : start + 1 + part.size])).to(logits.device)
-            out[start + 1 : start + 1 + part.size] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
+            targets = torch.from_numpy(np.array(tokens[start + 1 : end + 1])).to(logits.device)
+            out[start + 1 : end + 1] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
         if not self.rows:
             self._slots.free()
         return out
@@ -117,58 +134,81 @@ class SlotDecoder:
         self._slots.free()
         return rows
 
-    def prefill(self, tokens: np.ndarray, slot: int, start: int) -> torch.Tensor:
-        """Computes ``tokens[start:]`` into a slot that holds those before; returns the last one's logits [.., V]."""
-        logits = None
-        while start < tokens.size:
-            part = tokens[start : start + CHUNK]
-            # The head sees a multiple of ROWS rows too: the last position, repeated.
-            logits = self._span(part, slot, start, np.full(ROWS, part.size - 1))
-            start += part.size
-        assert logits is not None  # noqa: S101  # start < tokens.size at first
-        return logits
+    def prefill(self, first: int, rests: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
+        """Computes ``rests[b]`` at ``starts[b]``.. of slot first + b, which holds the tokens before.
 
-    def _share(self, request: SampleRequest, slot: int) -> int:
-        """Copies into ``slot`` the longest prefix that a running row has in common; returns its length."""
-        best, source = 0, 0
-        seen: set[int] = set()
-        for i, row in enumerate(self.rows):
-            if id(row.request) in seen:
-                continue
-            seen.add(id(row.request))
-            length = common_prefix(request.prompt, row.request.prompt)
-            if length > best:
-                best, source = length, i
-        if best < SHARED and best < request.prompt.size:
-            return 0
-        self._slots.copy(source, slot, slot + 1, best)
-        return best
+        Returns:
+            Logits [B, V] behind the last tokens.
+        """
+        begin = np.array(starts)[:, None]
+        if len(rests) == 1:
+            (rest,) = rests
+            while rest.size > TOKENS:
+                self._forward(rest[None, :TOKENS], first, begin + np.arange(TOKENS), np.zeros(1, np.int64))
+                begin, rest = begin + TOKENS, rest[TOKENS:]
+            rests = [rest]
+        sizes = np.array([rest.size for rest in rests])
+        tokens = np.zeros((len(rests), sizes.max()), np.int64)
+        for row, rest in zip(tokens, rests, strict=True):
+            row[: rest.size] = rest
+        last = np.arange(len(rests)) * tokens.shape[1] + sizes - 1
+        return self._forward(tokens, first, begin + np.arange(tokens.shape[1]), last)
 
-    def _span(self, tokens: np.ndarray, slot: int, start: int, index: np.ndarray) -> torch.Tensor:
-        """Logits at ``index`` of ``tokens``, which stand at start.. of one slot."""
-        padded = rounded_up(tokens.size, ROWS)
-        ids = np.zeros(padded, np.int64)
-        ids[: tokens.size] = tokens
-        self._slots.reserve(slot + 1, start + padded)
-        mask = self._slots.at_span(slot, start, padded, self._base.device)
-        positions = np.minimum(np.arange(start, start + padded), self._base.max_length - 1)
-        at = torch.from_numpy(positions).to(self._base.device)
-        index = np.concatenate([index, np.zeros(rounded_up(index.size, ROWS) - index.size, np.int64)])
-        return self._forward(torch.from_numpy(ids)[None], at[None], mask, index)
+    def _names(self, tokens: np.ndarray) -> list[bytes]:
+        return block_names(tokens) if self._limit else []
 
-    def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, index: np.ndarray
-    ) -> torch.Tensor:
+    def _choose(self, waiting: list[_Prompt]) -> list[_Prompt]:
+        """Those to compute together next: of prompts that begin alike only one, the others find its blocks later."""
+        for prompt in waiting:
+            prompt.held = self._prefixes.find(prompt.names)
+        chosen: list[_Prompt] = []
+        begun: set[bytes] = set()
+        for prompt in sorted(waiting, key=lambda prompt: prompt.rest.size):
+            missing = prompt.names[prompt.held :]
+            if chosen and (len(chosen) + 1) * prompt.rest.size > TOKENS:
+                break
+            if not missing or missing[0] not in begun:
+                chosen.append(prompt)
+                begun.update(missing)
+        return chosen
+
+    def _begin(self, prompts: Sequence[_Prompt]) -> None:
+        first, place = len(self.rows), len(self.rows) + len(prompts)
+        rows = [prompt.rows[0] for prompt in prompts] + [row for prompt in prompts for row in prompt.rows[1:]]
+        for slot, prompt in enumerate(prompts, first):
+            self._prefixes.load(prompt.names[: prompt.held], self._slots, slot)
+        logits = self.prefill(first, [p.rest for p in prompts], [p.start for p in prompts])
+        for slot, prompt in enumerate(prompts, first):
+            self._prefixes.keep(prompt.names, self._slots, slot)
+            others = len(prompt.rows) - 1
+            self._slots.copy(slot, place, place + others, prompt.tokens.size)
+            place += others
+        which = [*range(len(prompts)), *(k for k, prompt in enumerate(prompts) for _ in prompt.rows[1:])]
+        self.rows += rows
+        self._extend(rows, logits[which])
+
+    def _forward(self, tokens: np.ndarray, first: int, positions: np.ndarray, index: np.ndarray) -> torch.Tensor:
+        """Logits [n, V] at the flat ``index`` [n] of ``tokens`` [B, T] at ``positions`` of slots first..first+B-1."""
         device = self._base.device
-        with selected_logits(self._model.model, torch.from_numpy(index).to(device)):
+        rows, length = tokens.shape
+        high, wide = _padded(rows, length)
+        ids = np.zeros((high, wide), np.int64)
+        ids[:rows, :length] = tokens
+        at = np.zeros((high, wide), np.int64)
+        at[:rows] = positions[:, :1] + np.arange(wide)
+        at = np.minimum(at, self._base.max_length - 1)
+        self._slots.reserve(first + rows, int(at.max()) + 1)
+        where = np.zeros(rounded_up(index.size, ROWS), np.int64)
+        where[: index.size] = index // length * wide + index % length
+        with selected_logits(self._model.model, torch.from_numpy(where).to(device)):
             logits: torch.Tensor = self._model.model(
-                input_ids=tokens.to(device),
-                position_ids=positions,
-                attention_mask=mask,
+                input_ids=torch.from_numpy(ids).to(device),
+                position_ids=torch.from_numpy(at).to(device),
+                attention_mask=self._slots.at(first, at[:rows], device),
                 past_key_values=self._slots,
                 use_cache=True,
             ).logits[0]
-        return logits
+        return logits[: index.size]
 
     def _extend(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Draws a token for each of ``rows``, the last ones in their slots, and lets those that ended go."""
@@ -177,6 +217,7 @@ class SlotDecoder:
         first = len(self.rows) - len(rows)
         ended = [first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))]
         for slot in reversed(ended):
+            self._prefixes.keep(self._names(self.rows[slot].computed), self._slots, slot)
             last = self.rows.pop()
             if slot < len(self.rows):
                 self.rows[slot] = last
@@ -188,6 +229,8 @@ class SlotDecoder:
 class LibraryDecoder:
     """One request at a time through the model's own forward and cache, whatever its architecture."""
 
+    mixes = False
+
     def __init__(self, model: SamplingModel) -> None:
         self.rows: list[Row] = []
         self._running: list[Row | None] = []
@@ -195,13 +238,11 @@ class LibraryDecoder:
         self._device = model.base.device
         self._cache: dict[str, Any] = {}
 
-    def room(self, max_rows: int) -> int:
-        return 0 if self.rows else max_rows
-
     def use(self, snapshot: Snapshot) -> None:
         self._model.use(snapshot)
 
-    def start(self, request: SampleRequest, count: int) -> None:
+    def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
+        ((request, count),) = admitted
         self._running = [Row(request, request.started + i) for i in range(count)]
         self.rows = [row for row in self._running if row is not None]
         request.started += count
@@ -252,11 +293,11 @@ class LibraryDecoder:
             self._cache = {}
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens ``a`` and ``b`` begin with alike."""
-    length = min(a.size, b.size)
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if differ.size else length
+def _padded(rows: int, length: int) -> tuple[int, int]:
+    """The smallest shape around [rows, length] with a multiple of ``ROWS`` tokens, grown in one direction."""
+    high = rounded_up(rows, ROWS // math.gcd(length, ROWS))
+    wide = rounded_up(length, ROWS // math.gcd(rows, ROWS))
+    return (high, length) if high * length < rows * wide else (rows, wide)
 
 
 @torch.no_grad()
@@ -266,10 +307,9 @@ def _agrees(decoder: SlotDecoder) -> bool:
     tokens = np.random.default_rng(0).integers(0, base.tokenizer.vocab_size, 9)
     try:
         expected = base.model(input_ids=torch.from_numpy(tokens)[None].to(base.device), use_cache=False).logits[0, -1]
-        decoder._slots.reserve(2, 16)  # noqa: SLF001
-        whole = decoder.prefill(tokens, 0, 0)[-1]
-        decoder.prefill(tokens[:5], 1, 0)
-        split = decoder.prefill(tokens, 1, 5)[-1]
+        whole = decoder.prefill(0, [tokens], [0])[0]
+        decoder.prefill(1, [tokens[:5]], [0])
+        split = decoder.prefill(1, [tokens[5:]], [5])[0]
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError):
         return False
     finally:

@@ -33,11 +33,13 @@ class Engine:
     Args:
         make_model: builds the sampling model, at first use.
         max_rows: rows decoded together at most.
+        prefix_bytes: kept of the keys and values of earlier sequences at most.
     """
 
-    def __init__(self, make_model: Callable[[str | None], SamplingModel], max_rows: int) -> None:
+    def __init__(self, make_model: Callable[[str | None], SamplingModel], max_rows: int, prefix_bytes: int) -> None:
         self._make_model = make_model
         self._max_rows = max_rows
+        self._prefix_bytes = prefix_bytes
         self._decoder: Decoder | None = None
         self._wave: Snapshot | None = None
         self._wave_began = 0.0
@@ -73,7 +75,7 @@ class Engine:
         started: list[Request] = []
         try:
             if self._decoder is None:
-                self._decoder = decoder_for(self._make_model)
+                self._decoder = decoder_for(self._make_model, self._prefix_bytes)
             self._admit(self._decoder, started)
             if self._decoder.rows:
                 self._decoder.step()
@@ -109,15 +111,20 @@ class Engine:
                 self._wave_began = time.monotonic()
         if new_wave and self._wave is not None:
             decoder.use(self._wave)
-        while (request := self._next(decoder)) is not None:
+        room = self._max_rows - len(decoder.rows) if decoder.mixes or not decoder.rows else 0
+        admitted: list[tuple[SampleRequest, int]] = []
+        while (request := self._next(room)) is not None:
             started.append(request)
             if isinstance(request, ScoreRequest):
                 request.future.set_result(decoder.score(request))
-            else:
-                left = len(request.rngs) - request.started
-                decoder.start(request, min(left, decoder.room(self._max_rows)))
+                continue
+            count = min(len(request.rngs) - request.started, room)
+            admitted.append((request, count))
+            room = room - count if decoder.mixes else 0
+        if admitted:
+            decoder.start(admitted)
 
-    def _next(self, decoder: Decoder) -> Request | None:
+    def _next(self, room: int) -> Request | None:
         """The first request of the wave's snapshot for which there is room; off the queue once all of it has begun.
 
         While requests of another snapshot wait, those that came after the wave began do not join it, so that it runs
@@ -131,7 +138,6 @@ class Engine:
                 if isinstance(request, ScoreRequest):
                     del self._waiting[i]
                     return request
-                room = decoder.room(self._max_rows)
                 if room <= 0:
                     continue
                 if len(request.rngs) - request.started <= room:

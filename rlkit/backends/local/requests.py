@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import numpy as np
@@ -41,7 +41,6 @@ class SampleRequest:
     future: concurrent.futures.Future[list[Sample]] = attrs.field(factory=concurrent.futures.Future)
     arrived: float = attrs.field(factory=time.monotonic)
     started: int = 0  # rows that have begun
-    first_logits: Any = None  # [V] after the prompt, kept until every row has begun
     samples: dict[int, Sample] = attrs.field(factory=dict)
 
     def finish(self, row: Row, reason: Literal["stop", "length"]) -> None:
@@ -73,6 +72,11 @@ class Row:
     def position(self) -> int:
         """Where the last token stands."""
         return int(self.request.prompt.size) + len(self.tokens) - 1
+
+    @property
+    def computed(self) -> np.ndarray:
+        """The tokens whose keys and values exist: all but the last."""
+        return np.concatenate([self.request.prompt, np.array(self.tokens[:-1], np.int64)])
 
     def uniform(self) -> float:
         """The next number of this row's own stream."""
