@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks a hub
 
@@ -23,3 +29,36 @@ def tiny(tmp_path_factory):
         return str(made[kind])
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def openreward_url(tmp_path_factory):
+    """Where a server of OpenReward environments listens, in another process; started once."""
+    pytest.importorskip("openreward", reason="openreward is not installed: pip install 'rlkit-lm[openreward]'")
+    server = Path(__file__).parent / "envs/openreward_server.py"
+    log = tmp_path_factory.mktemp("server") / "log"
+    environment = os.environ | {"OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(server)], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+    try:
+        port = process.stdout.readline().strip()  # its imports take 20 s of a processor
+        assert port.isdigit(), log.read_text()
+        drain = threading.Thread(target=process.stdout.read, daemon=True)  # it goes on to log there
+        drain.start()
+        while True:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+                connection.request("GET", "/state")
+                connection.getresponse().read()
+                connection.close()
+                break
+            except ConnectionError:  # bound, and not listening yet
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()

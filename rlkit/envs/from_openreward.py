@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -79,12 +80,25 @@ def openreward(
     for label, mapping in (("secrets", secrets), ("env_overrides", env_overrides)):
         if mapping is not None and not (isinstance(mapping, Mapping) and all(isinstance(k, str) for k in mapping)):
             raise ConfigError(_check.problem(label, f"is a {type(mapping).__name__}", "a mapping from names"))
+    _check_secrets(secrets or {})
+    if "/" in name and not (api_key or (base_url is None and os.environ.get("OPENREWARD_API_KEY"))):
+        hint = "set OPENREWARD_API_KEY" if base_url is None else "give api_key=, or the name without its owner"
+        raise ConfigError(f"rlkit.envs.openreward: {name!r} needs an API key; {hint}")
     place = _Place(name, variant, base_url, api_key)
     size = calling.wait(_size, place, split, timeout=_check.real("timeout", timeout, above=0.0), where=place.where)
     options = {"secrets": secrets, "toolset": toolset, "env_overrides": env_overrides}
     make = functools.partial(_Env, place, split, options, format, reminder)
     label = name if variant is None else f"{name}/{variant}"
     return Tasks(make, size, name=label, split=split, settings=settings)
+
+
+def _check_secrets(secrets: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a secret of which neither we nor the SDK know where it may be sent."""
+    known = package("openreward", "openreward.api.sandboxes.secrets", _INSTALL).WELL_KNOWN_SECRETS
+    for key, value in secrets.items():
+        if isinstance(value, str) and key not in known:
+            text = "the hosts that it may be sent to are not known; expected (value, hosts), or one of"
+            raise ConfigError(f"secrets[{key!r}]: {text}: {', '.join(known)}")
 
 
 @attrs.frozen
@@ -113,8 +127,6 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] =
 
 
 def _client(base_url: str | None, api_key: str | None) -> Any:
-    import os
-
     sdk = package("openreward", "openreward", _INSTALL)
     if base_url is not None:
         return sdk.AsyncEnvironmentsAPI(base_url=base_url, api_key=api_key)
@@ -239,7 +251,8 @@ def _in_our_terms(where: str) -> Iterator[None]:
         statuses = [cause.status for cause in causes if isinstance(cause, aiohttp.ClientResponseError)]
         gone = isinstance(error, (errors.ToolFailed, errors.SessionTerminatedError, http.AuthenticationError))
         busy = any(status in _BUSY for status in statuses) if statuses else not gone
-        text = "the API key is missing or not valid" if isinstance(error, http.AuthenticationError) else str(error)
+        text = " ".join(str(error).split())
+        text = "the API key is missing or not valid" if isinstance(error, http.AuthenticationError) else text
         kind = EnvBusy if busy else EnvError
         raise kind(f"{where}: {type(error).__name__}: {text}") from error
 

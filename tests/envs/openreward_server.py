@@ -1,4 +1,4 @@
-"""A server of three small environments, for the tests; the first line that it prints is its port."""
+"""A server of small environments, for the tests; the first line that it prints is its port."""
 
 from __future__ import annotations
 
@@ -124,6 +124,51 @@ class Keys(Counted):
         return ToolOutput(blocks=[TextBlock(text=shown)], finished=True)
 
 
+class Digits(Counted):
+    """The policy's plain message is paid for by its share of digits."""
+
+    @classmethod
+    def list_splits(cls):
+        return ["train", "test"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{"word": word} for word in ({"train": "abcdef", "test": "xyz"}[split])]
+
+    def get_prompt(self):
+        return [TextBlock(text=f"Dial {self.task_spec['word']}.")]
+
+    @terminal
+    @tool
+    async def submit(self, p: Text) -> ToolOutput:
+        """Grades."""
+        share = sum(c.isdigit() for c in p.text) / max(1, len(p.text))
+        return ToolOutput(blocks=[], reward=share, finished=True)
+
+
+class Doors(Counted):
+    """Three doors, one after the other; each opened is worth a third."""
+
+    opened = 0
+
+    @classmethod
+    def list_splits(cls):
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{"house": house} for house in (1, 2)]
+
+    def get_prompt(self):
+        return [TextBlock(text=f"House {self.task_spec['house']}.")]
+
+    @tool
+    async def go(self) -> ToolOutput:
+        """Opens one."""
+        self.opened += 1
+        return ToolOutput(blocks=[TextBlock(text="Open.")], reward=1 / 3, finished=self.opened == 3)
+
+
 class Refusing:
     """Answers 429 to sessions of the deployment "full", 401 to "private", and tells how many sessions are open."""
 
@@ -147,7 +192,7 @@ class Refusing:
 
 
 if __name__ == "__main__":
-    server = Server([Sums, Essays, Keys])
+    server = Server([Sums, Essays, Keys, Digits, Doors])
     server.app.add_middleware(Refusing)
     with socket.socket() as listening:  # a port that nobody else can get in between
         listening.bind(("127.0.0.1", 0))

@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
-import pathlib
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -22,36 +19,12 @@ from rlkit.envs.calling import Guarded
 
 pytest.importorskip("openreward", reason="openreward is not installed: pip install 'rlkit-lm[openreward]'")
 pytest.importorskip("jsonschema")
-SERVER = pathlib.Path(__file__).with_name("openreward_server.py")
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def url(openreward_url):
     """Where the server listens."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    environment = os.environ | {"OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(SERVER)], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        )
-    try:
-        port = process.stdout.readline().strip()  # its imports take 20 s of a processor
-        assert port.isdigit(), log.read_text()
-        drain = threading.Thread(target=process.stdout.read, daemon=True)  # it goes on to log there
-        drain.start()
-        address = f"http://127.0.0.1:{port}"
-        while True:
-            try:
-                state(address)
-                break
-            except ConnectionError:  # bound, and not listening yet
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.05)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(10)
-        process.stdout.close()
+    return openreward_url
 
 
 def state(url):
@@ -347,6 +320,7 @@ def test_many_sessions_at_once(url):
         (("",), {}, "name"),
         (("sums",), {"split": ""}, "split"),
         (("sums",), {"secrets": ["key"]}, "secrets: is a list"),
+        (("sums",), {"secrets": {"MY_KEY": "canary"}}, r"secrets\['MY_KEY'\]: the hosts .* are not known"),
         (("sums",), {"env_overrides": "x"}, "env_overrides"),
         (("sums",), {"timeout": 0}, "timeout"),
     ],
@@ -382,3 +356,12 @@ print("done")
     assert (done.returncode, done.stdout) == (0, "done\n")
     assert "nclosed" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_key_that_is_missing(monkeypatch):
+    """Names with an owner need one; said before anything is asked for."""
+    monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
+    with pytest.raises(rlkit.ConfigError, match="'owner/name' needs an API key; set OPENREWARD_API_KEY"):
+        openreward("owner/name")
+    with pytest.raises(rlkit.ConfigError, match="give api_key=, or the name without its owner"):
+        openreward("owner/name", base_url="http://127.0.0.1:9")

@@ -1,0 +1,331 @@
+"""Trains an agent that calls tools in OpenReward's environments, over several turns, on any backend.
+
+    python examples/openreward.py --config_path examples/openreward.yaml
+    python examples/openreward.py --config_path examples/openreward.yaml --overrides batch_size=64 loss_fn=cispo
+
+Run it again to go on where it stopped. Keys come from the environment, or from a file .env in the working directory or
+beside the settings: TINKER_API_KEY, OPENREWARD_API_KEY, WANDB_API_KEY, and what the environments' tools need. --help
+lists the settings. One step of the loop is the function ``step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+import rlkit
+from rlkit import advantages, config, envs, losses, rewards, tracking
+from rlkit.chat import Chat
+from rlkit.filters import zero_variance
+from rlkit.rollouts import Plan, rollout_sync
+from rlkit.trajectory import datums
+from rlkit.uploads import OpenRewardUpload
+
+ESTIMATORS: dict[str, Any] = {
+    "direct": advantages.reinforce,
+    "centered": advantages.dr_grpo,
+    "centered_normalized": advantages.grpo,
+}
+
+
+@attrs.frozen
+class Split:
+    """Tasks of a split: in an order of the seed's or in their own, and how many of them (None: all)."""
+
+    shuffle: bool = True
+    num_samples: int | None = None
+
+
+@attrs.frozen
+class Environment:
+    """An environment's settings; ``secrets``: name -> hosts that it may be sent to, null for what the SDK knows.
+
+    A secret's value comes from the environment variable of its name.
+    """
+
+    splits: dict[str, Split]
+    num_rollouts: int
+    max_failing_rollouts: int = 0
+    temperature: float = 1.0
+    reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
+    nonterminal_reward: float | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    secrets: dict[str, Any] | None = None
+    base_url: str | None = None
+    variant: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_rollouts - self.max_failing_rollouts < 2 or self.max_failing_rollouts < 0:
+            got = f"{self.num_rollouts} less {self.max_failing_rollouts}"
+            raise rlkit.ConfigError(f"num_rollouts less max_failing_rollouts: is {got}; expected 2 or more to compare")
+        if (self.top_p or 1.0) != 1.0 or self.top_k:
+            raise rlkit.ConfigError("top_p, top_k: a cut distribution has no ratio to train with; leave them out")
+        if not self.temperature > 0:
+            raise rlkit.ConfigError(
+                f"temperature: is {self.temperature}; expected more than 0, or all rollouts are alike"
+            )
+        if not self.splits:
+            raise rlkit.ConfigError("splits: there are none")
+        if self.min_reward is not None or self.max_reward is not None:
+            rewards.clamp([0.0], low=self.min_reward, high=self.max_reward)
+
+
+@attrs.frozen
+class Settings:
+    """What can be set.
+
+    Args:
+        environments: name -> its splits, num_rollouts and so on.
+        model_name: what is trained.
+        batch_size: tasks per step, each with its environment's num_rollouts.
+        backend: tinker, local or toy.
+        tokenizer_name: on tinker, where it is not the model's.
+        resume_from: a saved state to begin a new run with; its step is gone on from.
+        max_response_tokens: of a turn.
+        max_total_tokens: of an episode, with prompts.
+        max_turns: of an episode.
+        max_rollout_retries: attempts at an episode whose server has no capacity.
+        max_active_tasks: tasks played at a time.
+        max_rollout_concurrency: episodes played at a time; None: what max_active_tasks gives.
+        rollout_timeout: seconds of an episode, without waiting for its turn.
+        loss_fn, loss_fn_config: the loss, and its settings.
+        advantage_calculation: how a group's rewards become advantages.
+        num_epochs: passes over all tasks; None: until max_steps.
+        max_steps: None: until num_epochs, or without end.
+        save_every: steps between checkpoints.
+        system_prompt_template: what the agent is told first; the tools follow by themselves.
+        thinking: in models whose template can switch it.
+        tool_format: how calls are written, a name in rlkit.tools.formats.
+        log_path: the run's folder.
+        openreward_run_name: of the trajectories uploaded, where OPENREWARD_API_KEY is set; None: no upload.
+        wandb_project_name, wandb_run_name: used where WANDB_API_KEY is set, or WANDB_MODE.
+        secrets: for all environments, as in each.
+    """
+
+    environments: dict[str, Environment]
+    model_name: str
+    batch_size: int
+    backend: Literal["tinker", "local", "toy"] = "tinker"
+    tokenizer_name: str | None = None
+    lora_rank: int = 32
+    resume_from: str | None = None
+    seed: int = 42
+    max_response_tokens: int = 4096
+    max_total_tokens: int = 32768
+    max_turns: int = 64
+    max_rollout_retries: int = 3
+    max_active_tasks: int = 32
+    max_rollout_concurrency: int | None = None
+    rollout_timeout: float = 300.0
+    loss_fn: Literal["importance_sampling", "ppo", "cispo", "dro"] = "ppo"
+    loss_fn_config: dict[str, float] = attrs.field(factory=dict)
+    advantage_calculation: Literal["direct", "centered", "centered_normalized"] = "centered_normalized"
+    learning_rate: float = 4e-5
+    weight_decay: float = 0.0
+    num_epochs: int | None = None
+    max_steps: int | None = None
+    save_every: int = 10
+    system_prompt_template: str | None = None
+    thinking: bool = False
+    tool_format: str = "hermes"
+    log_path: str = "runs/openreward"
+    openreward_run_name: str | None = None
+    wandb_project_name: str | None = None
+    wandb_run_name: str | None = None
+    secrets: dict[str, Any] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not self.environments:
+            raise rlkit.ConfigError("environments: there are none")
+        for name in ("batch_size", "save_every", "max_active_tasks", "num_epochs", "max_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise rlkit.ConfigError(f"{name}: is {getattr(self, name)}; expected at least 1")
+        if "{tools}" in (self.system_prompt_template or ""):
+            raise rlkit.ConfigError("system_prompt_template: leave {tools} out; the model's own template puts them in")
+        losses.prepare(self.loss_fn, self.loss_fn_config)
+        self.adam()
+
+    def adam(self) -> rlkit.Adam:
+        """The optimizer's step."""
+        return rlkit.Adam(learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+
+
+class InOrder(envs.Tasks):
+    """Tasks in their own order, over and over."""
+
+    def at(self, position: int, *, seed: int = 0) -> envs.Task:  # noqa: ARG002
+        """The task at that place."""
+        return self[position % len(self)]
+
+
+def tasks_of(s: Settings) -> envs.Mixture:
+    """The tasks of all environments and splits, each as often as it has tasks. Asks the servers."""
+    parts: dict[str, Any] = {}
+    for name, e in s.environments.items():
+        settings = envs.Settings(
+            n=e.num_rollouts,
+            min_n=e.num_rollouts - e.max_failing_rollouts,
+            temperature=e.temperature,
+            reduction=e.reward_reduction,
+            nonterminal_reward=e.nonterminal_reward,
+        )
+        secrets = {key: secret(key, hosts) for key, hosts in {**(s.secrets or {}), **(e.secrets or {})}.items()}
+        for split, chosen in e.splits.items():
+            where = {"base_url": e.base_url, "variant": e.variant, "format": s.tool_format}
+            tasks = envs.openreward(name, split=split, secrets=secrets or None, settings=settings, **where)
+            tasks = tasks[: chosen.num_samples]
+            if not chosen.shuffle:
+                tasks = InOrder(lambda i, tasks=tasks: tasks[i].make(), len(tasks), name=name, settings=settings)
+            parts[label(name, split, s)] = tasks
+    return envs.mixture(parts, weights={name: len(part) for name, part in parts.items()})
+
+
+def label(name: str, split: str, s: Settings) -> str:
+    """What a split is called in metrics, where a slash would be another level."""
+    return (name if len(s.environments[name].splits) == 1 else f"{name}:{split}").replace("/", ":")
+
+
+def names_of(s: Settings) -> dict[str, str]:
+    """Label -> name of the environment."""
+    return {label(name, split, s): name for name, e in s.environments.items() for split in e.splits}
+
+
+def secret(key: str, hosts: Any) -> Any:
+    """The value of the variable of that name, which a file of settings does not hold, and where it may be sent."""
+    if hosts is not None and not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)):
+        text = f"expected null or a list of hosts; its value is that of the variable {key.upper()}, a key is no setting"
+        raise rlkit.ConfigError(f"secrets.{key}: {text}")
+    found = os.environ.get(key) or os.environ.get(key.upper())
+    if not found:
+        raise rlkit.ConfigError(f"secrets.{key}: the variable {key.upper()} is not set, nor is it in .env")
+    return found if hosts is None else (found, hosts)
+
+
+def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int) -> tuple[Any, dict[str, float]]:
+    """One step: plays, compares, trains. The groups, and the step's metrics."""
+    began = time.monotonic()
+    with policy.sampler().result() as sampler:
+        groups = rollout_sync(sampler, tasks.batch(number, s.batch_size, seed=s.seed), plan=plan, step=number)
+    clamped = [bounded(group, s) for group in groups]
+    estimator = ESTIMATORS[s.advantage_calculation]
+    kept = zero_variance(clamped) if s.advantage_calculation != "direct" else None
+    metrics = dict(groups.metrics) | {"time/sample": time.monotonic() - began}
+    metrics["train/groups_without_signal"] = float(sum(kept.dropped.values())) if kept else 0.0
+    data: list[rlkit.Datum] = []
+    for i, (group, reward) in enumerate(zip(groups, clamped, strict=True)):
+        if kept is None or kept.keep[i]:
+            for trajectory, a in zip(group.trajectories, estimator(reward), strict=True):
+                data += datums(trajectory, a, split="allow")
+    if data:
+        fb = policy.forward_backward(data, s.loss_fn, config=s.loss_fn_config)
+        update = policy.optim_step(s.adam())
+        metrics |= tracking.train_metrics(data, fb.result(), update.result())
+    return groups, metrics | {"time/step": time.monotonic() - began}
+
+
+def bounded(group: Any, s: Settings) -> np.ndarray:
+    """The group's rewards within the bounds of its environment."""
+    e = s.environments[names_of(s)[group.env]]
+    if e.min_reward is None and e.max_reward is None:
+        return group.rewards
+    return rewards.clamp(group.rewards, low=e.min_reward, high=e.max_reward)
+
+
+def train(s: Settings) -> None:
+    """The whole run."""
+    tasks = tasks_of(s)
+    most = max(e.num_rollouts for e in s.environments.values())
+    total = s.max_steps or sys.maxsize
+    if s.num_epochs is not None:
+        total = min(total, -(-len(tasks) * s.num_epochs // s.batch_size))
+    options: dict[str, Any] = {"resume_from": s.resume_from} if s.resume_from else {}
+    if s.backend == "toy":
+        options["max_length"] = s.max_total_tokens
+    if s.backend == "tinker":
+        warm = any(e.temperature != 1.0 for e in s.environments.values())
+        options |= {"off_temperature": "rescore" if warm else "raise", "tokenizer": s.tokenizer_name}
+    with rlkit.Run(s.log_path, seed=s.seed, config=config.dump(s), trackers=trackers_of(s)) as run:
+        policy = run.connect(s.backend, model=s.model_name, lora=rlkit.Lora(rank=s.lora_rank), **options)
+        if s.resume_from and run.record is None:
+            number = re.search(r"\d+", s.resume_from.rpartition("/")[2])  # checkpoint_000050, step-00000050-1f2e3d4c
+            run.step = policy.version if number is None else int(number[0])
+        switch = "enable_thinking" in (policy.tokenizer.chat_template or "") or s.thinking
+        plan = Plan(
+            params=rlkit.SamplingParams(max_tokens=s.max_response_tokens),
+            chat=Chat(
+                policy.tokenizer,
+                system=s.system_prompt_template,
+                thinking=s.thinking if switch else None,
+                tool_format=s.tool_format,
+            ),
+            seed=s.seed,
+            max_turns=s.max_turns,
+            max_length=s.max_total_tokens,
+            deadline=s.rollout_timeout,
+            attempts=s.max_rollout_retries,
+            concurrency=s.max_rollout_concurrency or s.max_active_tasks * most,
+        )
+        upload = None
+        if s.openreward_run_name and os.environ.get("OPENREWARD_API_KEY"):
+            upload = OpenRewardUpload(s.openreward_run_name)
+        try:
+            for number in run.steps(total):
+                groups, metrics = step(policy, tasks, plan, s, number)
+                if upload is not None:
+                    upload.submit(named(groups, s))
+                    metrics |= upload.metrics
+                run.log(metrics)
+                run.log_trajectories(groups)
+                run.checkpoint(policy, every=s.save_every)
+        finally:
+            if upload is not None:
+                upload.close()
+                print(f"uploaded: {upload.metrics}")
+
+
+def named(groups: Any, s: Settings) -> list[Any]:
+    """The groups with the names that OpenReward has for their environments."""
+    names = names_of(s)
+    own = [[attrs.evolve(t, env=names[t.env]) for t in group.trajectories] for group in groups]
+    return [attrs.evolve(g, trajectories=played, env=names[g.env]) for g, played in zip(groups, own, strict=True)]
+
+
+def trackers_of(s: Settings) -> list[Any]:
+    """Files and the terminal, and Weights & Biases where there is a key for it."""
+    trackers: list[Any] = ["jsonl", "console"]
+    if s.wandb_project_name and (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
+        wandb = tracking.registry["wandb"]
+        options = {"name": s.wandb_run_name, "folder": s.log_path, "config": config.dump(s)}
+        trackers.append(wandb(s.wandb_project_name, **options))
+    return trackers
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, epilog=config.describe(Settings), formatter_class=form)
+    parser.add_argument("--config_path", required=True, help="a YAML file such as examples/openreward.yaml")
+    parser.add_argument("--overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings above the file's")
+    args = parser.parse_args(arguments)
+    try:
+        for folder in (Path(), Path(args.config_path).parent):
+            config.read_env(folder / ".env")
+        train(config.load(Settings, args.config_path, args.overrides))
+    except rlkit.RlkitError as error:
+        sys.exit(f"openreward.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
