@@ -54,7 +54,7 @@ def trained(job: Job, run: Run, policy: Any, *, reference: Any = None, teacher: 
         if step + 1 == job.total:
             if job.held_out:
                 run.log(loop.evaluation(job.total), step=job.total)
-            run.value(f"final-{job.total}", lambda: policy.save("final", optimizer=False, sampler=True).result())
+            loop.final[str(job.total)] = policy.save("final", optimizer=False, sampler=True).result()
         run.checkpoint(every=job.settings.trainer.save_interval or job.total)
 
 
@@ -77,6 +77,7 @@ class _Loop:
         self.job, self.run, self.policy = job, run, policy
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.method = job.method
+        self.final: dict[str, str] = run.keep("final", {})  # steps -> the weights after them
         self.chat = models.chat_of(job.settings, policy.tokenizer, job.form)
         self.plan = attrs.evolve(job.plan, chat=self.chat, seed=run.seed)
         pairs = self.method.recipe.data == "pairs"

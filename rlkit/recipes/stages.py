@@ -156,8 +156,7 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
 
 def _final(record: Any) -> str | None:
     """The path of the weights that a run ended with, which samplers can be opened from, too."""
-    box = record.kept.get(f"value/final-{record.step}") or {}
-    found: str | None = box.get("value")
+    found: str | None = record.kept.get("final", {}).get(str(record.step))
     return found
 
 

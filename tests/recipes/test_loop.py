@@ -1,0 +1,271 @@
+"""The loop: exact resume, minibatches, schedules, samplers and references, modes, stages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("omegaconf")
+
+import rlkit
+from rlkit import recipes
+from rlkit.recipes import ahead, models
+from rlkit.recipes.job import prepared
+from rlkit.runs import Run
+from rlkit.storage import read
+from tests.recipes.problems import curve, loaded, played, table
+
+
+class Stopped(Exception):
+    """The run was cut off, for a test."""
+
+
+def cut_at(monkeypatch, step):
+    """The run is cut off in that step, after training and before it is logged."""
+    log = Run.log
+
+    def cut(self, metrics, step_=None, **options):
+        if self.step == step:
+            raise Stopped
+        log(self, metrics, step_, **options)
+
+    monkeypatch.setattr(Run, "log", cut)
+
+
+def fingerprint(outcome, name="local"):
+    """Of what a run ended with: metrics, trajectories, weights."""
+    with rlkit.connect(name, init_from=outcome.path) as policy:
+        probe = policy.forward([rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1])]).result().logprobs[0]
+    trajectories = (outcome.folder / "trajectories.jsonl").read_bytes()
+    return curve(outcome), hashlib.sha256(trajectories).hexdigest(), hashlib.sha256(probe.tobytes()).hexdigest()
+
+
+HARD = [
+    "algorithm.algorithm_type=ppo",
+    "algorithm.kl_penalty_fn_args.kl_coef=0.01",
+    "algorithm.entropy_loss_fn_args.entropy_coef=0.01",
+    "algorithm.optimizer.lr_scheduler_type=cosine",
+    "buffer.train_batch_size=12",
+    "trainer.epochs=2",
+    "synchronizer.sync_offset=1",
+    "synchronizer.sync_interval=2",
+    "trainer.save_interval=2",
+    "monitor.trajectories=true",
+]
+
+
+def test_a_run_that_was_cut_off_is_the_whole_one(tmp_path, monkeypatch):
+    """On the two-layer model, with a critic, batches under way, minibatches, penalties and a schedule: bit for bit."""
+    whole = fingerprint(played(tmp_path / "whole", *HARD, backend="local", steps=5))
+    for step in (1, 3):
+        with monkeypatch.context() as patched:
+            cut_at(patched, step)
+            with pytest.raises(Stopped):
+                played(tmp_path / "cut", *HARD, backend="local", steps=5)
+    again = fingerprint(played(tmp_path / "cut", *HARD, backend="local", steps=5))
+    assert [step for step, _ in again[0]] == [0, 1, 2, 3, 4]
+    assert again == whole
+
+
+def test_without_what_was_under_way_it_would_be_another(tmp_path, monkeypatch):
+    """The control: if the batches that were sampled ahead are forgotten, the curve is another one."""
+    more = ["synchronizer.sync_offset=1", "trainer.save_interval=1"]
+    whole = curve(played(tmp_path / "whole", *more, steps=4))
+    with monkeypatch.context() as patched:
+        cut_at(patched, 2)
+        with pytest.raises(Stopped):
+            played(tmp_path / "cut", *more, steps=4)
+    monkeypatch.setattr(ahead.Ahead, "restore", lambda self, state: None)
+    assert curve(played(tmp_path / "cut", *more, steps=4)) != whole
+
+
+def test_a_run_that_is_done_is_left_alone(tmp_path):
+    first = played(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
+    assert played(tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()} == before
+    with pytest.raises(rlkit.ConfigError, match="continue_from_checkpoint"):
+        played(tmp_path, "continue_from_checkpoint=false", steps=4)
+
+
+def test_minibatches_and_epochs(tmp_path):
+    """32 trajectories by 12 are three updates, twice over are six; each sees every trajectory once per epoch."""
+    rows = curve(played(tmp_path, "buffer.train_batch_size=12", "trainer.epochs=2", steps=2))
+    assert [numbers["train/updates"] for _, numbers in rows] == [6, 6]
+    assert [numbers["train/datums"] for _, numbers in rows] == pytest.approx([32 / 3] * 2)
+    with rlkit.connect("toy", resume_from=str(next((tmp_path / "rlkit/grpo-toy/policies").glob("step-*")))) as policy:
+        assert policy.version == 12
+
+
+def test_later_epochs_are_off_policy(tmp_path):
+    """The ratio is to the policy that sampled: 1 in the first update, and not in what follows."""
+    (_, one), (_, two) = (
+        curve(played(tmp_path / str(epochs), f"trainer.epochs={epochs}", steps=1), "train/kl_v2")[0]
+        for epochs in (1, 2)
+    )
+    assert one["train/kl_v2"] < 1e-12
+    assert two["train/kl_v2"] > 1e-6
+
+
+@pytest.mark.parametrize(("interval", "offset"), [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2)])
+def test_which_snapshot_samples(tmp_path, interval, offset):
+    """Batches are as old as the settings say: a fresh snapshot every so many steps, used so many steps later."""
+    more = [f"synchronizer.sync_interval={interval}", f"synchronizer.sync_offset={offset}", "monitor.trajectories=true"]
+    outcome = played(tmp_path, *more, "algorithm.repeat_times=2", "buffer.batch_size=1", steps=6)
+    versions = {group.step: group.version for group in read(outcome.folder / "trajectories.jsonl")}
+    expected = {step: max(step - offset, 0) // interval * interval for step in range(6)}
+    assert versions == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], [1.0, 1.0, 1.0, 1.0, 1.0]),
+        (["lr_warmup_steps=2"], [0.5, 1.0, 1.0, 1.0, 1.0]),
+        (["lr_warmup_steps_ratio=0.4", "lr_scheduler_type=linear", "min_lr_ratio=0"], [0.5, 1.0, 1.0, 2 / 3, 1 / 3]),
+        (["warmup_style=cosine", "min_lr_ratio=0.2"], [0.2 + 0.4 * (1 + math.cos(math.pi * k / 5)) for k in range(5)]),
+    ],
+)
+def test_learning_rates(tmp_path, overrides, expected):
+    job = prepared(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5))
+    assert [job.rate(step) / job.settings.algorithm.optimizer.lr for step in range(5)] == pytest.approx(expected)
+    adam = job.adam(0)
+    assert (adam.beta1, adam.beta2, adam.weight_decay, adam.grad_clip_norm) == (0.9, 0.999, 0.0, 1.0)
+
+
+def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
+    """No coefficient, no request; with one, one request for each trajectory."""
+    from rlkit.backends.toy import ToySampler
+
+    asked = []
+    logprobs = ToySampler.logprobs
+    monkeypatch.setattr(ToySampler, "logprobs", lambda self, *a, **k: asked.append(1) or logprobs(self, *a, **k))
+    played(tmp_path / "without", steps=2)
+    assert not asked
+    rows = curve(played(tmp_path / "with", "algorithm.kl_loss_fn_args.kl_coef=0.1", steps=2), "train/kl_reference")
+    assert len(asked) == 64
+    assert abs(rows[0][1]["train/kl_reference"]) < 1e-6  # the policy is the reference at first
+    assert abs(rows[1][1]["train/kl_reference"]) > 1e-4
+
+
+@pytest.mark.parametrize("part", ["kl_loss_fn", "kl_penalty_fn"])
+def test_a_kl_term_holds_the_policy_back(tmp_path, part):
+    """As a loss and as a penalty: the policy stays nearer to where it began."""
+    name, found = "train/kl_reference", []
+    for coef in (1e-6, 3.0):
+        rows = curve(played(tmp_path / str(coef), f"algorithm.{part}_args.kl_coef={coef}", steps=10), name)
+        found.append(rows[-1][1][name])
+    assert found[1] < 0.5 * found[0]
+
+
+@pytest.mark.parametrize("kind", ["default", "exact"])
+def test_an_entropy_bonus_keeps_entropy_up(tmp_path, kind):
+    """Both ways: the sampled estimate, and the exact one where the backend has distributions."""
+    entropies = []
+    for coef in (0.0, 0.5):
+        more = [f"algorithm.entropy_loss_fn={kind}", f"algorithm.entropy_loss_fn_args.entropy_coef={coef}"]
+        rows = curve(played(tmp_path / str(coef), *more, steps=6), "train/entropy")
+        entropies.append(rows[-1][1]["train/entropy"])
+    assert entropies[1] > entropies[0] + 0.3
+
+
+def test_explore_and_train_from_what_was_stored(tmp_path):
+    """Trajectories of a policy that does not change; then training without playing."""
+    explored = played(tmp_path / "explore", "mode=explore", "monitor.trajectories=true")
+    stored = explored.folder / "trajectories.jsonl"
+    groups = list(read(stored))
+    assert [group.version for group in groups] == [0] * 12
+    assert all("train/loss" not in numbers for _, numbers in curve(explored))
+    more = ["mode=train", f"buffer.trainer_input.experience_buffer.path={stored}", "buffer.explorer_input.taskset=null"]
+    trained = played(tmp_path / "train", *more, "algorithm.algorithm_type=gspo", steps=3)
+    losses = [numbers["train/loss"] for _, numbers in curve(trained)]
+    assert len(set(losses)) == 3
+    assert not (trained.folder / "trajectories.jsonl").stat().st_size
+
+
+def test_bench_evaluates_every_checkpoint(tmp_path):
+    """Scores of what training left, without training; rising, since it learnt."""
+    task = "{name: held, default_workflow_type: write, workflow_args: {letters: '0123456789'}, repeat_times: 4}"
+    more = [f"buffer.explorer_input.eval_tasksets=[{task}]", "explorer.eval_interval=3"]
+    saved = ["trainer.save_interval=3", "trainer.max_checkpoints_to_keep=0"]
+    outcome = played(tmp_path, *more, *saved, steps=6)
+    during = {step: numbers["eval/held/mean"] for step, numbers in curve(outcome, "eval/held/mean") if numbers}
+    assert list(during) == [0, 3, 6]
+    (benched,) = recipes.run(loaded(tmp_path, *more, "mode=bench", steps=6))
+    rows = [json.loads(line) for line in (outcome.folder / "bench" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 6]
+    assert [row["metrics"]["eval/held/mean"] for row in rows] == [during[3], during[6]]
+    assert benched.metrics["eval/held/mean"] > during[0] + 0.2
+
+
+STAGES = """
+stages:
+  - stage_name: imitate
+    algorithm: {algorithm_type: sft, optimizer: {lr: 0.02}}
+    buffer: {batch_size: 8, total_steps: 3, trainer_input: {experience_buffer: {path: DEMONSTRATIONS}}}
+  - stage_name: reinforce
+    algorithm: {algorithm_type: grpo, repeat_times: 4, optimizer: {lr: 0.05}, kl_loss_fn_args: {kl_coef: 0.01}}
+  - stage_name: distil
+    init_from: stage:imitate
+    algorithm: {algorithm_type: on_policy_distill, repeat_times: 4, optimizer: {lr: 0.05}}
+    explorer: {auxiliary_models: [{path: "stage:reinforce"}]}
+"""
+
+
+@pytest.mark.parametrize("name", ["toy", "fake"])
+def test_stages(tmp_path, name, monkeypatch):
+    """Imitation, reinforcement from there, distillation of that into the first: on the toy, and on the service."""
+    if name == "fake":
+        pytest.importorskip("tinker", reason="needs the extra tinker")
+    path = tmp_path / "stages.yaml"
+    path.write_text(STAGES.replace("DEMONSTRATIONS", str(tmp_path / "demonstrations.jsonl")), "utf-8")
+    with table.backend(name, tmp_path) as where:
+        own = table.settings("grpo", name, tmp_path, where, 4)
+        with monkeypatch.context() as patched:  # cut off in the second stage, then run again
+            cut_at(patched, 3)
+            with pytest.raises(Stopped):
+                recipes.run(recipes.load(path, own))
+        outcomes = recipes.run(recipes.load(path, own))
+    assert [outcome.stage for outcome in outcomes] == ["imitate", "reinforce", "distil"]
+    imitated, reinforced, distilled = (curve(outcome) for outcome in outcomes)
+    assert imitated[-1][1]["train/loss"] < imitated[0][1]["train/loss"]
+    assert reinforced[0][1]["env/write/reward"] > 0.5  # it begins where imitation ended
+    assert reinforced[0][1]["train/kl_reference"] == pytest.approx(0.0, abs=1e-6)  # which is its reference, too
+    assert distilled[-1][1]["train/kl_teacher"] < distilled[0][1]["train/kl_teacher"]
+
+
+def test_a_teacher_with_another_tokenizer(tmp_path, tiny):
+    """Refused before a step, in one sentence."""
+    more = ["algorithm.algorithm_type=on_policy_distill"]
+    more += [f"explorer.auxiliary_models=[{{backend: local, model_path: '{tiny('llama')}'}}]"]
+    with pytest.raises(rlkit.ConfigError, match=r"auxiliary_models\[0\]: encodes texts otherwise") as raised:
+        played(tmp_path, *more)
+    assert "one tokenizer" in str(raised.value)
+    assert models.same_tokenizer(*[rlkit.connect("toy").tokenizer] * 2) == ""
+
+
+def test_a_teacher_on_another_backend(tmp_path):
+    """The exact model behind the service teaches the toy, whose tokens it has."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    with table.backend("fake", tmp_path) as where:
+        path = table.teacher(*where, tmp_path, "0123456789")
+        given = f"[{{backend: tinker, path: '{path}', options: {{base_url: '{where[1]['base_url']}'}}}}]"
+        outcome = played(tmp_path, "algorithm.algorithm_type=jsd", f"explorer.auxiliary_models={given}", steps=5)
+    rows = [numbers["train/kl_teacher"] for _, numbers in curve(outcome)]
+    assert rows[-1] < 0.8 * rows[0]
+
+
+def test_groups_that_teach_nothing_are_played_again(tmp_path):
+    """Rewards of 0 and 1 in pairs are often alike: dapo plays others, a threshold alone leaves them out."""
+    one = ["model.max_response_tokens=1"]
+    rows = curve(played(tmp_path, "algorithm.algorithm_type=dapo", "algorithm.repeat_times=2", *one, steps=2))
+    assert all(numbers["filter/zero_variance"] > 0 for _, numbers in rows)
+    plain = curve(
+        played(tmp_path / "grpo", "algorithm.repeat_times=2", "algorithm.advantage_fn_args.std_threshold=0.2")
+    )
+    assert plain[0][1]["filter/zero_variance"] > 0
+    assert plain[0][1]["train/datums"] == 8 - 2 * plain[0][1]["filter/zero_variance"]
