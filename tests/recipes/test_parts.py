@@ -1,0 +1,321 @@
+"""The parts of a recipe, each against numbers worked by hand or by another way."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("omegaconf")
+
+import rlkit
+from rlkit import recipes
+from rlkit.chat import Chat
+from rlkit.recipes import batch, credit, demonstrations, rows, tasks
+from rlkit.recipes.algorithms import best_of_group, sampled_jsd
+from rlkit.recipes.inputs import Format, Taskset
+from rlkit.recipes.learning import Algorithm
+from rlkit.recipes.method import resolved
+from rlkit.trajectory import Group, Trajectory, Turn
+
+
+def trajectory(rewards, lengths, *, logprob=-1.0, messages=()):
+    """Turns with these rewards and numbers of tokens; each prompt goes on from what was before."""
+    prompt, turns = [5, 6], []
+    for reward, n in zip(rewards, lengths, strict=True):
+        sample = rlkit.Sample(prompt, range(7, 7 + n), [logprob] * n)
+        turns.append(Turn(sample, reward))
+        prompt = [*prompt, *range(7, 7 + n), 1]
+    return Trajectory(turns, terminated=True, messages=messages)
+
+
+GROUPS = [
+    Group([trajectory([1.0], [2]), trajectory([0.0], [3])]),
+    Group([trajectory([0.5, 1.5], [1, 2]), trajectory([1.0, 0.0], [2, 1])]),
+]
+
+
+def credited(groups=GROUPS, given=None, **settings):
+    """Advantages of a method, as lists."""
+    flat = [np.concatenate([turn.logprobs for turn in t.turns]) for g in groups for t in g.trajectories]
+    method = resolved(Algorithm(**settings))
+    found, returns = credit.credited(method, groups, {"sampling_logprobs": flat, **(given or {})}, seed=(0,))
+    return [a.round(4).tolist() for a in found], returns
+
+
+def test_per_group():
+    """The reward is the episode's sum; every token of it gets the group's advantage."""
+    found, _ = credited(algorithm_type="dr_grpo")
+    assert found == [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
+
+
+def test_per_turn():
+    """GiGPO: episodes 2 and 1 are half from their mean; first turns, told the same, return 2 and 1, the second ones,
+    which were told other things, nothing."""
+    said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "1"}]
+    others = [*said[:2], {"role": "tool", "content": "2"}]
+    group = Group([trajectory([0.5, 1.5], [1, 2], messages=said), trajectory([1.0, 0.0], [2, 1], messages=others)])
+    found, _ = credited([group], algorithm_type="gigpo", advantage_fn_args={"fnorm": "none"})
+    assert found == [[1.0, 0.5, 0.5], [-1.0, -1.0, -0.5]]
+    found, _ = credited([group], algorithm_type="multi_step_grpo", advantage_fn_args={"enable_step_norm": True})
+    assert found == [[0.3536] * 3, [-0.3536] * 3]
+
+
+def test_per_token():
+    """ReMax: what is still to come, less the greedy reward."""
+    found, _ = credited(GROUPS[1:], {"baseline": [1.0, 1.0]}, algorithm_type="remax")
+    assert found == [[1.0, 0.5, 0.5], [0.0, 0.0, -1.0]]
+
+
+def test_values_give_returns():
+    """GAE with gamma 1 and lambda 1 and values of 0: the returns are what is still to come, the advantages the same,
+    normalised over the batch's tokens."""
+    zeros = [np.zeros(3), np.zeros(3)]
+    found, returns = credited(GROUPS[1:], {"values": zeros}, algorithm_type="ppo", advantage_fn_args={"lam": 1.0})
+    raw = np.array([2.0, 1.5, 1.5, 1.0, 1.0, 0.0])
+    assert np.concatenate(returns).tolist() == raw.tolist()
+    assert np.concatenate(found) == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-4)
+
+
+def test_a_penalty_is_taken_off_rewards():
+    """k1 of a reference that finds each token half a nat less likely: 0.5 coef per token off the episode's reward."""
+    given = {"reference_logprobs": [np.full(n, -1.5) for n in (2, 3, 3, 3)]}
+    found, _ = credited(given=given, algorithm_type="dr_grpo", kl_penalty_fn_args={"kl_coef": 0.1})
+    assert found[0] == [round(((1 - 0.1) - (0 - 0.15)) / 2, 4)] * 2
+
+
+def test_the_bonus_of_entropy():
+    """-coef log q is added to each token's advantage."""
+    found, _ = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
+    assert found[0] == [0.75, 0.75]
+
+
+@given(
+    st.lists(st.floats(-12, -0.01), min_size=2, max_size=6),
+    st.lists(st.floats(-12, -0.01), min_size=6, max_size=6),
+    st.floats(0.05, 0.95),
+)
+def test_the_gradient_of_the_divergence(student, teacher, beta):
+    """Exactly, over a small vocabulary: E[A grad log p] is minus the gradient of the divergence, by differences."""
+    logits = np.array(student)
+    t = np.exp(teacher[: logits.size] - np.logaddexp.reduce(teacher[: logits.size]))
+
+    def divergence(x):
+        s = np.exp(x - np.logaddexp.reduce(x))
+        m = beta * t + (1 - beta) * s
+        return float(beta * (t * np.log(t / m)).sum() + (1 - beta) * (s * np.log(s / m)).sum())
+
+    logp = logits - np.logaddexp.reduce(logits)
+    (a,) = sampled_jsd(teacher_logprobs=[np.log(t)], sampling_logprobs=[logp], beta=beta)
+    p = np.exp(logp)
+    expected = p * a - p * (p * a).sum()  # sum over tokens of p A (one-hot - p)
+    h = 1e-5
+    numeric = [(divergence(logits + h * e) - divergence(logits - h * e)) / (2 * h) for e in np.eye(logits.size)]
+    assert expected == pytest.approx(-np.array(numeric), abs=1e-6)
+
+
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_best_of_group(groups):
+    """One of each group, and none is better."""
+    for rewards, chosen in zip(groups, best_of_group([np.array(g) for g in groups]), strict=True):
+        assert chosen.sum() == 1.0
+        assert rewards[int(chosen.argmax())] == max(rewards)
+
+
+def test_unscored_is_never_the_best():
+    assert best_of_group([[np.nan, 0.0], [np.nan]])[0].tolist() == [0.0, 1.0]
+    assert best_of_group([[np.nan]])[0].tolist() == [0.0]
+
+
+def test_weights_of_a_mixed_batch():
+    """Rollouts are a mean over their tokens, demonstrations over theirs; mu goes with every datum."""
+    method = resolved(Algorithm(algorithm_type="mix"))
+    own = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {"expert": 0.0})
+    shown = rlkit.Datum([1, 2, 3], [0, 1, 1])
+    items = [batch.Item([own]), *batch.demonstrated([[shown], [shown]])]
+    data = batch.weighted(method, items, constant=9.0, mu=0.3)
+    assert [float(d.inputs["weights"]) for d in data] == pytest.approx([1 / 3, 1 / 4, 1 / 4])
+    assert [float(d.inputs["mu"]) for d in data] == pytest.approx([0.3] * 3)
+    method = resolved(Algorithm(algorithm_type="dr_grpo"))
+    assert batch.weighted(method, items[:1], constant=9.0, mu=None)[0].inputs["weights"] == pytest.approx(1 / 9)
+    method = resolved(Algorithm(algorithm_type="dpo"))
+    pair = batch.weighted(method, [batch.Item([shown, shown])] * 2, constant=9.0, mu=None)
+    assert [float(d.inputs["weights"]) for d in pair] == [0.5] * 4
+
+
+NAMES = [
+    ({"policy_loss_fn_args": {"clip_range": 0.2}}, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    (
+        {"policy_loss_fn_args": {"clip_range_high": 0.28, "clip_ratio_c": 3.0}},
+        "ppo",
+        {"clip_high_threshold": 1.28, "dual_clip": 3.0},
+    ),
+    (
+        {"policy_loss_fn": "sppo", "policy_loss_fn_args": {"epsilon": 0.25}},
+        "sppo",
+        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25},
+    ),
+    (
+        {"policy_loss_fn": "rec", "policy_loss_fn_args": {"epsilon_low_prime": 0.6, "temp": 2.0}},
+        "rec",
+        {"ring_low_threshold": 0.4, "temperature": 2.0},
+    ),
+    ({"algorithm_type": "chord", "policy_loss_fn_args": {"enable_phi_function": True}}, "mix", {"phi": True}),
+    ({"bypass_old_logprobs": False}, "decoupled_ppo", {}),
+]
+
+
+@pytest.mark.parametrize(("settings", "loss", "args"), NAMES)
+def test_names_of_settings(settings, loss, args):
+    """Ranges become bounds on the ratio itself."""
+    method = resolved(Algorithm(**{"algorithm_type": "grpo", **settings}))
+    assert method.loss == loss
+    assert dict(method.loss_args) == pytest.approx(args)
+
+
+def test_shares_of_the_expert():
+    """Fixed for mix; by CHORD's schedule for chord."""
+    assert resolved(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3})).mu(7) == 0.3
+    args = {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
+    chord = resolved(Algorithm(algorithm_type="chord", policy_loss_fn_args=args))
+    assert [chord.mu(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([0.0, 0.4, 0.8, 0.5, 0.2])
+
+
+def test_files(tmp_path):
+    """Lines and lists are read alike; what is no file, or no rows, is named."""
+    given = [{"prompt": "a", "response": "b"}]
+    (tmp_path / "x.jsonl").write_text(json.dumps(given[0]) + "\n\n", "utf-8")
+    (tmp_path / "x.json").write_text(json.dumps(given), "utf-8")
+    assert (
+        rows.read(str(tmp_path / "x.jsonl"), where="here") == given == rows.read(str(tmp_path / "x.json"), where="here")
+    )
+    (tmp_path / "empty.jsonl").write_text("", "utf-8")
+    (tmp_path / "torn.jsonl").write_text('{"a": ', "utf-8")
+    (tmp_path / "list.jsonl").write_text("[1]\n", "utf-8")
+    for name, message in (
+        ("empty.jsonl", "is empty"),
+        ("torn.jsonl", "can not be read"),
+        ("none.jsonl", "a file that exists"),
+        ("x.csv", "a file that ends in"),
+    ):
+        with pytest.raises(rlkit.ConfigError, match=f"here: .*{message}"):
+            rows.read(str(tmp_path / name), where="here")
+    with pytest.raises(rlkit.DataError, match="row 0"):
+        rows.read(str(tmp_path / "list.jsonl"), where="here")
+
+
+def test_a_hub_without_its_package_or_a_network(monkeypatch):
+    """A sentence says what a name of that form would need."""
+    import sys
+    import types
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(rlkit.ConfigError, match="needs the package datasets"):
+        rows.read("openai/gsm8k", where="here")
+
+    def load(name, subset, split):
+        if name == "openai/gsm8k":
+            raise ConnectionError("no route")
+        return [{"question": name, "answer": f"{subset} {split}"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    with pytest.raises(rlkit.ConfigError, match="which needs a network: no route"):
+        rows.read("openai/gsm8k", where="here")
+    assert rows.read("a/b", where="here", subset="main")[0]["answer"] == "main train"
+
+
+def test_parquet(tmp_path):
+    """Rows of a table."""
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": ["1", "2"]}), path)
+    assert [row["response"] for row in rows.read(str(path), where="here")] == ["1", "2"]
+
+
+def test_rows_with_a_reward(tmp_path):
+    """A file in GSM8K's form: the number behind #### is what is right."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"question": "600 twice?", "answer": "Twice six hundred. #### 1,200"}) + "\n", "utf-8")
+    form = Format(prompt_key="question", response_key="answer")
+    given = recipes.Settings(buffer=_buffer(Taskset(name="sums", path=str(path), format=form)))
+    (task,) = tasks.trained(given.buffer)
+    env = task.make()
+    assert (task.name, env.reset(0)) == ("sums", "600 twice?")
+    for text, reward in (("It is 1200.", 1.0), (r"\boxed{1200}", 1.0), ("1199", 0.0), ("no idea", 0.0)):
+        assert env.step(rlkit.envs.Action(text)).reward == reward
+
+
+def test_generated_problems():
+    """A bare name is a generator of reasoning-gym; its settings, and how the answer is found."""
+    pytest.importorskip("reasoning_gym")
+    args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "extract": "last_number", "size": 20}
+    found = tasks.trained(_buffer(Taskset(name="sums", path="chain_sum", workflow_args=args, max_tasks=5)))
+    assert len(found) == 5
+    env = found[0].make()
+    question = env.reset(0)
+    right = sum(int(x.replace(" ", "")) for x in re.findall(r"[+-]?\s*\d+", question.rpartition(": ")[2]))
+    assert env.step(rlkit.envs.Action(f"I think it is {right}")).reward == 1.0
+    with pytest.raises(rlkit.ConfigError, match="buffer.explorer_input.taskset"):
+        tasks.trained(_buffer(Taskset(path="chain_sum", workflow_args={"min_term": 2})))
+    with pytest.raises(rlkit.ConfigError, match="gsm_symbolicc"):
+        tasks.trained(_buffer(Taskset(path="gsm_symbolicc")))
+
+
+def test_several_environments(tmp_path):
+    """A mixture in equal shares, each under its name and with its own sampling."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n' * 2, "utf-8")
+    two = [Taskset(name=name, path=str(path), rollout_args=_sampling(0.5)) for name in ("one", "two")]
+    found = tasks.trained(_buffer(None, tasksets=two)).batch(0, 4)
+    assert sorted(task.name for task in found) == ["one", "one", "two", "two"]
+    assert found[0].settings.temperature == 0.5
+    with pytest.raises(rlkit.ConfigError, match="a name that no other has"):
+        tasks.trained(_buffer(None, tasksets=[two[0], two[0]]))
+
+
+def test_conversations_that_are_imitated():
+    """The masked-in tokens are the assistant's, with the end of each of its turns, and nothing else."""
+    tokenizer = rlkit.connect("toy").tokenizer
+    said = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Ciao")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    (found,) = demonstrations.demonstrations([{"messages": messages}], Format(), Chat(tokenizer), "x")
+    (datum,) = found
+    assert tokenizer.decode(datum.select(datum.tokens), skip_special=False) == "Hello<|im_end|>Ciao<|im_end|>"
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert whole[: len(datum)].tolist() == datum.tokens.tolist()  # as the template has it
+    for rowless, message in (
+        ({"prompt": "a"}, "a field 'response'"),
+        ({"messages": messages[:1]}, "no message of the assistant"),
+        ({"messages": "text"}, "no list of mappings"),
+    ):
+        with pytest.raises(rlkit.DataError, match=message):
+            demonstrations.demonstrations([rowless], Format(), Chat(tokenizer), "x")
+
+
+def test_preferences():
+    """Chosen first; both go on from one prompt."""
+    tokenizer = rlkit.connect("toy").tokenizer
+    row = {"prompt": "Q", "chosen": "yes", "rejected": "no"}
+    ((chosen, rejected),) = demonstrations.preferences([row], Format(), Chat(tokenizer), "x")
+    texts = [tokenizer.decode(d.select(d.tokens)) for d in (chosen, rejected)]
+    assert texts == ["yes", "no"]
+    n = int(np.argmax(chosen.mask))
+    assert chosen.tokens[:n].tolist() == rejected.tokens[:n].tolist()
+
+
+def _sampling(temperature):
+    from rlkit.recipes.inputs import Sampling
+
+    return Sampling(temperature=temperature)
+
+
+def _buffer(taskset, **more):
+    from rlkit.recipes.inputs import Buffer, ExplorerInput
+
+    return Buffer(explorer_input=ExplorerInput(taskset=taskset, **more))
