@@ -3,26 +3,30 @@
     python examples/quickstart.py                  # a LoRA on SmolLM2-135M-Instruct, on a CPU, a few minutes
     python examples/quickstart.py --backend toy    # the same program on a toy model, in seconds
 
-One step of the loop is the function ``train``. It is yours: copy this file and change what you like.
+Stop it at any moment and start it again: it goes on. One step of the loop is the function ``train``. It is yours: copy
+this file and change what you like.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
 
 import rlkit
 from rlkit.advantages import grpo, token_weights
-from rlkit.backends import Sampler, Tokenizer, TrainerBackend
+from rlkit.backends import Sampler, TrainerBackend
+from rlkit.envs import Tasks
+from rlkit.evaluation import evaluate_sync
+from rlkit.rollouts import rollout_sync
+from rlkit.tracking import read_metrics, train_metrics
+from rlkit.trajectory import datums
 
 try:
     import reasoning_gym
@@ -39,86 +43,74 @@ DEFAULTS = {
     "toy": {"model": None, "steps": 30, "learning_rate": 0.02},
 }
 NUMBER = re.compile(r"-?\d+")
+PLAIN = {"attempts": 1, "progress": False}  # of rollouts: sums do not fail, and there is a bar already
 
 
-class Question(NamedTuple):
-    """What is asked, as text and as tokens, and the right answer."""
-
-    text: str
-    tokens: np.ndarray
-    answer: str
-
-
-class Answers(NamedTuple):
-    """G completions to each of Q questions."""
-
-    samples: list[list[rlkit.Sample]]
-    texts: list[list[str]]
-    numbers: np.ndarray  # [Q, G], 1 where the text holds a number
-    rewards: np.ndarray  # [Q, G], 1 where the last number in it is right
-
-    def interval(self) -> tuple[float, float, float]:
-        """The share of right answers, and its 95 % confidence interval (Wilson), for one completion per question."""
-        n, p, z = self.rewards.size, float(self.rewards.mean()), 1.96
-        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        low, high = ((p + z * z / (2 * n) + side * half) / (1 + z * z / n) for side in (-1, 1))
-        return p, low, high
-
-
-def make_questions(tokenizer: Tokenizer, seed: int, n: int, without: Sequence[Question] = ()) -> list[Question]:
+def make_questions(seed: int, n: int, without: Sequence[dict] = ()) -> list[dict]:
     """``n`` different sums of two one-digit terms, none of those in ``without``; fewer where there are no more."""
     form = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    known = {question.text for question in without}
-    found = []
+    known, found = {row["prompt"] for row in without}, []
     for entry in reasoning_gym.create_dataset("chain_sum", seed=seed, size=50 * n, **form):
-        text = entry["question"]
-        if text not in known and len(found) < n:
-            known.add(text)
-            found.append(
-                Question(text, tokenizer.apply_chat_template([{"role": "user", "content": text}]), entry["answer"])
-            )
+        if entry["question"] not in known and len(found) < n:
+            known.add(entry["question"])
+            found.append({"prompt": entry["question"], "answer": entry["answer"]})
     return found
 
 
-def ask(sampler: Sampler, questions: Sequence[Question], params: rlkit.SamplingParams, n: int = 1) -> Answers:
-    """``n`` completions to every question; all requests are in flight at once."""
-    futures = [sampler.sample(question.tokens, params, n=n) for question in questions]
-    samples = [future.result() for future in futures]
-    texts = [[sampler.tokenizer.decode(sample.tokens) for sample in group] for group in samples]
-    found = [[NUMBER.findall(text)[-1:] for text in group] for group in texts]
-    rewards = [[last == [question.answer] for last in group] for question, group in zip(questions, found, strict=True)]
-    return Answers(samples, texts, np.array([list(map(len, group)) for group in found]), np.array(rewards, float))
+def right(text: str, answer: str) -> float:
+    """The reward: 1 where the last number in the text is the answer."""
+    return float(NUMBER.findall(text)[-1:] == [answer])
 
 
-def train(
-    policy: TrainerBackend, questions: Sequence[Question], params: rlkit.SamplingParams, adam: rlkit.Adam, n: int
-) -> tuple[dict, Answers]:
-    """One step of GRPO on ``n`` completions to every question: its metrics, and the completions."""
+def train(run: rlkit.Run, policy: TrainerBackend, tasks: Tasks, args: argparse.Namespace) -> dict[str, float]:
+    """One step of GRPO, on several completions to every question of the step's batch: its metrics."""
     start = time.perf_counter()
+    batch = run.batch(tasks, args.prompts)
     with policy.sampler().result() as sampler:  # the policy, frozen now
-        got = ask(sampler, questions, params, n)
+        own = {"n": args.samples, "params": args.params, "seed": run.seed}
+        groups = rollout_sync(sampler, batch, step=run.step, **own, **PLAIN)
     sampled = time.perf_counter()
 
-    samples = [sample for group in got.samples for sample in group]
-    weights = token_weights([sample.tokens.size for sample in samples], "token-mean")
-    data = [s.datum(a, weights=w) for s, a, w in zip(samples, grpo(got.rewards).ravel(), weights, strict=True)]
+    trajectories = [t for group in groups for t in group.trajectories]
+    advantages = np.concatenate([grpo(group.rewards) for group in groups])
+    weights = token_weights([t.token_count for t in trajectories], "token-mean")
+    data = [d for t, a, w in zip(trajectories, advantages, weights, strict=True) for d in datums(t, a, weights=w)]
     loss = policy.forward_backward(data, "ppo")
-    update = policy.optim_step(adam)  # submitted before the loss is read
+    update = policy.optim_step(args.adam)  # submitted before the loss is read
 
-    gaps = [np.abs(lp - s.logprobs).max() for lp, s in zip(loss.result().selected, samples, strict=True)]
+    means = np.array([group.rewards.mean() for group in groups])
     metrics = {
-        "reward/mean": got.rewards.mean(),
-        "reward/std_error": got.rewards.mean(axis=1).std() / math.sqrt(max(1, len(questions) - 1)),
-        "reward/without_signal": np.mean(got.rewards.min(axis=1) == got.rewards.max(axis=1)),
-        "sample/with_number": got.numbers.mean(),
-        "sample/tokens": np.mean([sample.tokens.size for sample in samples]),
-        "train/loss": loss.result().metrics["loss:sum"],
-        "train/grad_norm": update.result().get("grad_norm:mean", math.nan),  # where it is known
-        "train/sampler_gap": max(gaps),  # trainer against sampler, in nats
-        "time/sample": sampled - start,
+        **groups.metrics,
+        **train_metrics(data, loss.result(), update.result()),
+        "reward/std_error": float(means.std() / max(1, len(means) - 1) ** 0.5),
+        "reward/without_signal": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        "reward/with_number": with_number(trajectories),
+        "time/rollout": sampled - start,
         "time/train": time.perf_counter() - sampled,
     }
-    return {name: float(value) for name, value in metrics.items()}, got
+    run.log(metrics)
+    run.log_trajectories(groups, advantages=advantages, trainer_logprobs=loss.result().selected)
+    return metrics
+
+
+def with_number(trajectories: Sequence[Any]) -> float:
+    """The share of answers that hold a number."""
+    return float(np.mean([bool(NUMBER.search(t.messages[-1]["content"])) for t in trajectories]))
+
+
+def score(run: rlkit.Run, sampler: Sampler, tasks: Tasks, max_tokens: int, *, log: bool = True) -> dict[str, Any]:
+    """Greedy answers to held-out questions: the share of right ones, with its 95 % interval (Wilson), and the texts."""
+    with sampler:
+        params = rlkit.SamplingParams(max_tokens=max_tokens)
+        found = evaluate_sync(sampler, tasks, greedy=True, params=params, **PLAIN)
+    if log:
+        run.log(found.metrics)
+        run.log_trajectories(found.rollouts)
+    result = found.scores[tasks.name]
+    answers = [t for group in found.rollouts for t in group.trajectories]
+    texts = [t.messages[-1]["content"] for t in answers]
+    scores = {"mean": result.mean, "low": result.low, "high": result.high}
+    return {**scores, "with_number": with_number(answers), "texts": texts}
 
 
 class Screen(Live):
@@ -126,11 +118,11 @@ class Screen(Live):
 
     columns = {  # noqa: RUF012
         "step": "step",
-        "reward": "reward/mean",
-        "number": "sample/with_number",
+        "reward": "env/sums/reward",
+        "number": "reward/with_number",
         "loss": "train/loss",
         "grad norm": "train/grad_norm",
-        "sample s": "time/sample",
+        "rollout s": "time/rollout",
         "train s": "time/train",
     }
 
@@ -148,21 +140,21 @@ class Screen(Live):
 
     def add(self, metrics: dict) -> None:
         """Shows a step."""
-        self.table.add_row(*(f"{metrics[name]:.3g}" for name in self.columns.values()))
+        self.table.add_row(*(f"{metrics.get(name, np.nan):.3g}" for name in self.columns.values()))
 
 
-def plot(rows: Sequence[dict], held_out: Sequence[tuple[str, Answers]], path: Path) -> None:
+def plot(rows: Sequence[dict], held_out: Sequence[tuple[str, dict]], path: Path) -> None:
     """The learning curve, and the held-out score before and after."""
-    mean, error = (np.array([row[name] for row in rows]) for name in ("reward/mean", "reward/std_error"))
+    mean, error = (np.array([row[name] for row in rows]) for name in ("env/sums/reward", "reward/std_error"))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.fill_between(range(len(rows)), mean - error, mean + error, alpha=0.15, linewidth=0)
     axes.plot(mean, marker="o", markersize=4, label="training questions, sampled (± standard error)")
     (_, before), (roomy, with_room), (_, after) = held_out
     for got, x, label in ((before, 0, "held-out questions, greedy (95 % interval)"), (after, len(rows), None)):
-        p, low, high = got.interval()
+        p, low, high = got["mean"], got["low"], got["high"]
         axes.errorbar(x, p, [[p - low], [high - p]], fmt="D", capsize=4, color="tab:orange", label=label)
         axes.annotate(f"{p:.2f}", (x, p), (9, 0), textcoords="offset points", va="center", color="tab:orange")
-    axes.axhline(with_room.rewards.mean(), linestyle=":", color="gray", label=f"held-out questions, {roomy}")
+    axes.axhline(with_room["mean"], linestyle=":", color="gray", label=f"held-out questions, {roomy}")
     axes.set(
         title="GRPO on sums of two one-digit terms", xlabel="optimizer steps done", ylabel="share of right answers"
     )
@@ -174,55 +166,42 @@ def plot(rows: Sequence[dict], held_out: Sequence[tuple[str, Answers]], path: Pa
     plt.close(figure)
 
 
-def run(policy: TrainerBackend, args: argparse.Namespace, log: TextIO, trajectories: TextIO) -> None:
+def loop(run: rlkit.Run, policy: TrainerBackend, args: argparse.Namespace) -> None:
     """Evaluates, trains, evaluates again, and says what changed."""
-    greedy = rlkit.SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
-    roomy = rlkit.SamplingParams(max_tokens=4 * args.max_tokens, temperature=0.0)
-    pool = make_questions(policy.tokenizer, args.seed, min(args.steps * args.prompts, 100))
-    held_out = make_questions(policy.tokenizer, args.seed + 1, args.eval_size, without=pool)
-    order = np.random.default_rng(args.seed).permutation(np.resize(np.arange(len(pool)), args.steps * args.prompts))
-    rows = []
+    pool = make_questions(args.seed, 100)
+    held_out = make_questions(args.seed + 1, args.eval_size, without=pool)
+    tasks, unseen = (rlkit.envs.function(x, right, name=name) for x, name in ((pool, "sums"), (held_out, "held-out")))
+    room = 4 * args.max_tokens
+    if run.step:
+        print(f"goes on after step {run.step}, as {run.folder} has it; remove that to begin anew")
 
-    def record(split: str, step: int, questions: Sequence[Question], got: Answers) -> None:
-        for question, texts, rewards in zip(questions, got.texts, got.rewards, strict=True):
-            for text, reward in zip(texts, rewards, strict=True):
-                line = {"split": split, "step": step, "question": question.text, "answer": question.answer}
-                trajectories.write(json.dumps(line | {"completion": text, "reward": reward}) + "\n")
-
-    with Screen(args.steps + 3) as screen:
-        screen.doing(f"{len(held_out)} held-out questions, before")
-        before = ask(policy.sampler().result(), held_out, greedy)
-        record("held-out", 0, held_out, before)
-        screen.doing(f"the same with {roomy.max_tokens} tokens")
-        with_room = ask(policy.sampler().result(), held_out, roomy)
-        for step, indices in enumerate(order.reshape(args.steps, args.prompts)):
-            last = f", reward {rows[-1]['reward/mean']:.2f}" if rows else ""
-            screen.doing(f"step {step + 1} of {args.steps}{last}")
-            questions = [pool[i] for i in indices]
-            metrics, got = train(policy, questions, args.params, args.adam, args.samples)
-            rows.append({"step": step, **metrics})
-            log.write(json.dumps(rows[-1]) + "\n")
-            log.flush()
-            record("train", step, questions, got)
-            screen.add(rows[-1])
+    with Screen(args.steps + 3 - run.step) as screen:
+        screen.doing(f"{len(unseen)} held-out questions, before")  # once: a run that goes on remembers
+        before = run.value("before", lambda: score(run, policy.sampler().result(), unseen, args.max_tokens))
+        screen.doing(f"the same with {room} tokens")
+        with_room = run.value("room", lambda: score(run, policy.sampler().result(), unseen, room, log=False))
+        for step in run.steps(args.steps):
+            screen.doing(f"step {step + 1} of {args.steps}")
+            screen.add({"step": step, **train(run, policy, tasks, args)})
+            run.checkpoint(policy, every=5)
         screen.doing("held-out questions, after")
-        after = ask(policy.sampler().result(), held_out, greedy)
-        record("held-out", args.steps, held_out, after)
-        adapter = policy.save("adapter", optimizer=False).result()
+        after = score(run, policy.sampler().result(), unseen, args.max_tokens)
         screen.doing("done")
 
     print("\nHeld-out questions, greedy answers before and after:")
-    for question, old, new in list(zip(held_out, before.texts, after.texts, strict=True))[:5]:
-        print(f"{question.text.rpartition(': ')[2]:>11} {old[0]!r:<50} {new[0]!r}")
-    scores = [("before", before), (f"before, given {roomy.max_tokens} tokens", with_room), ("after", after)]
+    for question, old, new in list(zip(held_out, before["texts"], after["texts"], strict=True))[:5]:
+        print(f"{question['prompt'].rpartition(': ')[2]:>11} {old!r:<50} {new!r}")
+    scores = [("before", before), (f"before, given {room} tokens", with_room), ("after", after)]
     for when, got in scores:
-        right = "{:.2f} right (95 % interval {:.2f} to {:.2f})".format(*got.interval())
-        print(f"{when:>24}: {right}, {got.numbers.mean():.2f} hold a number")
-    gain, form = (got.rewards.mean() - before.rewards.mean() for got in (after, with_room))
+        right_ones = "{mean:.2f} right (95 % interval {low:.2f} to {high:.2f})".format(**got)
+        print(f"{when:>24}: {right_ones}, {got['with_number']:.2f} hold a number")
+    gain, form = (got["mean"] - before["mean"] for got in (after, with_room))
     print(f"What it learned: {gain:+.2f}, of which {form:+.2f} is the form, to answer within {args.max_tokens} tokens,")
     print("since the untrained model gets that far when it has room for its answer.")
-    plot(rows, scores, args.out / "reward.png")
-    print(f"{args.out} holds metrics.jsonl, trajectories.jsonl and reward.png; the adapter is in {adapter}")
+    rows = [row["metrics"] for row in read_metrics(run.folder)]
+    plot([row for row in rows if "env/sums/reward" in row], scores, args.out / "reward.png")
+    print(f"{args.out} holds reward.png and {run.report().name}, which shows every answer")
+    print(f"the adapter is in {rlkit.runs.records(run.folder)[-1].policy('policy')}")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -256,17 +235,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     args = arguments(argv)
-    options = {"model": args.model, "lora": rlkit.Lora(rank=args.rank), "seed": args.seed, "folder": args.out}
-    with rlkit.connect(args.backend, **options) as policy:
-        args.out.mkdir(parents=True, exist_ok=True)
-        files = (args.out / name for name in ("metrics.jsonl", "trajectories.jsonl"))
-        log, trajectories = (file.open("w", encoding="utf-8") for file in files)
-        with log, trajectories:
-            run(policy, args, log, trajectories)
+    options = {"model": args.model, "lora": rlkit.Lora(rank=args.rank)}
+    config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))}
+    with rlkit.Run(args.out, seed=args.seed, config=config) as run:
+        loop(run, run.connect(args.backend, **options), args)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (rlkit.ConfigError, rlkit.UnsupportedError) as error:
+    except (rlkit.ConfigError, rlkit.UnsupportedError, rlkit.CheckpointError) as error:
         sys.exit(f"quickstart: {error}")

@@ -203,7 +203,7 @@ def _wilson(right: int, count: int, level: float) -> tuple[float, float]:
     share, scale = right / count, 1 + z * z / count
     centre = (share + z * z / (2 * count)) / scale
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / scale
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))  # the ends 0 and 1 are exact
 
 
 def _tries(k: Any, n: int) -> list[int]:

@@ -121,6 +121,16 @@ def test_wilson(right, count, low, high):
     assert interval(rows) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
+def test_wilson_holds_the_share_exactly():
+    """Also at 0 and 1, where rounding would put an end on the wrong side."""
+    for count in range(1, 200):
+        for right in {0, 1, count // 2, count - 1, count}:
+            low, high = interval([np.array([1.0])] * right + [np.array([0.0])] * (count - right))
+            assert low <= right / count <= high
+            assert (low == 0.0) == (right == 0)
+            assert (high == 1.0) == (right == count)
+
+
 def test_bootstrap_is_the_normal_interval_of_many_tasks():
     """Half its width is 1.96 standard errors over tasks, however many episodes each has."""
     rng = np.random.default_rng(0)

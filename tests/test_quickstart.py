@@ -13,6 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import rlkit
+from rlkit.storage import read
+from rlkit.tracking import read_metrics
+
 for name in ("reasoning_gym", "matplotlib", "rich"):
     pytest.importorskip(name, reason="needs: pip install 'rlkit-lm[examples,reasoning-gym]'")
 
@@ -47,48 +51,77 @@ def quickstart():
     del sys.modules["quickstart"]
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_metrics(toy):
     """One line per step, standard names, finite numbers; on the toy the trainer agrees with the sampler."""
-    rows = lines(toy[0] / "metrics.jsonl")
+    rows = [row for row in read_metrics(toy[0]) if "train/loss" in row["metrics"]]
     assert [row["step"] for row in rows] == list(range(20))
-    for name in ("reward/mean", "train/loss", "train/grad_norm", "time/sample", "time/train"):
-        assert all(math.isfinite(row[name]) for row in rows), name
-    assert all(0 <= row["reward/mean"] <= 1 for row in rows)
-    assert max(row["train/sampler_gap"] for row in rows) < 1e-5
+    for name in ("env/sums/reward", "train/loss", "train/grad_norm", "time/rollout", "time/train"):
+        assert all(math.isfinite(row["metrics"][name]) for row in rows), name
+    assert all(0 <= row["metrics"]["env/sums/reward"] <= 1 for row in rows)
+    for row in rows:
+        assert row["metrics"]["train/ratio/min"] == pytest.approx(1, abs=1e-5)
+        assert row["metrics"]["train/ratio/max"] == pytest.approx(1, abs=1e-5)
+
+
+def answers(folder, name):
+    """step -> (question, reward) of every answer to the questions of that name."""
+    found = {}
+    for group in read(folder / "trajectories.jsonl"):
+        if group.env == name:
+            rows = [(t.messages[-2]["content"], t.reward) for t in group.trajectories]
+            found.setdefault(group.step, []).extend(rows)
+    return found
 
 
 def test_trajectories(toy):
     """All completions with their rewards; no held-out question was trained on; the mean rewards are those reported."""
-    found = lines(toy[0] / "trajectories.jsonl")
-    train = [line for line in found if line["split"] == "train"]
-    held_out = [line for line in found if line["split"] == "held-out"]
-    assert (len(train), len(held_out)) == (20 * 8 * 8, 2 * 50)
-    assert not {line["question"] for line in train} & {line["question"] for line in held_out}
-    assert len({line["question"] for line in held_out}) == 50
-    for row in lines(toy[0] / "metrics.jsonl"):
-        rewards = [line["reward"] for line in train if line["step"] == row["step"]]
-        assert row["reward/mean"] == pytest.approx(np.mean(rewards))
+    train, held_out = answers(toy[0], "sums"), answers(toy[0], "held-out")
+    assert [len(train[step]) for step in range(20)] == [8 * 8] * 20
+    assert {step: len(rows) for step, rows in held_out.items()} == {0: 50, 20: 50}
+    trained = {question for rows in train.values() for question, _ in rows}
+    for rows in held_out.values():
+        assert len({question for question, _ in rows}) == 50
+        assert not trained & {question for question, _ in rows}
+    for row in read_metrics(toy[0]):
+        if "env/sums/reward" in row["metrics"]:
+            rewards = [reward for _, reward in train[row["step"]]]
+            assert row["metrics"]["env/sums/reward"] == pytest.approx(np.mean(rewards))
 
 
 def test_it_learns(toy):
     """Greedy answers to held-out questions: none right at first, some afterwards."""
-    held_out = [line for line in lines(toy[0] / "trajectories.jsonl") if line["split"] == "held-out"]
-    before, after = (np.mean([line["reward"] for line in held_out if line["step"] == step]) for step in (0, 20))
+    held_out = answers(toy[0], "held-out")
+    before, after = (np.mean([reward for _, reward in held_out[step]]) for step in (0, 20))
     assert before <= after
     assert after > 0
     assert f"after: {after:.2f} right (95 % interval" in toy[1]
     assert f"What it learned: {after - before:+.2f}, of which" in toy[1]
 
 
-def test_picture_and_adapter(toy):
+def test_picture_adapter_and_page(toy):
     assert (toy[0] / "reward.png").read_bytes().startswith(b"\x89PNG")
-    (adapter,) = [path for path in toy[0].iterdir() if path.is_dir()]
-    assert str(adapter) in toy[1].replace("\n", "")
-    assert json.loads((adapter / "state.json").read_text())["version"] == 20
+    assert "</html>" in (toy[0] / "report.html").read_text()
+    record = rlkit.runs.records(toy[0])[-1]
+    assert record.policy("policy") in toy[1].replace("\n", "")
+    assert json.loads((Path(record.policy("policy")) / "state.json").read_text())["version"] == 20
+
+
+def test_it_goes_on(toy, tmp_path):
+    """Stopped in the middle and started again, it says the same numbers as the run that was not."""
+    command = [sys.executable, "-W", "error", str(PROGRAM), "--backend", "toy", "--steps", "20", "--eval-size", "50"]
+    command += ["--out", str(tmp_path)]
+    environment = os.environ | {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line == "step 8 of 20\n":
+                process.terminate()
+    assert process.returncode == 143
+    assert rlkit.runs.records(tmp_path)[-1].step in range(8, 20)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=True)
+    assert "goes on after step" in done.stdout
+    told = [text.partition("\nHeld-out")[2].partition("since the untrained")[0] for text in (toy[1], done.stdout)]
+    assert told[0]
+    assert told[0] == told[1]
 
 
 def test_help_lists_the_options():
@@ -130,43 +163,16 @@ def test_missing_packages_are_named(tmp_path):
     [("5", 1), ("2 + 3 = 5", 1), ("5 apples, not 3", 0), ("-5", 0), ("15", 0), ("five", 0), ("", 0), ("5.", 1)],
 )
 def test_reward_is_on_the_last_integer(quickstart, text, expected):
-    import rlkit
-
-    policy = rlkit.connect("toy", seed=0)
-    question = quickstart.Question("2 + 3 = ", policy.tokenizer.encode("2 + 3 = "), "5")
-
-    class Says:
-        """A sampler that says one thing."""
-
-        tokenizer = policy.tokenizer
-
-        def sample(self, prompt, params, n):
-            tokens = self.tokenizer.encode(text)
-            return rlkit.Future.of([rlkit.Sample(prompt, tokens, np.zeros(tokens.size))] * n)
-
-    got = quickstart.ask(Says(), [question], rlkit.SamplingParams(), n=2)
-    assert got.rewards.tolist() == [[expected, expected]]
-    assert got.numbers.tolist() == [[int(any(c.isdigit() for c in text))] * 2]
-
-
-def test_interval(quickstart):
-    """Wilson's interval for 5 of 10 is 0.2366 to 0.7634, for 0 of 10 it is 0 to 0.2775."""
-    answers = quickstart.Answers([], [], np.zeros(1), np.array([[1.0]] * 5 + [[0.0]] * 5))
-    assert answers.interval() == pytest.approx((0.5, 0.2366, 0.7634), abs=5e-5)
-    answers = quickstart.Answers([], [], np.zeros(1), np.zeros((10, 1)))
-    assert answers.interval() == pytest.approx((0.0, 0.0, 0.2775), abs=5e-5)
+    assert quickstart.right(text, "5") == expected
 
 
 def test_questions_are_different_and_held_out(quickstart):
     """There are 200 sums of two one-digit terms; each is asked once, and none of those to be left out."""
-    import rlkit
-
-    tokenizer = rlkit.connect("toy").tokenizer
-    train = quickstart.make_questions(tokenizer, 0, 100)
-    held_out = quickstart.make_questions(tokenizer, 1, 500, without=train)
-    assert len({question.text for question in train}) == 100
-    assert {question.text for question in train}.isdisjoint(question.text for question in held_out)
-    assert len(held_out) == len({question.text for question in held_out}) == 100
-    for question in train:
-        left, sign, right = question.text.rpartition(": ")[2].removesuffix(" =").split()
-        assert int(question.answer) == int(left) + int(right) * (1 if sign == "+" else -1)
+    train = quickstart.make_questions(0, 100)
+    held_out = quickstart.make_questions(1, 500, without=train)
+    assert len({row["prompt"] for row in train}) == 100
+    assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
+    assert len(held_out) == len({row["prompt"] for row in held_out}) == 100
+    for row in train:
+        left, sign, right = row["prompt"].rpartition(": ")[2].removesuffix(" =").split()
+        assert int(row["answer"]) == int(left) + int(right) * (1 if sign == "+" else -1)

@@ -27,7 +27,6 @@ def main(python: str, arguments: list[str]) -> None:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     args = example.arguments(["--out", "runs/real-server", *arguments])
-    args.out.mkdir(parents=True, exist_ok=True)
     with rlkit.connect("local", model=args.model, lora=rlkit.Lora(rank=1)) as local:
         folder = local.base.path  # converted once into the cache
     start = time.perf_counter()
@@ -37,14 +36,14 @@ def main(python: str, arguments: list[str]) -> None:
         "train_micro_batch_size": 8,
         "sample_max_num_sequences": 16,
     }
-    with RealServer(python, folder, args.out / "server", reduction="sum", **small) as server:
-        options = {"model": folder, "lora": rlkit.Lora(rank=args.rank), "seed": args.seed, "deadline": 3600.0}
-        with rlkit.connect("tinker", base_url=server.url, max_length=512, **options) as policy:
-            print(f"the server was ready after {time.perf_counter() - start:.0f} s")
-            files = (args.out / name for name in ("metrics.jsonl", "trajectories.jsonl"))
-            log, trajectories = (file.open("w", encoding="utf-8") for file in files)
-            with log, trajectories:
-                example.run(policy, args, log, trajectories)
+    with (
+        RealServer(python, folder, args.out / "server", reduction="sum", **small) as server,
+        rlkit.Run(args.out, seed=args.seed) as run,
+    ):
+        options = {"model": folder, "lora": rlkit.Lora(rank=args.rank), "deadline": 3600.0}
+        policy = run.connect("tinker", base_url=server.url, max_length=512, **options)
+        print(f"the server was ready after {time.perf_counter() - start:.0f} s")
+        example.loop(run, policy, args)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
