@@ -24,6 +24,16 @@ def test_version_and_help(capsys):
         assert expected in capsys.readouterr().out
 
 
+def test_keys_of_training(capsys):
+    """Every key that a configuration may have, generated from the classes."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--keys"])
+    assert ended.value.code == 0
+    told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "float = 1e-06" in told["algorithm.optimizer.lr"]
+    assert "of everything random" in told["seed"]
+
+
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["serve", "--nothing"], ["serve", "--port", "many"]])
 def test_wrong_command_lines(arguments, capsys):
     """Status 2 and a message on standard error."""

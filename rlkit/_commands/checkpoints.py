@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
             record = records.read(path)
             records.check(record)
         except CheckpointError as error:
+            if not path.exists():
+                continue  # the run that is writing has removed it
             damaged += 1
             print(f"{path.name}  damaged: {error}")
             continue

@@ -19,6 +19,7 @@ EXTRAS = {
     "rollouts": ("stamina", "rich"),
     "chat": ("jinja2",),
     "math": ("math-verify",),
+    "config": ("omegaconf",),
     "environments": ("reasoning-gym", "gem-llm", "openreward", "gymnasium"),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
     "report": ("matplotlib",),

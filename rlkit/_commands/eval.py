@@ -124,6 +124,8 @@ def _sampler(options: argparse.Namespace) -> Sampler:
             raise CheckpointError(f"{path} has no whole checkpoint of that step with a {options.role!r}")
         path = found
     if path.startswith("tinker://"):
+        if "/weights/" in path:  # a state to train from, of which the service first has to make a snapshot
+            return rlkit.connect("tinker", init_from=path).sampler().result()
         return rlkit.sampler("tinker", path=path)
     if (Path(path) / "state.json").is_file():
         _, state = saves.read(path, backend=None)

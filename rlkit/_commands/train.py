@@ -16,6 +16,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as algorithm.optimizer.lr=1e-4")
     parser.add_argument("--check", action="store_true", help="only check the settings and what they name")
+    parser.add_argument("--keys", action=_Keys, nargs=0, help="say every key there is, its kind, default and meaning")
+
+
+class _Keys(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Prints them, and ends the program as ``--help`` does."""
+        from rlkit import config, recipes
+
+        print(config.describe(recipes.Settings))
+        parser.exit()
 
 
 def run(options: argparse.Namespace) -> int:

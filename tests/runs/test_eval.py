@@ -67,6 +67,20 @@ def test_checkpoints_and_saved_paths(rows, capsys, tmp_path):
     assert "no whole checkpoint" in capsys.readouterr().err
 
 
+def test_a_run_on_a_service(rows, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    from rlkit.testing import FakeTinker
+
+    with FakeTinker(seed=0) as fake:
+        monkeypatch.setenv("TINKER_BASE_URL", fake.base_url)
+        monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
+        with Run(tmp_path / "run", seed=0, trackers=()) as run:
+            run.connect("tinker", model="toy")
+            run.checkpoint()
+        assert main(["eval", str(tmp_path / "run"), rows, "--greedy", *SHORT]) == 0
+        assert "mean 0.750" in capsys.readouterr().out
+
+
 def test_generated_tasks(capsys):
     pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
     options = ["--backend", "toy", "--size", "3", "--set", "min_terms=2", "--set", "max_terms=2", "--max-tokens", "4"]

@@ -92,29 +92,56 @@ def test_tinker(tmp_path):
         assert len(left) <= 2 * 2 + 2
 
 
-def test_stages(tmp_path):
-    """The next stage takes the weights of the last, with a fresh optimizer, and is resumed as itself."""
+@pytest.fixture(params=["toy", "local", "tinker"])
+def options(request, tmp_path):
+    """What ``connect`` is given."""
+    if request.param == "toy":
+        yield {"name": "toy"}
+    elif request.param == "local":
+        pytest.importorskip("peft")
+        yield {"name": "local", "model": str(build("llama", tmp_path / "model")), "lora": rlkit.Lora(rank=4)}
+    else:
+        pytest.importorskip("tinker", reason="needs the extra tinker")
+        from rlkit.testing import FakeTinker
+
+        with FakeTinker(seed=0) as fake:
+            yield {"name": "tinker", "model": "toy", "base_url": fake.base_url, "api_key": fake.api_key}
+
+
+def test_stages(tmp_path, options):
+    """A stage takes another's weights, with a fresh optimizer or its own, and is resumed as itself, reference too."""
     data = [rlkit.Datum.supervised([65], [66, 67])]
+
+    def step(policy):
+        policy.forward_backward(data, "cross_entropy")
+        policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
+        return policy.forward(data).result().selected[0]
+
     with Run(tmp_path / "sft", seed=1, trackers=()) as run:
-        policy = run.connect("toy")
+        policy = run.connect(**options)
         for _ in run.steps(3):
-            policy.forward_backward(data, "cross_entropy")
-            policy.optim_step(rlkit.Adam(learning_rate=0.1)).result()
+            taught = step(policy)
             record = run.checkpoint(policy)
-        taught = policy.forward(data).result().selected
-    for _ in range(2):  # the second time it goes on from its own
-        with Run(tmp_path / "rl", seed=2, trackers=()) as run:
-            policy = run.connect("toy", init_from=record.policy("policy"))
-            before = policy.forward(data).result().selected
-            path = run.value("reference", lambda p=policy: p.save("reference").result())
-            with rlkit.sampler("toy", path=path) as reference:
-                lp = reference.logprobs(data[0].tokens).result()[1:]
-            assert np.allclose(lp, taught[0])  # the reference is that of the first time
-            if run.record is None:
-                assert np.array_equal(before[0], taught[0])
-            else:
-                assert not np.array_equal(before[0], taught[0])
+        further = step(policy)
+    path = record.policy("policy")
+
+    with Run(tmp_path / "further", seed=2, trackers=()) as run:
+        policy = run.connect(**options, resume_from=path)
+        assert policy.version == 3
+        assert np.array_equal(step(policy), further)  # the optimizer's moments came with the weights
+
+    for again in (False, True):  # the second time it goes on from its own
+        with Run(tmp_path / "rl", seed=3, trackers=()) as run:
+            policy = run.connect(**options, init_from=path)
+            assert policy.version == (2 if again else 0)
+            before = policy.forward(data).result().selected[0]
+            assert np.array_equal(before, taught) == (not again)
+            kept = run.value("reference", lambda p=policy: p.save("reference", sampler=True).result())
+            where = {name: value for name, value in options.items() if name not in ("lora", "model")}
+            with rlkit.sampler(**where, path=kept) as reference:
+                assert np.allclose(reference.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
             for _ in run.steps(2):
-                policy.forward_backward(data, "cross_entropy")
-                policy.optim_step(rlkit.Adam(learning_rate=0.1)).result()
+                moved = step(policy)
+                if run.step == 0 and not again:
+                    assert not np.array_equal(moved, further)  # its optimizer began anew
                 run.checkpoint(policy)
