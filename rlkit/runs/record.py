@@ -80,10 +80,14 @@ def read(path: Path) -> Record:
         CheckpointError: it is damaged.
     """
     _, state = saves.read(path, backend="run")
-    try:
-        return Record(Path(path), int(state["step"]), state["policies"], state["kept"], state["metrics"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a run's checkpoint: {error}") from error
+    step: Any = state.get("step")
+    rest: list[Any] = [state.get(name) for name in ("policies", "kept", "metrics")]
+    if not isinstance(step, int) or step < 0 or not all(isinstance(each, dict) for each in rest):
+        raise CheckpointError(f"{path} is not a run's checkpoint")
+    for role, policy in rest[0].items():
+        if not isinstance(policy, str) or ("://" not in policy and ".." in Path(policy).parts):
+            raise CheckpointError(f"{path} is damaged: its {role!r} is {policy!r}, which is no path in its run")
+    return Record(Path(path), step, *rest)
 
 
 def check(record: Record) -> None:
@@ -165,14 +169,15 @@ def latest(folder: Path) -> Record | None:
 
 
 def remove(record: Record) -> list[str]:
-    """Removes a checkpoint and the policies in its run; returns those elsewhere, which a backend has to remove."""
-    elsewhere = [path for path in record.policies.values() if "://" in path]
-    policies = [record.policy(role) for role in record.policies]
+    """Removes a checkpoint and the policies in its run; returns those on a service, which a backend has to remove.
+
+    What lies in other folders of this machine stays.
+    """
     _discard(record.path)  # first, so that no checkpoint ever refers to what is gone
-    for path in policies:
-        if path is not None and "://" not in path:
-            _discard(Path(path))
-    return elsewhere
+    for path in record.policies.values():
+        if "://" not in path and not Path(path).is_absolute():
+            _discard(record.path.parent.parent / path)
+    return [path for path in record.policies.values() if "://" in path]
 
 
 def tidy(folder: Path, kept: list[Record]) -> None:

@@ -153,7 +153,7 @@ class Run:
             ConfigError: it can not be kept, or the name is taken.
             CheckpointError: what was saved under that name is something else.
         """
-        if not isinstance(name, str) or not name or name in self._kept:
+        if _named("keep(name)", name) in self._kept:
             raise ConfigError(_check.problem("keep(name)", f"got {_check.shown(name)}", "a name that is not taken"))
         capture(name, kept)
         if self.record is not None:
@@ -166,11 +166,11 @@ class Run:
 
     def rng(self, name: str) -> np.random.Generator:
         """A generator of the run's own, whose state is kept."""
-        return self.keep(f"rng/{name}", np.random.default_rng(self._stream(name)))
+        return self.keep(f"rng/{_named('rng(name)', name)}", np.random.default_rng(self._stream(name)))
 
     def value(self, name: str, make: Any) -> Any:
         """What ``make()`` gave the first time: plain data, such as the path of a state that serves as a reference."""
-        box = self.keep(f"value/{name}", {})
+        box = self.keep(f"value/{_named('value(name)', name)}", {})
         if "value" not in box:
             box["value"] = make()
             encode(name, box["value"])
@@ -181,6 +181,7 @@ class Run:
 
         It depends on the run's seed, ``name``, the step and how many items there are, and on nothing else.
         """
+        _named("batch(name)", name)
         _check.integer("batch(size)", size, low=1)
         if not items:
             raise ConfigError("batch(items): there are none")
@@ -293,7 +294,7 @@ class Run:
 
     def _opened(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
         """What ``opener`` gives, from the newest checkpoint that it can go on from, with the run's folder and seed."""
-        if role in self._policies:
+        if _named("connect(role)", role) in self._policies:
             raise ConfigError(f"connect(role): the run has a {role!r} already; give role= another name")
         options.setdefault("folder", str(self.folder / records.POLICIES))
         options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
@@ -385,6 +386,12 @@ class Run:
             if changed:
                 warnings.warn(f"the run's config has changed: {', '.join(changed)}", RuntimeWarning, stacklevel=3)
         _write(path, plain)
+
+
+def _named(where: str, name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(_check.problem(where, f"got {_check.shown(name)}", "a name that is not empty"))
+    return name
 
 
 def _made(trackers: Sequence[Any], folder: Path) -> list[Any]:

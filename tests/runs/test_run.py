@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -195,6 +196,58 @@ class TestFolder:
                 run.checkpoint(every=0)
             with pytest.raises(rlkit.ConfigError, match="total"):
                 next(run.steps(-1))
+
+    @pytest.mark.parametrize(
+        "name", ["../x", "/etc/x", "a/b", "..", "a\0b", "x" * 300, "~", "$HOME", "a\nb", ".x", "ü"]
+    )
+    def test_names_are_no_paths(self, tmp_path, name):
+        """A name is anything; what is written is in the run's folder, under names of the library's."""
+        (tmp_path / "near").mkdir()
+        for _ in range(2):
+            with Run(tmp_path / "near" / "run", seed=0, trackers=()) as run:
+                policy = run.connect("toy", role=name)
+                kept = run.keep(name, {"n": run.step})
+                assert kept == {"n": 0}
+                assert run.value(name, lambda: 7) == 7
+                run.rng(name).normal()
+                assert run.batch([1, 2], 2, name=name)
+                run.checkpoint(**{name: policy})
+        assert sorted(p.name for p in tmp_path.rglob("*") if "run" not in p.relative_to(tmp_path).parts) == ["near"]
+        assert all(path.name.isascii() and len(path.name) < 50 for path in tmp_path.rglob("*"))
+
+    @pytest.mark.parametrize("name", ["", None, 3, ["x"], b"x"])
+    def test_what_is_no_name(self, tmp_path, name):
+        with Run(tmp_path, trackers=()) as run:
+            for call in (
+                lambda: run.connect("toy", role=name),
+                lambda: run.keep(name, {}),
+                lambda: run.rng(name),
+                lambda: run.value(name, int),
+                lambda: run.batch([1], 1, name=name),
+            ):
+                with pytest.raises(rlkit.ConfigError, match="name"):
+                    call()
+
+    @pytest.mark.parametrize("path", ["../other", "policies/../../other", "ABSOLUTE"])
+    def test_checkpoints_that_name_what_is_not_theirs(self, tmp_path, path):
+        """A checkpoint from elsewhere, checksums right, can not have another folder removed."""
+        other = tmp_path / "other"
+        some_steps(tmp_path / "source", 1)
+        source = next((tmp_path / "source" / "policies").iterdir())
+        source.rename(other)
+        policy = str(other) if path == "ABSOLUTE" else path
+        some_steps(tmp_path / "run", 1)
+        for old in (tmp_path / "run" / "checkpoints").iterdir():
+            shutil.rmtree(old)
+        state = {"backend": "run", "step": 0, "policies": {"policy": policy}, "kept": {}, "metrics": {}, "seed": 0}
+        saves.write(tmp_path / "run" / "checkpoints", "step-00000000", lambda _: state)
+        if path != "ABSOLUTE":
+            with pytest.warns(RuntimeWarning, match="no path in its run"), pytest.raises(rlkit.CheckpointError):
+                Run(tmp_path / "run", trackers=())
+        else:
+            some_steps(tmp_path / "run", 4)
+            assert [record.step for record in records(tmp_path / "run")] == [3, 4]
+        assert (other / "state.json").exists()
 
 
 class TestRetention:
