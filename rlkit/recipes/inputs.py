@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from rlkit.recipes.keys import mapped, refused, unused
+from rlkit.recipes.keys import mapped, own, refused, unused
 
 __all__ = ["Buffer", "Experience", "ExplorerInput", "Format", "Sampling", "Taskset", "TrainerInput"]
 
@@ -70,7 +70,7 @@ class Taskset:
     reward_fn_args: Mapping[str, Any] = mapped(attrs.Factory(dict), "settings of the reward")
     rollout_args: Sampling = Sampling()
     repeat_times: int | None = mapped(None, "episodes per task in evaluations; algorithm.repeat_times in training")
-    max_tasks: int | None = None
+    max_tasks: int | None = own(None, "the first so many")
     data_selector: Any = unused("tasks are shuffled by the run's seed, anew in each epoch")
     task_selector: Any = unused("as data_selector")
     max_retry_times: Any = unused(_RESENDING)

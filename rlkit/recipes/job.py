@@ -182,6 +182,17 @@ def _check_needs(settings: Settings, method: Method, mode: str) -> None:
         raise ConfigError(_check.problem("explorer.auxiliary_models", "is empty", "a teacher", why))
     if "critic" in method.recipe.needs and mode not in ("explore", "bench"):
         models.critic_of(settings)
+    model = settings.model
+    if mode in ("both", "explore") and "sampling_logprobs" in method.inputs:
+        if model.temperature == 0 or model.top_p < 1 or model.top_k > 0:
+            what = f"is {model.temperature}, top_p {model.top_p}, top_k {model.top_k}"
+            why = f"the loss {method.recipe.loss} compares with the policy that sampled"
+            raise ConfigError(_check.problem("model.temperature", what, "sampling from the whole distribution", why))
+    tempered = model.temperature != 1 and "off_temperature" not in settings.options
+    if tempered and mode == "both" and models.backend_of(settings) == "tinker":
+        expected = "1, or options.off_temperature=rescore"
+        why = "a Tinker service trains at temperature 1"
+        raise ConfigError(_check.problem("model.temperature", f"is {model.temperature}", expected, why))
     if settings.algorithm.entropy_loss_fn == "exact" and models.backend_of(settings) == "tinker":
         why = "a Tinker service gives no whole distributions; default is the sampled estimate"
         raise ConfigError(_check.problem("algorithm.entropy_loss_fn", "is 'exact'", "default", why))

@@ -1,6 +1,6 @@
 """What a key of a foreign configuration means here: the same, something near, nothing, or that it is refused.
 
-The classes of ``rlkit.recipes.settings`` say it field by field, with the three functions below; ``table`` reads it
+The classes of ``rlkit.recipes.settings`` say it field by field, with the four functions below; ``table`` reads it
 back, for the documentation and for the lines that a run logs.
 """
 
@@ -15,7 +15,7 @@ import attrs
 from rlkit import _check
 from rlkit.errors import ConfigError
 
-__all__ = ["check", "mapped", "refused", "table", "unused"]
+__all__ = ["check", "mapped", "own", "refused", "table", "unused"]
 
 _KIND, _WHY = "rlkit.key", "rlkit.why"
 
@@ -23,6 +23,11 @@ _KIND, _WHY = "rlkit.key", "rlkit.why"
 def mapped(default: Any, what: str) -> Any:
     """A field that means something near to what it means where it comes from."""
     return attrs.field(default=default, metadata={_KIND: "mapped", _WHY: what})
+
+
+def own(default: Any, what: str) -> Any:
+    """A field that exists only here."""
+    return attrs.field(default=default, metadata={_KIND: "rlkit's own", _WHY: what})
 
 
 def unused(why: str) -> Any:
@@ -35,16 +40,20 @@ def refused(why: str) -> Any:
     return attrs.field(default=None, metadata={_KIND: "refused", _WHY: why})
 
 
-def table(kind: type[Any], where: str = "") -> Iterator[tuple[str, str, str]]:
-    """(key, "mapped" | "without effect" | "refused", what or why), of all keys below a settings class."""
+def table(kind: type[Any], where: str = "", seen: set[type[Any]] | None = None) -> Iterator[tuple[str, str, str]]:
+    """(key, "mapped" | "without effect" | "refused" | "rlkit's own", what or why), of all keys below a settings class.
+
+    What stands in several places (task sets, the sections of a stage) is listed at the first.
+    """
+    seen = {kind} if seen is None else seen
     hints = typing.get_type_hints(kind)
     for field in attrs.fields(kind):
         if _KIND in field.metadata:
             yield where + field.name, field.metadata[_KIND], field.metadata[_WHY]
         for inner in _classes(hints[field.name]):
-            if inner is not kind:
-                mark = "[]" if typing.get_origin(hints[field.name]) in (list, tuple) else ""
-                yield from table(inner, f"{where}{field.name}{mark}.")
+            if inner not in seen:
+                seen.add(inner)
+                yield from table(inner, f"{where}{field.name}.", seen)
 
 
 def check(settings: Any, where: str = "") -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from rlkit.recipes.keys import mapped, refused, unused
+from rlkit.recipes.keys import mapped, own, refused, unused
 
 __all__ = ["Algorithm", "LoraConfig", "Model", "Optimizer", "Tinker"]
 
@@ -29,22 +29,19 @@ class Optimizer:
     warmup_style: Literal["constant", "cosine", "linear"] | None = mapped(None, "lr_scheduler_type, by its older name")
     optimizer_type: Literal["adam", "adamw"] = mapped("adam", "AdamW, by either name")
     betas: Sequence[float] = (0.9, 0.999)
-    eps: float = 1e-8
+    eps: float = own(1e-8, "AdamW's")
     weight_decay: float = 0.01
     clip_grad: float | None = mapped(None, "trainer.grad_clip, by another name")
 
 
 @attrs.frozen
 class Algorithm:
-    """Which algorithm, and what of it is to be different: see ``rlkit.recipes.algorithms``.
-
-    ``critic_lr`` is rlkit's own: the critic's learning rate; None: the policy's.
-    """
+    """Which algorithm, and what of it is to be different: see ``rlkit.recipes.algorithms``."""
 
     algorithm_type: str = "ppo"
     repeat_times: int | None = mapped(None, "episodes per task; null: the algorithm's own")
     optimizer: Optimizer = Optimizer()
-    critic_lr: float | None = None
+    critic_lr: float | None = own(None, "the critic's learning rate; null: the policy's")
     advantage_fn: str | None = mapped(None, "a name in rlkit.advantages.registry, or Trinity's name")
     advantage_fn_args: Mapping[str, Any] | None = mapped(None, "rlkit's names of settings, or Trinity's")
     policy_loss_fn: str | None = mapped(None, "a name in rlkit.losses.registry, or Trinity's name")

@@ -48,7 +48,7 @@ def trained(job: Job, run: Run, policy: Any, *, reference: Any = None, teacher: 
             advantages = []
         metrics |= {"time/train": time.monotonic() - rolled, "time/step": time.monotonic() - started}
         run.log(metrics)
-        if groups is not None and job.settings.monitor.trajectories and job.mode != "train":
+        if groups is not None and job.mode != "train" and (job.settings.monitor.trajectories or job.mode == "explore"):
             beside: dict[str, Any] = {"advantages": advantages} if loop.whole(groups, advantages) else {}
             run.log_trajectories(groups, **beside)
         if step + 1 == job.total:

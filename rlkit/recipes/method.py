@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -48,6 +48,7 @@ class Method:
         old_logprobs: whether the policy scores the batch before its first update.
         expert_ratio: share of demonstrations in a mixed batch.
         mu: step -> the share of the supervised term; None where the loss has none.
+        inputs: names of what the loss reads.
     """
 
     recipe: Recipe
@@ -62,6 +63,7 @@ class Method:
     old_logprobs: bool
     expert_ratio: float
     mu: Callable[[int], float] | None
+    inputs: Sequence[str]
 
     @property
     def wants_reference(self) -> bool:
@@ -108,6 +110,10 @@ def resolved(settings: Algorithm) -> Method:
     _settings("algorithm.policy_loss_fn_args", losses.registry.resolve(recipe.loss), args)
     prepared = losses.prepare(loss, {**args, **extra})
     _needs_advantages(settings, recipe, prepared.inputs)
+    if recipe.repeat_times == 1 and "singleton" in _keywords(estimator or _none):
+        if {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero":
+            why = "a group of one has no baseline, and its advantages are 0"
+            raise _contradiction("repeat_times", 1, why)
     sampled = entropy if settings.entropy_loss_fn != "exact" else 0.0
     if not settings.bypass_old_logprobs and recipe.loss != "ppo":
         raise _contradiction("bypass_old_logprobs", value=False, why=f"the loss is {recipe.loss}, not ppo")
@@ -124,6 +130,7 @@ def resolved(settings: Algorithm) -> Method:
         old_logprobs=not settings.bypass_old_logprobs,
         expert_ratio=_expert_ratio(settings),
         mu=schedule if recipe.loss == "mix" else None,
+        inputs=tuple(prepared.inputs),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
-from rlkit.recipes.keys import mapped, refused, unused
+from rlkit.recipes.keys import mapped, own, refused, unused
 
 __all__ = ["Explorer", "Log", "Monitor", "OverRollout", "RolloutModel", "Synchronizer", "Teacher", "Trainer"]
 
@@ -52,18 +52,13 @@ class RolloutModel:
 
 @attrs.frozen
 class Teacher:
-    """A frozen model: the first of explorer.auxiliary_models is the teacher. ``backend`` and ``path`` are rlkit's own.
-
-    Args:
-        backend: None for the policy's.
-        path: what a save returned, or "stage:<name>" for what an earlier stage ended with.
-    """
+    """A frozen model: the first of explorer.auxiliary_models is the teacher."""
 
     model_path: str | None = None
     name: str | None = None
-    backend: str | None = None
-    path: str | None = None
-    options: Mapping[str, Any] = attrs.Factory(dict)
+    backend: str | None = own(None, "null: the policy's")
+    path: str | None = own(None, "what a save returned, or stage:<name> for what an earlier stage ended with")
+    options: Mapping[str, Any] = own(attrs.Factory(dict), "arguments of rlkit.sampler")
     dtype: Any = unused("options.dtype")
     engine_type: Any = unused(_NO_CLUSTER)
     engine_num: Any = unused(_NO_CLUSTER)
@@ -96,9 +91,9 @@ class Explorer:
     bench_on_latest_checkpoint: bool = False
     max_timeout: float = mapped(1800.0, "Plan.deadline")
     max_retry_times: int = mapped(2, "Plan.attempts, less the first")
-    max_turns: int = 16
-    max_total_tokens: int | None = None
-    concurrency: int = 128
+    max_turns: int = own(16, "Plan.max_turns")
+    max_total_tokens: int | None = own(None, "Plan.max_total_tokens")
+    concurrency: int = own(128, "episodes at a time")
     over_rollout: OverRollout = OverRollout()
     name: Any = unused(_ONE_PROCESS)
     runner_per_model: Any = unused("concurrency says how many episodes run at a time")
@@ -120,12 +115,12 @@ class Explorer:
 
 @attrs.frozen
 class Trainer:
-    """Saving and clipping. ``epochs`` is rlkit's own: passes over what was sampled for a step."""
+    """Saving and clipping."""
 
-    save_interval: int = mapped(0, "0: after the last step, and when the run is stopped")
+    save_interval: int = mapped(10, "0: only after the last step; also when the run is stopped")
     max_checkpoints_to_keep: int = mapped(2, "the latest so many; 0 keeps all")
     grad_clip: float = 1.0
-    epochs: int = 1
+    epochs: int = own(1, "passes over what was sampled for a step")
     total_steps: int | None = mapped(None, "buffer.total_steps, by another name")
     critic_warmup: int = mapped(0, "steps in which only the critic learns")
     name: Any = unused(_ONE_PROCESS)
@@ -166,11 +161,11 @@ class Synchronizer:
 
 @attrs.frozen
 class Monitor:
-    """Where metrics go, beside metrics.jsonl. ``trajectories`` is rlkit's own: whether they are stored."""
+    """Where metrics go, beside metrics.jsonl."""
 
     monitor_type: str | None = mapped(None, "a name in rlkit.tracking.registry")
     monitor_args: Mapping[str, Any] | None = mapped(None, "arguments of the tracker")
-    trajectories: bool = True
+    trajectories: bool = own(True, "whether they are stored, in trajectories.jsonl")
     detailed_stats: Any = unused("evaluations have means, intervals and pass@k")
     enable_ray_timeline: Any = unused(_NO_CLUSTER)
     cache_dir: Any = unused("the run's folder")

@@ -16,7 +16,7 @@ import attrs
 
 from rlkit import config
 from rlkit.recipes.inputs import Buffer
-from rlkit.recipes.keys import mapped, refused, unused
+from rlkit.recipes.keys import mapped, own, refused, unused
 from rlkit.recipes.learning import Algorithm, Model
 from rlkit.recipes.running import Explorer, Log, Monitor, Synchronizer, Trainer
 
@@ -30,7 +30,7 @@ Mode: TypeAlias = Literal["both", "train", "explore", "bench", "colocate", "serv
 
 @attrs.frozen
 class Stage:
-    """One stage: each section that it has takes the place of the run's. ``init_from`` is rlkit's own."""
+    """One stage: each section that it has takes the place of the run's."""
 
     stage_name: str
     mode: Mode | None = None
@@ -38,34 +38,26 @@ class Stage:
     buffer: Buffer | None = None
     explorer: Explorer | None = None
     trainer: Trainer | None = None
-    init_from: str | None = None
+    init_from: str | None = own(None, "as for the run; null: what the stage before ended with")
     data_processor: Any = refused("filters and shaping belong into a loop of your own")
 
 
 @attrs.frozen
 class Settings:
-    """Everything.
+    """Everything."""
 
-    Args:
-        backend: rlkit's own: "toy", "local", "tinker" or another that is installed; None: "tinker" where
-            model.tinker.enable is true, else "local".
-        options: rlkit's own: further arguments of ``rlkit.connect``.
-        seed: rlkit's own: of everything random; None for a fresh one.
-        init_from: rlkit's own: weights to begin with, a path that ``save`` returned, or "stage:<name>".
-    """
-
-    mode: Literal["both", "train", "explore", "bench", "colocate", "serve"] = mapped(
-        "both", "colocate is both; serve is a command"
-    )
+    mode: Mode = mapped("both", "colocate is both; serve is a command of its own")
     project: str = "rlkit"
     group: str = ""
     name: str = "run"
     checkpoint_root_dir: str = "./checkpoints"
     continue_from_checkpoint: bool = True
-    backend: str | None = None
-    options: Mapping[str, Any] = attrs.Factory(dict)
-    seed: int | None = None
-    init_from: str | None = None
+    backend: str | None = own(
+        None, "toy, local, tinker ...; null: tinker where model.tinker.enable is true, else local"
+    )
+    options: Mapping[str, Any] = own(attrs.Factory(dict), "further arguments of rlkit.connect")
+    seed: int | None = own(None, "of everything random; null: a fresh one, which the run's folder remembers")
+    init_from: str | None = own(None, "weights to begin with: what a save returned, or stage:<name>")
     algorithm: Algorithm = Algorithm()
     model: Model = Model()
     buffer: Buffer = Buffer()

@@ -123,6 +123,8 @@ WRONG = {  # override: what the message says
     "buffer.explorer_input.taskset=null": "has neither taskset nor tasksets",
     "explorer.auxiliary_models=[{path: 'stage:x'}] algorithm.algorithm_type=jsd": "stage:x",
     "init_from=stage:first": "init_from: is 'stage:first'",
+    "algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
+    "model.top_p=0.9": "the loss ppo compares with the policy that sampled",
     "continue_from_checkpoint=perhaps": "continue_from_checkpoint: is 'perhaps'",
     "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
 }
