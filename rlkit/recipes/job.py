@@ -183,11 +183,11 @@ def _check_needs(settings: Settings, method: Method, mode: str) -> None:
     if "critic" in method.recipe.needs and mode not in ("explore", "bench"):
         models.critic_of(settings)
     model = settings.model
-    if mode in ("both", "explore") and "sampling_logprobs" in method.inputs:
-        if model.temperature == 0 or model.top_p < 1 or model.top_k > 0:
-            what = f"is {model.temperature}, top_p {model.top_p}, top_k {model.top_k}"
-            why = f"the loss {method.recipe.loss} compares with the policy that sampled"
-            raise ConfigError(_check.problem("model.temperature", what, "sampling from the whole distribution", why))
+    cut = model.temperature == 0 or model.top_p < 1 or model.top_k > 0
+    if cut and mode in ("both", "explore") and "sampling_logprobs" in method.inputs:
+        what = f"is {model.temperature}, top_p {model.top_p}, top_k {model.top_k}"
+        why = f"the loss {method.recipe.loss} compares with the policy that sampled"
+        raise ConfigError(_check.problem("model.temperature", what, "sampling from the whole distribution", why))
     tempered = model.temperature != 1 and "off_temperature" not in settings.options
     if tempered and mode == "both" and models.backend_of(settings) == "tinker":
         expected = "1, or options.off_temperature=rescore"

@@ -110,10 +110,9 @@ def resolved(settings: Algorithm) -> Method:
     _settings("algorithm.policy_loss_fn_args", losses.registry.resolve(recipe.loss), args)
     prepared = losses.prepare(loss, {**args, **extra})
     _needs_advantages(settings, recipe, prepared.inputs)
-    if recipe.repeat_times == 1 and "singleton" in _keywords(estimator or _none):
-        if {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero":
-            why = "a group of one has no baseline, and its advantages are 0"
-            raise _contradiction("repeat_times", 1, why)
+    alone = recipe.repeat_times == 1 and "singleton" in _keywords(estimator or _none)
+    if alone and {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero":
+        raise _contradiction("repeat_times", 1, "a group of one has no baseline, and its advantages are 0")
     sampled = entropy if settings.entropy_loss_fn != "exact" else 0.0
     if not settings.bypass_old_logprobs and recipe.loss != "ppo":
         raise _contradiction("bypass_old_logprobs", value=False, why=f"the loss is {recipe.loss}, not ppo")

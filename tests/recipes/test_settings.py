@@ -195,7 +195,7 @@ def test_every_key_says_what_it_means():
     """Each mark has its reason, and a key is in the table once."""
     rows = list(keys.table(Settings))
     assert len({key for key, _, _ in rows}) == len(rows)
-    assert {kind for _, kind, _ in rows} == {"mapped", "without effect", "refused"}
+    assert {kind for _, kind, _ in rows} == {"mapped", "without effect", "refused", "rlkit's own"}
     assert all(why and not why.endswith(".") for _, _, why in rows)
 
 
