@@ -38,7 +38,7 @@ def settings(tmp_path, openreward_url):
             "base_url": openreward_url,
             "variant": variant,
             "splits": {"train": {}},
-            "num_rollouts": 8,
+            "num_rollouts": 4,
             **more,
         }
         content = {"model_name": "toy", "batch_size": 2, "max_response_tokens": 8, "learning_rate": 0.05}
@@ -61,7 +61,7 @@ def rewards(rows, name="digits"):
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
 def test_it_learns(loss, settings, tmp_path):
     """The reward rises with each of the losses."""
-    rows = run(settings(), tmp_path / "run", "backend=toy", "max_steps=6", "learning_rate=0.1", f"loss_fn={loss}")
+    rows = run(settings(), tmp_path / "run", "backend=toy", "max_steps=5", "learning_rate=0.1", f"loss_fn={loss}")
     found = rewards(rows)
     assert np.mean(found[-2:]) > found[0] + 0.25
     assert {"train/kl_v1", "train/entropy", "train/groups_without_signal"} <= rows[0][1].keys()
@@ -143,7 +143,7 @@ def test_the_settings_of_each_environment(tmp_path, openreward_url):
 @pytest.mark.parametrize("backend", ["toy", "local"])
 def test_cut_off_and_run_again(backend, settings, tmp_path, tiny, monkeypatch):
     """The curve of a run that crashed in two of its steps is that of the one that did not, number by number."""
-    options = [f"backend={backend}", "max_steps=4", "save_every=2", "environments.digits.num_rollouts=4"]
+    options = [f"backend={backend}", "max_steps=4", "save_every=2", "environments.digits.num_rollouts=3"]
     if backend == "local":
         pytest.importorskip("peft")
         options += [f"model_name={tiny('llama')}", "lora_rank=4"]
@@ -168,15 +168,15 @@ def test_on_tinker(settings, tmp_path, monkeypatch):
         (tmp_path / ".env").write_text(f"TINKER_API_KEY={fake.api_key}  # from the console\n")
         monkeypatch.setenv("TINKER_API_KEY", "")  # so that what the program sets is undone
         monkeypatch.delenv("TINKER_API_KEY")
-        rows = run(settings(temperature=0.8), tmp_path / "run", "max_steps=8", "save_every=3")
+        rows = run(settings(temperature=0.8), tmp_path / "run", "max_steps=6", "learning_rate=0.1", "save_every=3")
         state = rlkit.runs.records(tmp_path / "run")[-1].policy("policy")
         assert state.startswith("tinker://")
-        more = run(settings(), tmp_path / "next", "max_steps=10", f"resume_from={state}")
+        more = run(settings(), tmp_path / "next", "max_steps=8", f"resume_from={state}")
         monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
         refused(program, arguments(settings(), tmp_path / "wrong"), "(?i)key|401|auth")
     found = rewards(rows)
     assert np.mean(found[-2:]) > found[0] + 0.2
-    assert [step for step, _ in more] == [8, 9]
+    assert [step for step, _ in more] == [6, 7]
 
 
 def arguments(path, folder, *overrides):
@@ -215,10 +215,10 @@ def test_trajectories_are_uploaded_and_kept(settings, tmp_path, uploads, capsys)
     """All of them, under the environment's own name; the key is in no file of the run."""
     run(settings(), tmp_path / "run", "backend=toy", "max_steps=2", "openreward_run_name=first")
     starts = [e for key, events in uploads for e in events if e["eventType"] == "rollout"]
-    assert len(starts) == 2 * 2 * 8
+    assert len(starts) == 2 * 2 * 4
     assert {(e["runName"], e["environment"]) for e in starts} == {("first", "digits")}
     assert {key for key, _ in uploads} == {"canary-key"}
-    assert "'upload/sent': 32.0" in capsys.readouterr().out
+    assert "'upload/sent': 16.0" in capsys.readouterr().out
     assert not any(b"canary-key" in file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file())
 
 
@@ -258,7 +258,7 @@ def test_the_documents_settings_load():
             ["environments.digits.num_rolouts=3"],
             r"environments.digits.num_rolouts: there is no such setting",
         ),
-        (["environments.digits.max_failing_rollouts=7"], "expected 2 or more to compare"),
+        (["environments.digits.max_failing_rollouts=3"], "expected 2 or more to compare"),
         (["environments.digits.temperature=0"], "all rollouts are alike"),
         (["environments.digits.top_p=0.9"], "no ratio to train with"),
         (["environments.digits.min_reward=2", "environments.digits.max_reward=1"], "do not cross"),
