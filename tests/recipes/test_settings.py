@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,25 @@ def test_settings_are_kept_with_the_run(tmp_path):
     path = tmp_path / "again.yaml"
     path.write_text(json.dumps(again), "utf-8")
     assert rlkit.config.dump(recipes.load(path)) == again
+
+
+def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
+    """``--import`` brings what a file of this folder registers; one that is not there is named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "own_rewards.py").write_text(
+        "from rlkit import recipes\n\n\n@recipes.rewards.register('loud')\ndef loud(action, answer):\n"
+        "    return float(action.isupper())\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n', "utf-8")
+    (tmp_path / "run.yaml").write_text("backend: toy\nalgorithm: {algorithm_type: grpo}\n", "utf-8")
+    task = "buffer.explorer_input.taskset"
+    words = ["train", "run.yaml", f"{task}.path=rows.jsonl", f"{task}.default_reward_fn_type=loud", "--check"]
+    assert cli.main(words) == 2
+    assert "no reward function named 'loud'" in capsys.readouterr().err
+    try:
+        assert cli.main([*words, "--import", "own_rewards"]) == 0
+    finally:
+        recipes.rewards.pop("loud", None)
+    assert cli.main([*words, "--import", "own_reward"]) == 2
+    assert "there is no such module" in capsys.readouterr().err
