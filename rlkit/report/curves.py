@@ -24,7 +24,7 @@ class Table:
         steps: name -> the steps at which it was logged, rising, each once; the last value of a step counts.
         values: name -> as many numbers, not always finite.
         seconds: from the first line to the last.
-        last: the last step, or -1.
+        last: the last step, or -1; an evaluation of what the last step left is no step.
     """
 
     steps: Mapping[str, Sequence[int]]
@@ -74,7 +74,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
             found[name][row["step"]] = value
     steps = {name: sorted(points) for name, points in found.items()}
     values = {name: [found[name][step] for step in steps[name]] for name in found}
-    last = max((each[-1] for each in steps.values()), default=-1)
+    ends = {name: each[-1] for name, each in steps.items()}
+    last = max([end for name, end in ends.items() if not name.startswith("eval/")] or ends.values(), default=-1)
     return Table(steps, values, max(times) - min(times) if times else 0.0, last)
 
 
@@ -85,6 +86,8 @@ def panels(of: Table) -> list[dict[str, Any]]:
         names = _matching(panel.patterns, of)
         used |= set(names)
         curves = [_curve(name, of.steps[name], of.values[name]) for name in names]
+        if panel.title == "Evaluation":  # of one environment the mean over environments says nothing new
+            curves = [curve for i, curve in enumerate(curves) if not any(_alike(curve, other) for other in curves[:i])]
         for pattern in panel.patterns:
             if pattern.startswith("="):
                 more, taken = _WORKED_OUT[pattern](of)
@@ -140,6 +143,10 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str 
         "y": [_digits(y) for _, y in kept],
     }
     return curve | ({"bad": len(bad), "bad_at": bad[:5]} if bad else {})
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["x"] == other["x"] and one["y"] == other["y"]
 
 
 def _label(name: str) -> str:

@@ -43,6 +43,14 @@ def test_every_part_shows_without_a_complaint(driver, path, size, dark):
     assert page.complaints() == []
 
 
+def test_durations_are_rounded_once(driver, path):
+    """Never 60 seconds or 60 minutes."""
+    page = Page(driver, path)
+    times = [0.2, 59.4, 59.6, 599.7, 3599.4, 3599.7, 7185]
+    shown = ["under a second", "59 s", "1 min 0 s", "10 min 0 s", "59 min 59 s", "1 h 0 min", "2 h 0 min"]
+    assert page.js("return arguments[0].map((time) => duration(time))", times) == shown
+
+
 def test_curves_are_drawn(driver, path):
     page = Page(driver, path)
     page.until(lambda: page.count("#standard canvas") >= 3)

@@ -240,6 +240,19 @@ def test_shares_and_times_are_worked_out():
     assert panel(found, "Sampling speed")["curves"][0]["y"] == [250.0]
 
 
+def test_evaluations_are_shown_once_and_are_no_steps():
+    """With one environment the mean over environments is its mean; what follows the last step is no step."""
+    row = {"time": 0.0, "step": 0, "metrics": {"train/loss": 1.0}}
+    scored = {"eval/mean": 0.25, "eval/sums/mean": 0.25, "eval/sums/success": 0.5}
+    found = table([row, {"time": 1.0, "step": 1, "metrics": scored}])
+    assert found.last == 0
+    assert [curve["name"] for curve in panel(panels(found), "Evaluation")["curves"]] == [
+        "eval/mean",
+        "eval/sums/success",
+    ]
+    assert table([{"time": 1.0, "step": 1, "metrics": scored}]).last == 1
+
+
 def test_every_metric_has_a_panel():
     series = {"train__loss": [1.0], "x": [1.0], "a__b__c__d": [1.0], "env__e__info__k": [2.0], "time__env": [1.0]}
     found = panels(table(rows(**series)))

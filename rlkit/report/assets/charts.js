@@ -26,6 +26,9 @@ const aligned = (curves) => {
   return [steps, columns];
 };
 
+// Width of the numbers beside a chart: what the longest needs, such as -1.00e-8.
+const room = (_, labels) => Math.max(52, ...(labels || []).map((label) => 12 + 7 * label.length));
+
 const stacked = (columns) => {
   const below = new Array(columns[0].length).fill(0);
   return columns.map((column) => column.map((value, i) => (below[i] += value || 0)));
@@ -99,7 +102,7 @@ class Chart {
         scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, floor) } },
         axes: [
           { ...axis, size: 26, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick) : "")) },
-          { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => format(tick)) },
+          { ...axis, size: room, values: (_, ticks) => ticks.map((tick) => format(tick)) },
         ],
       },
       data,

@@ -25,11 +25,12 @@ const number = (value, digits = 3) => {
 };
 const percent = (value) => (value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(3))} %`);
 const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : /(s|sh|ch|x)$/.test(word) ? "es" : word.endsWith("y") ? "" : "s"}`;
-const duration = (seconds) => {
-  if (seconds < 1) return "under a second";
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+const duration = (time) => {
+  const [seconds, minutes] = [Math.round(time), Math.round(time / 60)];
+  if (time < 1) return "under a second";
+  if (seconds < 60) return `${seconds} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 };
 const later = (wait, act) => {
   let timer = 0;
