@@ -146,7 +146,7 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str 
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one["x"] == other["x"] and one["y"] == other["y"]
+    return bool(one["x"] == other["x"] and one["y"] == other["y"])
 
 
 def _label(name: str) -> str:
