@@ -20,8 +20,8 @@ import numpy as np
 import rlkit
 from rlkit import config
 from rlkit.advantages import on_policy_distillation, token_weights
+from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.chat import Chat
-from rlkit.recipes.models import same_tokenizer
 
 PROMPTS = ["Call me.", "Which room?", "How many?", "Your number?"]
 

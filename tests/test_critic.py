@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlkit
+from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.backends.toy import ByteTokenizer
 from rlkit.backends.toy.adamw import State
 from rlkit.critics import Critic, gae_datums
@@ -350,3 +351,22 @@ def test_runs_go_on_exactly(backend, tiny, tmp_path):
         found.append((seen, values))
     assert sorted(seen) == list(range(5))
     assert found[0] == found[1]
+
+
+def test_tokenizers_are_told_apart(tiny):
+    """By how they encode, by their end tokens where these count, and by what an id stands for."""
+    pytest.importorskip("peft")
+    one, two = rlkit.sampler("local", model=tiny("llama")).tokenizer, ByteTokenizer()
+    assert same_tokenizer(one, one) == same_tokenizer(two, ByteTokenizer()) == ""
+    assert same_tokenizer(one, two) == "encodes texts otherwise"
+
+    class OtherEnd(ByteTokenizer):
+        eos_ids = (7,)
+
+    class OtherText(ByteTokenizer):
+        def decode(self, tokens, skip_special=True):
+            return "?" if list(tokens) == [0] else super().decode(tokens, skip_special)
+
+    assert same_tokenizer(two, OtherEnd()) == f"has the end tokens [7], not {sorted(two.eos_ids)}"
+    assert same_tokenizer(two, OtherEnd(), ends=False) == ""
+    assert same_tokenizer(two, OtherText()) == "has another text for token 0"

@@ -13,6 +13,7 @@ from rlkit.backends.checking import checked_call, checked_data
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import LossLike, Tokenizer
+from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Datum, ForwardBackwardOutput
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["InProcessCritic", "check_tokenizer"]
-
-_PROBE = "Say 12+3=15, na\u00efve {x}:\n\t<answer>\u65e5\u672c</answer>  DONE"
 
 
 class InProcessCritic(InProcessBackend):
@@ -90,9 +89,9 @@ def check_tokenizer(given: Any, own: Tokenizer | None) -> Tokenizer:
     """
     if not isinstance(given, Tokenizer):
         raise ConfigError(f"critic(tokenizer): got {type(given).__name__}; expected the policy's, policy.tokenizer")
-    if own is not None and not np.array_equal(given.encode(_PROBE), own.encode(_PROBE)):
+    if own is not None and (problem := same_tokenizer(given, own, ends=False)):
         raise ConfigError(
-            "critic(tokenizer): the critic's model has another tokenizer than the policy, so its values would be those "
-            "of other texts; give model= of the policy's family"
+            f"critic(tokenizer): the critic's model has another tokenizer than the policy: it {problem}; its values "
+            "would be those of other texts, so give model= of the policy's family"
         )
     return given

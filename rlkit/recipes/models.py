@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import rlkit
 from rlkit import _check, backends
 from rlkit.backends.protocol import Sampler, Tokenizer
+from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.chat import Chat
 from rlkit.errors import ConfigError
 from rlkit.recipes.inputs import Format
@@ -32,10 +31,6 @@ __all__ = [
 ]
 
 _PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-_PROBES = (
-    "Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x  # comment\n",
-    "Übergröße, naïve café — “quotes” … 你好世界 \U0001f600 Привет مرحبا <think>\\boxed{1}</think>",
-)
 
 
 def backend_of(settings: Settings) -> str:
@@ -230,20 +225,3 @@ def _frozen(settings: Settings) -> dict[str, Any]:
     """Options of a sampler of the policy's own kind."""
     kept = ("model", "base_url", "api_key", "dtype", "device", "client", "tokenizer", "project")
     return {name: value for name, value in options_of(settings).items() if name in kept}
-
-
-def same_tokenizer(one: Tokenizer, two: Tokenizer) -> str:
-    """What tells two tokenizers apart, in words; "" where nothing was found.
-
-    Compared are how some texts in several scripts are encoded, the end tokens, and what a thousand ids decode to. Sizes
-    of vocabularies are not: models of one family pad theirs differently.
-    """
-    for text in _PROBES:
-        if one.encode(text).tolist() != two.encode(text).tolist():
-            return "encodes texts otherwise"
-    if set(one.eos_ids) != set(two.eos_ids):
-        return f"has the end tokens {sorted(two.eos_ids)}, not {sorted(one.eos_ids)}"
-    for token in np.unique(np.linspace(0, min(one.vocab_size, two.vocab_size) - 1, 1000).astype(int)).tolist():
-        if one.decode([token], skip_special=False) != two.decode([token], skip_special=False):
-            return f"has another text for token {token}"
-    return ""
