@@ -231,6 +231,9 @@ def main(arguments: list[str]) -> None:
         train(config.load(Settings, overrides=arguments))
     except rlkit.RlkitError as error:
         sys.exit(f"gem.py: {error}")
+    except KeyboardInterrupt as stop:
+        print(f"gem.py: {stop}", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

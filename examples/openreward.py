@@ -325,6 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train(config.load(Settings, args.config_path, args.overrides))
     except rlkit.RlkitError as error:
         sys.exit(f"openreward.py: {error}")
+    except KeyboardInterrupt as stop:
+        print(f"openreward.py: {stop}", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

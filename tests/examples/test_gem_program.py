@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -150,6 +153,23 @@ def test_cut_off_and_run_again(backend, tmp_path, tiny, monkeypatch):
                 run(tmp_path / "cut", *options)
     assert run(tmp_path / "cut", *options) == whole
     assert [step for step, _ in whole] == [0, 1, 2, 3, 4]
+
+
+def test_interrupted(tmp_path, monkeypatch, capsys):
+    """Ctrl-C lets the step finish, saves it, says how to go on, and ends with 130."""
+    whole = program.step
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return whole(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "step", interrupted)
+        with pytest.raises(SystemExit) as error:
+            run(tmp_path, "backend=toy", "max_steps=3")
+    assert error.value.code == 130
+    assert "gem.py: stopped before step 1; run again to go on" in capsys.readouterr().err
+    assert [step for step, _ in run(tmp_path, "backend=toy", "max_steps=3")] == [0, 1, 2]
 
 
 def test_on_tinker(tmp_path, monkeypatch):
