@@ -1,9 +1,10 @@
 """Keys and values of many rows of different lengths in preallocated slots, and the attention that reads them.
 
 What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Matrix products give the
-same row whatever stands in the others once there are ``ROWS`` of them; fewer choose other kernels, which round
-otherwise. Keys past a token's own are masked before the softmax, where they add exact zeros, and the sum over keys is
-taken ``KEYS`` at a time, because a longer one would be split by its length.
+same row whatever stands in the others once there are ``ROWS`` of them, up to 160 at least; fewer, and for some shapes
+more, choose other kernels, which add in another order. Keys past a token's own are masked before the softmax, where
+they add exact zeros, and the sum over keys is taken ``KEYS`` at a time, because a longer one would be split by its
+length.
 """
 
 from __future__ import annotations

@@ -12,15 +12,23 @@ import torch
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Lora
 
-__all__ = ["ADAPTER", "lora_of", "read_adapter", "read_optimizer", "write_adapter", "write_optimizer"]
+__all__ = ["ADAPTER", "check_finite", "lora_of", "read_adapter", "read_optimizer", "write_adapter", "write_optimizer"]
 
 ADAPTER = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError where one is not finite: such a state is never saved."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"save: {name} is not finite; nothing was saved, and earlier saves are as they were")
+
+
 def write_adapter(folder: Path, model: Any) -> None:
     """``adapter_model.safetensors`` and ``adapter_config.json``, as ``PeftModel.from_pretrained`` reads them."""
+    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad})
     model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's template of a model card, empty but for the base's path
 
@@ -52,6 +60,7 @@ def write_optimizer(
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}.{key}"] = value.detach().cpu().contiguous()
+    check_finite(tensors)
     save_file(tensors, folder / _OPTIMIZER)
 
 

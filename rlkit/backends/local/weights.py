@@ -60,7 +60,10 @@ class SamplingModel:
             module: Any = self._modules[name]
             if self._merge:
                 self._base_weights[name] = module.weight
-                module.weight = nn.Parameter(merged_weight(module, a, b, snapshot.scale), requires_grad=False)
+                merged = merged_weight(module, a, b, snapshot.scale)
+                if isinstance(module, nn.Linear):  # [in, out] in memory: some tens of rows take a quarter less time
+                    merged = merged.T.contiguous().T
+                module.weight = nn.Parameter(merged, requires_grad=False)
             else:
                 self._hooks.append(module.register_forward_hook(_adds(a, b, snapshot.scale)))
         self._current = snapshot
