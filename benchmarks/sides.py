@@ -1,7 +1,8 @@
-"""The two sides of step.py, each a process that does ``sample`` or ``train`` when told to, and says what it took.
+"""The sides of the benchmarks, each a process that does a job when told to, and says what it took.
 
-rlkit: the local backend. naive: ``generate`` of transformers on the peft model, and a step that computes the logits
-of every position in micro-batches of 8 rows.
+``Rlkit`` is the local backend. ``Naive`` is the plain use of transformers and peft: ``generate``, and a step that
+computes the logits of every position in micro-batches of 8 rows. ``Trl`` is TRL's GRPOTrainer as it comes, without
+gradient checkpointing; it runs under an interpreter that has trl and need not have rlkit.
 """
 
 from __future__ import annotations
@@ -10,64 +11,95 @@ import json
 import resource
 import sys
 import time
+from importlib.metadata import version
 
 import numpy as np
 import torch
 import workload
 
-import rlkit
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # TRL refuses one on the head
 
 
 class Rlkit:
     """What a user of the local backend writes."""
 
-    def __init__(self, dtype: str) -> None:
-        lora = rlkit.Lora(rank=workload.RANK)
-        self.policy = rlkit.connect("local", model=workload.MODEL, lora=lora, seed=0, dtype=dtype, device="cpu")
-        self.prompts = workload.prompts(self.policy.tokenizer)
+    packages = ("torch", "transformers", "peft")
 
-    def sample(self, groups: int) -> int:
-        params = rlkit.SamplingParams(max_tokens=workload.TOKENS, stop=())
+    def __init__(self, dtype: str, path: str) -> None:
+        import rlkit
+
+        self.rlkit = rlkit
+        lora = rlkit.Lora(rank=workload.RANK, train_unembed=False)
+        self.policy = rlkit.connect("local", model=path, lora=lora, seed=0, dtype=dtype, device="cpu")
+
+    def step(self, case: str) -> dict:
+        """A GRPO step: samples, rewards (random numbers), a gradient, an update."""
+        began = time.process_time()
+        lengths, group = workload.CASES[case]
+        prompts = workload.prompts(self.policy.tokenizer.encode, lengths)
+        params = self.rlkit.SamplingParams(max_tokens=workload.TOKENS, stop=())
         with self.policy.sampler().result() as sampler:
-            futures = [sampler.sample(p, params, n=workload.GROUP) for p in self.prompts[:groups]]
-            return sum(s.tokens.size for future in futures for s in future.result())
+            futures = [sampler.sample(p, params, n=group) for p in prompts]
+            groups = [future.result() for future in futures]
+        sampled = time.process_time()
+        rewards = np.random.default_rng(0).normal(size=(len(groups), group))
+        advantages = self.rlkit.advantages.grpo(rewards)
+        samples = [sample for found in groups for sample in found]
+        data = [sample.datum(a) for sample, a in zip(samples, advantages.reshape(-1), strict=True)]
+        output = self.policy.forward_backward(data, "ppo")
+        self.policy.optim_step(self.rlkit.Adam()).result()
+        gaps = [a - s.logprobs for a, s in zip(output.result().selected, samples, strict=True)]
+        gap = np.concatenate(gaps)
+        return {
+            "sample": sampled - began,
+            "train": time.process_time() - sampled,
+            "tokens": gap.size,
+            "gap_max": float(np.abs(gap).max()),
+            "gap_mean": float(np.abs(gap).mean()),
+            "ratio_std": float(np.exp(gap).std()),
+        }
 
-    def train(self, groups: int) -> int:
-        rows = groups * workload.GROUP
+    def sample(self, lengths: list[int], group: int, together: bool = True) -> dict:
+        """Completions of prompts: as ``group`` of one request each, or as so many requests of one."""
+        prompts = workload.prompts(self.policy.tokenizer.encode, lengths)
+        params = self.rlkit.SamplingParams(max_tokens=workload.TOKENS, stop=())
+        with self.policy.sampler().result() as sampler:
+            sampler.sample(prompts[0][:9], self.rlkit.SamplingParams(max_tokens=1)).result()  # merges the adapter
+            began = time.process_time()
+            if together:
+                futures = [sampler.sample(p, params, n=group) for p in prompts]
+            else:
+                futures = [sampler.sample(p, params) for p in prompts for _ in range(group)]
+            tokens = sum(s.tokens.size for future in futures for s in future.result())
+        return {"cpu": time.process_time() - began, "tokens": tokens}
+
+    def train(self, lengths: list[int], group: int) -> dict:
+        """A gradient and an update on fixed completions."""
+        prompts = workload.prompts(self.policy.tokenizer.encode, lengths)
         data = []
-        tokens, scores = workload.completions(self.policy.tokenizer.vocab_size), workload.advantages()
-        for k in range(rows):
-            prompt = self.prompts[k // workload.GROUP]
-            lp = np.full(workload.TOKENS, -10.8, np.float32)
-            data.append(rlkit.Sample(prompt, tokens[k], lp).datum(scores[k]))
+        for k, prompt in enumerate(prompt for prompt in prompts for _ in range(group)):
+            tokens = workload.completion(self.policy.tokenizer.vocab_size, k)
+            sample = self.rlkit.Sample(prompt, tokens, np.full(workload.TOKENS, -10.8, np.float32))
+            data.append(sample.datum(workload.advantage(k)))
+        began = time.process_time()
         self.policy.forward_backward(data, "importance_sampling")
-        self.policy.optim_step(rlkit.Adam()).result()
-        return rows * workload.TOKENS
+        self.policy.optim_step(self.rlkit.Adam()).result()
+        return {"cpu": time.process_time() - began, "tokens": len(data) * workload.TOKENS}
 
 
 class Naive:
     """The plain use of transformers and peft."""
 
-    def __init__(self, dtype: str) -> None:
-        import peft
-        import transformers
+    packages = ("torch", "transformers", "peft")
 
-        from rlkit.backends.local.hub import model_path
-        from rlkit.backends.local.tokenizer import LocalTokenizer
-
-        path = model_path(workload.MODEL)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-        config = peft.LoraConfig(r=workload.RANK, lora_alpha=32, target_modules=names, task_type="CAUSAL_LM")
-        self.model = peft.get_peft_model(model, config).eval()
+    def __init__(self, dtype: str, path: str) -> None:
+        self.model, self.tokenizer = _peft(dtype, path)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
-        self.vocab_size = model.config.vocab_size
-        self.prompts = workload.prompts(LocalTokenizer(tokenizer, vocab_size=self.vocab_size, eos_ids=[]))
 
     @torch.no_grad()
-    def sample(self, groups: int) -> int:
-        prompts = self.prompts[:groups]
+    def sample(self, lengths: list[int], group: int) -> dict:
+        prompts = workload.prompts(lambda text: self.tokenizer(text).input_ids, lengths)
+        began = time.process_time()
         width = max(p.size for p in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -81,21 +113,26 @@ class Naive:
             temperature=1.0,
             top_p=1.0,
             top_k=0,
-            num_return_sequences=workload.GROUP,
+            num_return_sequences=group,
             min_new_tokens=workload.TOKENS,
             max_new_tokens=workload.TOKENS,
         )
-        return int(out[:, width:].numel())
+        return {"cpu": time.process_time() - began, "tokens": int(out[:, width:].numel())}
 
-    def train(self, groups: int) -> int:
-        rows = groups * workload.GROUP
-        tokens, scores = workload.completions(self.vocab_size), workload.advantages()
-        for start in range(0, rows, 8):
-            chosen = range(start, start + 8)
-            pairs = [(self.prompts[k // workload.GROUP], tokens[k]) for k in chosen]
+    def train(self, lengths: list[int], group: int, micro_batch: int = 8) -> dict:
+        prompts = workload.prompts(lambda text: self.tokenizer(text).input_ids, lengths)
+        vocab_size = self.model.config.vocab_size
+        rows = [
+            (prompt, workload.completion(vocab_size, k))
+            for k, prompt in enumerate(np.repeat(range(len(prompts)), group))
+        ]
+        began = time.process_time()
+        for start in range(0, len(rows), micro_batch):
+            chosen = rows[start : start + micro_batch]
+            pairs = [(prompts[k], c) for k, c in chosen]
             width = max(p.size + c.size for p, c in pairs)
-            ids = torch.zeros(8, width, dtype=torch.long)
-            mask, own = torch.zeros_like(ids), torch.zeros(8, width)
+            ids = torch.zeros(len(pairs), width, dtype=torch.long)
+            mask, own = torch.zeros_like(ids), torch.zeros(len(pairs), width)
             for row, (p, c) in enumerate(pairs):
                 ids[row, : p.size + c.size] = torch.from_numpy(np.concatenate([p, c]))
                 mask[row, : p.size + c.size] = 1
@@ -103,24 +140,107 @@ class Naive:
             logits = self.model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
             lp = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             ratio = (lp - -10.8).exp()
-            advantages = torch.tensor(scores[list(chosen)], dtype=torch.float32)[:, None]
+            advantages = torch.tensor([[workload.advantage(start + k)] for k in range(len(pairs))])
             (-(ratio * advantages) * own[:, 1:]).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return rows * workload.TOKENS
+        return {"cpu": time.process_time() - began, "tokens": len(rows) * workload.TOKENS}
+
+
+class Trl:
+    """GRPOTrainer, one optimizer step per job; 8 rows in a micro-batch, as TRL's default has it."""
+
+    packages = ("torch", "transformers", "peft", "trl")
+
+    def __init__(self, dtype: str, path: str) -> None:
+        self.dtype = dtype
+        self.model, self.tokenizer = _peft(dtype, path)
+        self.generating = 0.0
+        generate = self.model.generate
+
+        def timed(*args, **kwargs):
+            began = time.process_time()
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.generating += time.process_time() - began
+
+        self.model.generate = timed
+
+    def step(self, case: str) -> dict:
+        import tempfile
+
+        import datasets
+        import transformers
+        import trl
+
+        lengths, group = workload.CASES[case]
+        encode = lambda text: self.tokenizer(text).input_ids  # noqa: E731
+        texts = [self.tokenizer.decode(p) for p in workload.prompts(encode, lengths)]
+        if [len(encode(text)) for text in texts] != list(lengths):
+            raise ValueError("a prompt has another length as text")
+        rewards = iter(np.random.default_rng(0).normal(size=10**4))
+        took = {}
+
+        class Clock(transformers.TrainerCallback):
+            def on_step_begin(clock, *_, **__):  # noqa: N805
+                took.setdefault("began", time.process_time())
+
+            def on_step_end(clock, *_, **__):  # noqa: N805
+                took["ended"] = time.process_time()
+
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trl.GRPOTrainer(
+                model=self.model,
+                reward_funcs=lambda completions, **_: [float(next(rewards)) for _ in completions],
+                args=trl.GRPOConfig(
+                    output_dir=folder,
+                    use_cpu=True,
+                    bf16=self.dtype == "bfloat16",
+                    gradient_checkpointing=False,
+                    per_device_train_batch_size=8,
+                    gradient_accumulation_steps=len(lengths) * group // 8,
+                    num_generations=group,
+                    max_completion_length=workload.TOKENS,
+                    generation_kwargs={"min_new_tokens": workload.TOKENS},
+                    max_steps=1,
+                    report_to=[],
+                    save_strategy="no",
+                    disable_tqdm=True,
+                    dataloader_pin_memory=False,
+                ),
+                train_dataset=datasets.Dataset.from_list([{"prompt": text} for text in texts]),
+                processing_class=self.tokenizer,
+                callbacks=[Clock()],
+            )
+            self.generating = 0.0
+            trainer.train()
+        whole = took["ended"] - took["began"]
+        tokens = len(lengths) * group * workload.TOKENS
+        return {"sample": self.generating, "train": whole - self.generating, "tokens": tokens}
+
+
+def _peft(dtype: str, path: str):
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    config = peft.LoraConfig(r=workload.RANK, lora_alpha=32, target_modules=NAMES, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).eval(), tokenizer
 
 
 def main() -> None:
-    torch.set_num_threads(int(sys.argv[3]))
-    side = {"rlkit": Rlkit, "naive": Naive}[sys.argv[1]](sys.argv[2])
-    print(json.dumps({"ready": True}), flush=True)
+    name, dtype, threads, path = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print too
+    side = {"rlkit": Rlkit, "naive": Naive, "trl": Trl}[name](dtype, path)
+    print(json.dumps({package: version(package) for package in side.packages}), file=answers, flush=True)
     for line in sys.stdin:
-        job, groups = line.split()
-        cpu, wall = time.process_time(), time.perf_counter()
-        tokens = getattr(side, job)(int(groups))
-        took = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall, "tokens": tokens}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({**took, "peak_bytes": peak}), flush=True)
+        job, arguments = json.loads(line)
+        found = getattr(side, job)(**arguments)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print(json.dumps({**found, "peak_GB": peak}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

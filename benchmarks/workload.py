@@ -1,12 +1,20 @@
-"""Workload W: 8 prompts of 37 to 78 tokens, 8 completions of 64 tokens each, on SmolLM2-135M-Instruct, LoRA rank 32."""
+"""What the benchmarks of the local backend compute: SmolLM2-135M-Instruct, a LoRA of rank 32 on every layer but the head.
+
+W is a GRPO step of 8 prompts of 37 to 78 tokens with 8 completions each; "long" has one prompt of 512 tokens and 16
+completions. Completions have 64 tokens, on every side.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 MODEL = "smollm2-135m-instruct"
-RANK, GROUP, TOKENS = 32, 8, 64
-LENGTHS = (37, 43, 49, 55, 60, 66, 72, 78)
+RANK, TOKENS = 32, 64
+CASES = {  # lengths of the prompts, completions of each
+    "warm-up": ((37,), 8),
+    "W": ((37, 43, 49, 55, 60, 66, 72, 78), 8),
+    "long": ((512,), 16),
+}
 TEXT = (
     "A library should be small enough to be read in an afternoon and right enough to be trusted for a year. Take the "
     "numbers below, add them one after the other, and say at each step what you have so far. When you are done, give "
@@ -14,18 +22,16 @@ TEXT = (
 )
 
 
-def prompts(tokenizer) -> list[np.ndarray]:
-    """Eight prompts of exactly ``LENGTHS`` tokens, all different from their first word on."""
-    words = ["Today", "Now", "Here", "Please", "First", "Then", "Next", "Last"]
-    return [np.asarray(tokenizer.encode(word + " " + TEXT))[:n] for word, n in zip(words, LENGTHS, strict=True)]
+def prompts(encode, lengths) -> list[np.ndarray]:
+    """Prompts of exactly ``lengths`` tokens, those of one call all different from their first word on."""
+    return [np.asarray(encode(f"{number} " + TEXT * 8))[:n] for number, n in enumerate(lengths, 10)]
 
 
-def completions(vocab_size: int) -> list[np.ndarray]:
-    """64 completions of 64 fixed tokens, so that both sides train on the same ones."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(100, vocab_size - 100, TOKENS) for _ in range(len(LENGTHS) * GROUP)]
+def completion(vocab_size: int, seed: int) -> np.ndarray:
+    """64 fixed tokens, so that all sides train on the same ones."""
+    return np.random.default_rng(seed).integers(100, vocab_size - 100, TOKENS)
 
 
-def advantages() -> np.ndarray:
-    """One advantage per completion."""
-    return np.random.default_rng(1).normal(size=len(LENGTHS) * GROUP)
+def advantage(seed: int) -> float:
+    """Of a completion."""
+    return float(np.random.default_rng(seed).normal())
