@@ -33,7 +33,7 @@ from rlkit.tracking import read_metrics
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms-table.json"
 PROMPTS = ("Call ", "Dial ", "Count ", "Pick ")
-RATES = {"toy": 0.05, "fake": 0.05, "local": 0.02, "real": 0.005}
+RATES = {"toy": 0.05, "fake": 0.05, "local": 0.02, "real": 0.02}
 LETTERS = {"toy": "0123456789", "fake": "0123456789", "local": "abcdefghijklm", "real": "abcdefghijklm"}
 OBJECTIVES = {
     "sft": "train/loss",
