@@ -10,6 +10,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import workload
+
 HERE = Path(__file__).parent
 
 
@@ -21,14 +23,15 @@ class Side:
         dtype: "float32" or "bfloat16".
         threads: of torch.
         python: the interpreter, if not this one.
+        model: another one than the workload's, a directory.
     """
 
-    def __init__(self, name: str, dtype: str, threads: int = 1, python: str = sys.executable) -> None:
-        import workload
-
+    def __init__(
+        self, name: str, dtype: str, threads: int = 1, python: str = sys.executable, model: str = workload.MODEL
+    ) -> None:
         from rlkit.backends.local.hub import model_path
 
-        command = [python, str(HERE / "sides.py"), name, dtype, str(threads), model_path(workload.MODEL)]
+        command = [python, str(HERE / "sides.py"), name, dtype, str(threads), model_path(model)]
         self.name = name
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -20,7 +20,13 @@ import workload
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # TRL refuses one on the head
 
 
-class Rlkit:
+class _Side:
+    def idle(self) -> dict:
+        """Nothing, to see what the model itself takes."""
+        return {}
+
+
+class Rlkit(_Side):
     """What a user of the local backend writes."""
 
     packages = ("torch", "transformers", "peft")
@@ -87,7 +93,7 @@ class Rlkit:
         return {"cpu": time.process_time() - began, "tokens": len(data) * workload.TOKENS}
 
 
-class Naive:
+class Naive(_Side):
     """The plain use of transformers and peft."""
 
     packages = ("torch", "transformers", "peft")
@@ -147,7 +153,7 @@ class Naive:
         return {"cpu": time.process_time() - began, "tokens": len(rows) * workload.TOKENS}
 
 
-class Trl:
+class Trl(_Side):
     """GRPOTrainer, one optimizer step per job; 8 rows in a micro-batch, as TRL's default has it."""
 
     packages = ("torch", "transformers", "peft", "trl")

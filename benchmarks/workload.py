@@ -1,4 +1,4 @@
-"""What the benchmarks of the local backend compute: SmolLM2-135M-Instruct, a LoRA of rank 32 on every layer but the head.
+"""What the benchmarks of the local backend compute: SmolLM2-135M-Instruct, LoRA of rank 32 on all layers but the head.
 
 W is a GRPO step of 8 prompts of 37 to 78 tokens with 8 completions each; "long" has one prompt of 512 tokens and 16
 completions. Completions have 64 tokens, on every side.

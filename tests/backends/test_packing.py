@@ -126,3 +126,14 @@ def test_rows_of_a_group_are_even():
     assert useful > 0.85 * sum(batch.tokens.size for batch in batches)
     eight = pack(data[:8], 1024)
     assert [batch.tokens.shape for batch in eight] == [(1, 50 + 8 * 63)]
+
+
+def test_rows_cost_little():
+    """A long prompt is repeated only where the budget asks for it; many completions of a short one are cut."""
+    long = [rlkit.Datum.supervised(np.arange(1, 513), np.full(64, k + 30)) for k in range(16)]
+    assert [batch.tokens.shape for batch in pack(long, 2048)] == [(1, 512 + 16 * 63)]
+    assert [batch.tokens.shape for batch in pack(long, 1024)] == [(1, 512 + 8 * 63)] * 2
+    short = [rlkit.Datum.supervised(np.arange(1, 11), np.full(64, k % 9 + 30)) for k in range(64)]
+    rows = [row for batch in pack(short, 4096) for row in [batch.tokens.shape[1]] * batch.tokens.shape[0]]
+    best = 64 * 63 / np.sqrt(10 * 2010)
+    assert abs(len(rows) - best) <= 0.25 * best

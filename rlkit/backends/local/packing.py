@@ -7,6 +7,7 @@ the last one that is scored are left out: nothing depends on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -16,7 +17,7 @@ from rlkit.types import Datum
 
 __all__ = ["Batch", "pack"]
 
-ROW = 768  # a longer row costs more in attention than a repeated prefix does
+KEYS = 2000  # attending to so many keys costs what the rest of a layer does, for a model of width 576
 
 
 @attrs.frozen(eq=False)
@@ -100,16 +101,21 @@ def _extent(datum: Datum) -> _Extent:
 
 
 def _limits(prefixes: dict[int, bytes], extents: dict[int, _Extent], budget: int) -> dict[bytes, int]:
-    """How long the rows of each prefix may be: about equal ones, as few as ``ROW`` allows, with little padding."""
+    """How long the rows of each prefix may be: about equal ones, with little padding, as many as cost least.
+
+    k rows of a prefix of P tokens, with R others in all, cost k P KEYS + k (P + R / k) ** 2: what is repeated, and
+    attention. That is least at k = R / sqrt(P (P + KEYS)).
+    """
     rests: dict[bytes, list[int]] = {}
     starts = {prefixes[i]: extent.first for i, extent in extents.items()}
     for i, extent in extents.items():
         rests.setdefault(prefixes[i], []).append(extent.rest)
     limits = {}
     for prefix, lengths in rests.items():
-        room = max(1, min(ROW, budget) - starts[prefix])
-        count = -(-sum(lengths) // room)
-        limits[prefix] = min(budget, starts[prefix] + -(-sum(lengths) // max(1, count)) + max(lengths) - 1)
+        start, total = starts[prefix], sum(lengths)
+        cheapest = int(total / math.sqrt(start * (start + KEYS)))
+        count = max(1, cheapest, -(-total // max(1, budget - start)))
+        limits[prefix] = min(budget, start + -(-total // count) + max(lengths) - 1)
     return limits
 
 

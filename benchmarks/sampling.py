@@ -1,0 +1,53 @@
+"""Sampling: rlkit beside transformers' ``generate``, 1, 8 and 64 rows; 64 concurrent requests beside one of 64 rows.
+
+    python benchmarks/sampling.py [--rows 1 8 64] [--dtype float32] [--rounds 3] [--threads 1]
+
+A prompt of 60 tokens, completions of 64, an adapter on every linear layer but the head. Each side is a process of its
+own; they take turns after a warm-up. Tokens per CPU second go to the screen and to
+benchmarks/results/sampling-DTYPE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import runner
+
+PROMPT = [60]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    sides = [runner.Side(name, options.dtype, options.threads) for name in ("rlkit", "naive")]
+    for side in sides:
+        side.do("sample", lengths=PROMPT, group=1)
+    rates: dict[str, dict[str, float]] = {}
+    for rows in options.rows:
+        found = runner.interleaved(sides, options.rounds, "sample", lengths=PROMPT, group=rows)
+        rates[f"{rows} rows"] = {name: run["tokens"] / run["cpu"] for name, run in found.items()}
+    many = runner.interleaved(sides[:1], options.rounds, "sample", lengths=PROMPT, group=64, together=False)["rlkit"]
+    rates["64 requests"] = {"rlkit": many["tokens"] / many["cpu"]}
+    for side in sides:
+        side.end()
+    for what, row in rates.items():
+        print(f"{what:12}" + "".join(f"  {name} {rate:.1f} tokens per CPU s" for name, rate in row.items()))
+    runner.write(
+        f"sampling-{options.dtype}",
+        {
+            "dtype": options.dtype,
+            "threads": options.threads,
+            "rounds": options.rounds,
+            "machine": runner.machine(),
+            "versions": sides[0].versions,
+            "tokens_per_cpu_s": rates,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
