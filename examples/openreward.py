@@ -223,6 +223,7 @@ def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int)
     kept = zero_variance(clamped) if s.advantage_calculation != "direct" else None
     metrics = dict(groups.metrics) | {"time/sample": time.monotonic() - began}
     metrics["train/groups_without_signal"] = float(sum(kept.dropped.values())) if kept else 0.0
+    metrics["train/reward"] = float(np.nanmean(np.concatenate(clamped)))  # within its bounds
     data: list[rlkit.Datum] = []
     for i, (group, reward) in enumerate(zip(groups, clamped, strict=True)):
         if kept is None or kept.keep[i]:
@@ -259,8 +260,8 @@ def train(s: Settings) -> None:
     with rlkit.Run(s.log_path, seed=s.seed, config=config.dump(s), trackers=trackers_of(s)) as run:
         policy = run.connect(s.backend, model=s.model_name, lora=rlkit.Lora(rank=s.lora_rank), **options)
         if s.resume_from and run.record is None:
-            number = re.search(r"\d+", s.resume_from.rpartition("/")[2])  # checkpoint_000050, step-00000050-1f2e3d4c
-            run.step = policy.version if number is None else int(number[0])
+            digits = re.search(r"\d+", s.resume_from.rpartition("/")[2])  # checkpoint_000050, step-00000050-1f2e3d4c
+            run.step = policy.version if digits is None else int(digits[0])
         switch = "enable_thinking" in (policy.tokenizer.chat_template or "") or s.thinking
         plan = Plan(
             params=rlkit.SamplingParams(max_tokens=s.max_response_tokens),
