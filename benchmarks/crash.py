@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import collections
 import contextlib
 import importlib
@@ -209,15 +210,15 @@ def forked(function: Callable[..., str], *arguments: Any) -> str:
         return file.read()
 
 
-def opened(folder: Path, allowed: set[int] | None, every_row: bool) -> str:
+def opened(folder: Path, allowed: set[int], every_row: bool) -> str:
     """What a run finds: "ok", or what is wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Run(folder, retention=Retention(last=1)) as run:
             policy = run.connect(**OPTIONS)
             kept = run.keep("kept", {"steps": 0})
-            if allowed is not None and run.step not in allowed:
-                return f"lost: step {run.step}, expected one of {allowed}"
+            if run.step not in allowed:
+                return f"lost: step {run.step}, expected one of {min(allowed)} to {max(allowed)}"
             if kept["steps"] != run.step or policy.version != run.step:
                 return f"mixed: step {run.step}, kept {kept['steps']}, policy {policy.version}"
             rows = [row["step"] for row in read_metrics(folder)]
@@ -235,61 +236,93 @@ def opened(folder: Path, allowed: set[int] | None, every_row: bool) -> str:
     return "ok"
 
 
-def long_run(folder: Path, ready: Path, moment: float, cancelled: bool) -> None:
-    """Steps without end that ask for answers of another process, some of them longer than the grace."""
+def long_run(folder: Path, ready: Path, rng: random.Random, how: str) -> None:
+    """Steps without end, some of them longer than the grace; one run in five asks for answers of another process."""
     from rlkit.answers import math_equal
 
-    rng = random.Random(moment)
+    asks = rng.random() < 0.2
 
-    async def loop() -> None:
-        if cancelled:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asyncio.current_task().cancel)
+    def finish(run: Run, policy: Any) -> None:
+        if asks:
+            math_equal(f"x+{run.step}", f"{run.step}+x")
+        run.checkpoint(policy)
+        ready.touch()
+
+    def plain() -> None:
         with Run(folder, seed=0, retention=Retention(last=1), grace=2.0) as run:
             policy = run.connect(**OPTIONS)
             kept = run.keep("kept", {"steps": 0})
-            math_equal("x+1", "1+x")
-            ready.touch()
             for _ in run.steps(100_000):
-                loss = step(run, policy, kept)
-                if rng.random() < 0.05:  # a step that hangs
-                    await asyncio.sleep(60.0) if cancelled else rng.choice((time.sleep, threading.Event().wait))(60.0)
-                math_equal(f"x+{run.step}", f"{run.step}+x")
-                if cancelled:
-                    await asyncio.sleep(0.0)
-                run.log({"train/loss": loss})
-                run.checkpoint(policy)
+                run.log({"train/loss": step(run, policy, kept)})
+                if run.step and rng.random() < 0.05:  # a step that hangs
+                    rng.choice((time.sleep, threading.Event().wait))(60.0)
+                finish(run, policy)
 
-    if cancelled:
-        asyncio.run(loop())
-    else:  # without asyncio, which would take SIGINT for itself
-        loop().send(None)
+    async def awaiting() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asyncio.current_task().cancel)
+        with Run(folder, seed=0, retention=Retention(last=1)) as run:
+            policy = run.connect(**OPTIONS)
+            kept = run.keep("kept", {"steps": 0})
+            for _ in run.steps(100_000):
+                loss = policy.forward_backward(DATA, "cross_entropy")
+                await policy.optim_step(rlkit.Adam(learning_rate=0.01))
+                kept["steps"] = run.step + 1
+                run.log({"train/loss": (await loss).metrics["loss:sum"]})
+                if run.step and rng.random() < 0.05:
+                    await asyncio.sleep(60.0)
+                finish(run, policy)
+
+    asyncio.run(awaiting()) if how == "cancellation" else plain()
 
 
-def interrupted(moment: float, how: str) -> str:
+def as_a_program(function: Callable[[], None]) -> int:
+    """A fork that ends as a program would: its threads joined, what is registered for the end called; its id."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        atexit._clear()  # noqa: SLF001  # what this process has registered, such as its temporary folders
+        status = 0
+        try:
+            warnings.simplefilter("ignore")
+            function()
+        except SystemExit as error:
+            status = int(error.code)
+        except KeyboardInterrupt:
+            status = 130
+        except asyncio.CancelledError:
+            status = 1
+        except BaseException:  # noqa: BLE001
+            status = UNTYPED
+        threading._shutdown()  # noqa: SLF001
+        atexit._run_exitfuncs()  # noqa: SLF001
+        os._exit(status)
+    return pid
+
+
+def interrupted(rng: random.Random, how: str) -> str:
     """A signal at a random moment of a long run: "ok", or what is wrong."""
     number = signal.SIGUSR1 if how == "cancellation" else signal.Signals[how]
+    expected = {"SIGINT": (130,), "SIGTERM": (143, 130), "cancellation": (1,)}[how]  # 130: the step was abandoned
     with tempfile.TemporaryDirectory() as where:
         folder, ready = Path(where) / "run", Path(where) / "ready"
-        command = [sys.executable, __file__, "--long-run", str(folder), str(ready), str(moment), how]
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        while not ready.exists() and process.poll() is None:
+        pid = as_a_program(lambda: long_run(folder, ready, rng, how))
+        while not ready.exists():
             time.sleep(0.01)
-        time.sleep(moment)
-        process.send_signal(number)
-        try:
-            code = process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        time.sleep(rng.uniform(0.0, 1.0))
+        os.kill(pid, number)
+        found, end = (0, 0), time.monotonic() + 5.0
+        while found[0] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+            found = os.waitpid(pid, os.WNOHANG)
+        if found[0] == 0:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
             return "did not end within 5 s"
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
             return "left a process behind"
-        if code not in {"SIGINT": (-signal.SIGINT,), "SIGTERM": (143, -signal.SIGINT), "cancellation": (1,)}[how]:
-            return f"exit status {code}"
-        return forked(opened, folder, None, False)
+        code = os.waitstatus_to_exitcode(found[1])
+        return forked(opened, folder, set(range(1, 100_001)), False) if code in expected else f"exit status {code}"
 
 
 def main() -> None:
@@ -298,14 +331,9 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=1, help="tries every so many calls only; 0: none")
     parser.add_argument("--offset", type=int, default=0, help="beginning with which")
     parser.add_argument("--signals", type=int, default=100, help="of SIGINT and SIGTERM together; half as many others")
-    parser.add_argument("--long-run", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.long_run:
-        folder, ready, moment, how = args.long_run
-        return long_run(Path(folder), Path(ready), float(moment), how == "cancellation")
     with tempfile.TemporaryDirectory() as where:
         measured(args, Path(where))
-    return None
 
 
 def measured(args: argparse.Namespace, where: Path) -> None:
@@ -349,8 +377,7 @@ def measured(args: argparse.Namespace, where: Path) -> None:
             count(f"{title}: {what}", ((p, injected(work, base, thread, p, what)) for p in tried))
     rng = random.Random(0)
     for how in ("SIGINT", "SIGTERM", "cancellation"):
-        moments = [rng.uniform(0.0, 1.0) for _ in range(args.signals // 2)]
-        count(how, ((moment, interrupted(moment, how)) for moment in moments))
+        count(how, ((i, interrupted(rng, how)) for i in range(args.signals // 2)))
     path = Path(__file__).parent / "results" / f"crash-{args.backend}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(before | results, indent=1) + "\n")

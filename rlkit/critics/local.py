@@ -14,7 +14,14 @@ from torch import nn
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.local import adapter_seed, device_of
-from rlkit.backends.local.checkpoint import ADAPTER, lora_of, read_adapter, read_optimizer, write_optimizer
+from rlkit.backends.local.checkpoint import (
+    ADAPTER,
+    check_finite,
+    lora_of,
+    read_adapter,
+    read_optimizer,
+    write_optimizer,
+)
 from rlkit.backends.local.head import Head, selected_hidden
 from rlkit.backends.local.model import load_base, with_adapter
 from rlkit.backends.local.trainer import Trainer
@@ -104,6 +111,7 @@ class LocalCritic(InProcessCritic):
         from safetensors.torch import save_file
 
         parameters = self._trainer.parameters
+        check_finite(parameters)
         tensors = {name.replace(".default.", "."): p.detach().cpu().contiguous() for name, p in parameters.items()}
         save_file(tensors, folder / ADAPTER)
         if optimizer:

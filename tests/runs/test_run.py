@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ import rlkit
 from rlkit.advantages import RunningBaseline
 from rlkit.backends import saves
 from rlkit.runs import Retention, Run, records
+from tests.models.build import build
 
 DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
 
@@ -99,6 +101,28 @@ class TestKeeping:
             with pytest.raises(rlkit.ConfigError, match="metrics"):
                 run.checkpoint(metrics={"a": float("inf")})
         assert len(records(tmp_path)) == 1
+
+    @pytest.mark.parametrize("backend", ["toy", "local"])
+    def test_a_policy_that_is_not_finite_is_never_saved(self, tmp_path, backend):
+        """Whatever made it so: the checkpoint before stays, and is what the next run goes on from."""
+        options = {}
+        if backend == "local":
+            pytest.importorskip("peft")
+            options = {"model": str(build("llama", tmp_path / "model")), "lora": rlkit.Lora(rank=2)}
+        with Run(tmp_path / "run", seed=0, trackers=(), retention=Retention(last=1)) as run:
+            policy = run.connect(backend, **options)
+            run.checkpoint(policy)
+            for rate in (3e38, 3e38):
+                with contextlib.suppress(rlkit.BackendError):  # a step that sees it refuses
+                    policy.forward_backward([rlkit.Datum([5, 6, 7], [0, 1, 1])], "cross_entropy").result()
+                    policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
+            if backend == "toy":  # in float64 there is room for more
+                policy._weights.state.value[0] = np.inf
+            with pytest.raises(rlkit.CheckpointError, match="not finite"):
+                run.checkpoint(policy)
+        with Run(tmp_path / "run", trackers=()) as run:
+            assert run.connect(backend, **options).version == 0
+        assert not [path for path in (tmp_path / "run").rglob("*") if path.name.startswith(".")]
 
     def test_another_object_under_the_name(self, tmp_path):
         with Run(tmp_path, trackers=()) as run:

@@ -88,10 +88,19 @@ class Weights:
         return {"grad_norm:mean": norm}
 
     def write(self, file: Path, *, optimizer: bool) -> dict[str, Any]:
-        """Writes ``file`` (npz); returns what the state is to hold beside it."""
+        """Writes ``file`` (npz); returns what the state is to hold beside it.
+
+        Raises:
+            CheckpointError: something is not finite; nothing was written.
+        """
         arrays = {"weights": self.value}
         if optimizer:
             arrays |= {"first": self.state.first, "second": self.state.second}
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise CheckpointError(
+                    f"save: {name} is not finite; nothing was saved, and earlier saves are as they were"
+                )
         np.savez(file, allow_pickle=False, **arrays)
         return {"optimizer": optimizer, "moment_steps": self.state.steps}
 
