@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -138,6 +141,31 @@ def test_turns_compute_what_is_new(tiny):
     sampler = policy.sampler().result()
     sampler.sample(turn, params, seed=0).result()
     assert seen[1:] == [[0]]  # other weights, other keys
+
+
+def test_blocks_go_with_their_snapshot(tiny):
+    """When the last sampler of a snapshot is closed, its adapter and the blocks kept for it are freed."""
+    policy = connect(tiny("llama"))
+    samplers = [policy.sampler().result(), policy.sampler().result()]
+    snapshot = weakref.ref(samplers[0].snapshot)
+    params = rlkit.SamplingParams(max_tokens=3, stop=())
+    for sampler in samplers:
+        sampler.sample(np.arange(3, 40), params).result()
+    prefixes = policy._engine._decoder._prefixes
+    names = block_names(np.arange(3, 40))
+    samplers[0].close()
+    gc.collect()
+    assert prefixes.find(names) == 2
+    samplers[1].close()
+    deadline = time.monotonic() + 10  # the worker's last turn may still be ending
+    while snapshot() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert snapshot() is None
+    assert prefixes.find(names) == 0
+    base = policy.base_sampler().result()
+    base.sample(np.arange(3, 40), params).result()
+    assert policy._engine._decoder._prefixes.find(names) == 2
 
 
 def filled(rows, length):

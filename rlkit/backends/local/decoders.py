@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -89,13 +90,17 @@ class SlotDecoder:
         self._most = TOKENS_CPU if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
         self._prefixes = Prefixes(limit)
-        self._snapshot: Snapshot | None = None
+        self._end: weakref.finalize[[], Any] | None = None
 
     def use(self, snapshot: Snapshot) -> None:
-        self._model.use(snapshot)
-        if snapshot is not self._snapshot:
-            self._prefixes.clear()
-        self._snapshot = snapshot
+        if not self._model.use(snapshot):
+            return
+        if self._end is not None:
+            self._end.detach()
+        self._prefixes.clear()
+        self._prefixes = Prefixes(self._limit)
+        self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
+        self._end.atexit = False
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         prompts: dict[bytes, _Prompt] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
@@ -41,7 +42,7 @@ class Engine:
         self._max_rows = max_rows
         self._prefix_bytes = prefix_bytes
         self._decoder: Decoder | None = None
-        self._wave: Snapshot | None = None
+        self._wave: weakref.ref[Snapshot] | None = None
         self._wave_began = 0.0
         self._waiting: deque[Request] = deque()
         self._lock = threading.Lock()
@@ -105,12 +106,12 @@ class Engine:
 
     def _admit(self, decoder: Decoder, started: list[Request]) -> None:
         with self._lock:
-            new_wave = not decoder.rows and bool(self._waiting)
-            if new_wave:
-                self._wave = self._waiting[0].snapshot
+            first = self._waiting[0].snapshot if self._waiting and not decoder.rows else None
+            if first is not None:
+                self._wave = weakref.ref(first)
                 self._wave_began = time.monotonic()
-        if new_wave and self._wave is not None:
-            decoder.use(self._wave)
+        if first is not None:
+            decoder.use(first)
         room = self._max_rows - len(decoder.rows) if decoder.mixes or not decoder.rows else 0
         admitted: list[tuple[SampleRequest, int]] = []
         while (request := self._next(room)) is not None:
@@ -131,9 +132,10 @@ class Engine:
         out.
         """
         with self._lock:
-            others = any(request.snapshot is not self._wave for request in self._waiting)
+            wave = self._wave() if self._wave is not None else None
+            others = any(request.snapshot is not wave for request in self._waiting)
             for i, request in enumerate(self._waiting):
-                if request.snapshot is not self._wave or (others and request.arrived > self._wave_began):
+                if request.snapshot is not wave or (others and request.arrived > self._wave_began):
                     continue
                 if isinstance(request, ScoreRequest):
                     del self._waiting[i]

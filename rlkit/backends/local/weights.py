@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import attrs
@@ -45,16 +46,16 @@ class SamplingModel:
         self.model = base.tree(attention)
         self.base = base
         self._merge = merge
-        self._current: Snapshot | None = None
+        self._current: weakref.ref[Snapshot] | None = None
         self._modules = dict(self.model.named_modules())
         self._base_weights: dict[str, nn.Parameter] = {}
         self._hooks: list[Any] = []
 
     @torch.no_grad()
-    def use(self, snapshot: Snapshot) -> None:
-        """Makes the model that of ``snapshot``."""
-        if snapshot is self._current:
-            return
+    def use(self, snapshot: Snapshot) -> bool:
+        """Makes the model that of ``snapshot``; True where it was another's."""
+        if self._current is not None and snapshot is self._current():
+            return False
         self.release()
         for name, (a, b) in snapshot.adapter.items():
             module: Any = self._modules[name]
@@ -66,7 +67,8 @@ class SamplingModel:
                 module.weight = nn.Parameter(merged, requires_grad=False)
             else:
                 self._hooks.append(module.register_forward_hook(_adds(a, b, snapshot.scale)))
-        self._current = snapshot
+        self._current = weakref.ref(snapshot)
+        return True
 
     def release(self) -> None:
         """Back to the base's own weights; the merged copy is freed."""
