@@ -85,9 +85,14 @@ def read(path: Path) -> Record:
     if not isinstance(step, int) or step < 0 or not all(isinstance(each, dict) for each in rest):
         raise CheckpointError(f"{path} is not a run's checkpoint")
     for role, policy in rest[0].items():
-        if not isinstance(policy, str) or ("://" not in policy and ".." in Path(policy).parts):
+        if not isinstance(policy, str) or ("://" not in policy and not _inside(policy)):
             raise CheckpointError(f"{path} is damaged: its {role!r} is {policy!r}, which is no path in its run")
     return Record(Path(path), step, *rest)
+
+
+def _inside(path: str) -> bool:
+    """Whether it is a folder in a folder of the run, or one elsewhere, which is never removed."""
+    return Path(path).is_absolute() or (len(Path(path).parts) > 1 and ".." not in Path(path).parts)
 
 
 def check(record: Record) -> None:

@@ -252,7 +252,7 @@ class TestFolder:
                 with pytest.raises(rlkit.ConfigError, match="name"):
                     call()
 
-    @pytest.mark.parametrize("path", ["../other", "policies/../../other", "ABSOLUTE"])
+    @pytest.mark.parametrize("path", ["../other", "policies/../../other", "ABSOLUTE", "policies", ".", ""])
     def test_checkpoints_that_name_what_is_not_theirs(self, tmp_path, path):
         """A checkpoint from elsewhere, checksums right, can not have another folder removed."""
         other = tmp_path / "other"
