@@ -15,6 +15,8 @@ from rlkit.types import SamplingParams
 
 __all__ = ["SeedStream", "Stop", "checked_prompt", "checked_request", "draw", "entropy_of", "rounded_up", "streams"]
 
+_BLOCK = 256  # tokens
+
 
 class SeedStream:
     """Seeds for requests that bring none: a function of the backend's seed and of how many came before."""
@@ -116,25 +118,40 @@ def draw(logits: Any, params: Sequence[SamplingParams], uniforms: np.ndarray) ->
     import torch
 
     greedy = np.array([p.temperature == 0 for p in params])
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=logits.device)
-    logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
-    cut = [b for b, p in enumerate(params) if p.truncates]
-    if cut:
-        logprobs = logprobs.clone()
-        for b in cut:
-            logprobs[b] = _truncated(logprobs[b], params[b].top_k, params[b].top_p)
-    tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    if greedy.any():
-        rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
-        tokens[rows] = logprobs[rows].argmax(-1)
-    if not greedy.all():
-        rows = torch.from_numpy(np.flatnonzero(~greedy)).to(logits.device)
-        cumulated = logprobs[rows].double().exp().cumsum(-1)
-        share = torch.from_numpy(uniforms[~greedy]).to(logits.device) * cumulated[:, -1]
-        found = torch.searchsorted(cumulated, share[:, None], right=True)[:, 0]
-        tokens[rows] = found.clamp(max=logits.shape[1] - 1)
+    logits = logits.float()
+    if any(p.temperature not in (0, 1) for p in params):
+        logits = logits / torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    for b, p in enumerate(params):
+        if p.truncates:
+            logprobs[b] = _truncated(logprobs[b], p.top_k, p.top_p)
+    if greedy.all():
+        tokens = logprobs.argmax(-1)
+    else:
+        tokens = _drawn(logprobs.exp(), torch.from_numpy(uniforms).to(logits.device))
+        for b in np.flatnonzero(greedy):
+            tokens[b] = logprobs[b].argmax()
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     return tokens.cpu().numpy(), chosen.cpu().numpy()
+
+
+def _drawn(probs: Any, uniforms: Any) -> Any:
+    """int64 [B]: the first token of each row [B, V] at which the cumulated probability exceeds u times its sum.
+
+    The block of tokens is found first, then the place in it, so that little is added up in float64.
+    """
+    import torch
+
+    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _BLOCK)).view(len(probs), -1, _BLOCK)
+    cumulated = blocks.sum(-1).double().cumsum(-1)
+    nothing = torch.zeros_like(uniforms[:, None])
+    share = torch.minimum(uniforms[:, None] * cumulated[:, -1:], torch.nextafter(cumulated[:, -1:], nothing))
+    block = torch.searchsorted(cumulated, share, right=True)
+    before = torch.nn.functional.pad(cumulated, (1, 0)).gather(1, block)
+    within = blocks[torch.arange(len(probs), device=probs.device), block[:, 0]].double().cumsum(-1)
+    below = torch.nextafter(within[:, -1:], nothing)  # the block's sum above was rounded otherwise
+    place = torch.searchsorted(within, torch.minimum(share - before, below), right=True)
+    return (block * _BLOCK + place)[:, 0]
 
 
 def _truncated(logprobs: Any, top_k: int, top_p: float) -> Any:
