@@ -1,12 +1,13 @@
 """What a long run leaves behind in memory: steps of fixed length, and what the process has grown by afterwards.
 
-    python benchmarks/growth.py [--backend toy] [--steps 2000]
+    python benchmarks/growth.py [--backend toy] [--steps 2000] [--warm 300]
 
 A step is what a loop does: a snapshot, samples from it, a datum for each, forward_backward, optim_step, metrics to a
-tracker, and every hundredth a checkpoint. After a first part of the steps, to fill caches, the rest counts: growth per
-step of the resident set (slope of a line through samples taken after each twentieth of the steps, so that neither a
-single page nor the allocator's moment decides) and of what Python objects hold (tracemalloc, in a second run, since it
-slows the first down); and file descriptors and threads at the end over those at the beginning of what counts.
+tracker, and every hundredth a checkpoint. After a warm-up, in which caches and the allocator's arenas fill, what counts
+is the growth per step of the resident set (slope of a line through samples taken after each twentieth of the steps, so
+that neither a single page nor the allocator's moment decides) and of what Python objects hold (tracemalloc, in a second
+run, since it slows the first down); file descriptors and threads gained; and beside them the whole of the warm-up's
+growth, from the end of the first step.
 
 The figures go to the screen and to benchmarks/results/growth.json.
 """
@@ -31,7 +32,6 @@ from rlkit.advantages import grpo
 from rlkit.runs import Run
 
 PROMPTS, SAMPLES, TOKENS = 2, 4, 16
-WARM = 0.25  # of the steps
 
 
 def step(run: Run, policy: Any, params: rlkit.SamplingParams) -> None:
@@ -59,17 +59,19 @@ def held() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
-def measured(options: dict[str, Any], steps: int, folder: Path, *, traced: bool) -> dict[str, float]:
+def measured(options: dict[str, Any], warm: int, steps: int, folder: Path, *, traced: bool) -> dict[str, float]:
     """Bytes per step after the warm-up, and descriptors and threads gained."""
     params = rlkit.SamplingParams(max_tokens=TOKENS, stop=())
-    warm, every = int(steps * WARM), max(1, steps // 20)
+    every = max(1, steps // 20)
     at, sizes = [], []
     with Run(folder, seed=0) as run:
         policy = run.connect(**options)
-        for number in run.steps(steps):
+        for number in run.steps(warm + steps):
             step(run, policy, params)
+            if number == 0:
+                first = resident()
             if number == warm:
-                counts = held()
+                counts, settled = held(), resident()
                 if traced:
                     tracemalloc.start()
             if number > warm and number % every == 0:
@@ -80,13 +82,15 @@ def measured(options: dict[str, Any], steps: int, folder: Path, *, traced: bool)
     if traced:
         tracemalloc.stop()
     slope = float(np.polyfit(at, sizes, 1)[0])
-    return {"bytes": slope, "descriptors": after[0] - counts[0], "threads": after[1] - counts[1]}
+    gained = {"descriptors": after[0] - counts[0], "threads": after[1] - counts[1]}
+    return {"bytes": slope, "warm": settled - first, **gained}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("toy", "local"), default="toy", help="local: a small one, made up")
     parser.add_argument("--steps", type=int, help="default: 2000 on the toy, 300 on the local backend")
+    parser.add_argument("--warm", type=int, default=300, help="steps before those (default: %(default)s)")
     args = parser.parse_args()
     steps = args.steps or {"toy": 2000, "local": 300}[args.backend]
     with tempfile.TemporaryDirectory() as where:
@@ -96,9 +100,11 @@ def main() -> None:
             from tests.models.build import build
 
             options |= {"model": str(build("llama", Path(where) / "model")), "lora": rlkit.Lora(rank=4)}
-        plain = measured(options, steps, Path(where) / "plain", traced=False)
-        traced = measured(options, steps, Path(where) / "traced", traced=True)
+        plain = measured(options, args.warm, steps, Path(where) / "plain", traced=False)
+        traced = measured(options, args.warm, steps, Path(where) / "traced", traced=True)
     row = {
+        "warm-up": args.warm,
+        "bytes in the warm-up": plain["warm"],
         "steps": steps,
         "resident bytes per step": round(plain["bytes"], 1),
         "traced bytes per step": round(traced["bytes"], 1),
