@@ -127,10 +127,11 @@ def test_merged_and_unmerged_agree(connect, kind):
     for policy in (merged, unmerged):
         train(policy)
     tokens = np.arange(3, 23)
-    a, b = (p.sampler().result().logprobs(tokens).result() for p in (merged, unmerged))
+    samplers = [p.sampler().result() for p in (merged, unmerged)]
+    a, b = (sampler.logprobs(tokens).result() for sampler in samplers)
     assert np.abs(a - b).max() < 1e-4
     decoder = merged._engine._decoder
-    assert len(decoder._model._base_weights) == len(decoder._model._current.adapter)
+    assert len(decoder._model._base_weights) == len(samplers[0].snapshot.adapter)
     base = merged.base_sampler().result().logprobs(tokens).result()
     assert not decoder._model._base_weights
     assert np.abs(base - a).max() > 1e-3
