@@ -5,6 +5,7 @@ An algorithm is nothing else than such a row. ``register`` adds one; settings ch
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -12,13 +13,13 @@ from typing import Any, Literal, TypeAlias
 import attrs
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, advantages
 from rlkit.registry import Registry
 
 __all__ = ["Recipe", "best_of_group", "register", "registry", "sampled_jsd"]
 
 Named: TypeAlias = str | Callable[..., Any]
-_NEEDS = ("critic", "teacher", "greedy", "reference")
+_NEEDS = {"values": "critic", "teacher_logprobs": "teacher", "baseline": "greedy"}
 
 
 def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,8 +46,8 @@ class Recipe:
         repeat_times: episodes per task.
         select: which episodes train: "all", the "best" of each group, or "informative" groups, in which rewards
             differ; these are played until the step has as many as were asked for, four times at most.
-        needs: "critic", "teacher", "greedy" (one greedy episode per task) and "reference" (logprobs of the policy
-            that the run began with, also without a KL term).
+        needs: what the estimator wants beside rewards: a "critic" (it names ``values``), a "teacher"
+            (``teacher_logprobs``), or a "greedy" episode of each task (``baseline``).
     """
 
     source: str
@@ -59,15 +60,19 @@ class Recipe:
     weights: str = "token-mean"
     repeat_times: int = 8
     select: Literal["all", "best", "informative"] = "all"
-    needs: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         _check.choice("Recipe.data", self.data, ("rollouts", "demonstrations", "pairs", "mixed"))
         _check.choice("Recipe.level", self.level, ("group", "turn", "token"))
         _check.choice("Recipe.select", self.select, ("all", "best", "informative"))
         _check.integer("Recipe.repeat_times", self.repeat_times, low=1)
-        for need in self.needs:
-            _check.choice("Recipe.needs", need, _NEEDS)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        if self.advantage is None or self.level != "token":
+            return ()
+        named = inspect.signature(advantages.registry.resolve(self.advantage)).parameters
+        return tuple(need for name, need in _NEEDS.items() if name in named)
 
     @property
     def rolls_out(self) -> bool:
@@ -148,7 +153,7 @@ _ROWS = {
     "dapo": Recipe("arXiv:2503.14476", loss_args={"clip_high_threshold": 1.28}, select="informative"),
     "rloo": Recipe("arXiv:2402.14740", advantage="rloo"),
     "reinforceplusplus": Recipe("arXiv:2501.03262", advantage="reinforce_pp", level="token"),
-    "remax": Recipe("arXiv:2310.10505", advantage="remax", level="token", needs=("greedy",)),
+    "remax": Recipe("arXiv:2310.10505", advantage="remax", level="token"),
     "opmd": Recipe("arXiv:2501.12599", advantage="opmd", loss="opmd"),
     "asymre": Recipe("arXiv:2506.20520", advantage="asymre", loss="reinforce"),
     "topr": Recipe("arXiv:2503.14286; advantages of either sign", advantage="dr_grpo", loss="topr"),
@@ -159,20 +164,17 @@ _ROWS = {
     "rec": Recipe("arXiv:2509.24203", advantage="rec", loss="rec"),
     "gigpo": Recipe("arXiv:2505.10978", advantage="gigpo", level="turn"),
     "multi_step_grpo": Recipe("GRPO's advantage at every turn", advantage="step_wise_grpo", level="turn"),
-    "ppo": Recipe("arXiv:1707.06347", advantage="gae", level="token", needs=("critic",)),
+    "ppo": Recipe("arXiv:1707.06347", advantage="gae", level="token"),
     "on_policy_distill": Recipe(
         "arXiv:2306.13649",
         advantage="on_policy_distillation",
         level="token",
         loss="importance_sampling",
-        needs=("teacher",),
     ),
-    "jsd": Recipe(
-        "arXiv:2306.13649", advantage=sampled_jsd, level="token", loss="importance_sampling", needs=("teacher",)
-    ),
+    "jsd": Recipe("arXiv:2306.13649", advantage=sampled_jsd, level="token", loss="importance_sampling"),
     "sft": Recipe("likelihood", data="demonstrations", advantage=None, loss="cross_entropy"),
     "raft": Recipe("arXiv:2304.06767", advantage=best_of_group, loss="reinforce", select="best"),
-    "dpo": Recipe("arXiv:2305.18290", data="pairs", advantage=None, loss="dpo", needs=("reference",)),
+    "dpo": Recipe("arXiv:2305.18290", data="pairs", advantage=None, loss="dpo"),
     "mix": Recipe("arXiv:2508.11408, with a fixed mu", data="mixed", loss="mix"),
     "chord": Recipe("arXiv:2508.11408, with its schedule of mu", data="mixed", loss="mix"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,8 +65,9 @@ def trajectories_of(
         reference, teacher, critic: those that the method needs.
         seed: of estimators that draw.
     """
-    groups = [attrs.evolve(g, trajectories=[t for t in g.trajectories if t.token_count]) for g in groups]
-    groups = [group for group in groups if len(group)]
+    unscored = method.recipe.level == "group"  # such estimators leave them out themselves, and give them 0
+    kept = [[t for t in g.trajectories if t.token_count and (unscored or math.isfinite(t.reward))] for g in groups]
+    groups = [attrs.evolve(group, trajectories=mine) for group, mine in zip(groups, kept, strict=True) if mine]
     trajectories = [t for group in groups for t in group.trajectories]
     if not trajectories:
         return [], {}, []

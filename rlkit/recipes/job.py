@@ -39,7 +39,7 @@ class Job:
         held_out: (tasks, episodes of each) to evaluate on.
         plan: how.
         rows: what is imitated or preferred.
-        form: how these are read.
+        form: how these are read, and all conversations rendered.
         stored: groups to train from, or None.
     """
 
@@ -117,6 +117,10 @@ def prepared(settings: Settings) -> Job:
     plays = mode != "bench" and method.recipe.rolls_out and mode != "train"
     source = tasks.trained(buffer) if plays else None
     given, form, stored = _given(settings, method, mode)
+    inputs = buffer.explorer_input
+    forms = [each.format for each in (inputs.taskset, *inputs.tasksets, *inputs.eval_tasksets) if each is not None]
+    forms = [form, *forms] if given else forms or [form]
+    _check_forms(settings, forms)
     count = len(source) if source is not None else len(given if stored is None else stored)
     job = Job(
         settings=settings,
@@ -128,7 +132,7 @@ def prepared(settings: Settings) -> Job:
         held_out=held_out,
         plan=models.plan_of(settings, method.recipe.repeat_times, 0),
         rows=given,
-        form=form if given else _form(settings),
+        form=forms[0],
         stored=stored,
     )
     if mode != "bench":
@@ -233,24 +237,15 @@ def _experience(settings: Settings, method: Method) -> tuple[str, Experience]:
     return "buffer.trainer_input.experience_buffer", given.experience_buffer or Experience()
 
 
-def _form(settings: Settings) -> Format:
-    """How prompts of task sets are rendered: one way for all of a run."""
-    given = settings.buffer.explorer_input
-    own = [each for each in (given.taskset, *given.tasksets, *given.eval_tasksets) if each is not None]
+def _check_forms(settings: Settings, forms: Sequence[Format]) -> None:
+    """Raises where conversations of one run would be rendered in different ways."""
     rendered = ("prompt_type", "system_prompt", "reply_prefix", "chat_template", "enable_thinking")
-    for each in own[1:]:
+    for form in forms[1:]:
         for name in rendered:
-            if getattr(each.format, name) != getattr(own[0].format, name):
-                text = "conversations are rendered in one way; put what differs into the prompts"
-                raise ConfigError(
-                    _check.problem(
-                        f"format.{name}",
-                        f"differs between task sets {own[0].name!r} and {each.name!r}",
-                        "one for all",
-                        text,
-                    )
-                )
-    return own[0].format if own else Format()
+            if getattr(form, name) != getattr(forms[0], name):
+                what = f"is {getattr(forms[0], name)!r} in one place and {getattr(form, name)!r} in another"
+                why = "task sets and rows are rendered in one way; put what differs into the prompts"
+                raise ConfigError(_check.problem(f"{settings.name}: format.{name}", what, "one for all", why))
 
 
 def _steps(settings: Settings, count: int, size: int) -> int:

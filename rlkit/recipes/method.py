@@ -68,7 +68,7 @@ class Method:
     @property
     def wants_reference(self) -> bool:
         """Whether logprobs of a reference policy are needed."""
-        return self.kl_loss > 0 or self.kl_penalty > 0 or "reference" in self.recipe.needs
+        return self.kl_penalty > 0 or "reference_logprobs" in self.inputs
 
 
 def resolved(settings: Algorithm) -> Method:
@@ -109,7 +109,7 @@ def resolved(settings: Algorithm) -> Method:
     args = {**recipe.loss_args, **_loss_args(loss_args)}
     _settings("algorithm.policy_loss_fn_args", losses.registry.resolve(recipe.loss), args)
     prepared = losses.prepare(loss, {**args, **extra})
-    _needs_advantages(settings, recipe, prepared.inputs)
+    _fits(settings, recipe, prepared)
     alone = recipe.repeat_times == 1 and "singleton" in _keywords(estimator or _none)
     if alone and {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero":
         raise _contradiction("repeat_times", 1, "a group of one has no baseline, and its advantages are 0")
@@ -138,8 +138,12 @@ def _none(*_: Any, **__: Any) -> Any:
 
 
 def _level(advantage: Any) -> str:
+    """What an estimator that is named by itself is given."""
     rows = [row for row in algorithms.registry.values() if row.advantage == advantage]
-    return rows[0].level if rows else {"jsd": "token"}.get(advantage, "group")
+    if rows:
+        return str(rows[0].level)
+    first = next(iter(inspect.signature(advantages.registry.resolve(advantage)).parameters.values()))
+    return "token" if first.kind is first.KEYWORD_ONLY else "group"
 
 
 def _weights(recipe: Recipe) -> None:
@@ -249,14 +253,33 @@ def _composed(
     return loss, extra
 
 
-def _needs_advantages(settings: Algorithm, recipe: Recipe, inputs: Any) -> None:
-    """Raises where the loss and the rest do not belong together."""
-    names = list(inputs)
-    if ("advantages" in names) != (recipe.advantage is not None):
-        what = "needs advantages" if "advantages" in names else "takes no advantages"
-        raise _contradiction("policy_loss_fn", settings.policy_loss_fn or recipe.loss, f"the loss {what}")
-    if recipe.advantage is None and settings.entropy_loss_fn_args and settings.entropy_loss_fn != "exact":
-        raise _contradiction("entropy_loss_fn", settings.entropy_loss_fn, "the sampled bonus is part of advantages")
+def _fits(settings: Algorithm, recipe: Recipe, prepared: Any) -> None:
+    """Raises where the loss wants what there is not, or the estimator does."""
+    where, name = "policy_loss_fn", settings.policy_loss_fn or recipe.loss
+    if ("advantages" in prepared.inputs) != (recipe.advantage is not None):
+        what = "needs advantages" if "advantages" in prepared.inputs else "takes no advantages"
+        raise _contradiction(where, name, f"the loss {what}")
+    if (prepared.level == "pair") != (recipe.data == "pairs") or prepared.driver != "logprobs":
+        raise _contradiction(where, name, f"the loss is one of {prepared.level}s, over {prepared.driver}")
+    there = {"advantages", "reference_logprobs"} | ({"sampling_logprobs"} if recipe.rolls_out else set())
+    there |= ({"expert"} if recipe.data == "mixed" else set()) | (
+        set() if settings.bypass_old_logprobs else {"old_logprobs"}
+    )
+    for missing in sorted(set(prepared.inputs) - there):
+        raise _contradiction(where, name, f"the loss needs {missing!r}, which there is not")
+    if recipe.advantage is None:
+        if settings.entropy_loss_fn_args and settings.entropy_loss_fn != "exact":
+            raise _contradiction("entropy_loss_fn", settings.entropy_loss_fn, "the sampled bonus is part of advantages")
+        return
+    named = list(inspect.signature(advantages.registry.resolve(recipe.advantage)).parameters.values())
+    given = {"group": ("lengths",), "turn": ()}.get(recipe.level, _TOKENWISE)
+    skipped = {"group": 1, "turn": 2}.get(recipe.level, 0)
+    wanted = [p.name for p in named[skipped:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    for missing in sorted({*wanted} - {*given, *(settings.advantage_fn_args or {}), *recipe.advantage_args}):
+        raise _contradiction("advantage_fn", recipe.advantage, f"it needs {missing!r}, which there is not")
+
+
+_TOKENWISE = ("rewards", "values", "baseline", "teacher_logprobs", "sampling_logprobs", "reference_logprobs")
 
 
 def _expert_ratio(settings: Algorithm) -> float:

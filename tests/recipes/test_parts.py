@@ -319,3 +319,14 @@ def _buffer(taskset, **more):
     from rlkit.recipes.inputs import Buffer, ExplorerInput
 
     return Buffer(explorer_input=ExplorerInput(taskset=taskset, **more))
+
+
+@pytest.mark.parametrize(("name", "count"), [("grpo", 3), ("gigpo", 2), ("reinforceplusplus", 2)])
+def test_what_was_not_scored_teaches_nothing(name, count):
+    """A group's estimator gives it 0; those over turns and tokens do not see it; what has no tokens is left out."""
+    group = Group([trajectory([r], [2]) for r in (1.0, 0.0, float("nan"))] + [trajectory([0.5], [0])])
+    items, _, advantages = batch.trajectories_of(resolved(Algorithm(algorithm_type=name)), [group])
+    assert len(items) == len(advantages) == count
+    assert all(np.isfinite(a).all() for a in advantages)
+    if count == 3:
+        assert not advantages[2].any()

@@ -88,6 +88,7 @@ def test_the_services_key_by_its_other_name(monkeypatch):
     assert "api_key" not in models.options_of(settings)
 
 
+SPOKEN = "{format: {system_prompt: Hi}, default_workflow_type: write, workflow_args: {letters: a}}"
 WRONG = {  # override: what the message says
     "algorithm.repeat_tims=4": "did you mean 'repeat_times'",
     "modell.model_path=x": "modell: there is no such setting",
@@ -105,6 +106,11 @@ WRONG = {  # override: what the message says
     "algorithm.policy_loss_fn=pp": "no loss named 'pp'",
     "algorithm.policy_loss_fn=sft": "the loss takes no advantages",
     "algorithm.policy_loss_fn_args.clip_rang=0.2": "algorithm.policy_loss_fn_args.clip_rang: there is no such setting",
+    "algorithm.policy_loss_fn=dpo": "the loss takes no advantages",
+    "algorithm.policy_loss_fn=decoupled_ppo": "the loss needs 'old_logprobs'",
+    "algorithm.policy_loss_fn=value_huber": "algorithm.policy_loss_fn: is 'value_huber'",
+    "algorithm.advantage_fn=vtrace": "it needs 'log_ratios', which there is not",
+    "algorithm.advantage_fn=on_policy_distill": "explorer.auxiliary_models: is empty",
     "algorithm.kl_loss_fn_args.kl_coef=-1": "kl_coef",
     "algorithm.loss_agg_mode=mean": "mode: got 'mean'",
     "algorithm.optimizer.lr=-1": "algorithm.optimizer.lr: got -1",
@@ -123,6 +129,7 @@ WRONG = {  # override: what the message says
     "buffer.explorer_input.taskset.default_workflow_type=null": "buffer.explorer_input.taskset.path: is not given",
     "buffer.explorer_input.taskset=null": "has neither taskset nor tasksets",
     "explorer.auxiliary_models=[{path: 'stage:x'}] algorithm.algorithm_type=jsd": "stage:x",
+    f"buffer.explorer_input.eval_tasksets=[{SPOKEN}]": "format.system_prompt: is None in one place and 'Hi' in another",
     "init_from=stage:first": "init_from: is 'stage:first'",
     "algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
     "model.top_p=0.9": "the loss ppo compares with the policy that sampled",
