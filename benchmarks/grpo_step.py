@@ -36,13 +36,13 @@ def main() -> None:
     ratios = {key: b[key] / a[key] for key in ("sample", "train", "step", "peak_GB")}
     for name, row in (*found.items(), ("trl / rlkit", ratios)):
         print(f"{name:12}" + "".join(f"  {key} {row[key]:.2f}" for key in ratios))
-    lengths, group = workload.CASES[options.case]
+    lengths, group, tokens = workload.CASES[options.case]
     runner.write(
         f"grpo-{options.case}-{options.dtype}",
         {
             "prompts": lengths,
             "completions_of_each": group,
-            "tokens_of_a_completion": workload.TOKENS,
+            "tokens_of_a_completion": tokens,
             "dtype": options.dtype,
             "threads": options.threads,
             "rounds": options.rounds,

@@ -25,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     sides = [runner.Side(name, options.dtype, options.threads) for name in ("rlkit", "naive")]
     for side in sides:
-        side.do("sample", lengths=PROMPT, group=1)
+        side.do("sample", lengths=PROMPT, group=2, tokens=4)
     rates: dict[str, dict[str, float]] = {}
     for rows in options.rows:
         found = runner.interleaved(sides, options.rounds, "sample", lengths=PROMPT, group=rows)

@@ -41,9 +41,9 @@ class Rlkit(_Side):
     def step(self, case: str) -> dict:
         """A GRPO step: samples, rewards (random numbers), a gradient, an update."""
         began = time.process_time()
-        lengths, group = workload.CASES[case]
+        lengths, group, tokens = workload.CASES[case]
         prompts = workload.prompts(self.policy.tokenizer.encode, lengths)
-        params = self.rlkit.SamplingParams(max_tokens=workload.TOKENS, stop=())
+        params = self.rlkit.SamplingParams(max_tokens=tokens, stop=())
         with self.policy.sampler().result() as sampler:
             futures = [sampler.sample(p, params, n=group) for p in prompts]
             groups = [future.result() for future in futures]
@@ -65,10 +65,10 @@ class Rlkit(_Side):
             "ratio_std": float(np.exp(gap).std()),
         }
 
-    def sample(self, lengths: list[int], group: int, together: bool = True) -> dict:
+    def sample(self, lengths: list[int], group: int, tokens: int = workload.TOKENS, together: bool = True) -> dict:
         """Completions of prompts: as ``group`` of one request each, or as so many requests of one."""
         prompts = workload.prompts(self.policy.tokenizer.encode, lengths)
-        params = self.rlkit.SamplingParams(max_tokens=workload.TOKENS, stop=())
+        params = self.rlkit.SamplingParams(max_tokens=tokens, stop=())
         with self.policy.sampler().result() as sampler:
             sampler.sample(prompts[0][:9], self.rlkit.SamplingParams(max_tokens=1)).result()  # merges the adapter
             began = time.process_time()
@@ -76,8 +76,8 @@ class Rlkit(_Side):
                 futures = [sampler.sample(p, params, n=group) for p in prompts]
             else:
                 futures = [sampler.sample(p, params) for p in prompts for _ in range(group)]
-            tokens = sum(s.tokens.size for future in futures for s in future.result())
-        return {"cpu": time.process_time() - began, "tokens": tokens}
+            count = sum(s.tokens.size for future in futures for s in future.result())
+        return {"cpu": time.process_time() - began, "tokens": count}
 
     def train(self, lengths: list[int], group: int) -> dict:
         """A gradient and an update on fixed completions."""
@@ -103,7 +103,7 @@ class Naive(_Side):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
 
     @torch.no_grad()
-    def sample(self, lengths: list[int], group: int) -> dict:
+    def sample(self, lengths: list[int], group: int, tokens: int = workload.TOKENS) -> dict:
         prompts = workload.prompts(lambda text: self.tokenizer(text).input_ids, lengths)
         began = time.process_time()
         width = max(p.size for p in prompts)
@@ -120,8 +120,8 @@ class Naive(_Side):
             top_p=1.0,
             top_k=0,
             num_return_sequences=group,
-            min_new_tokens=workload.TOKENS,
-            max_new_tokens=workload.TOKENS,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
         )
         return {"cpu": time.process_time() - began, "tokens": int(out[:, width:].numel())}
 
@@ -180,7 +180,7 @@ class Trl(_Side):
         import transformers
         import trl
 
-        lengths, group = workload.CASES[case]
+        lengths, group, tokens = workload.CASES[case]
         encode = lambda text: self.tokenizer(text).input_ids  # noqa: E731
         texts = [self.tokenizer.decode(p) for p in workload.prompts(encode, lengths)]
         if [len(encode(text)) for text in texts] != list(lengths):
@@ -204,11 +204,11 @@ class Trl(_Side):
                     use_cpu=True,
                     bf16=self.dtype == "bfloat16",
                     gradient_checkpointing=False,
-                    per_device_train_batch_size=8,
-                    gradient_accumulation_steps=len(lengths) * group // 8,
+                    per_device_train_batch_size=min(8, group),
+                    gradient_accumulation_steps=len(lengths) * group // min(8, group),
                     num_generations=group,
-                    max_completion_length=workload.TOKENS,
-                    generation_kwargs={"min_new_tokens": workload.TOKENS},
+                    max_completion_length=tokens,
+                    generation_kwargs={"min_new_tokens": tokens},
                     max_steps=1,
                     report_to=[],
                     save_strategy="no",
@@ -222,8 +222,8 @@ class Trl(_Side):
             self.generating = 0.0
             trainer.train()
         whole = took["ended"] - took["began"]
-        tokens = len(lengths) * group * workload.TOKENS
-        return {"sample": self.generating, "train": whole - self.generating, "tokens": tokens}
+        count = len(lengths) * group * tokens
+        return {"sample": self.generating, "train": whole - self.generating, "tokens": count}
 
 
 def _peft(dtype: str, path: str):

@@ -10,10 +10,10 @@ import numpy as np
 
 MODEL = "smollm2-135m-instruct"
 RANK, TOKENS = 32, 64
-CASES = {  # lengths of the prompts, completions of each
-    "warm-up": ((37,), 8),
-    "W": ((37, 43, 49, 55, 60, 66, 72, 78), 8),
-    "long": ((512,), 16),
+CASES = {  # lengths of the prompts, completions of each, tokens of a completion
+    "warm-up": ((16,), 2, 4),
+    "W": ((37, 43, 49, 55, 60, 66, 72, 78), 8, TOKENS),
+    "long": ((512,), 16, TOKENS),
 }
 TEXT = (
     "A library should be small enough to be read in an afternoon and right enough to be trusted for a year. Take the "
