@@ -103,6 +103,8 @@ class Settings:
             )
         if self.num_env % self.group_size:
             raise rlkit.ConfigError(f"num_env={self.num_env} is no multiple of group_size={self.group_size}")
+        if any(name.startswith("concat_chat") for name in self.wrappers):
+            raise rlkit.ConfigError("env_wrappers: leave concat_chat out; without it a conversation is just that")
         rlkit.losses.registry.resolve(self.loss)
         rlkit.Adam(learning_rate=self.learning_rate)
 

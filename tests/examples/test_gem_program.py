@@ -205,6 +205,7 @@ def test_on_tinker(tmp_path, monkeypatch):
         (["num_env=0"], "num_env: is 0; expected at least 1"),
         (["backend=cuda"], "backend: is 'cuda'; expected one of 'toy', 'local', 'tinker'"),
         (["env_id=game:GuesTheNumber"], "no environment named 'game:GuesTheNumber'"),
+        (["env_wrappers=concat_chat"], "leave concat_chat out"),
         (["env_wrappers=concat,nothing"], "no wrapper named 'nothing'"),
         (["loss=pppo"], "no loss named 'pppo'; did you mean 'ppo'"),
         (["learning_rate=-1"], "learning_rate"),
