@@ -49,7 +49,9 @@ HARD = [
     "algorithm.kl_penalty_fn_args.kl_coef=0.01",
     "algorithm.entropy_loss_fn_args.entropy_coef=0.01",
     "algorithm.optimizer.lr_scheduler_type=cosine",
-    "buffer.train_batch_size=12",
+    "buffer.batch_size=2",
+    "algorithm.repeat_times=3",
+    "buffer.train_batch_size=3",
     "trainer.epochs=2",
     "synchronizer.sync_offset=1",
     "synchronizer.sync_interval=2",
@@ -60,14 +62,14 @@ HARD = [
 
 def test_a_run_that_was_cut_off_is_the_whole_one(tmp_path, monkeypatch):
     """On the two-layer model, with a critic, batches under way, minibatches, penalties and a schedule: bit for bit."""
-    whole = fingerprint(played(tmp_path / "whole", *HARD, backend="local", steps=5))
+    whole = fingerprint(played(tmp_path / "whole", *HARD, backend="local", steps=4))
     for step in (1, 3):
         with monkeypatch.context() as patched:
             cut_at(patched, step)
             with pytest.raises(Stopped):
-                played(tmp_path / "cut", *HARD, backend="local", steps=5)
-    again = fingerprint(played(tmp_path / "cut", *HARD, backend="local", steps=5))
-    assert [step for step, _ in again[0]] == [0, 1, 2, 3, 4]
+                played(tmp_path / "cut", *HARD, backend="local", steps=4)
+    again = fingerprint(played(tmp_path / "cut", *HARD, backend="local", steps=4))
+    assert [step for step, _ in again[0]] == [0, 1, 2, 3]
     assert again == whole
 
 
@@ -155,9 +157,9 @@ def test_the_reference_is_asked_only_where_it_counts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("part", ["kl_loss_fn", "kl_penalty_fn"])
 def test_a_kl_term_holds_the_policy_back(tmp_path, part):
     """As a loss and as a penalty: the policy stays nearer to where it began."""
-    name, found = "train/kl_reference", []
+    name, found, few = "train/kl_reference", [], ["buffer.batch_size=2"]
     for coef in (1e-6, 3.0):
-        rows = curve(played(tmp_path / str(coef), f"algorithm.{part}_args.kl_coef={coef}", steps=10), name)
+        rows = curve(played(tmp_path / str(coef), *few, f"algorithm.{part}_args.kl_coef={coef}", steps=8), name)
         found.append(rows[-1][1][name])
     assert found[1] < 0.5 * found[0]
 
@@ -224,7 +226,7 @@ def test_stages(tmp_path, name, monkeypatch):
     path = tmp_path / "stages.yaml"
     path.write_text(STAGES.replace("DEMONSTRATIONS", str(tmp_path / "demonstrations.jsonl")), "utf-8")
     with table.backend(name, tmp_path) as where:
-        own = table.settings("grpo", name, tmp_path, where, 4)
+        own = [*table.settings("grpo", name, tmp_path, where, 4), "buffer.batch_size=2"]
         with monkeypatch.context() as patched:  # cut off in the second stage, then run again
             cut_at(patched, 3)
             with pytest.raises(Stopped):
@@ -254,7 +256,13 @@ def test_a_teacher_on_another_backend(tmp_path):
     with table.backend("fake", tmp_path) as where:
         path = table.teacher(*where, tmp_path, "0123456789")
         given = f"[{{backend: tinker, path: '{path}', options: {{base_url: '{where[1]['base_url']}'}}}}]"
-        outcome = played(tmp_path, "algorithm.algorithm_type=jsd", f"explorer.auxiliary_models={given}", steps=5)
+        outcome = played(
+            tmp_path,
+            "algorithm.algorithm_type=jsd",
+            "buffer.batch_size=2",
+            f"explorer.auxiliary_models={given}",
+            steps=4,
+        )
     rows = [numbers["train/kl_teacher"] for _, numbers in curve(outcome)]
     assert rows[-1] < 0.8 * rows[0]
 

@@ -48,8 +48,8 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     try:
         example = load("config_driven")
         digits = str(ROOT / "examples" / "configs" / "digits.yaml")
-        first = example.main([digits, "algorithm.algorithm_type=first_wins", "buffer.total_steps=8"])
-        assert example.main([digits, "algorithm.algorithm_type=first_wins", "buffer.total_steps=8"]) == first
+        first = example.main([digits, "algorithm.algorithm_type=first_wins", "buffer.total_steps=5"])
+        assert example.main([digits, "algorithm.algorithm_type=first_wins", "buffer.total_steps=5"]) == first
         example.main([str(ROOT / "examples" / "configs" / "stages.yaml")])
     finally:
         for registry, names in kept:
