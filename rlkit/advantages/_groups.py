@@ -149,12 +149,14 @@ def whiten(
     if lowest >= highest:  # or there is none
         return np.zeros_like(values if centred is None else centred)
     deviations = values - lowest
-    deviations -= deviations @ times / times.sum()
-    unit = np.abs(deviations[used]).max()
-    relative = deviations[used] / unit
-    spread = np.sqrt(relative * relative @ times[used] / (times.sum() - ddof))
-    with np.errstate(over="ignore"):
-        return np.asarray((deviations if centred is None else centred) / unit / (spread + eps / unit))
+    mean = deviations @ times / times.sum()
+    unit = max(mean, highest - lowest - mean)  # the largest deviation of those that count
+    deviations -= mean
+    with np.errstate(over="ignore"):  # of those that do not count, and of eps / unit
+        deviations /= unit
+        relative = deviations[used]
+        spread = np.sqrt(relative * relative @ times[used] / (times.sum() - ddof))
+        return np.asarray((deviations if centred is None else centred / unit) / (spread + eps / unit))
 
 
 def settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> None:
