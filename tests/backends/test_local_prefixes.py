@@ -143,6 +143,19 @@ def test_turns_compute_what_is_new(tiny):
     assert seen[1:] == [[0]]  # other weights, other keys
 
 
+def test_many_prompts_that_end_at_once(tiny):
+    """More prompts than are computed together, ending with their first token, so that no row is left in between."""
+    rng = np.random.default_rng(0)
+    prompts = [np.concatenate([np.arange(3, 36), rng.integers(3, 200, 30 + k)]) for k in range(9)]
+    params = rlkit.SamplingParams(max_tokens=1, stop=())
+    found = []
+    for options in ({}, {"prefix_mb": 0}):
+        sampler = connect(tiny("llama"), **options).sampler().result()
+        futures = [sampler.sample(prompt, params, n=3, seed=0) for prompt in prompts]
+        found.append([bits(future.result()) for future in futures])
+    assert found[0] == found[1]
+
+
 def test_blocks_go_with_their_snapshot(tiny):
     """When the last sampler of a snapshot is closed, its adapter and the blocks kept for it are freed."""
     policy = connect(tiny("llama"))

@@ -116,6 +116,7 @@ class SlotDecoder:
             chosen = self._choose(waiting)
             self._begin(chosen)
             waiting = [prompt for prompt in waiting if prompt not in chosen]
+        self._tidy()
 
     def step(self) -> None:
         logits = []
@@ -125,6 +126,7 @@ class SlotDecoder:
             positions = np.array([[row.position] for row in part])
             logits.append(self._forward(tokens, first, positions, np.arange(len(part))))
         self._extend(self.rows, torch.cat(logits))
+        self._tidy()
 
     def score(self, request: ScoreRequest) -> np.ndarray:
         tokens = request.tokens
@@ -136,13 +138,12 @@ class SlotDecoder:
             logprobs = torch.log_softmax(logits.float() / request.temperature, dim=-1)
             targets = torch.from_numpy(np.array(tokens[start + 1 : end + 1])).to(logits.device)
             out[start + 1 : end + 1] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
-        if not self.rows:
-            self._slots.free()
+        self._tidy()
         return out
 
     def abandon(self) -> list[Row]:
         rows, self.rows = self.rows, []
-        self._slots.free()
+        self._tidy()
         return rows
 
     def prefill(self, first: int, rests: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
@@ -233,6 +234,8 @@ class SlotDecoder:
             if slot < len(self.rows):
                 self.rows[slot] = last
                 self._slots.copy(len(self.rows), slot, slot + 1, last.position)
+
+    def _tidy(self) -> None:
         if not self.rows:
             self._slots.free()
 
