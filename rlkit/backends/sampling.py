@@ -129,8 +129,8 @@ def draw(logits: Any, params: Sequence[SamplingParams], uniforms: np.ndarray) ->
         tokens = logprobs.argmax(-1)
     else:
         tokens = _drawn(logprobs.exp(), torch.from_numpy(uniforms).to(logits.device))
-        for b in np.flatnonzero(greedy):
-            tokens[b] = logprobs[b].argmax()
+        for row in np.flatnonzero(greedy).tolist():
+            tokens[row] = logprobs[row].argmax()
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     return tokens.cpu().numpy(), chosen.cpu().numpy()
 
