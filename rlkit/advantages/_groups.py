@@ -149,9 +149,8 @@ def whiten(
     if lowest >= highest:  # or there is none
         return np.zeros_like(values if centred is None else centred)
     deviations = values - lowest
-    mean = deviations @ times / times.sum()
-    unit = max(mean, highest - lowest - mean)  # the largest deviation of those that count
-    deviations -= mean
+    unit = deviations @ times / times.sum()  # how far the lowest lies below the mean, and no other N times farther
+    deviations -= unit
     with np.errstate(over="ignore"):  # of those that do not count, and of eps / unit
         deviations /= unit
         relative = deviations[used]
