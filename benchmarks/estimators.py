@@ -5,9 +5,8 @@
 The two sides take turns in one process after a warm-up; medians of CPU seconds. The table goes to the screen, the
 figures to benchmarks/results/estimators.json.
 
-Rows named "labels" give the same numbers in one array with a label each, so that no list is built. Where 100,000 arrays
-come in and go out, taking them in (28 ms) and handing them out (20 ms) costs more than the estimator itself, and bounds
-what is to be won: a loop of two numpy calls per group is left behind five times, not ten.
+Rows named "labels" give the same numbers in one array with a label each, so that no list is built. docs/algorithms.md
+says what bounds the rows that stay below ten.
 """
 
 from __future__ import annotations
