@@ -31,8 +31,11 @@ class _Keys(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Prints them, and ends the program as ``--help`` does."""
         from rlkit import config, recipes
+        from rlkit.recipes.keys import table
 
-        print(config.describe(recipes.Settings))
+        notes = {key: f"  {kind}: {why}" for key, kind, why in table(recipes.Settings)}
+        for line in config.describe(recipes.Settings).splitlines():
+            print(line + notes.get(line.partition(" ")[0], ""))
         parser.exit()
 
 
