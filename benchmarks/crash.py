@@ -376,7 +376,7 @@ def measured(args: argparse.Namespace, where: Path) -> None:
             tried = tried[args.offset :: args.stride]
             count(f"{title}: {what}", ((p, injected(work, base, thread, p, what)) for p in tried))
     rng = random.Random(0)
-    for how in ("SIGINT", "SIGTERM", "cancellation"):
+    for how in ("SIGINT", "SIGTERM", "cancellation") if args.signals else ():
         count(how, ((i, interrupted(rng, how)) for i in range(args.signals // 2)))
     path = Path(__file__).parent / "results" / f"crash-{args.backend}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
