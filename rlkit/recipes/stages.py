@@ -58,12 +58,13 @@ def run(settings: Settings, *, trackers: Sequence[Any] = ()) -> list[Outcome]:
 
     >>> import tempfile
     >>> from rlkit.recipes import load
+    >>> from rlkit.tracking import read_metrics
     >>> settings = load(overrides=[
     ...     f"checkpoint_root_dir={tempfile.mkdtemp()}", "backend=toy", "seed=0", "algorithm.algorithm_type=grpo",
     ...     "buffer.batch_size=2", "buffer.total_steps=2", "buffer.explorer_input.taskset.path=chain_sum",
     ...     "model.max_response_tokens=4"])
     >>> (outcome,) = run(settings)
-    >>> [row["step"] for row in rlkit.tracking.read_metrics(outcome.folder)]
+    >>> [row["step"] for row in read_metrics(outcome.folder)]
     [0, 1]
     """
     stages = _stages(settings)
