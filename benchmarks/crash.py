@@ -70,7 +70,7 @@ def step(run: Run, policy: Any, kept: dict[str, int]) -> float:
 
 def saving(folder: Path, ready: Callable[[], None]) -> int:
     """Takes the next step and saves it; calls ``ready`` before what is saved. The exit status."""
-    with Run(folder, seed=0, retention=Retention(last=1)) as run:
+    with Run(folder, seed=0, trackers=("jsonl",), retention=Retention(last=1)) as run:
         policy = run.connect(**OPTIONS)
         kept = run.keep("kept", {"steps": 0})
         for _ in run.steps(run.step + 1):
@@ -93,7 +93,7 @@ def opening(folder: Path, ready: Callable[[], None]) -> int:
     """Opens a run, calling ``ready`` before."""
     ready()
     try:
-        Run(folder, seed=0)
+        Run(folder, seed=0, trackers=("jsonl",))
     except rlkit.RlkitError:
         return REFUSED
     return SAVED
@@ -214,7 +214,7 @@ def opened(folder: Path, allowed: set[int], every_row: bool) -> str:
     """What a run finds: "ok", or what is wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Run(folder, retention=Retention(last=1)) as run:
+        with Run(folder, trackers=("jsonl",), retention=Retention(last=1)) as run:
             policy = run.connect(**OPTIONS)
             kept = run.keep("kept", {"steps": 0})
             if run.step not in allowed:
@@ -249,7 +249,7 @@ def long_run(folder: Path, ready: Path, rng: random.Random, how: str) -> None:
         ready.touch()
 
     def plain() -> None:
-        with Run(folder, seed=0, retention=Retention(last=1), grace=2.0) as run:
+        with Run(folder, seed=0, trackers=("jsonl",), retention=Retention(last=1), grace=2.0) as run:
             policy = run.connect(**OPTIONS)
             kept = run.keep("kept", {"steps": 0})
             for _ in run.steps(100_000):
@@ -260,7 +260,7 @@ def long_run(folder: Path, ready: Path, rng: random.Random, how: str) -> None:
 
     async def awaiting() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asyncio.current_task().cancel)
-        with Run(folder, seed=0, retention=Retention(last=1)) as run:
+        with Run(folder, seed=0, trackers=("jsonl",), retention=Retention(last=1)) as run:
             policy = run.connect(**OPTIONS)
             kept = run.keep("kept", {"steps": 0})
             for _ in run.steps(100_000):
@@ -359,7 +359,7 @@ def measured(args: argparse.Namespace, where: Path) -> None:
     older, again = where / "older", where / "again"
     Child(saving, older).go()
     shutil.copytree(older, again)
-    with Run(again, seed=0) as run:
+    with Run(again, seed=0, trackers=()) as run:
         run.log({"train/loss": 1.0}, step=1)
     places = [
         ("first save", saving, None, 0),

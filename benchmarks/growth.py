@@ -64,7 +64,7 @@ def measured(options: dict[str, Any], warm: int, steps: int, folder: Path, *, tr
     params = rlkit.SamplingParams(max_tokens=TOKENS, stop=())
     every = max(1, steps // 20)
     at, sizes = [], []
-    with Run(folder, seed=0) as run:
+    with Run(folder, seed=0, trackers=("jsonl",)) as run:
         policy = run.connect(**options)
         for number in run.steps(warm + steps):
             step(run, policy, params)

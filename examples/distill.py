@@ -76,7 +76,7 @@ def teacher_of(s: Settings) -> Any:
 def train(s: Settings) -> list[float]:
     """The sampled KL of the student from the teacher, nats per token, at each step."""
     teacher, kls = teacher_of(s), []
-    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s)) as run:
+    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
         if problem := same_tokenizer(policy.tokenizer, teacher.tokenizer):
             raise rlkit.ConfigError(f"teacher: has another tokenizer than the student: {problem}")

@@ -74,7 +74,7 @@ def read(path: Path | None) -> list[dict[str, str]]:
 def train(s: Settings) -> list[float]:
     """The share of pairs whose chosen answer has gained on the rejected one, at each step."""
     pairs, accuracy = read(s.data), []
-    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s)) as run:
+    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
         chat = Chat(policy.tokenizer)
         reference = policy.base_sampler().result()

@@ -29,7 +29,8 @@ def train(folder: str, *, model: str, steps: int, episodes: int, rate: float) ->
     """(mean return, share of well-formed turns) of each step done."""
     local = {"model": model, "lora": rlkit.Lora(rank=16)}
     curve = []
-    with rlkit.Run(folder, seed=0, config={"model": model, "episodes": episodes, "rate": rate}) as run:
+    config = {"model": model, "episodes": episodes, "rate": rate}
+    with rlkit.Run(folder, seed=0, config=config, trackers=("jsonl",)) as run:
         policy = run.connect("toy") if model == "toy" else run.connect("local", **local)
         chat = Chat(policy.tokenizer, prefill=BOX)
         tasks = gem(ENVIRONMENT, name="guess", seed=run.seed)

@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     options = {"model": args.model, "lora": rlkit.Lora(rank=args.rank)}
     config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))}
-    with rlkit.Run(args.out, seed=args.seed, config=config) as run:
+    with rlkit.Run(args.out, seed=args.seed, config=config, trackers=("jsonl",)) as run:
         loop(run, run.connect(args.backend, **options), args)
 
 

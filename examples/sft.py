@@ -82,7 +82,7 @@ def train(s: Settings) -> list[float]:
     talks = read(s.data)
     count = max(1, round(s.held_out * len(talks))) if s.held_out else 0
     found = []
-    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl", "console")) as run:
+    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
         chat = Chat(policy.tokenizer)
         order = np.random.default_rng(s.seed).permutation(len(talks))

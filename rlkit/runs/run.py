@@ -53,6 +53,7 @@ class Run:
         config: plain data or an attrs object, kept in config.json; a change since the last time is warned of.
         retention: which checkpoints stay.
         trackers: what ``log`` writes to: names of ``rlkit.tracking.registry`` or objects with ``log`` and ``close``.
+            As it stands: files in the folder, and a row per step in the terminal.
         grace: seconds that a step may still take after SIGINT or SIGTERM; a second signal ends it at once.
 
     Attributes:
@@ -74,7 +75,7 @@ class Run:
         seed: int | None = None,
         config: Any = None,
         retention: Retention | None = None,
-        trackers: Sequence[Any] = ("jsonl",),
+        trackers: Sequence[Any] = ("jsonl", "console"),
         grace: float = 3.0,
     ) -> None:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
