@@ -24,7 +24,7 @@ TEXT = (
 
 def prompts(encode, lengths) -> list[np.ndarray]:
     """Prompts of exactly ``lengths`` tokens, those of one call all different from their first word on."""
-    return [np.asarray(encode(f"{number} " + TEXT * 8))[:n] for number, n in enumerate(lengths, 10)]
+    return [np.asarray(encode(f"{number} " + TEXT * 16))[:n] for number, n in enumerate(lengths, 10)]
 
 
 def completion(vocab_size: int, seed: int) -> np.ndarray:
