@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A command that raises one of rlkit's errors prints it in one line on standard error and gives 2, as for a command
     line that can not be read.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"{options.command}: unrecognized arguments: {' '.join(rest)}")
+    elif rest:  # overrides that stand behind an option
+        options.overrides += rest
+    shown, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         status: int = options.run(options)
     except RlkitError as error:
@@ -35,7 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        warnings.formatwarning = shown
     return status
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning without where in rlkit it was raised."""
+    return f"rlkit: {message}\n"
 
 
 def _parser() -> argparse.ArgumentParser:

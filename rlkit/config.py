@@ -51,7 +51,7 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
         kind: the class; its fields may be attrs classes too.
         path: the file; None for none. ``${other.key}`` stands for another value, ``${oc.env:NAME}`` for the
             environment's.
-        overrides: texts ``"a.b=value"``, the value as in YAML.
+        overrides: texts ``"a.b=value"``, the value as in YAML; ``"a.0.b=value"`` is of the first entry of a list.
 
     Raises:
         ConfigError: the file can not be read, a key is unknown, or a value is of another kind; the message has the
@@ -77,10 +77,15 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
     if path is not None:
         given = omega.OmegaConf.merge(given, _read(omega, Path(path)))
     for text in overrides:
-        if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-/]+", text.partition("=")[0]):
+        if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-/\[\]]+", text.partition("=")[0]):
             raise ConfigError(_check.problem("override", f"is {text!r}", "key.of.it=value"))
+        key, _, value = text.partition("=")
+        try:
+            read = omega.OmegaConf.to_container(omega.OmegaConf.from_dotlist([f"it={value}"]))["it"]
+            omega.OmegaConf.update(given, key, read, merge=True, force_add=True)
+        except (omega.errors.OmegaConfBaseException, ValueError, TypeError, IndexError, AssertionError) as error:
+            raise ConfigError(f"{key}: can not be set: {str(error).strip().splitlines()[0]}") from error
     try:
-        given = omega.OmegaConf.merge(given, omega.OmegaConf.from_dotlist(list(overrides)))
         plain = omega.OmegaConf.to_container(given, resolve=True, throw_on_missing=True)
     except (omega.errors.OmegaConfBaseException, ValueError, TypeError) as error:
         where = "the settings" if path is None else str(path)

@@ -78,3 +78,30 @@ def test_the_command_line_is_light():
         "import rlkit.cli, sys; rlkit.cli._parser(); sys.exit(bool({'torch', 'tinker', 'pytest'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0
+
+
+def test_warnings_are_one_line(monkeypatch, capsys):
+    """Without where in rlkit they were raised; afterwards they look as before."""
+    import warnings
+
+    from rlkit._commands import doctor
+
+    shown = []
+
+    def warned(_):
+        shown.append(warnings.formatwarning("a checkpoint is damaged", RuntimeWarning, "run.py", 91))
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(doctor, "run", warned)
+    assert cli.main(["doctor"]) == 0
+    assert shown == ["rlkit: a checkpoint is damaged\n"]
+    assert warnings.formatwarning is before
+
+
+def test_words_that_no_command_knows(capsys):
+    """Behind an option, too."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", "--nothing"])
+    assert caught.value.code == 2
+    assert "doctor: unrecognized arguments: --nothing" in capsys.readouterr().err

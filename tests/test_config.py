@@ -73,6 +73,19 @@ def test_file_then_overrides(tmp_path, monkeypatch):
     assert load(Settings, None, [f"{k}={v}" for k, v in {"needed": "x"}.items()]).maybe is None
 
 
+def test_overrides_reach_into_lists_and_mappings(tmp_path):
+    """By number, with or without brackets; a mapping is added to, a list is replaced."""
+    path = written(tmp_path, "needed: x\nsizes: [1, 2, 3]\nextra: {a: 1, b/c: 2}\nanything: [{rank: 1}, {rank: 2}]\n")
+    found = load(Settings, path, ["sizes.0=7", "sizes[2]=9", "anything.1.rank=5", "extra.b/c=4", "extra={d: 5}"])
+    assert found.sizes == (7, 2, 9)
+    assert found.anything == [{"rank": 1}, {"rank": 5}]
+    assert found.extra == {"a": 1.0, "b/c": 4.0, "d": 5.0}
+    assert load(Settings, path, ["sizes=[4]", "decay=${sizes.0}"]).sizes == (4,)
+    for override in ("sizes.5=1", "anything.x.rank=1"):
+        with pytest.raises(rlkit.ConfigError, match=r"^(sizes\.5|anything\.x\.rank): can not be set"):
+            load(Settings, path, [override])
+
+
 def test_what_is_dumped_is_read_back(tmp_path):
     from omegaconf import OmegaConf
 

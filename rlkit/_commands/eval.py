@@ -29,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
     parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a generator's own setting")
-    parser.add_argument(
-        "--reward", default="math_reward", help="a name in rlkit.recipes.rewards (default: math_reward)"
-    )
+    parser.add_argument("--reward", help="of a file's rows: a name in rlkit.recipes.rewards (default: math_reward)")
     parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
     parser.add_argument("-k", type=int, nargs="+", default=[], help="for pass@k, each at most n")
     parser.add_argument("--greedy", action="store_true", help="at temperature 0")
@@ -81,6 +79,12 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     from rlkit.recipes.inputs import Format, Taskset
 
     size = _check.integer("--size", options.size, low=1)
+    files = [path for path in options.tasks if Path(path).suffix]
+    if options.reward is not None and not files:
+        why = "generated tasks score themselves"
+        raise ConfigError(_check.problem("--reward", f"is {options.reward!r}", "a file of rows to score", why))
+    if options.set and len(files) == len(options.tasks):
+        raise ConfigError(_check.problem("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are"))
     own: dict[str, Any] = {}
     for text in options.set:
         key, equals, value = text.partition("=")
@@ -89,11 +93,11 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         own[key] = _value(value)
     found: list[Task] = []
     for path in options.tasks:
-        rows = Path(path).suffix != ""
+        rows = path in files
         taskset = Taskset(
             name=Path(path).stem,
             path=path,
-            split=options.split,
+            split="train" if rows else options.split,  # a file is what it is
             format=Format(response_key="answer"),
             default_reward_fn_type=options.reward,
             workflow_args={} if rows else {"size": size, "seed": options.seed, **own},

@@ -105,6 +105,7 @@ def prepared(settings: Settings) -> Job:
         raise ConfigError(_check.problem("mode", "is 'serve'", "both, explore, train or bench", "rlkit serve serves"))
     method, buffer = resolved(settings.algorithm), settings.buffer
     size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
+    _check_names(settings)
     _check_numbers(settings)
     models.options_of(settings)
     held_out = tasks.evaluated(buffer)
@@ -143,6 +144,14 @@ def prepared(settings: Settings) -> Job:
     return job
 
 
+def _check_names(settings: Settings) -> None:
+    """Raises where a run's folder would not be below ``checkpoint_root_dir``."""
+    for where in ("project", "group", "name"):
+        path = Path(getattr(settings, where))
+        if path.is_absolute() or ".." in path.parts:
+            raise ConfigError(_check.problem(where, f"is {str(path)!r}", "a name below checkpoint_root_dir"))
+
+
 def _check_numbers(settings: Settings) -> None:
     """Raises for numbers that are out of range, and for two names of one thing that disagree."""
     own, trainer, sync, buffer = settings.algorithm.optimizer, settings.trainer, settings.synchronizer, settings.buffer
@@ -179,8 +188,15 @@ def _check_numbers(settings: Settings) -> None:
 
 
 def _check_needs(settings: Settings, method: Method, mode: str) -> None:
-    """Raises where something is missing that the algorithm needs."""
+    """Raises where something is missing that the algorithm needs; says what it does not need."""
     teachers = settings.explorer.auxiliary_models
+    for key, value, need in (
+        ("trainer.critic_warmup", settings.trainer.critic_warmup, "critic"),
+        ("model.critic_model_path", settings.model.critic_model_path, "critic"),
+        ("explorer.auxiliary_models", teachers, "teacher"),
+    ):
+        if value and need not in method.recipe.needs:
+            logger.info("without effect here: %s (%s has no %s)", key, settings.algorithm.algorithm_type, need)
     if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
         why = f"{settings.algorithm.algorithm_type} learns from it"
         raise ConfigError(_check.problem("explorer.auxiliary_models", "is empty", "a teacher", why))

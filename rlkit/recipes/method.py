@@ -108,8 +108,11 @@ def resolved(settings: Algorithm) -> Method:
     check_settings("algorithm.policy_loss_fn_args", losses.registry.resolve(recipe.loss), args)
     prepared = losses.prepare(loss, {**args, **extra})
     _fits(settings, recipe, prepared)
-    alone = recipe.repeat_times == 1 and "singleton" in keywords(estimator or _none)
-    if alone and {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero":
+    compared = recipe.advantage in ("gigpo", "step_wise_grpo") or (
+        "singleton" in keywords(estimator or _none)
+        and {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero"
+    )
+    if recipe.repeat_times == 1 and compared:
         raise contradiction("repeat_times", 1, "a group of one has no baseline, and its advantages are 0")
     sampled = entropy if settings.entropy_loss_fn != "exact" else 0.0
     if not settings.bypass_old_logprobs and recipe.loss != "ppo":

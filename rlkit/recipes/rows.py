@@ -25,7 +25,7 @@ def read(
         path: a .jsonl, .json (a list) or .parquet file; or, if there is no such file, an id of a data set on a hub,
             such as "openai/gsm8k", which needs the package datasets and a network.
         where: the setting that names it, for messages.
-        split, subset: of a data set on a hub.
+        split, subset: of a data set on a hub; a file has the split "train" alone.
 
     Raises:
         ConfigError: there is no such file, or it can not be read.
@@ -41,6 +41,9 @@ def read(
         return _hub(path, split, subset, where)
     if not file.is_file():
         raise ConfigError(_check.problem(where, f"is {path!r}", "a file that exists"))
+    if split != "train":
+        why = "a file has no splits: what is held out needs a file of its own"
+        raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", f"is {split!r}", "'train'", why))
     try:
         rows = {".jsonl": _lines, ".json": _list, ".parquet": _table}[file.suffix](file)
     except (OSError, ValueError, RecursionError) as error:

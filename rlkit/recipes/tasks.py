@@ -73,7 +73,7 @@ def _made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
         tasks: Tasks = make(taskset)
     except (ConfigError, TypeError) as error:
         text = str(error)
-        raise ConfigError(f"{where}{text}" if text.startswith(".path") else f"{where}: {text}") from error
+        raise ConfigError(f"{where}{text}" if text.startswith((".path", ".split")) else f"{where}: {text}") from error
     if not isinstance(tasks, Tasks):
         raise ConfigError(_check.problem(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks"))
     own = taskset.rollout_args

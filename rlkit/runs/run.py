@@ -383,10 +383,19 @@ class Run:
         path = self.folder / "config.json"
         if path.exists():
             before = json.loads(path.read_text("utf-8"))
-            changed = sorted(k for k in before.keys() | plain.keys() if before.get(k) != plain.get(k))
+            changed = ", ".join(_changes(before, plain))
             if changed:
-                warnings.warn(f"the run's config has changed: {', '.join(changed)}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"the config of {self.folder} has changed: {changed}", RuntimeWarning, stacklevel=3)
         _write(path, plain)
+
+
+def _changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """What differs, by its full key."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _changes(before.get(key), now.get(key), f"{where}.{key}" if where else key)
+    elif before != now:
+        yield f"{where} from {before!r} to {now!r}"
 
 
 def _named(where: str, name: Any) -> str:

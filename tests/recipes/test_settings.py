@@ -132,6 +132,9 @@ WRONG = {  # override: what the message says
     f"buffer.explorer_input.eval_tasksets=[{SPOKEN}]": "format.system_prompt: is None in one place and 'Hi' in another",
     "init_from=stage:first": "init_from: is 'stage:first'",
     "algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
+    "algorithm.algorithm_type=gigpo algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
+    "name=../../away": "name: is '../../away'; expected a name below checkpoint_root_dir",
+    "group=/away": "group: is '/away'",
     "model.top_p=0.9": "the loss ppo compares with the policy that sampled",
     "continue_from_checkpoint=perhaps": "continue_from_checkpoint: is 'perhaps'",
     "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
@@ -229,6 +232,39 @@ def test_settings_are_kept_with_the_run(tmp_path):
     path = tmp_path / "again.yaml"
     path.write_text(json.dumps(again), "utf-8")
     assert rlkit.config.dump(recipes.load(path)) == again
+
+
+def test_a_file_has_no_splits(tmp_path, capsys):
+    """What would be held out would be what is trained."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n', "utf-8")
+    (tmp_path / "run.yaml").write_text("backend: toy\nalgorithm: {algorithm_type: grpo}\n", "utf-8")
+    task = f"buffer.explorer_input.taskset.path={tmp_path / 'rows.jsonl'}"
+    held_out = f"buffer.explorer_input.eval_tasksets=[{{path: {tmp_path / 'rows.jsonl'}, split: test}}]"
+    assert cli.main(["train", str(tmp_path / "run.yaml"), "--check", task]) == 0
+    assert cli.main(["train", str(tmp_path / "run.yaml"), "--check", task, held_out]) == 2
+    assert "eval_tasksets[0].split: is 'test'; expected 'train' (a file has no splits" in capsys.readouterr().err
+
+
+def test_what_has_no_effect_is_said(tmp_path, caplog):
+    """Settings of a critic or a teacher that the algorithm does not have."""
+    right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 3)
+    (tmp_path / "run.yaml").write_text("", "utf-8")
+    more = ["trainer.critic_warmup=2", "explorer.auxiliary_models=[{model_path: x}]", "--check"]
+    with caplog.at_level("INFO", "rlkit.recipes"):
+        assert cli.main(["train", str(tmp_path / "run.yaml"), *right, *more]) == 0
+    assert "without effect here: trainer.critic_warmup (grpo has no critic)" in caplog.text
+    assert "without effect here: explorer.auxiliary_models (grpo has no teacher)" in caplog.text
+
+
+def test_a_run_that_goes_on_with_other_settings_says_which(tmp_path, recwarn):
+    """By the whole key, with what it was and is."""
+    right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 2)
+    (tmp_path / "run.yaml").write_text("", "utf-8")
+    assert cli.main(["train", str(tmp_path / "run.yaml"), *right, "buffer.total_steps=1"]) == 0
+    assert not [w for w in recwarn if "has changed" in str(w.message)]
+    assert cli.main(["train", str(tmp_path / "run.yaml"), *right, "algorithm.algorithm_type=rloo"]) == 0
+    (warned,) = [str(w.message) for w in recwarn if "has changed" in str(w.message)]
+    assert "algorithm.algorithm_type from 'grpo' to 'rloo', buffer.total_steps from 1 to 2" in warned
 
 
 def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):

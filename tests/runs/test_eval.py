@@ -36,6 +36,13 @@ def test_scores_of_a_file(rows, capsys, tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(("option", "tasks"), [("--reward", "chain_sum"), ("--set", "file")])
+def test_options_that_would_do_nothing(rows, capsys, option, tasks):
+    words = ["eval", "toy", rows if tasks == "file" else tasks, "--backend", "toy", option, "x=1"]
+    assert main(words) == 2
+    assert f"{option}: is 'x=1'" in capsys.readouterr().err
+
+
 def test_tries_and_what_is_kept(rows, capsys, tmp_path):
     out = tmp_path / "kept"
     assert main(["eval", "toy", rows, "--backend", "toy", "-n", "3", "-k", "1", "3", "--out", str(out), *SHORT]) == 0
