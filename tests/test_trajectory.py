@@ -96,7 +96,7 @@ def gradient(policy, data, loss, **config):
     if not data:
         return 0.0
     policy.forward_backward(data, loss, config=config).result()
-    found = policy._gradient.copy()
+    found = policy._weights.gradient.copy()
     policy.discard()
     return found
 
@@ -123,7 +123,7 @@ def oracle_gradient(policy, trajectory, advantages):
     """d/dW of -sum A_t log p(token t | what the sampler had seen), from the sampled actions alone."""
     from rlkit.backends.toy.model import Features
 
-    features, weights = Features(VOCABULARY), policy._weights
+    features, weights = Features(VOCABULARY), policy._weights.value
     total = np.zeros_like(weights)
     for turn, numbers in zip(trajectory.turns, advantages, strict=True):
         for k, number in enumerate(numbers):

@@ -10,6 +10,7 @@ import pytest
 
 import rlkit
 from rlkit.backends.toy import ToyBackend, ToySampler
+from rlkit.backends.toy.adamw import State, Weights
 from rlkit.futures import Future
 from rlkit.testing import BackendConformance
 
@@ -18,10 +19,10 @@ class SharesWeights(ToyBackend):
     """Samplers follow the policy: a step writes into the array that they hold."""
 
     def _step(self, params):
-        held = self._weights
+        held = self._weights.value
         metrics = super()._step(params)
-        held[...] = self._weights
-        self._weights = held
+        held[...] = self._weights.value
+        self._weights.state = attrs.evolve(self._weights.state, value=held)
         return metrics
 
 
@@ -37,21 +38,21 @@ class ShiftsByOne(ToyBackend):
         row = super()._forward(datum)
         moved = np.roll(np.flatnonzero(datum.mask), 0)
         features = self._features.all(datum.tokens)[moved]
-        return type(row)(features, self._weights, datum.temperature or 1.0)
+        return type(row)(features, self._weights.value, datum.temperature or 1.0)
 
 
 class MeansInsteadOfSums(ToyBackend):
     def _run(self, data, loss, want, *, backward):
-        before = self._gradient
+        before = self._weights.gradient
         out = yield from super()._run(data, loss, want, backward=backward)
-        self._gradient = before + (self._gradient - before) / len(data)
+        self._weights.gradient = before + (self._weights.gradient - before) / len(data)
         return attrs.evolve(out, metrics={**out.metrics, "loss:sum": out.metrics["loss:sum"] / len(data)})
 
 
 class OverwritesTheGradient(ToyBackend):
     def _run(self, data, loss, want, *, backward):
         if backward:
-            self._gradient = np.zeros_like(self._gradient)
+            self._weights.clear()
         return (yield from super()._run(data, loss, want, backward=backward))
 
 
@@ -91,14 +92,14 @@ class StepsBehindAFailure(ToyBackend):
 
 class StepsOnInfinity(ToyBackend):
     def _step(self, params):
-        self._gradient = np.clip(np.nan_to_num(self._gradient), -1e10, 1e10)
+        self._weights.gradient = np.clip(np.nan_to_num(self._weights.gradient), -1e10, 1e10)
         return super()._step(params)
 
 
 class ForgetsMoments(ToyBackend):
     def _load(self, path, *, optimizer):
         version = super()._load(path, optimizer=optimizer)
-        self._moments = [np.zeros_like(m) for m in self._moments]
+        self._weights.state = attrs.evolve(State.started(self._weights.value), steps=self._weights.state.steps)
         return version
 
 
@@ -173,7 +174,7 @@ def test_fault_is_found(faulty, test, arguments, tmp_path):
         class WritesBase(faulty):
             def __init__(self, **options):
                 super().__init__(**options)
-                self._weights = self._base_weights
+                self._weights = Weights(State.started(self._base_weights))
 
         made = WritesBase
     with pytest.raises((AssertionError, pytest.fail.Exception)):
