@@ -203,9 +203,12 @@ def _check_needs(settings: Settings, method: Method, mode: str) -> None:
     if "critic" in method.recipe.needs and mode not in ("explore", "bench"):
         models.critic_of(settings)
     model = settings.model
-    cut = model.temperature == 0 or model.top_p < 1 or model.top_k > 0
+    inputs = settings.buffer.explorer_input
+    played = [each.rollout_args.temperature for each in (inputs.taskset, *inputs.tasksets) if each is not None]
+    greedy = 0 in [model.temperature if own is None else own for own in played or [None]]
+    cut = greedy or model.top_p < 1 or model.top_k > 0
     if cut and mode in ("both", "explore") and "sampling_logprobs" in method.inputs:
-        what = f"is {model.temperature}, top_p {model.top_p}, top_k {model.top_k}"
+        what = f"is {0 if greedy else model.temperature}, top_p {model.top_p}, top_k {model.top_k}"
         why = f"the loss {method.recipe.loss} compares with the policy that sampled"
         raise ConfigError(_check.problem("model.temperature", what, "sampling from the whole distribution", why))
     tempered = model.temperature != 1 and "off_temperature" not in settings.options

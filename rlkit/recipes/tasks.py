@@ -77,6 +77,10 @@ def _made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     if not isinstance(tasks, Tasks):
         raise ConfigError(_check.problem(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks"))
     own = taskset.rollout_args
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        if getattr(own, name) not in (None, neutral):
+            what = f"is {getattr(own, name)}"
+            raise ConfigError(_check.problem(f"{where}.rollout_args.{name}", what, "null", f"model.{name} is for all"))
     wanted = Settings(temperature=own.temperature, max_tokens=own.max_tokens)
     if wanted != Settings():
         tasks.settings = tasks.settings.over(wanted)

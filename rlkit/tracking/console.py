@@ -116,7 +116,7 @@ class Console:
         file = sys.stdout if self._file is None else self._file
         widths = [8] + [max(_WIDTH, len(name) + 2) for name in self._heading]
         shown = (redact(_visible(cell)) for cell in cells)
-        text = "".join(cell.rjust(width) for cell, width in zip(shown, widths, strict=True))
+        text = "".join(f" {cell}".rjust(width) for cell, width in zip(shown, widths, strict=True))
         if style is None or not file.isatty() or importlib.util.find_spec("rich") is None:
             print(text, file=file, flush=True)
             return

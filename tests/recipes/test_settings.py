@@ -135,6 +135,8 @@ WRONG = {  # override: what the message says
     "algorithm.algorithm_type=gigpo algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
     "name=../../away": "name: is '../../away'; expected a name below checkpoint_root_dir",
     "group=/away": "group: is '/away'",
+    "buffer.explorer_input.taskset.rollout_args.top_p=0.5": "taskset.rollout_args.top_p: is 0.5; expected null",
+    "buffer.explorer_input.taskset.rollout_args.temperature=0": "model.temperature: is 0, top_p 1.0",
     "model.top_p=0.9": "the loss ppo compares with the policy that sampled",
     "continue_from_checkpoint=perhaps": "continue_from_checkpoint: is 'perhaps'",
     "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
