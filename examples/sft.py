@@ -4,8 +4,8 @@
     python examples/sft.py backend=local data=conversations.jsonl max_steps=100 learning_rate=2e-4
     python examples/sft.py backend=tinker model=Qwen/Qwen3-8B data=conversations.jsonl
 
-A line of the file is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; what
-the assistant says is trained, the rest is prompt. Run it again to go on where it stopped.
+A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}. What the assistant says is trained, the
+rest is prompt. Run it again to go on where it stopped.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def read(path: Path | None) -> list[Any]:
     if path is None:
         return COUNTING
     try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-        talks = [line["messages"] for line in lines]
+        talks = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines() if line.strip()]
         ok = talks and all(talk[-1]["role"] == "assistant" and len(talk) > 1 for talk in talks)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise rlkit.ConfigError(f"data: {path} holds no conversations: {type(error).__name__}: {error}") from error
@@ -85,8 +84,7 @@ def train(s: Settings) -> list[float]:
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
         chat = Chat(policy.tokenizer)
-        order = np.random.default_rng(s.seed).permutation(len(talks))
-        data = [datum(chat, talks[i]) for i in order]
+        data = [datum(chat, talks[i]) for i in np.random.default_rng(s.seed).permutation(len(talks))]
         held_out, data = data[:count], data[count:]
 
         def score() -> None:
