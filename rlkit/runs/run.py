@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import warnings
@@ -11,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import attrs
 import numpy as np
 
 from rlkit import _check, backends
 from rlkit.backends.protocol import Storage, TrainerBackend
-from rlkit.backends.sampling import entropy_of
 from rlkit.errors import BackendError, CheckpointError, ConfigError
+from rlkit.runs import beginning
 from rlkit.runs import record as records
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record
@@ -102,8 +100,8 @@ class Run:
             (self.folder / name).mkdir(exist_ok=True, mode=0o700)
         self._lock = Lock(self.folder)
         try:
-            self.seed = self._remembered(seed)
-            self._note_config(config)
+            self.seed = beginning.seed_of(self.folder, seed)
+            beginning.note_config(self.folder, config, stacklevel=4)
             self.record = records.latest(self.folder)
             self.step = 0 if self.record is None else self.record.step
             self.trackers = _made(trackers, self.folder)
@@ -354,49 +352,6 @@ class Run:
             raise SystemExit(143)
         raise KeyboardInterrupt(f"stopped before step {self.step}; run again to go on")
 
-    def _remembered(self, seed: int | None) -> int:
-        """The seed that the run began with, or ``seed``, written down."""
-        path = self.folder / "run.json"
-        if path.exists():
-            try:
-                found = int(json.loads(path.read_text("utf-8"))["seed"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{path} is damaged: {error}") from error
-            if seed is not None and seed != found:
-                raise ConfigError(f"seed: got {seed}, but the run in {self.folder} began with {found}")
-            return found
-        chosen = entropy_of(seed)
-        _write(path, {"format": 1, "seed": chosen})
-        return chosen
-
-    def _note_config(self, config: Any) -> None:
-        from rlkit.tracking import masked
-
-        if config is None:
-            return
-        plain = attrs.asdict(config) if attrs.has(type(config)) else config
-        if not isinstance(plain, Mapping):
-            raise ConfigError(
-                _check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object")
-            )
-        plain = json.loads(json.dumps(masked(plain), default=str))
-        path = self.folder / "config.json"
-        if path.exists():
-            before = json.loads(path.read_text("utf-8"))
-            changed = ", ".join(_changes(before, plain))
-            if changed:
-                warnings.warn(f"the config of {self.folder} has changed: {changed}", RuntimeWarning, stacklevel=3)
-        _write(path, plain)
-
-
-def _changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What differs, by its full key."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in sorted(before.keys() | now.keys()):
-            yield from _changes(before.get(key), now.get(key), f"{where}.{key}" if where else key)
-    elif before != now:
-        yield f"{where} from {before!r} to {now!r}"
-
 
 def _named(where: str, name: Any) -> str:
     if not isinstance(name, str) or not name:
@@ -419,23 +374,3 @@ def _rewind(trackers: Sequence[Any], step: int) -> None:
         rewind = getattr(tracker, "rewind", None)
         if rewind is not None:
             rewind(step)
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"could not write {path}: {error}") from error

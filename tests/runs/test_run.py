@@ -180,6 +180,19 @@ class TestFolder:
         with Run(tmp_path, trackers=()):
             pass
 
+    def test_a_damaged_config_costs_a_warning(self, tmp_path):
+        """Nothing goes on from it: the run does, and writes it anew."""
+        with Run(tmp_path, seed=0, config={"a": {"b": 1}}, trackers=()):
+            pass
+        (tmp_path / "config.json").write_text('{"a": ')
+        with (
+            pytest.warns(RuntimeWarning, match=r"config\.json is damaged"),
+            Run(tmp_path, config={"a": {"b": 2}}, trackers=()) as run,
+        ):
+            assert run.seed == 0
+        with pytest.warns(RuntimeWarning, match=r"has changed: a\.b from 2 to 3$"):
+            Run(tmp_path, config={"a": {"b": 3}}, trackers=()).close()
+
     def test_seed_is_remembered(self, tmp_path):
         with Run(tmp_path, trackers=()) as run:
             seed = run.seed
