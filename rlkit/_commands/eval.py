@@ -3,6 +3,7 @@
 rlkit eval RUN chain_sum                                  the newest checkpoint of a run, on a reasoning-gym task
 rlkit eval smollm2-135m-instruct chain_sum leg_counting   an untrained model, on two of them
 rlkit eval policies/step-00000200-... questions.jsonl     a saved path, on rows with "prompt" and "answer"
+rlkit eval RUN digits --import my_tasks                   an environment of your own, as `rlkit train` knows it
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlkit._commands import _modules
 
 if TYPE_CHECKING:
     from rlkit.backends import Sampler
@@ -22,13 +25,16 @@ __all__ = ["add_options", "run"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``rlkit eval``."""
     parser.add_argument("policy", metavar="POLICY", help="a run's folder, what save() returned, or a model")
-    parser.add_argument("tasks", metavar="TASKS", nargs="+", help="a reasoning-gym task, or a .jsonl file of rows")
+    parser.add_argument(
+        "tasks", metavar="TASKS", nargs="+", help="a reasoning-gym task, a .jsonl file of rows, or yours"
+    )
+    _modules.add_option(parser)
     parser.add_argument("--backend", default="local", help="of a model (default: local)")
     parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest that is whole)")
     parser.add_argument("--role", default="policy", help="which policy of it (default: policy)")
     parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
     parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a generator's own setting")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks")
     parser.add_argument("--reward", help="of a file's rows: a name in rlkit.recipes.rewards (default: math_reward)")
     parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
     parser.add_argument("-k", type=int, nargs="+", default=[], help="for pass@k, each at most n")
@@ -45,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     import rlkit
     from rlkit.evaluation import evaluate_sync
 
+    _modules.imported(options)
     params = rlkit.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
     tasks = _tasks(options)
     with _sampler(options) as sampler:
@@ -76,7 +83,8 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     """All tasks of the names and files given."""
     from rlkit import _check, recipes
     from rlkit.errors import ConfigError
-    from rlkit.recipes.inputs import Format, Taskset
+    from rlkit.recipes.inputs import ExplorerInput, Format, Taskset
+    from rlkit.recipes.tasks import made
 
     size = _check.integer("--size", options.size, low=1)
     files = [path for path in options.tasks if Path(path).suffix]
@@ -93,17 +101,19 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         own[key] = _value(value)
     found: list[Task] = []
     for path in options.tasks:
-        rows = path in files
+        yours = path in recipes.environments
+        rows = path in files and not yours
+        sized = {} if rows or yours else {"size": size, "seed": options.seed}
         taskset = Taskset(
             name=Path(path).stem,
-            path=path,
+            path=None if yours else path,
             split="train" if rows else options.split,  # a file is what it is
             format=Format(response_key="answer"),
             default_reward_fn_type=options.reward,
-            workflow_args={} if rows else {"size": size, "seed": options.seed, **own},
+            default_workflow_type=path if yours else "simple_workflow" if rows else "reasoning_gym",
+            workflow_args={} if rows else {**sized, **own},
         )
-        made = recipes.environments["simple_workflow" if rows else "reasoning_gym"](taskset)
-        found += made[:size]
+        found += made(taskset, ExplorerInput(), "TASKS")[:size]
     return found
 
 

@@ -6,23 +6,18 @@ The keys are those of Trinity-RFT's configurations; docs/recipes.md has what eac
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
-import sys
-from pathlib import Path
 
-from rlkit.errors import ConfigError
+from rlkit._commands import _modules
 
 __all__ = ["add_options", "run"]
-
-IMPORT = "of your own, in this folder or installed: it registers environments, rewards, algorithms or losses"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``rlkit train``."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as algorithm.optimizer.lr=1e-4")
-    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=IMPORT)
+    _modules.add_option(parser)
     parser.add_argument("--check", action="store_true", help="only check the settings and what they name")
     parser.add_argument("--keys", action=_Keys, nargs=0, help="say every key there is, its kind, default and meaning")
 
@@ -43,8 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Trains, and prints where the run is kept."""
     from rlkit import recipes
 
-    for name in options.modules:
-        _imported(name)
+    _modules.imported(options)
     settings = recipes.load(options.config, options.overrides)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("rlkit.recipes").setLevel(settings.log.level)
@@ -55,15 +49,3 @@ def run(options: argparse.Namespace) -> int:
     for outcome in recipes.run(settings, trackers=["console"]):
         print(outcome.folder)
     return 0
-
-
-def _imported(name: str) -> None:
-    """Imports a module, also one of the folder that the program was started in."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ConfigError(f"--import {name}: there is no such module, here or installed") from error

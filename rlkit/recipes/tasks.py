@@ -19,7 +19,7 @@ from rlkit.recipes import rows
 from rlkit.recipes.inputs import Buffer, ExplorerInput, Taskset
 from rlkit.registry import Registry
 
-__all__ = ["environments", "evaluated", "rewards", "trained"]
+__all__ = ["environments", "evaluated", "made", "rewards", "trained"]
 
 environments = Registry("environment", entry_point_group="rlkit.environments")
 """Name -> function of a ``Taskset`` that gives ``rlkit.envs.Tasks``."""
@@ -40,13 +40,13 @@ def trained(buffer: Buffer) -> TaskSource:
         what = "has neither taskset nor tasksets" if given.taskset is None else "has both taskset and tasksets"
         raise ConfigError(_check.problem("buffer.explorer_input", what, "one of them"))
     if given.taskset is not None:
-        return _made(given.taskset, given, "buffer.explorer_input.taskset")
+        return made(given.taskset, given, "buffer.explorer_input.taskset")
     parts = {}
     for i, each in enumerate(given.tasksets):
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
             raise ConfigError(_check.problem(f"{where}.name", f"is {each.name!r}", "a name that no other has"))
-        parts[each.name] = _made(each, given, where)
+        parts[each.name] = made(each, given, where)
     return envs.mixture(parts)
 
 
@@ -60,11 +60,12 @@ def evaluated(buffer: Buffer, plan_n: int = 1) -> list[tuple[Tasks, int]]:
         count = (
             plan_n if each.repeat_times is None else _check.integer(f"{where}.repeat_times", each.repeat_times, low=1)
         )
-        found.append((_made(each, given, where), count))
+        found.append((made(each, given, where), count))
     return found
 
 
-def _made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
+def made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
+    """The tasks of one task set; ``where`` it stands begins the messages."""
     kind = taskset.default_workflow_type or given.default_workflow_type or _kind(taskset)
     reward = taskset.default_reward_fn_type or given.default_reward_fn_type
     taskset = attrs.evolve(taskset, default_workflow_type=kind, default_reward_fn_type=reward)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 import rlkit
+from rlkit import recipes
 from rlkit.cli import main
 from rlkit.runs import Run
 from rlkit.storage import read
@@ -95,6 +97,33 @@ def test_generated_tasks(capsys):
     told = capsys.readouterr().out
     assert told.startswith("chain_sum: mean 0.0")
     assert told.endswith("3 tasks, 3 episodes, 0 failed\n")
+
+
+def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
+    """``--import`` brings environments, by their name, and rewards of rows; ``--set`` reaches the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "own_tasks.py").write_text(
+        "from rlkit import envs, recipes\n\n\n@recipes.environments.register('empties')\n"
+        "def empties(taskset):\n    return made(taskset.name, **taskset.workflow_args)\n\n\n"
+        "def made(name, reward):\n    return envs.function(['a', 'b'], lambda a: reward, name=name)\n\n\n"
+        "@recipes.rewards.register('quarter')\ndef quarter(action, answer):\n    return 0.25\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', "utf-8")
+    words = ["eval", "toy", "--backend", "toy", "--max-tokens", "2", "--import", "own_tasks"]
+    try:
+        assert main([*words, "empties", "rows.jsonl", "--set", "reward=0.5", "--reward", "quarter"]) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert [line.partition(" (")[0] for line in told] == ["empties: mean 0.500", "rows: mean 0.250"]
+        assert main([*words, "empties", "--size", "1", "--set", "reward=1"]) == 0
+        assert "1 tasks" in capsys.readouterr().out
+        assert main([*words, "empties", "--set", "rewards=1"]) == 2
+        assert "TASKS: made() got an unexpected keyword argument 'rewards'" in capsys.readouterr().err
+    finally:
+        recipes.environments.pop("empties", None)
+        recipes.rewards.pop("quarter", None)
+    assert main([*words, "empties", "--import", "own_tasks.further"]) == 2
+    assert "--import own_tasks.further: there is no such module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
