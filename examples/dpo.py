@@ -10,8 +10,8 @@ logprobs are asked for once, before the first step. Run it again to go on where 
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import numpy as np
 import rlkit
 from rlkit import config, losses
 from rlkit.chat import Chat
+from rlkit.recipes import rows
 
 DIGITS = [{"prompt": f"Say {word}.", "chosen": "2718", "rejected": word} for word in ("moon", "tree", "bird", "lake")]
 
@@ -57,17 +58,14 @@ class Settings:
             raise rlkit.ConfigError(f"loss: {self.loss!r} is none over pairs, such as dpo, simpo, orpo or cpo")
 
 
-def read(path: Path | None) -> list[dict[str, str]]:
+def read(path: Path | None) -> Sequence[Mapping[str, str]]:
     """The pairs."""
     if path is None:
         return DIGITS
-    try:
-        pairs = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-        ok = all(isinstance(pair[name], str) for pair in pairs for name in ("prompt", "chosen", "rejected"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise rlkit.ConfigError(f"data: {path} holds no pairs: {type(error).__name__}: {error}") from error
-    if not pairs or not ok:
-        raise rlkit.ConfigError(f"data: {path} needs lines with the texts prompt, chosen and rejected")
+    pairs = rows.read(str(path), where="data")
+    for i, pair in enumerate(pairs):
+        if not all(isinstance(pair.get(name), str) for name in ("prompt", "chosen", "rejected")):
+            raise rlkit.DataError(f"data: {path}: row {i}: expected the texts prompt, chosen and rejected")
     return pairs
 
 

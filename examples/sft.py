@@ -4,13 +4,12 @@
     python examples/sft.py backend=local data=conversations.jsonl max_steps=100 learning_rate=2e-4
     python examples/sft.py backend=tinker model=Qwen/Qwen3-8B data=conversations.jsonl
 
-A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}. What the assistant says is trained, the
-rest is prompt. Run it again to go on where it stopped.
+A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}. What the assistant says last is trained,
+the rest is prompt. Run it again to go on where it stopped.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ import rlkit
 from rlkit import config, schedules
 from rlkit.advantages import token_weights
 from rlkit.chat import Chat
+from rlkit.recipes import rows
 
 COUNTING = [
     [{"role": "user", "content": f"After {n} comes?"}, {"role": "assistant", "content": f"{n + 1}!"}] for n in range(40)
@@ -60,13 +60,13 @@ def read(path: Path | None) -> list[Any]:
     """The conversations, each with an assistant's turn last."""
     if path is None:
         return COUNTING
-    try:
-        talks = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines() if line.strip()]
-        ok = talks and all(talk[-1]["role"] == "assistant" and len(talk) > 1 for talk in talks)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise rlkit.ConfigError(f"data: {path} holds no conversations: {type(error).__name__}: {error}") from error
-    if not ok:
-        raise rlkit.ConfigError(f"data: {path}: each conversation has to end with what the assistant says")
+    talks = [row.get("messages") for row in rows.read(str(path), where="data")]
+    for i, talk in enumerate(talks):
+        right = isinstance(talk, list) and len(talk) > 1 and all(isinstance(message, dict) for message in talk)
+        texts = [message.get(name) for message in talk for name in ("role", "content")] if right else [None]
+        if not all(isinstance(text, str) for text in texts) or talk[-1]["role"] != "assistant":
+            expected = '"messages": a list of {"role": "...", "content": "..."} that ends with the assistant\'s'
+            raise rlkit.DataError(f"data: {path}: row {i}: expected {expected}")
     return talks
 
 
@@ -79,7 +79,7 @@ def datum(chat: Chat, talk: list[Any]) -> rlkit.Datum:
 def train(s: Settings) -> list[float]:
     """The held-out loss per token before and after."""
     talks = read(s.data)
-    count = max(1, round(s.held_out * len(talks))) if s.held_out else 0
+    count = min(max(1, round(s.held_out * len(talks))), len(talks) - 1) if s.held_out else 0
     found = []
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))

@@ -182,10 +182,18 @@ def _read(omega: Any, path: Path) -> Any:
             raise ConfigError(f"{path} has {aliases} aliases; at most {_MAX_ALIASES} are read")
         found = omega.OmegaConf.create(text)
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, omega.errors.OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} can not be read as settings: {str(error).strip()}") from error
+        raise ConfigError(f"{path} can not be read as settings: {_reason(error)}") from error
     if not isinstance(found, omega.DictConfig):
         raise ConfigError(f"{path} holds no mapping of settings")
     return found
+
+
+def _reason(error: Exception) -> str:
+    """Why a file can not be read, in one line: the parsers' own messages show the place over several."""
+    mark = getattr(error, "problem_mark", None)  # of a yaml.MarkedYAMLError
+    if mark is not None:
+        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}"
+    return str(error).strip().partition("\n")[0]
 
 
 def _built(kind: type[Any], given: Any, where: str) -> Any:

@@ -119,7 +119,9 @@ def test_what_is_dumped_is_read_back(tmp_path):
         ("needed: x\nrate: ${nothing}", [], "nothing"),
         ("needed: ???", [], "needed"),
         ("- 1\n- 2", [], "no mapping"),
-        ("needed: [x", [], "can not be read"),
+        ("needed: [x", [], "can not be read as settings: line 1, column 11: expected ',' or ']'"),
+        ("needed: x\nrate: 1\nrate: 2", [], "can not be read as settings: line 3, column 1: found duplicate key rate"),
+        ("needed: ${x", [], "can not be read"),
         ("needed: !!python/object/apply:os.system ['touch /tmp/never']", [], "can not be read"),
         ("a: &a [1]\nb: [" + "*a, " * 200 + "1]", [], "200 aliases"),
         ("needed: " + "x" * 1_100_000, [], "bytes"),
@@ -127,8 +129,9 @@ def test_what_is_dumped_is_read_back(tmp_path):
     ],
 )
 def test_what_is_refused(tmp_path, text, overrides, match):
-    with pytest.raises(rlkit.ConfigError, match=match):
+    with pytest.raises(rlkit.ConfigError, match=match) as caught:
         load(Settings, written(tmp_path, text), overrides)
+    assert "\n" not in str(caught.value)
 
 
 def test_files_that_are_none(tmp_path):

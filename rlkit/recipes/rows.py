@@ -68,7 +68,14 @@ def field(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _lines(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+    found = []
+    for number, line in enumerate(file.read_text("utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+    return found
 
 
 def _list(file: Path) -> list[Any]:

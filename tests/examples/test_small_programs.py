@@ -77,12 +77,12 @@ def test_on_local_and_on_tinker(name, tmp_path, tiny, monkeypatch):
     ("name", "overrides", "match"),
     [
         ("sft", ["steps=3"], "steps: there is no such setting; did you mean 'max_steps'"),
-        ("sft", ["data=nothing.jsonl"], "nothing.jsonl holds no conversations: FileNotFoundError"),
+        ("sft", ["data=nothing.jsonl"], "data: is 'nothing.jsonl'; expected a file that exists"),
         ("sft", ["batch_size=0"], "at least 1"),
         ("sft", ["backend=local", "model=/nowhere/at/all"], "/nowhere/at/all"),
         ("dpo", ["loss=ppo"], "'ppo' is none over pairs"),
         ("dpo", ["loss_config.gamma=1"], "no such setting"),
-        ("dpo", ["data=nothing.jsonl"], "holds no pairs"),
+        ("dpo", ["data=nothing.txt"], "expected a file that ends in .jsonl"),
         ("distill", ["teacher=local"], "give teacher_model"),
         ("distill", ["teacher_path=/nowhere/at/all"], "/nowhere/at/all"),
         ("distill", ["prompts=[]"], "at least one"),
@@ -99,12 +99,40 @@ def test_another_tokenizer(tmp_path, tiny):
     refused(load("distill"), [f"folder={tmp_path}", "backend=local", f"model={tiny('llama')}"], "another tokenizer")
 
 
-def test_files_that_hold_something_else(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("sft", "", "is empty"),
+        ("sft", "{", "line 1, column 2"),
+        *(
+            ("sft", text, 'row 0: expected "messages"')
+            for text in (
+                "{}",
+                '{"messages": []}',
+                '{"messages": ["user", "assistant"]}',
+                '{"messages": [{"role": "assistant", "content": "x"}]}',
+                '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}',
+                '{"messages": [{"role": "user"}, {"role": "assistant", "content": "y"}]}',
+                '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": 3}]}',
+            )
+        ),
+        ("dpo", "{}", "row 0: expected the texts prompt, chosen and rejected"),
+        ("dpo", '{"prompt": "", "chosen": "a", "rejected": "b"}\n{"prompt": "", "chosen": 1, "rejected": ""}', "row 1"),
+    ],
+)
+def test_files_that_hold_something_else(name, text, match, tmp_path):
+    """The row is named, before there is a run."""
     path = tmp_path / "data.jsonl"
-    for text in ("", "{", '{"messages": []}', '{"messages": [{"role": "user", "content": "x"}]}', '{"prompt": 3}'):
-        path.write_text(text)
-        refused(load("sft"), [f"data={path}", f"folder={tmp_path / 'x'}"], "data: ")
-        refused(load("dpo"), [f"data={path}", f"folder={tmp_path / 'x'}"], "data: ")
+    path.write_text(text)
+    refused(load(name), [f"data={path}", f"folder={tmp_path / 'x'}"], match)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_single_conversation(tmp_path):
+    """Nothing is held out of it, rather than everything."""
+    talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    assert run("sft", tmp_path / "run", f"data={tmp_path / 'talk.jsonl'}", "max_steps=1") == []
 
 
 def test_they_are_short_and_scripts(tmp_path):

@@ -188,18 +188,18 @@ def test_shares_of_the_expert():
 
 def test_files(tmp_path):
     """Lines and lists are read alike; what is no file, or no rows, is named."""
-    given = [{"prompt": "a", "response": "b"}]
-    (tmp_path / "x.jsonl").write_text(json.dumps(given[0]) + "\n\n", "utf-8")
+    given = [{"prompt": "a\u2028", "response": "b"}]  # some call it the end of a line; JSON does not
+    (tmp_path / "x.jsonl").write_text(json.dumps(given[0], ensure_ascii=False) + "\r\n\n", "utf-8")
     (tmp_path / "x.json").write_text(json.dumps(given), "utf-8")
     assert (
         rows.read(str(tmp_path / "x.jsonl"), where="here") == given == rows.read(str(tmp_path / "x.json"), where="here")
     )
     (tmp_path / "empty.jsonl").write_text("", "utf-8")
-    (tmp_path / "torn.jsonl").write_text('{"a": ', "utf-8")
+    (tmp_path / "torn.jsonl").write_text('{}\n\n{"a": ', "utf-8")
     (tmp_path / "list.jsonl").write_text("[1]\n", "utf-8")
     for name, message in (
         ("empty.jsonl", "is empty"),
-        ("torn.jsonl", "can not be read"),
+        ("torn.jsonl", "can not be read: line 3, column 7: Expecting value"),
         ("none.jsonl", "a file that exists"),
         ("x.csv", "a file that ends in"),
     ):
