@@ -251,10 +251,11 @@ def _in_our_terms(where: str) -> Iterator[None]:
         statuses = [cause.status for cause in causes if isinstance(cause, aiohttp.ClientResponseError)]
         gone = isinstance(error, (errors.ToolFailed, errors.SessionTerminatedError, http.AuthenticationError))
         busy = any(status in _BUSY for status in statuses) if statuses else not gone
-        text = " ".join(str(error).split())
+        told = causes[-1]  # of several attempts the last one's failure
+        text = " ".join(str(told).split())
         text = "the API key is missing or not valid" if isinstance(error, http.AuthenticationError) else text
         kind = EnvBusy if busy else EnvError
-        raise kind(f"{where}: {type(error).__name__}: {text}") from error
+        raise kind(f"{where}: {type(told).__name__}: {text}") from error
 
 
 def _text(blocks: Any) -> str:

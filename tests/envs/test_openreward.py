@@ -238,11 +238,13 @@ def test_a_key_that_is_not_valid(url):
 
 
 def test_a_server_that_is_not_there():
+    """The failure of one attempt is told, not of all."""
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(rlkit.EnvBusy, match="rlkit.envs.openreward: 'sums' at"):
+        with pytest.raises(rlkit.EnvBusy, match="rlkit.envs.openreward: 'sums' at") as caught:
             openreward("sums", base_url=address)
+    assert str(caught.value).count("Cannot connect to host 127.0.0.1") == 1
 
 
 def test_a_server_that_does_not_answer():
