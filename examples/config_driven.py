@@ -6,7 +6,7 @@
     python examples/config_driven.py examples/configs/stages.yaml            # imitation, reinforcement, distillation
     rlkit train examples/configs/chain_sum.yaml                                  # needs nothing of your own
 
-Run it again, and it goes on where it was. docs/recipes.md has the settings.
+Run it again, and it goes on where it was. ``rlkit train --keys`` lists the settings, docs/recipes.md explains them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ recipes.algorithms.register("first_wins", recipes.Recipe("an example", advantage
 
 def main(arguments: list[str]) -> list[recipes.Outcome]:
     """Runs the file with its overrides, and prints the curve of each stage."""
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(__doc__)
+        return []
     config, *overrides = arguments or [str(Path(__file__).parent / "configs" / "digits.yaml")]
     if config.endswith("stages.yaml") and not Path("demonstrations.jsonl").exists():
         rows = [{"prompt": p, "response": f"{i}2345{i}"} for i, p in enumerate(PROMPTS["train"] * 2)]

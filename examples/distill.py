@@ -34,6 +34,8 @@ class Settings:
         backend, model: the student.
         teacher, teacher_model, teacher_path: a model, or a state that was saved of one; on the toy one is made.
         prompts: what the student is asked.
+        samples: of each prompt per step.
+        folder: the run's; what is in it is gone on with.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -103,6 +105,9 @@ def train(s: Settings) -> list[float]:
 
 def main(arguments: list[str]) -> None:
     """Runs a command line."""
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(__doc__, config.describe(Settings), sep="\n")
+        return
     try:
         train(config.load(Settings, overrides=arguments))
     except rlkit.RlkitError as error:

@@ -35,6 +35,7 @@ class Settings:
         loss: dpo, or another of ``rlkit.losses`` over pairs: simpo, orpo, cpo.
         loss_config: its settings.
         batch_size: pairs per step.
+        folder: the run's; what is in it is gone on with.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -103,6 +104,9 @@ def train(s: Settings) -> list[float]:
 
 def main(arguments: list[str]) -> None:
     """Runs a command line."""
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(__doc__, config.describe(Settings), sep="\n")
+        return
     try:
         train(config.load(Settings, overrides=arguments))
     except rlkit.RlkitError as error:

@@ -36,6 +36,7 @@ class Settings:
         data: a jsonl file of conversations; None: counting.
         batch_size: conversations per step.
         held_out: share of the conversations that is not trained on.
+        folder: the run's; what is in it is gone on with.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -109,6 +110,9 @@ def train(s: Settings) -> list[float]:
 
 def main(arguments: list[str]) -> None:
     """Runs a command line."""
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(__doc__, config.describe(Settings), sep="\n")
+        return
     try:
         train(config.load(Settings, overrides=arguments))
     except rlkit.RlkitError as error:

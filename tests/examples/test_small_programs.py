@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -133,6 +134,15 @@ def test_a_single_conversation(tmp_path):
     talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}]
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
     assert run("sft", tmp_path / "run", f"data={tmp_path / 'talk.jsonl'}", "max_steps=1") == []
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "distill"])
+def test_help(name, capsys):
+    """How it is called and what can be set; nothing is done."""
+    load(name).main(["--help"])
+    told = capsys.readouterr().out
+    assert f"python examples/{name}.py" in told
+    assert re.search(rf"^folder +str = runs/{name} +the run's", told, re.MULTILINE)
 
 
 def test_they_are_short_and_scripts(tmp_path):

@@ -47,6 +47,8 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     ]
     try:
         example = load("config_driven")
+        assert example.main(["--help"]) == []
+        assert "rlkit train --keys" in capsys.readouterr().out
         digits = str(ROOT / "examples" / "configs" / "digits.yaml")
         first = example.main([digits, "algorithm.algorithm_type=first_wins", "buffer.total_steps=5"])
         assert example.main([digits, "algorithm.algorithm_type=first_wins", "buffer.total_steps=5"]) == first
