@@ -136,7 +136,7 @@ class Buffer:
 
     batch_size: int = 1
     train_batch_size: int = mapped(0, "trajectories per optimizer step; 0: all of a step's in one")
-    total_epochs: int = 1
+    total_epochs: int = mapped(1, "passes over the tasks or rows, where total_steps is null")
     total_steps: int | None = None
     explorer_input: ExplorerInput = ExplorerInput()
     trainer_input: TrainerInput = TrainerInput()

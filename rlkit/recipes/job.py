@@ -270,6 +270,8 @@ def _check_forms(settings: Settings, forms: Sequence[Format]) -> None:
 def _steps(settings: Settings, count: int, size: int) -> int:
     own, trainer = settings.buffer.total_steps, settings.trainer.total_steps
     if own is not None or trainer is not None:
+        if settings.buffer.total_epochs != 1:
+            logger.info("without effect here: buffer.total_epochs (total_steps says how long)")
         return _check.integer("buffer.total_steps", trainer if own is None else own, low=1)
     return max(math.ceil(settings.buffer.total_epochs * count / size), 1)
 

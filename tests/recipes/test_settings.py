@@ -248,14 +248,21 @@ def test_a_file_has_no_splits(tmp_path, capsys):
 
 
 def test_what_has_no_effect_is_said(tmp_path, caplog):
-    """Settings of a critic or a teacher that the algorithm does not have."""
+    """Settings of a critic or a teacher that the algorithm does not have, and epochs beside a number of steps."""
     right = table.settings("grpo", "toy", tmp_path, ("toy", {}), 3)
     (tmp_path / "run.yaml").write_text("", "utf-8")
-    more = ["trainer.critic_warmup=2", "explorer.auxiliary_models=[{model_path: x}]", "--check"]
+    more = [
+        "trainer.critic_warmup=2",
+        "explorer.auxiliary_models=[{model_path: x}]",
+        "buffer.total_epochs=9",
+        "--check",
+    ]
     with caplog.at_level("INFO", "rlkit.recipes"):
         assert cli.main(["train", str(tmp_path / "run.yaml"), *right, *more]) == 0
     assert "without effect here: trainer.critic_warmup (grpo has no critic)" in caplog.text
     assert "without effect here: explorer.auxiliary_models (grpo has no teacher)" in caplog.text
+    assert "without effect here: buffer.total_epochs (total_steps says how long)" in caplog.text
+    assert recipes.check(loaded(tmp_path, "buffer.total_epochs=9"))[0].total == 3
 
 
 def test_a_run_that_goes_on_with_other_settings_says_which(tmp_path, recwarn):
