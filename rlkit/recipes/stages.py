@@ -167,20 +167,18 @@ def _bench(name: str, job: Job, start: str | None) -> Outcome:
     found = records(settings.folder) if settings.folder.exists() else []
     if settings.explorer.bench_on_latest_checkpoint:
         found = found[-1:]
-    tracker = tracking.Jsonl(settings.folder / "bench")
     options = models.options_of(settings)
     seed = models.seed_of(settings)
-    try:
-        for step, path in [(record.step, record.policy("policy")) for record in found] or [(0, start)]:
-            more = {} if path is None else {"init_from": path}
-            with rlkit.connect(models.backend_of(settings), **options, **more, seed=seed) as policy:
-                chat = models.chat_of(settings, policy.tokenizer, job.form)
-                with policy.sampler().result() as sampler:
-                    scores = evaluated(job, sampler, chat)
-            tracker.log(scores, step)
-            logger.info("step %d: %s", step, ", ".join(f"{k} {v:.3g}" for k, v in sorted(scores.items())))
-    finally:
+    for step, path in [(record.step, record.policy("policy")) for record in found] or [(0, start)]:
+        more = {} if path is None else {"init_from": path}
+        with rlkit.connect(models.backend_of(settings), **options, **more, seed=seed) as policy:
+            chat = models.chat_of(settings, policy.tokenizer, job.form)
+            with policy.sampler().result() as sampler:
+                scores = evaluated(job, sampler, chat)
+        tracker = tracking.Jsonl(settings.folder / "bench")
+        tracker.log(scores, step)
         tracker.close()
+        logger.info("step %d: %s", step, ", ".join(f"{k} {v:.3g}" for k, v in sorted(scores.items())))
     return Outcome(name, settings.folder, None, scores)
 
 

@@ -1,9 +1,14 @@
-"""What a run began with, kept beside its checkpoints: the seed, which stays, and the settings, which may change."""
+"""What a run began with, kept beside its checkpoints: the seed, which stays, and the settings, which may change.
+
+A run that is refused before its first step takes its folder back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +20,24 @@ from rlkit import _check
 from rlkit.backends.sampling import entropy_of
 from rlkit.errors import CheckpointError, ConfigError
 
-__all__ = ["note_config", "seed_of"]
+__all__ = ["missing", "note_config", "seed_of", "withdraw"]
+
+
+def missing(folder: Path) -> list[Path]:
+    """``folder`` and those above it that are not there yet, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def withdraw(made: list[Path]) -> None:
+    """Removes folders that a run has made, unless there is more in them than every run begins with."""
+    if not made:
+        return
+    always = {made[0] / name for name in ("lock", "run.json", "config.json")}
+    if not any(path.is_file() and path.stat().st_size for path in {*made[0].rglob("*")} - always):
+        shutil.rmtree(made[0], ignore_errors=True)
+        with contextlib.suppress(OSError):  # something else is in it by now
+            for folder in made[1:]:
+                folder.rmdir()
 
 
 def seed_of(folder: Path, seed: int | None) -> int:

@@ -95,6 +95,7 @@ class Run:
         self._inside = False
 
     def _open(self, seed: int | None, config: Any, trackers: Sequence[Any]) -> None:
+        self._new = beginning.missing(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in (records.POLICIES, records.CHECKPOINTS):
             (self.folder / name).mkdir(exist_ok=True, mode=0o700)
@@ -110,6 +111,7 @@ class Run:
 
             self._several = Several(self.trackers) if self.trackers else None
         except BaseException:
+            beginning.withdraw(self._new)
             self._lock.release()
             raise
 
@@ -271,17 +273,22 @@ class Run:
 
     def close(self) -> None:
         """Closes the policies and the trackers, and lets other processes write. May be called twice."""
+        self._close(refused=False)
+
+    def _close(self, *, refused: bool) -> None:
         for policy in self._policies.values():
             policy.close()
         if self._several is not None:
             self._several.close()
+        if refused:
+            beginning.withdraw(self._new)
         self._lock.release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._close(refused=kind is not None and self._total is None)
 
     def _repr_html_(self) -> str:
         from rlkit.report import Display

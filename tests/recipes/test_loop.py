@@ -189,6 +189,17 @@ def test_explore_and_train_from_what_was_stored(tmp_path):
     assert not (trained.folder / "trajectories.jsonl").stat().st_size
 
 
+@pytest.mark.parametrize("mode", ["both", "bench"])
+def test_what_is_refused_when_it_connects_leaves_nothing(tmp_path, mode):
+    """Neither the run's folder nor those above it."""
+    held = "buffer.explorer_input.eval_tasksets=[{name: held, path: chain_sum, split: test, max_tasks: 1}]"
+    root = tmp_path / "new"
+    settings = loaded(tmp_path, held, f"checkpoint_root_dir={root}", f"mode={mode}", "options.nothing=1")
+    with pytest.raises(rlkit.ConfigError, match="no option 'nothing'"):
+        recipes.run(settings)
+    assert not root.exists()
+
+
 def test_bench_evaluates_every_checkpoint(tmp_path):
     """Scores of what training left, without training; rising, since it learnt."""
     task = "{name: held, default_workflow_type: write, workflow_args: {letters: '0123456789'}, repeat_times: 4}"

@@ -217,10 +217,38 @@ class TestFolder:
         with pytest.raises(rlkit.ConfigError, match="config"):
             Run(tmp_path, config=3, trackers=())
 
-    @pytest.mark.parametrize("options", [{"grace": -1}, {"retention": 3}, {"seed": -1}, {"seed": "x"}])
+    @pytest.mark.parametrize(
+        "options", [{"grace": -1}, {"retention": 3}, {"seed": -1}, {"seed": "x"}, {"config": 3}, {"trackers": 3}]
+    )
     def test_bad_options(self, tmp_path, options):
         with pytest.raises(rlkit.ConfigError):
-            Run(tmp_path / "x", trackers=(), **options)
+            Run(tmp_path / "x" / "y", **{"trackers": (), **options})
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("before", "left"),
+        [
+            (lambda run: None, []),
+            (lambda run: run.connect("toy", role="other"), []),
+            (lambda run: (run.folder.parent / "mine").mkdir(), ["mine"]),
+            (lambda run: run.connect("toy", role="other").save("x").result(), ["run"]),
+            (lambda run: run.log({"a": 1.0}), ["run"]),
+            (lambda run: next(run.steps(2)), ["run"]),
+        ],
+    )
+    def test_refused_before_the_first_step(self, tmp_path, before, left):
+        """The folders that were made for it are gone, unless there is something in them."""
+        above = tmp_path / "new" / "above"
+        run = Run(above / "run", seed=0, config={"a": 1})
+        before(run)
+        with pytest.raises(rlkit.UnknownNameError), run:
+            run.connect("nothing")
+        assert (sorted(path.name for path in above.iterdir()) if left else list(tmp_path.iterdir())) == left
+
+    def test_refused_where_there_was_a_folder(self, tmp_path):
+        with pytest.raises(rlkit.UnknownNameError), Run(tmp_path, seed=0) as run:
+            run.connect("nothing")
+        assert tmp_path.exists()
 
     def test_bad_calls(self, tmp_path):
         with pytest.raises(rlkit.ConfigError, match="folder"):
