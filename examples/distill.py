@@ -3,7 +3,7 @@ r"""On-policy distillation: a student samples, a teacher says how likely each to
     python examples/distill.py                                                     # on the toy, in seconds
     python examples/distill.py backend=tinker model=Qwen/Qwen3-4B-Instruct-2507 teacher=tinker \
         teacher_model=Qwen/Qwen3-30B-A3B-Instruct-2507 learning_rate=1e-4
-    python examples/distill.py backend=local teacher=local teacher_path=runs/sft/policies/step-...
+    python examples/distill.py backend=local teacher=local teacher_path=runs/sft
 
 The advantage of a token is log teacher - log student, the sampled reverse KL; there are no rewards. The two must have
 the same tokenizer. Run it again to go on where it stopped.
@@ -32,7 +32,7 @@ class Settings:
 
     Args:
         backend, model: the student.
-        teacher, teacher_model, teacher_path: a model, or a state that was saved of one; on the toy one is made.
+        teacher, teacher_model, teacher_path: a model, or a run or a saved state of one; on the toy one is made.
         prompts: what the student is asked.
         samples: of each prompt per step.
         folder: the run's; what is in it is gone on with.

@@ -128,15 +128,11 @@ def _sampler(options: argparse.Namespace) -> Sampler:
     """The policy, frozen."""
     import rlkit
     from rlkit.backends import saves
-    from rlkit.errors import CheckpointError
+    from rlkit.runs.record import is_run, newest
 
     path = options.policy
-    if (Path(path) / "checkpoints").is_dir():
-        whole = [record for record in rlkit.runs.records(path) if options.step in (None, record.step)]
-        found = whole[-1].policy(options.role) if whole else None
-        if found is None:
-            raise CheckpointError(f"{path} has no whole checkpoint of that step with a {options.role!r}")
-        path = found
+    if is_run(path):
+        path = newest(path, role=options.role, step=options.step)
     if path.startswith("tinker://"):
         if "/weights/" in path:  # a state to train from, of which the service first has to make a snapshot
             return rlkit.connect("tinker", init_from=path).sampler().result()

@@ -56,13 +56,17 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     Args:
         name: as in ``connect``.
         model: the base model.
-        path: what ``save`` returned; None is the base model itself.
+        path: what ``save`` returned, or the folder of a run for its newest policy; None is the base model itself.
         options: as in ``connect``, without ``init_from`` and ``resume_from``.
     """
+    from rlkit.runs.record import is_run, newest
+
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
     alone = getattr(registry.resolve(name), "open_sampler", None)
+    if path is not None and is_run(path):
+        path, alone = newest(path), None  # a state to train from, of which a service first has to make a snapshot
     if alone is not None:
         found: Sampler = alone(model=model, path=path, **options)
         return found

@@ -57,7 +57,7 @@ class Teacher:
     model_path: str | None = None
     name: str | None = None
     backend: str | None = own(None, "null: the policy's")
-    path: str | None = own(None, "what a save returned, or stage:<name> for what an earlier stage ended with")
+    path: str | None = own(None, "what a save returned, a run's folder, or stage:<name> for what that ended with")
     options: Mapping[str, Any] = own(attrs.Factory(dict), "arguments of rlkit.sampler")
     dtype: Any = unused("options.dtype")
     engine_type: Any = unused(_NO_CLUSTER)

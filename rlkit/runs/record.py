@@ -17,7 +17,7 @@ import attrs
 from rlkit.backends import saves
 from rlkit.errors import CheckpointError, RlkitError
 
-__all__ = ["Record", "check", "latest", "records", "remove", "write"]
+__all__ = ["Record", "check", "is_run", "latest", "newest", "records", "remove", "write"]
 
 _NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
 POLICIES, CHECKPOINTS = "policies", "checkpoints"
@@ -135,6 +135,26 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
     for error in damaged:
         warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
     return found
+
+
+def is_run(folder: Any) -> bool:
+    """Whether it is the path of a folder that a run keeps its checkpoints in."""
+    if not isinstance(folder, (str, os.PathLike)):
+        return False
+    return os.path.isdir(Path(folder) / CHECKPOINTS)  # noqa: PTH112  # False for what can not be a path, too
+
+
+def newest(folder: str | os.PathLike[str], *, role: str = "policy", step: int | None = None) -> str:
+    """The path of a run's newest policy, or of the one that it had after ``step``.
+
+    Raises:
+        CheckpointError: no checkpoint that is whole has one.
+    """
+    found = [path for r in records(folder) if step in (None, r.step) and (path := r.policy(role)) is not None]
+    if not found:
+        which = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{folder} has no whole checkpoint{which} with a {role!r}")
+    return found[-1]
 
 
 def _looked(folder: Path, verify: bool) -> tuple[list[Path], list[Record], list[CheckpointError]]:

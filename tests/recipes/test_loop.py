@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.recipes import ahead, models
 from rlkit.recipes.job import prepared
-from rlkit.runs import Run
+from rlkit.runs import Run, records
 from rlkit.storage import read
 from tests.recipes.problems import curve, loaded, played, table
 
@@ -276,6 +277,19 @@ def test_a_teacher_on_another_backend(tmp_path):
         )
     rows = [numbers["train/kl_teacher"] for _, numbers in curve(outcome)]
     assert rows[-1] < 0.8 * rows[0]
+
+
+def test_a_run_as_a_teacher(tmp_path):
+    """Its folder stands for its newest policy."""
+    run = played(tmp_path / "run", "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0", steps=2).folder
+
+    def taught_by(path):
+        teacher = f"explorer.auxiliary_models=[{{path: '{path}'}}]"
+        more = ["algorithm.algorithm_type=on_policy_distill", "seed=9", f"checkpoint_root_dir={tmp_path / path.name}"]
+        return curve(played(tmp_path, *more, teacher, steps=1))
+
+    first, newest = [Path(record.policy("policy")) for record in records(run)]
+    assert taught_by(run) == taught_by(newest) != taught_by(first)
 
 
 def test_groups_that_teach_nothing_are_played_again(tmp_path):

@@ -124,6 +124,12 @@ def test_stages(tmp_path, options):
             record = run.checkpoint(policy)
         further = step(policy)
     path = record.policy("policy")
+    where = {name: value for name, value in options.items() if name not in ("lora", "model")}
+    with rlkit.sampler(**where, path=str(tmp_path / "sft")) as newest:  # a run's folder stands for its newest policy
+        assert np.allclose(newest.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
+    Run(tmp_path / "empty", trackers=()).close()
+    with pytest.raises(rlkit.CheckpointError, match="empty has no whole checkpoint with a 'policy'"):
+        rlkit.sampler(**where, path=tmp_path / "empty")
 
     with Run(tmp_path / "further", seed=2, trackers=()) as run:
         policy = run.connect(**options, resume_from=path)
@@ -137,7 +143,6 @@ def test_stages(tmp_path, options):
             before = policy.forward(data).result().selected[0]
             assert np.array_equal(before, taught) == (not again)
             kept = run.value("reference", lambda p=policy: p.save("reference", sampler=True).result())
-            where = {name: value for name, value in options.items() if name not in ("lora", "model")}
             with rlkit.sampler(**where, path=kept) as reference:
                 assert np.allclose(reference.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
             for _ in run.steps(2):
