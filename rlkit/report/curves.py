@@ -10,6 +10,8 @@ from typing import Any
 
 import attrs
 
+from rlkit.tracking.names import general, parts
+
 __all__ = ["Table", "counters", "panels", "table"]
 
 MOST_POINTS = 1200  # of a curve in the page; the extremes of what lies between are kept
@@ -41,7 +43,7 @@ class _Panel:
     note: str = ""
 
 
-# Patterns as of fnmatch; what begins with "=" is worked out, see ``_worked_out``.
+# Patterns as of fnmatch, of ``general`` names; what begins with "=" is worked out, see ``_WORKED_OUT``.
 _PANELS = (
     _Panel("Reward", ("env/*/reward", "reward/mean", "reward"), note="mean of the episodes"),
     _Panel("Evaluation", ("eval/mean", "eval/*/mean", "eval/*/success"), note="mean score"),
@@ -105,8 +107,9 @@ def counters(of: Table) -> dict[str, dict[str, float]]:
     for name, values in of.values.items():
         first, _, rest = name.partition("/")
         finite = [value for value in values if math.isfinite(value)]
-        if first == "env" and "/" in rest:
-            env, _, counter = rest.partition("/")
+        where = parts(name)
+        if first == "env" and where is not None:
+            _, env, counter = where
         elif first in ("sampler", "filter", "upload", "tracking"):
             env, counter = first, rest
         else:
@@ -120,9 +123,10 @@ def counters(of: Table) -> dict[str, dict[str, float]]:
 def _matching(patterns: Iterable[str], of: Table) -> list[str]:
     """Names in the order of the patterns, each once."""
     found: dict[str, None] = {}
+    among = [(name, short) for name in sorted(of.steps) if (short := general(name)).count("/") <= 2]
     for pattern in patterns:
-        found |= dict.fromkeys(sorted(fnmatch.filter(of.steps, pattern)))
-    return [name for name in found if name.count("/") <= 2]
+        found |= dict.fromkeys(name for name, short in among if fnmatch.fnmatchcase(short, pattern))
+    return list(found)
 
 
 def _panel(title: str, curves: list[dict[str, Any]], unit: str, note: str, *, standard: bool) -> dict[str, Any]:
@@ -151,8 +155,9 @@ def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _label(name: str) -> str:
     first, _, rest = name.partition("/")
-    if first == "env" and rest.count("/") == 1:
-        return rest.partition("/")[0]
+    where = parts(name)
+    if first == "env" and where is not None and "/" not in where[2]:
+        return where[1]
     return rest if first in ("train", "time", "eval") and rest else name
 
 
@@ -187,7 +192,7 @@ def _joined(of: Table, *names: str) -> dict[int, list[float]]:
 
 
 def _environments(of: Table) -> list[str]:
-    return sorted({name.split("/")[1] for name in fnmatch.filter(of.steps, "env/*/episodes") if name.count("/") == 2})
+    return sorted({name[len("env/") : -len("/episodes")] for name in of.steps if general(name) == "env/*/episodes"})
 
 
 def _shares(of: Table, what: str, *, begun: bool) -> tuple[list[dict[str, Any]], set[str]]:

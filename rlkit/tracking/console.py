@@ -11,24 +11,25 @@ from typing import Any, Self, TextIO
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.tracking import values
+from rlkit.tracking.names import general
 from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
 from rlkit.trajectory.types import checked_groups
 
 __all__ = ["Console"]
 
-# What is shown of a step where nothing else is asked for: a heading, and what the metric's name begins and ends with.
+# What is shown of a step where nothing else is asked for: a heading, and the metric's name for any environment.
 _SHOWN = {
-    "reward": ("env/", "/reward"),
-    "eval": ("eval/mean", ""),
-    "turns": ("env/", "/turns"),
-    "tokens": ("env/", "/tokens"),
-    "failed": ("env/", "/failed"),
-    "loss": ("train/loss", ""),
-    "grad norm": ("train/grad_norm", ""),
-    "kl": ("train/kl_k3", ""),
-    "entropy": ("train/entropy", ""),
-    "s": ("time/step", ""),
+    "reward": "env/*/reward",
+    "eval": "eval/mean",
+    "turns": "env/*/turns",
+    "tokens": "env/*/tokens",
+    "failed": "env/*/failed",
+    "loss": "train/loss",
+    "grad norm": "train/grad_norm",
+    "kl": "train/kl_k3",
+    "entropy": "train/entropy",
+    "s": "time/step",
 }
 _SUMS = ("failed",)
 _WIDTH = 10
@@ -100,14 +101,10 @@ class Console:
     def _cells(self, metrics: Mapping[str, float]) -> dict[str, float]:
         if self._columns is not None:
             return {heading: metrics[name] for heading, name in self._columns.items() if name in metrics}
+        found = [(general(name), value) for name, value in metrics.items()]
         cells = {}
-        for heading, (start, end) in _SHOWN.items():
-            exact = not end
-            numbers = [
-                value
-                for name, value in metrics.items()
-                if (name == start if exact else name.startswith(start) and name.endswith(end) and name.count("/") == 2)
-            ]
+        for heading, wanted in _SHOWN.items():
+            numbers = [value for name, value in found if name == wanted]
             if numbers:
                 cells[heading] = sum(numbers) / (1 if heading in _SUMS else len(numbers))
         return cells

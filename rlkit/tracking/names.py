@@ -7,7 +7,7 @@ import re
 
 import attrs
 
-__all__ = ["NAMES", "Name", "standard"]
+__all__ = ["NAMES", "Name", "general", "parts", "standard"]
 
 
 @attrs.frozen
@@ -28,19 +28,18 @@ class Name:
         >>> Name("env/<name>/reward", "").matches("env/sums/reward")
         True
         """
-        return _compiled(self.pattern).fullmatch(name) is not None
+        return re.fullmatch(_expression(self.pattern), name, re.DOTALL) is not None
 
 
 @functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(<[^>]+>)", pattern)
-    if parts[-1] == "" and len(parts) > 1:
-        parts.pop()
-    last = len(parts) - 1
+def _expression(pattern: str) -> str:
+    pieces = [piece for piece in re.split(r"(<[^>]+>)", pattern) if piece]
+    last = len(pieces) - 1
     written = [
-        (".+" if i == last else "[^/]+") if part.startswith("<") else re.escape(part) for i, part in enumerate(parts)
+        (".+" if i == last else "[^/]+") if piece.startswith("<") else re.escape(piece)
+        for i, piece in enumerate(pieces)
     ]
-    return re.compile("".join(written))
+    return "".join(written)
 
 
 NAMES: tuple[Name, ...] = tuple(
@@ -111,6 +110,35 @@ NAMES: tuple[Name, ...] = tuple(
 )
 """Every standard name, the particular before the general."""
 
+_OF = "env/<name>/"
+_COUNTED = "|".join(_expression(each.pattern.removeprefix(_OF)) for each in NAMES if each.pattern.startswith(_OF))
+_ENVIRONMENT = re.compile(f"(env)/(.+?)/({_COUNTED})|(env)/([^/]+)/(.+)|(eval)/(.+)/([^/]+)", re.DOTALL)
+
+
+def parts(name: str) -> tuple[str, str, str] | None:
+    """("env" or "eval", the environment, what) of an environment's metric; None of another.
+
+    An environment's name may hold slashes: it is the shortest behind which a standard name ends.
+
+    >>> parts("env/owner/name/info/turns"), parts("eval/owner/name/pass@4"), parts("eval/mean")
+    (('env', 'owner/name', 'info/turns'), ('eval', 'owner/name', 'pass@4'), None)
+    """
+    found = _ENVIRONMENT.fullmatch(name)
+    if found is None:
+        return None
+    kind, environment, what = (group for group in found.groups() if group is not None)
+    return kind, environment, what
+
+
+def general(name: str) -> str:
+    """The name with "*" in the place of the environment.
+
+    >>> general("env/owner/name/reward"), general("train/loss")
+    ('env/*/reward', 'train/loss')
+    """
+    found = parts(name)
+    return name if found is None else f"{found[0]}/*/{found[2]}"
+
 
 def standard(name: str) -> Name | None:
     """The entry of the table that ``name`` belongs to, or None.
@@ -120,4 +148,5 @@ def standard(name: str) -> Name | None:
     >>> standard("my/own") is None
     True
     """
+    name = general(name)
     return next((each for each in NAMES if each.matches(name)), None)

@@ -240,6 +240,21 @@ def test_shares_and_times_are_worked_out():
     assert panel(found, "Sampling speed")["curves"][0]["y"] == [250.0]
 
 
+def test_environments_whose_names_hold_slashes():
+    """They have the standard panels, under their whole name."""
+    name, metrics = "env/owner/name", {"reward": 0.5, "episodes": 12.0, "truncated": 3.0, "info/reward": 7.0}
+    scored = {"eval/owner/name/mean": 0.25, "eval/owner/name/low": 0.1}
+    row = {"time": 0.0, "step": 0, "metrics": {f"{name}/{what}": value for what, value in metrics.items()} | scored}
+    found = panels(table([row]))
+    shown = {each["title"]: [(c["label"], *c["y"]) for c in each["curves"]] for each in found if each["standard"]}
+    assert shown == {
+        "Reward": [("owner/name", 0.5)],
+        "Evaluation": [("owner/name/mean", 0.25)],
+        "Truncated": [("owner/name", 0.25)],
+    }
+    assert counters(table([row])) == {name: metrics}
+
+
 def test_evaluations_are_shown_once_and_are_no_steps():
     """With one environment the mean over environments is its mean; what follows the last step is no step."""
     row = {"time": 0.0, "step": 0, "metrics": {"train/loss": 1.0}}

@@ -21,7 +21,8 @@ def test_rows_under_a_heading_that_comes_again():
     console = Console(file=file)
     assert isinstance(console, Tracker)
     for step in range(21):
-        console.log({"env/a/reward": 0.25, "env/b/reward": 0.75, "train/loss": -1e-5, "env/a/failed": 1.0}, step)
+        rewards = {"env/a/reward": 0.25, "env/owner/b/reward": 0.75, "env/a/info/reward": 9.0}
+        console.log({**rewards, "train/loss": -1e-5, "env/a/failed": 1.0}, step)
     console.log({"unknown": 1.0}, 21)
     console.close()
     lines = file.getvalue().splitlines()

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import rlkit
 from rlkit.advantages import grpo
 from rlkit.envs import StepResult, Task
 from rlkit.rollouts import rollout_sync
 from rlkit.tracking import NAMES, standard, train_metrics
-from rlkit.tracking.names import Name
+from rlkit.tracking.names import Name, general, parts
 from rlkit.trajectory import datums
 from tests.rollouts.parts import RandomSampler
 
@@ -106,7 +108,21 @@ def test_the_particular_comes_before_the_general(name, pattern):
     assert standard(name).pattern == pattern
 
 
-@pytest.mark.parametrize("name", ["", "env", "env/a", "env/a/b/reward", "env//reward", "reward", "Train/loss"])
+SEGMENT = st.text(st.characters(exclude_characters="/"), min_size=1).map(lambda text: f"e{text}")  # no counter's name
+WHATS = [each.pattern.removeprefix("env/<name>/") for each in NAMES if each.pattern.startswith("env/")]
+
+
+@given(st.lists(SEGMENT, min_size=1, max_size=3).map("/".join), st.sampled_from(WHATS), SEGMENT)
+def test_an_environments_name_may_hold_slashes(environment, what, segment):
+    """As those of a hub do: the name ends where what is counted of it begins, also where that holds slashes."""
+    what = re.sub("<.*>", lambda _: f"{segment}/{segment}", what)
+    assert parts(f"env/{environment}/{what}") == ("env", environment, what)
+    assert general(f"env/{environment}/{what}") == f"env/*/{what}"
+    assert standard(f"env/{environment}/{what}") == standard(f"env/x/{what}")
+    assert parts(f"eval/{environment}/mean") == ("eval", environment, "mean")
+
+
+@pytest.mark.parametrize("name", ["", "env", "env/a", "env/a/b/other", "env//reward", "reward", "Train/loss"])
 def test_other_names_are_not_standard(name):
     assert standard(name) is None
 
