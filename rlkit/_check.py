@@ -4,8 +4,11 @@ what was expected, and why.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import numbers
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,25 @@ def shown(value: object) -> str:
 def problem(where: str, what: str, expected: str, why: str = "") -> str:
     """The one form of message: ``where: what; expected ... (why)``."""
     return f"{where}: {what}; expected {expected}" + (f" ({why})" if why else "")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What ends a message about a name that there is not: the nearest one, and all that there are.
+
+    >>> near("rad", ["red", "blue"]), near("x", ["red", "blue"])
+    ("; did you mean 'red'? There are: red, blue", '. There are: red, blue')
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return (f"; did you mean {close[0]!r}?" if close else ".") + f" There are: {', '.join(known) or 'none'}"
+
+
+def options(where: str, make: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a keyword that ``make`` does not take."""
+    known = inspect.signature(make).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for name in given.keys() - known.keys():
+            raise ConfigError(f"{where}: no option {name!r}{near(name, known)}")
 
 
 def integer(

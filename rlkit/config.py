@@ -12,7 +12,6 @@ Reading is left to OmegaConf (the extra ``config``); what the keys may be is sai
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -207,9 +206,7 @@ def _built(kind: type[Any], given: Any, where: str) -> Any:
         path = f"{where}.{key}" if where else str(key)
         field = fields.get(key)
         if field is None:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{path}: there is no such setting; {hint}There are: {', '.join(fields)}")
+            raise ConfigError(f"{path}: there is no such setting{_check.near(str(key), fields)}")
         if _SECRET in field.metadata:
             raise ConfigError(f"{path}: is read from the environment alone, from {field.metadata[_SECRET]}")
         values[key] = _value(hints.get(key, Any), value, path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from rlkit import _check
 from rlkit.errors import ConfigError, UnknownNameError
 
 __all__ = ["Registry"]
@@ -87,10 +87,7 @@ class Registry(dict[str, Any]):
         self._load_entry_points()
         if name in self:
             return super().__getitem__(str(name))
-        names = sorted(self)
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise UnknownNameError(f"no {self.kind} named {name!r}{hint} There are: {', '.join(names) or 'none'}")
+        raise UnknownNameError(f"no {self.kind} named {name!r}{_check.near(str(name), sorted(self))}")
 
     def values(self) -> Any:
         """The implementations, imported."""

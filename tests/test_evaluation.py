@@ -172,7 +172,7 @@ def test_unscored_rewards_do_not_count():
         ({"level": 1.0}, "level"),
         ({"success": float("nan")}, "success"),
         ({"greedy": 1}, "greedy"),
-        ({"wrong": 1}, "unknown option"),
+        ({"wrong": 1}, "no option 'wrong'"),
     ],
 )
 def test_bad_options(options, message):

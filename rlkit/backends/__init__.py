@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from typing import Any
 
+from rlkit import _check
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
@@ -40,12 +39,7 @@ def connect(name: str, **options: Any) -> TrainerBackend:
     'hello'
     """
     make = registry.resolve(name)
-    known = inspect.signature(make).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        for option in options.keys() - known.keys():
-            close = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"connect({name!r}): no option {option!r}; {hint}There are: {', '.join(sorted(known))}")
+    _check.options(f"connect({name!r})", make, options)
     backend: TrainerBackend = make(**options)
     return backend
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from typing import Any
 
+from rlkit import _check
 from rlkit.critics.estimates import gae_datums
 from rlkit.critics.protocol import Critic
-from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 
 __all__ = ["Critic", "critic", "gae_datums", "registry"]
@@ -45,11 +43,6 @@ def critic(name: str, *, tokenizer: Any, **options: Any) -> Critic:
     [0.0, 1.0, 1.0]
     """
     make = registry.resolve(name)
-    known = inspect.signature(make).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        for option in options.keys() - known.keys():
-            close = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"critic({name!r}): no option {option!r}; {hint}There are: {', '.join(sorted(known))}")
+    _check.options(f"critic({name!r})", make, options)
     made: Critic = make(tokenizer=tokenizer, **options)
     return made

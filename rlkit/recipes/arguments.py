@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -101,7 +100,7 @@ def coefficients(settings: Algorithm, recipe: Recipe) -> tuple[float, float, flo
             raise contradiction(f"{part}_args.adaptive", value=True, why="a loop of your own can use losses.kl")
         if args:
             name = next(iter(args))
-            raise ConfigError(f"algorithm.{part}_args.{name}: there is no such setting; There is: {key}")
+            raise ConfigError(f"algorithm.{part}_args.{name}: there is no such setting{_check.near(name, [key])}")
         if value and getattr(settings, part) == "none":
             raise contradiction(f"{part}_args.{key}", value, f"{part} is none")
         found.append(value)
@@ -126,9 +125,8 @@ def expert_ratio(settings: Algorithm) -> float:
     ratio = args.pop("expert_data_ratio", 0.5)
     if args:
         name = next(iter(args))
-        raise ConfigError(
-            f"algorithm.sample_strategy_args.{name}: there is no such setting; There is: expert_data_ratio"
-        )
+        known = _check.near(name, ["expert_data_ratio"])
+        raise ConfigError(f"algorithm.sample_strategy_args.{name}: there is no such setting{known}")
     return _check.real("algorithm.sample_strategy_args.expert_data_ratio", ratio, above=0.0, below=1.0)
 
 
@@ -143,11 +141,7 @@ def check_settings(where: str, function: Callable[..., Any], given: Mapping[str,
     known = keywords(function)
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(
-                f"{where}.{name}: there is no such setting; {hint}There are: {', '.join(known) or 'none'}"
-            )
+            raise ConfigError(f"{where}.{name}: there is no such setting{_check.near(name, known)}")
 
 
 def contradiction(name: str, value: Any, why: str) -> ConfigError:

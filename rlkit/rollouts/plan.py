@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -163,10 +162,5 @@ class Plan:
         Raises:
             ConfigError: there is no such field, or as for the class.
         """
-        names = [field.name for field in attrs.fields(Plan)]
-        for name in options:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
-                raise ConfigError(f"rollout: unknown option {name!r}; {hint}")
+        _check.options("rollout", Plan, options)
         return attrs.evolve(self, **options)

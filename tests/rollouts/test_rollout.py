@@ -585,7 +585,7 @@ def test_global_random_state_is_left_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"m": 3}, "unknown option 'm'; there are: n, min_n"),
+        ({"m": 3}, "no option 'm'. There are: n, min_n"),
         ({"deadlin": 3}, "did you mean 'deadline'"),
         ({"n": 0}, r"Plan\.n"),
         ({"n": 2, "min_n": 3}, r"Plan\.min_n"),
