@@ -100,5 +100,7 @@ def test_connect_names_its_backends():
     """An unknown backend is answered with those that exist; an unknown option is refused."""
     with pytest.raises(UnknownNameError, match="local.*toy"):
         rlkit.connect("loocal")
-    with pytest.raises(ConfigError, match=r"^connect\('toy'\): no option 'seeed'; did you mean 'seed'\? There are: model"):
+    with pytest.raises(
+        ConfigError, match=r"^connect\('toy'\): no option 'seeed'; did you mean 'seed'\? There are: model"
+    ):
         rlkit.connect("toy", seeed=1)

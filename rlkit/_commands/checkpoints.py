@@ -3,7 +3,7 @@
 rlkit checkpoints RUN                            what is there, and whether it is whole
 rlkit checkpoints RUN --export FOLDER            the newest policy as a peft adapter
 rlkit checkpoints RUN --export FOLDER --merged   the same merged into its base, as a model of its own
-rlkit checkpoints RUN --keep 3                   removes all but the newest three
+rlkit checkpoints RUN --keep 3                   removes all but the newest three, on a Tinker service too
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "run"]
 
+_DEADLINE = 60.0  # seconds for each request to a service
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``rlkit checkpoints``."""
@@ -30,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a checkpoint is damaged, else 0."""
+    """1 where a checkpoint is damaged, or can not be deleted on the service; else 0."""
     from rlkit.errors import CheckpointError
     from rlkit.runs import record as records
     from rlkit.runs.lock import Lock
@@ -55,15 +57,43 @@ def run(options: argparse.Namespace) -> int:
         print(f"step {record.step:<8} whole  {_size(record):>9}  {numbers}".rstrip())
     if options.export is not None:
         print(_export(whole, options))
+    left = 0
     if options.keep is not None:
         lock = Lock(folder)
         try:
+            elsewhere = []
             for record in Retention(last=options.keep).spent(whole):
-                elsewhere = records.remove(record)
-                print(f"removed step {record.step}", *[f"(still on the service: {path})" for path in elsewhere])
+                elsewhere += records.remove(record)
+                print(f"removed step {record.step}")
+            left = _delete(elsewhere) if elsewhere else 0
         finally:
             lock.release()
-    return 1 if damaged else 0
+    return 1 if damaged or left else 0
+
+
+def _delete(paths: list[str]) -> int:
+    """Deletes states on the Tinker service that the environment names, and says so; how many are still there."""
+    from rlkit.backends.tinker.session import Session
+    from rlkit.errors import RlkitError
+
+    left = len(paths)
+    try:
+        session = Session.open(
+            None, base_url=None, api_key=None, project=None, metadata=None, resend=None, seconds=_DEADLINE
+        )
+    except RlkitError as error:
+        print(*[f"not deleted: {path}" for path in paths], f"since: {error}", sep="\n")
+        return left
+    for path in paths:
+        try:
+            session.delete(path).result()
+        except RlkitError as error:
+            print(f"not deleted: {path}: {error}")
+        else:
+            left -= 1
+            print(f"deleted {path}")
+    session.close()
+    return left
 
 
 def _size(record: Record) -> str:

@@ -43,6 +43,39 @@ def test_checkpoints_keep(folder, capsys):
     assert "in use" in capsys.readouterr().err
 
 
+def test_checkpoints_on_a_service(tmp_path, capsys, monkeypatch):
+    """They are deleted there, and each is named; without a key it is said that they are still there."""
+    pytest.importorskip("tinker", reason="needs the extra tinker")
+    from rlkit.testing import FakeTinker
+
+    with FakeTinker(seed=0) as fake:
+        where = {"base_url": fake.base_url, "api_key": fake.api_key}
+        with Run(tmp_path / "run", seed=0, retention=Retention(last=5), trackers=()) as run:
+            policy = run.connect("tinker", model="toy", **where)
+            paths = [run.checkpoint(policy).policy("policy") for _ in run.steps(4)]
+
+        def there():
+            return {c.tinker_path for c in fake.rest_client().list_user_checkpoints().result().checkpoints}
+
+        assert there() == set(paths)
+        monkeypatch.delenv("TINKER_API_KEY", raising=False)
+        monkeypatch.setenv("TINKER_BASE_URL", fake.base_url)
+        assert main(["checkpoints", str(tmp_path / "run"), "--keep", "3"]) == 1
+        told = capsys.readouterr().out
+        assert f"removed step 1\nnot deleted: {paths[0]}\nsince: " in told
+        assert there() == set(paths)
+        monkeypatch.setenv("TINKER_API_KEY", fake.api_key)
+        policy = rlkit.connect("tinker", model="toy", **where)
+        policy.delete(paths[1]).result()  # by somebody else
+        assert main(["checkpoints", str(tmp_path / "run"), "--keep", "1"]) == 1
+        told = capsys.readouterr().out.splitlines()
+        assert told[-4:-2] == ["removed step 2", "removed step 3"]
+        assert told[-2].startswith(f"not deleted: {paths[1]}: ")
+        assert told[-1] == f"deleted {paths[2]}"
+        assert there() == {paths[0], paths[3]}
+        policy.close()
+
+
 def test_checkpoints_of_what_is_no_run(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path)]) == 2
     assert "is no run" in capsys.readouterr().err
