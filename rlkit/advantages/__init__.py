@@ -19,7 +19,7 @@ from rlkit.advantages.passk import pass_at_k, pkpo
 from rlkit.advantages.returns import discounted_returns, rebn
 from rlkit.advantages.running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
 from rlkit.advantages.shaping import potential_shaping
-from rlkit.advantages.tokens import entropy_bonus, jsd, kl_penalty, on_policy_distillation
+from rlkit.advantages.tokens import entropy_bonus, jsd, jsd_gradient, kl_penalty, on_policy_distillation
 from rlkit.advantages.tokenwise import reinforce_pp, reinforce_pp_baseline, remax
 from rlkit.advantages.weights import token_weights
 
@@ -38,6 +38,7 @@ __all__ = [
     "grpo",
     "hierarchical_grpo",
     "jsd",
+    "jsd_gradient",
     "kl_penalty",
     "lambda_returns",
     "length_adaptive_lambda",

@@ -16,7 +16,7 @@ import numpy as np
 from rlkit import _check, advantages
 from rlkit.registry import Registry
 
-__all__ = ["Recipe", "best_of_group", "register", "registry", "sampled_jsd"]
+__all__ = ["Recipe", "best_of_group", "register", "registry"]
 
 Named: TypeAlias = str | Callable[..., Any]
 _NEEDS = {"values": "critic", "teacher_logprobs": "teacher", "baseline": "greedy"}
@@ -98,37 +98,6 @@ def best_of_group(rewards: Any) -> Any:
     return found
 
 
-def sampled_jsd(*, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0) -> Any:
-    """Advantages whose policy gradient is that of the generalised Jensen-Shannon divergence from a teacher, per token.
-
-    A_t = -coef (1 - beta) (sampling - M), M = log(beta e^teacher + (1 - beta) e^sampling)
-
-    D = beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s has the derivative
-    (1 - beta) log(s / m) with respect to s, since what m contributes cancels.
-
-    Args:
-        teacher_logprobs, sampling_logprobs: of the sampled tokens, a list of [n_i].
-        beta: in (0, 1), the teacher's share; towards 0 the gradient becomes beta times that of KL(s || t).
-        coef: >= 0.
-
-    >>> a, b = sampled_jsd(teacher_logprobs=[[np.log(0.5)], [np.log(0.125)]],
-    ...                    sampling_logprobs=[[np.log(0.125)], [np.log(0.5)]])
-    >>> a.round(3), b.round(3)  # half of log 2.5, half of log 0.625
-    (array([0.458]), array([-0.235]))
-
-    Source: generalised JSD, arXiv:2306.13649, equation 3, differentiated. Peers: Trinity's advantage
-    (``rlkit.advantages.jsd``) is the value of the divergence's terms, the same for a token that the teacher finds
-    likelier and for one that it finds as much less likely.
-    """
-    beta = _check.real("beta", beta, above=0.0, below=1.0)
-    coef = _check.real("coef", coef, low=0.0)
-    found = []
-    for teacher, sampling in zip(teacher_logprobs, sampling_logprobs, strict=True):
-        t, s = np.asarray(teacher, np.float64), np.asarray(sampling, np.float64)
-        found.append(-coef * (1 - beta) * (s - np.logaddexp(np.log(beta) + t, np.log1p(-beta) + s)))
-    return found
-
-
 registry = Registry("algorithm")
 """Name -> ``Recipe``."""
 
@@ -171,7 +140,7 @@ _ROWS = {
         level="token",
         loss="importance_sampling",
     ),
-    "jsd": Recipe("arXiv:2306.13649", advantage=sampled_jsd, level="token", loss="importance_sampling"),
+    "jsd": Recipe("arXiv:2306.13649", advantage="jsd_gradient", level="token", loss="importance_sampling"),
     "sft": Recipe("likelihood", data="demonstrations", advantage=None, loss="cross_entropy"),
     "raft": Recipe("arXiv:2304.06767", advantage=best_of_group, loss="reinforce", select="best"),
     "dpo": Recipe("arXiv:2305.18290", data="pairs", advantage=None, loss="dpo"),

@@ -156,6 +156,7 @@ NEEDS: dict[str, dict[str, Any]] = {  # what an estimator can not do without, be
     "gigpo": {"states": ["a", "a"]},
     "hierarchical_grpo": {"roles": ["a", "a"], "groups": ["g", "g"]},
     "jsd": {"teacher_logprobs": [-1.0], "sampling_logprobs": [-1.0]},
+    "jsd_gradient": {"teacher_logprobs": [-1.0], "sampling_logprobs": [-1.0]},
     "lambda_returns": {"values": TWO},
     "n_step_returns": {"values": TWO},
     "on_policy_distillation": {"teacher_logprobs": [-1.0], "sampling_logprobs": [-1.0]},
@@ -292,7 +293,12 @@ def test_length_adaptive_lambda_refuses(lengths: Any) -> None:
         adv.length_adaptive_lambda(lengths)
 
 
-TOKEN_PAIRS = {"on_policy_distillation": "teacher", "jsd": "teacher", "kl_penalty": "reference"}
+TOKEN_PAIRS = {
+    "on_policy_distillation": "teacher",
+    "jsd": "teacher",
+    "jsd_gradient": "teacher",
+    "kl_penalty": "reference",
+}
 
 
 @pytest.mark.parametrize("name", TOKEN_PAIRS)
@@ -344,6 +350,9 @@ def test_token_settings() -> None:
         adv.jsd(teacher_logprobs=q, sampling_logprobs=q, beta=-0.1)
     with pytest.raises(ConfigError, match="^beta"):
         adv.jsd(teacher_logprobs=q, sampling_logprobs=q, beta=1.1)
+    for beta in (0.0, 1.0):
+        with pytest.raises(ConfigError, match="^beta"):
+            adv.jsd_gradient(teacher_logprobs=q, sampling_logprobs=q, beta=beta)
     with pytest.raises(ConfigError, match="^clip"):
         adv.on_policy_distillation(teacher_logprobs=q, sampling_logprobs=q, clip=0.0)
     with pytest.raises(ConfigError, match="^estimator"):
@@ -397,6 +406,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {"scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "zero"},
     "hierarchical_grpo": {"singleton": "zero"},
     "jsd": {"beta": 0.5, "coef": 1.0, "mask": None},
+    "jsd_gradient": {"beta": 0.5, "coef": 1.0, "mask": None},
     "kl_penalty": {"coef": 0.01, "estimator": "k1", "center": False, "mask": None},
     "lambda_returns": {"bootstrap_value": 0.0, "mask": None, "gamma": 1.0, "lam": 0.95},
     "length_adaptive_lambda": {"alpha": 0.05},

@@ -184,3 +184,5 @@ def test_token_functions() -> None:
     terms = 0.2 * (np.concatenate(t) - mixture) + 0.8 * (np.concatenate(q) - mixture)
     found = np.concatenate(adv.jsd(teacher_logprobs=t, sampling_logprobs=q, beta=0.2, coef=1.5))
     np.testing.assert_allclose(found, -1.5 * terms, rtol=1e-9)
+    found = np.concatenate(adv.jsd_gradient(teacher_logprobs=t, sampling_logprobs=q, beta=0.2, coef=1.5))
+    np.testing.assert_allclose(found, -1.5 * 0.8 * (np.concatenate(q) - mixture), rtol=1e-9)

@@ -116,6 +116,9 @@ def call(name: str, rewards: Any, values: Any, mask: Any = None) -> list[Any]:
             teacher_logprobs=below(values), sampling_logprobs=below(rewards), gamma=0.5, mask=mask
         ),
         "jsd": lambda: adv.jsd(teacher_logprobs=below(values), sampling_logprobs=below(rewards), mask=mask),
+        "jsd_gradient": lambda: adv.jsd_gradient(
+            teacher_logprobs=below(values), sampling_logprobs=below(rewards), mask=mask
+        ),
         "kl_penalty": lambda: adv.kl_penalty(
             sampling_logprobs=below(rewards), reference_logprobs=below(values), center=True, mask=mask
         ),
@@ -137,6 +140,7 @@ MASKED = [
     "rebn",
     "on_policy_distillation",
     "jsd",
+    "jsd_gradient",
     "kl_penalty",
     "entropy_bonus",
 ]
@@ -227,6 +231,30 @@ def test_jsd_ends() -> None:
     """With beta 0 or 1 the mixture is one of the two, and the term 0."""
     for beta in (0.0, 1.0):
         np.testing.assert_array_equal(adv.jsd(teacher_logprobs=[-1.0], sampling_logprobs=[-9.0], beta=beta), [0.0])
+
+
+@given(
+    st.lists(st.floats(-12, -0.01), min_size=2, max_size=6),
+    st.lists(st.floats(-12, -0.01), min_size=6, max_size=6),
+    st.floats(0.05, 0.95),
+)
+def test_jsd_gradient(student: list[float], teacher: list[float], beta: float) -> None:
+    """Exactly, over a small vocabulary: E[A grad log p] is minus the gradient of the divergence, by differences."""
+    logits = np.array(student)
+    t = np.exp(teacher[: logits.size] - np.logaddexp.reduce(teacher[: logits.size]))
+
+    def divergence(x: np.ndarray) -> float:
+        s = np.exp(x - np.logaddexp.reduce(x))
+        m = beta * t + (1 - beta) * s
+        return float(beta * (t * np.log(t / m)).sum() + (1 - beta) * (s * np.log(s / m)).sum())
+
+    logp = logits - np.logaddexp.reduce(logits)
+    a = adv.jsd_gradient(teacher_logprobs=np.log(t), sampling_logprobs=logp, beta=beta)
+    p = np.exp(logp)
+    expected = p * a - p * (p * a).sum()  # sum over tokens of p A (one-hot - p)
+    h = 1e-5
+    numeric = [(divergence(logits + h * e) - divergence(logits - h * e)) / (2 * h) for e in np.eye(logits.size)]
+    assert expected == pytest.approx(-np.array(numeric), abs=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 1000, 70_001])

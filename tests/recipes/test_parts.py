@@ -17,7 +17,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
 from rlkit.recipes import batch, credit, demonstrations, rows, tasks
-from rlkit.recipes.algorithms import best_of_group, sampled_jsd
+from rlkit.recipes.algorithms import best_of_group
 from rlkit.recipes.inputs import Format, Taskset
 from rlkit.recipes.learning import Algorithm
 from rlkit.recipes.method import resolved
@@ -93,30 +93,6 @@ def test_the_bonus_of_entropy():
     """-coef log q is added to each token's advantage."""
     found, _ = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
     assert found[0] == [0.75, 0.75]
-
-
-@given(
-    st.lists(st.floats(-12, -0.01), min_size=2, max_size=6),
-    st.lists(st.floats(-12, -0.01), min_size=6, max_size=6),
-    st.floats(0.05, 0.95),
-)
-def test_the_gradient_of_the_divergence(student, teacher, beta):
-    """Exactly, over a small vocabulary: E[A grad log p] is minus the gradient of the divergence, by differences."""
-    logits = np.array(student)
-    t = np.exp(teacher[: logits.size] - np.logaddexp.reduce(teacher[: logits.size]))
-
-    def divergence(x):
-        s = np.exp(x - np.logaddexp.reduce(x))
-        m = beta * t + (1 - beta) * s
-        return float(beta * (t * np.log(t / m)).sum() + (1 - beta) * (s * np.log(s / m)).sum())
-
-    logp = logits - np.logaddexp.reduce(logits)
-    (a,) = sampled_jsd(teacher_logprobs=[np.log(t)], sampling_logprobs=[logp], beta=beta)
-    p = np.exp(logp)
-    expected = p * a - p * (p * a).sum()  # sum over tokens of p A (one-hot - p)
-    h = 1e-5
-    numeric = [(divergence(logits + h * e) - divergence(logits - h * e)) / (2 * h) for e in np.eye(logits.size)]
-    assert expected == pytest.approx(-np.array(numeric), abs=1e-6)
 
 
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=4))
