@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except RlkitError as error:
-        print(f"rlkit {options.command}: {error}", file=sys.stderr)
+        print(f"rlkit {options.command}: {' '.join(str(error).split())}", file=sys.stderr)  # foreign texts have lines
         return 2
     except KeyboardInterrupt:
         return 130

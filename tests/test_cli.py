@@ -63,6 +63,18 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
+def test_errors_of_other_libraries_are_one_line_too(monkeypatch, capsys):
+    """Whatever an error's message took over from where it is from."""
+    from rlkit._commands import doctor
+
+    def failed(_):
+        raise rlkit.ConfigError("model: can not be loaded: no network\n  see the manual\n")
+
+    monkeypatch.setattr(doctor, "run", failed)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "rlkit doctor: model: can not be loaded: no network see the manual\n"
+
+
 def test_a_bad_key_is_refused(monkeypatch, capsys):
     """What is in the variable has to be a key; the message does not show it."""
     monkeypatch.setenv("RLKIT_SERVER_KEY", "hunter2")
