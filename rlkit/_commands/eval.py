@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``rlkit eval``."""
     parser.add_argument("policy", metavar="POLICY", help="a run's folder, what save() returned, or a model")
     parser.add_argument(
-        "tasks", metavar="TASKS", nargs="+", help="a reasoning-gym task, a .jsonl file of rows, or yours"
+        "tasks", metavar="TASKS", nargs="+", help="reasoning-gym tasks, .jsonl files, or your environments"
     )
     _modules.add_option(parser)
     parser.add_argument("--backend", default="local", help="of a model (default: local)")

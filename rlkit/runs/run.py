@@ -95,7 +95,7 @@ class Run:
         self._inside = False
 
     def _open(self, seed: int | None, config: Any, trackers: Sequence[Any]) -> None:
-        self._new = beginning.missing(self.folder)
+        self._new = beginning.missing(self.folder)  # what is made now, and taken back if the run is refused
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in (records.POLICIES, records.CHECKPOINTS):
             (self.folder / name).mkdir(exist_ok=True, mode=0o700)
