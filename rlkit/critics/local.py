@@ -14,6 +14,7 @@ from torch import nn
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.local import adapter_seed, device_of
+from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import (
     ADAPTER,
     check_finite,
@@ -22,8 +23,9 @@ from rlkit.backends.local.checkpoint import (
     read_optimizer,
     write_optimizer,
 )
-from rlkit.backends.local.head import Head, selected_hidden
+from rlkit.backends.local.head import Head
 from rlkit.backends.local.model import load_base, with_adapter
+from rlkit.backends.local.packing import Batch
 from rlkit.backends.local.trainer import Trainer
 from rlkit.backends.sampling import entropy_of
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
@@ -88,7 +90,9 @@ class LocalCritic(InProcessCritic):
         self._settings = {"model": model, "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
         peft = with_adapter(base.tree(), lora, adapter_seed(lora, entropy_of(seed)))
         peft.value_head = _value_head(peft, base.device)
-        self._trainer = Trainer(peft, base.device, micro_batch_tokens, ValueHead(peft))
+        self._trainer = Trainer(
+            peft, base.device, micro_batch_tokens, ValueHead(peft, body_of(peft, base, lora.alpha / lora.rank))
+        )
         version = 0
         if saved is not None:
             version = self._load(*saved, optimizer=resume_from is not None)
@@ -136,15 +140,12 @@ class ValueHead(Head):
 
     def outputs(
         self,
-        inputs: Mapping[str, torch.Tensor],
-        index: torch.Tensor,
+        batch: Batch,
         wanted: Mapping[str, torch.Tensor | None],  # noqa: ARG002  # there is nothing else
         temperatures: torch.Tensor | None,  # noqa: ARG002  # of a distribution, which this is not
     ) -> dict[str, torch.Tensor]:
-        """The value [n] at the flat positions ``index`` of the inputs. See ``Head.outputs``."""
-        with selected_hidden(self._model, index) as found:
-            self._model(**inputs, use_cache=False)
-        return {"values": self._model.value_head(found[0].float())[:, 0]}
+        """The value [n] at ``batch.index``. See ``Head.outputs``."""
+        return {"values": self._model.value_head(self.body.hidden(batch).float())[:, 0]}
 
 
 def _value_head(model: Any, device: torch.device) -> nn.Linear:

@@ -18,7 +18,7 @@ import pytest
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local import engine, head
+from rlkit.backends.local import engine, head, logprobs
 from rlkit.backends.local.export import save_merged
 
 torch = pytest.importorskip("torch")
@@ -496,8 +496,9 @@ def test_chunked_head(connect, kind, monkeypatch):
     for kept, chunk in ((2**40, 256), (0, 5)):
         policy = connect(kind)
         data = train(policy, 1)
-        monkeypatch.setattr(head, "KEPT", kept)
-        monkeypatch.setattr(head, "CHUNK", chunk)
+        for module in (head, logprobs):
+            monkeypatch.setattr(module, "KEPT", kept)
+            monkeypatch.setattr(module, "CHUNK", chunk)
         rng = np.random.default_rng(0)
         for k, datum in enumerate(data):
             n = int(datum.mask.sum())
@@ -507,8 +508,9 @@ def test_chunked_head(connect, kind, monkeypatch):
             )
         first = policy.forward_backward(data, loss, want=("entropy",)).result()
         policy.forward_backward(data, topk).result()
+        policy.forward_backward(data, "cross_entropy").result()
         grads = [p.grad.clone() for p in policy._trainer.parameters.values()]
-        assert policy._trainer._head._splits
+        assert policy.base.llama or policy._trainer._head._splits
         gradients.append((first, grads))
         monkeypatch.undo()
     (a, one), (b, other) = gradients

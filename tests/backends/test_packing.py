@@ -11,6 +11,9 @@ import rlkit
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+from rlkit.backends.local import head, tree  # noqa: E402
+from rlkit.backends.local.body import LibraryBody  # noqa: E402
+from rlkit.backends.local.model import DTYPES  # noqa: E402
 from rlkit.backends.local.packing import pack  # noqa: E402
 
 
@@ -36,21 +39,24 @@ def test_every_token_sees_its_own_past(data, budget, share):
     """Each scored token is predicted from exactly its own datum's earlier tokens, at their own positions."""
     seen = []
     for batch in pack(data, budget, share=share):
-        rows, length = batch.tokens.shape
-        assert len(batch.members) == 1 or rows * length <= budget
-        places = iter(batch.index)
+        visible = batch.visible()
+        if share:
+            assert len(batch.members) == 1 or batch.tokens.size <= budget
+        else:
+            rows, index = batch.rows()
+            assert len(batch.members) == 1 or rows.size <= budget
+            assert all(not run.before for run in batch.runs)
+        places = iter(zip(batch.index, batch.index if share else index, strict=True))
         for i in batch.members:
             seen.append(i)
             for t in np.flatnonzero(data[i].mask):
-                row, column = divmod(int(next(places)), length)
-                if batch.visible is None:
-                    keys = np.arange(column + 1)
-                    positions = keys
-                else:
-                    keys = np.flatnonzero(batch.visible[row, column])
-                    positions = batch.positions[row, keys]
-                assert batch.tokens[row, keys].tolist() == data[i].tokens[:t].tolist()
-                assert positions.tolist() == list(range(t))
+                place, in_rows = next(places)
+                keys = np.flatnonzero(visible[place])
+                assert batch.tokens[keys].tolist() == data[i].tokens[:t].tolist()
+                assert batch.positions[keys].tolist() == list(range(t))
+                if not share:
+                    row, column = divmod(int(in_rows), rows.shape[1])
+                    assert rows[row, : column + 1].tolist() == data[i].tokens[:t].tolist()
     assert sorted(seen) == [i for i, datum in enumerate(data) if datum.mask.any()]
 
 
@@ -65,40 +71,100 @@ def test_pairs_stay_together(data, budget):
 
 
 def test_a_group_reads_its_prompt_once():
-    """Eight completions of 4 tokens behind a prompt of 20 are one row of 20 + 8 * 3 tokens."""
+    """Eight completions of 4 tokens behind a prompt of 20 are 20 + 8 * 3 tokens."""
     data = [rlkit.Datum.supervised(np.arange(1, 21), np.full(4, k + 30)) for k in range(8)]
     (batch,) = pack(data, 1024)
-    assert batch.tokens.shape == (1, 20 + 8 * 3)
+    assert batch.tokens.shape == (20 + 8 * 3,)
     assert sum(b.tokens.size for b in pack(data, 1024, share=False)) == 8 * 23
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
-def test_shared_prefixes_change_no_number(tiny, kind):
-    """Outputs, loss and gradient are those of every datum computed by itself."""
+def test_turns_of_episodes_share_their_history():
+    """Four episodes of three turns, a datum each, with one opening: every token of the tree is computed once."""
+    data, distinct = [], set()
+    for k in range(4):
+        history = [1, 2, 3, 4, 5]
+        for turn in range(3):
+            answer = [10 * k + turn + 20] * 4
+            data.append(rlkit.Datum.supervised(history, answer))
+            distinct |= {tuple([*history, *answer[:-1]][: n + 1]) for n in range(len(history) + 3)}
+            history = [*history, *answer, 7, 8]
+    (batch,) = pack([data[i] for i in np.random.default_rng(0).permutation(12)], 1024)
+    assert batch.tokens.size == len(distinct)
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """In float32 a random Qwen3 is 4e-5 off float64 by itself, whoever computes it."""
+    monkeypatch.setitem(DTYPES, "float64", torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_shared_prefixes_change_no_number(tiny, kind, double):
+    """Outputs, loss and gradient are those of the library's forward on every datum by itself."""
     rng = np.random.default_rng(0)
-    policy = rlkit.connect(
-        "local", model=tiny(kind), lora=rlkit.Lora(rank=4), seed=0, device="cpu", micro_batch_tokens=90
-    )
-    policy.base.model.double()  # in float32 a random Qwen3 is 4e-5 off float64 by itself, either way
+    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": 90, "dtype": "float64"}
+    policy = rlkit.connect("local", model=tiny(kind), **options)
+    assert policy.base.llama == (kind != "gpt2")
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
-        parameter.data.add_(0.05 * np.float32(rng.normal()))
-    for loss, data in ((loss, random_groups(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
+        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
+    own, plain = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model))
+    assert own.body.shares
+    plain.body._shares = False
+    for loss, data in ((loss, random_tree(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
         near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
         data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
-        found = []
-        for share in (True, False):
-            trainer._head._shares = share
-            output = policy.forward_backward(data, loss, want=("entropy",)).result()
-            found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
-            policy.discard().result()
-        (a, packed), (b, alone) = found
-        for x, y in zip(a.logprobs + a.outputs["entropy"], b.logprobs + b.outputs["entropy"], strict=True):
-            assert np.abs(x - y).max() < 1e-5
-        assert relative(packed, alone) < 2e-6
-    trainer._head._shares = None
-    assert trainer._head.shares
+        for want in ((), ("entropy",)):
+            found = []
+            for trainer._head in (own, plain):
+                output = policy.forward_backward(data, loss, want=want).result()
+                found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
+                policy.discard().result()
+            (a, packed), (b, alone) = found
+            numbers = [[*out.logprobs, *out.outputs.get("entropy", [])] for out in (a, b)]
+            assert max(np.abs(x - y).max() for x, y in zip(*numbers, strict=True)) < 1e-5  # of float32 logits
+            assert relative(packed, alone) < 2e-6
     policy.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("lora", [{"train_mlp": False}, {"train_attn": False}, {"target_modules": ("k_proj",)}])
+def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
+    """The own backward gives the library's gradients whichever modules have an adapter, and long runs are cut."""
+    rng = np.random.default_rng(1)
+    monkeypatch.setattr(tree, "SCORES", 50)
+    options = {"lora": rlkit.Lora(rank=3, alpha=7, **lora), "seed": 0, "device": "cpu", "dtype": "float64"}
+    policy = rlkit.connect("local", model=tiny(kind), **options)
+    trainer = policy._trainer
+    for parameter in trainer.parameters.values():
+        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
+    data = random_tree(rng)
+    found = []
+    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model))
+    for trainer._head in heads:
+        policy.forward_backward(data, "importance_sampling").result()
+        found.append([p.grad.clone() for p in trainer.parameters.values()])
+        policy.discard().result()
+    assert relative(*found) < 2e-6
+    policy.close()
+
+
+def test_masked_attention_is_tree_attention():
+    """The library's attention with a mask over all pairs, which a GPU uses, gives the same, and the same gradients."""
+    rng = np.random.default_rng(0)
+    (batch,) = pack(random_tree(rng), 10**6)
+    n = batch.tokens.size
+    q, k, v = (torch.from_numpy(rng.normal(size=(n, heads, 8))) for heads in (4, 2, 2))
+    grad = torch.from_numpy(rng.normal(size=(n, 32)))
+    found = []
+    for attention in (
+        tree.TreeAttention(batch.runs, 4, 2),
+        tree.MaskedAttention(torch.from_numpy(batch.visible())),
+    ):
+        out, saved = attention.forward(q, k, v)
+        found.append([out, *attention.backward(grad, saved)])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
 
 
 def relative(a, b):
@@ -107,33 +173,17 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
-def random_groups(rng):
+def random_tree(rng):
+    """Groups behind shared prompts; some episodes go on for a second turn."""
     data = []
     for _ in range(3):
         prompt = rng.integers(3, 200, rng.integers(1, 20))
         for _ in range(rng.integers(1, 6)):
             n = int(rng.integers(1, 12))
             sample = rlkit.Sample(prompt, rng.integers(3, 200, n), -rng.random(n) * 5)
-            data.append(sample.datum(weights=rng.normal()))
+            data.append(sample.datum(rng.normal(), weights=rng.normal()))
+            if rng.random() < 0.5:
+                longer = np.concatenate([sample.tokens, rng.integers(3, 200, 3)])
+                second = rlkit.Sample(np.concatenate([prompt, longer]), rng.integers(3, 200, n), -rng.random(n) * 5)
+                data.append(second.datum(rng.normal(), weights=rng.normal()))
     return [data[i] for i in rng.permutation(len(data))]
-
-
-def test_rows_of_a_group_are_even():
-    """A group too large for one row is cut into about equal ones, so that little is padding."""
-    data = [rlkit.Datum.supervised(np.arange(1, 51), np.full(64, k + 30)) for k in range(40)]
-    batches = pack(data, 1024)
-    useful = sum(50 * batch.tokens.shape[0] + 63 * len(batch.members) for batch in batches)
-    assert useful > 0.85 * sum(batch.tokens.size for batch in batches)
-    eight = pack(data[:8], 1024)
-    assert [batch.tokens.shape for batch in eight] == [(1, 50 + 8 * 63)]
-
-
-def test_rows_cost_little():
-    """A long prompt is repeated only where the budget asks for it; many completions of a short one are cut."""
-    long = [rlkit.Datum.supervised(np.arange(1, 513), np.full(64, k + 30)) for k in range(16)]
-    assert [batch.tokens.shape for batch in pack(long, 2048)] == [(1, 512 + 16 * 63)]
-    assert [batch.tokens.shape for batch in pack(long, 1024)] == [(1, 512 + 8 * 63)] * 2
-    short = [rlkit.Datum.supervised(np.arange(1, 11), np.full(64, k % 9 + 30)) for k in range(64)]
-    rows = [row for batch in pack(short, 4096) for row in [batch.tokens.shape[1]] * batch.tokens.shape[0]]
-    best = 64 * 63 / np.sqrt(10 * 2010)
-    assert abs(len(rows) - best) <= 0.25 * best

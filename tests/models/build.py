@@ -25,6 +25,8 @@ def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
             model = tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **ids, tie_word_embeddings=True))
         elif kind == "qwen3":  # a head of its own, norms on queries and keys, heads wider than hidden / heads
             model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**shape, **ids, head_dim=16, tie_word_embeddings=False))
+        elif kind == "qwen2":  # biases of queries, keys and values
+            model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape, **ids, tie_word_embeddings=True))
         elif kind == "gpt2":  # learned positions, Conv1D layers, no shared key heads
             config = tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=max_length, **ids)
             model = tf.GPT2LMHeadModel(config)

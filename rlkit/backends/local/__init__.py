@@ -14,8 +14,10 @@ import torch
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
+from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import lora_of, read_adapter, read_optimizer, write_adapter, write_optimizer
 from rlkit.backends.local.engine import Engine
+from rlkit.backends.local.head import Head
 from rlkit.backends.local.model import load_base, with_adapter
 from rlkit.backends.local.sampler import LocalSampler
 from rlkit.backends.local.trainer import Trainer
@@ -91,7 +93,8 @@ class LocalBackend(InProcessBackend):
         self.base = base = load_base(model, dtype, device_of(device))
         self._lora = lora
         self._peft = with_adapter(base.tree(), lora, adapter_seed(lora, entropy))
-        self._trainer = Trainer(self._peft, base.device, micro_batch_tokens)
+        head = Head(self._peft, body_of(self._peft, base, lora.alpha / lora.rank))
+        self._trainer = Trainer(self._peft, base.device, micro_batch_tokens, head)
         self._seeds = SeedStream(entropy)
         self._merge = base.nbytes < _MERGED_UNDER if merge == "auto" else merge
         self._settings = {

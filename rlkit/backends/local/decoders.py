@@ -11,8 +11,9 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.local.body import selected_logits
 from rlkit.backends.local.cache import ATTENTION, ROWS, Slots
-from rlkit.backends.local.head import plain_attention, selected_logits
+from rlkit.backends.local.llama import plain_attention
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import SamplingModel, Snapshot

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.hub import model_path
+from rlkit.backends.local.llama import Llama, fuse_layers, is_llama, plain_attention
+from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.tokenizer import LocalTokenizer
+from rlkit.backends.local.tree import Run, TreeAttention
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
 
@@ -31,6 +34,7 @@ class Base:
     tokenizer: LocalTokenizer
     max_length: int
     device: torch.device
+    llama: bool  # whether ``Llama`` computes what the library does
 
     def tree(self, attention: str | None = None) -> nn.Module:
         """A copy of the module tree whose tensors are the base's own, so that it costs no memory.
@@ -83,9 +87,26 @@ def load_base(model: str, dtype: str, device: str) -> Base:
             ),
             max_length=int(getattr(config, "max_position_embeddings", None) or 2**20),
             device=torch.device(device),
+            llama=_computes_alike(loaded),
         )
         _bases[path, dtype, device] = base
         return base
+
+
+@torch.no_grad()
+def _computes_alike(model: Any) -> bool:
+    """Whether ``Llama`` gives the logits that the model's own forward gives, on a short probe."""
+    if not (is_llama(model) and plain_attention(model.config)):
+        return False
+    device = model.device
+    tokens = torch.arange(9, device=device) * (model.config.vocab_size // 9)
+    expected = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    fuse_layers(model)
+    llama = Llama(model, {}, 0.0)
+    attention = TreeAttention([Run(0, 9)], llama.heads, llama.key_heads)
+    hidden = llama.normed(llama.hidden(tokens, torch.arange(9, device=device), attention))
+    gap = Unembedding(model.get_output_embeddings()).logits(hidden) - expected
+    return bool(gap.norm() < expected.norm() * (1e-4 if model.dtype == torch.float32 else 0.1))
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:

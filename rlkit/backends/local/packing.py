@@ -1,23 +1,24 @@
-"""Micro-batches: which datums are computed together, with the prompt that a group shares computed once.
+"""Micro-batches: which datums are computed together, with what they have in common computed once.
 
-A row of a batch is a prefix followed by the rest of one datum after the other. Every rest sees the prefix and itself,
-and stands at the positions that it has in its own datum, so that it computes what it would compute alone. Tokens after
-the last one that is scored are left out: nothing depends on them.
+The tokens of a micro-batch lie one after the other. A datum that begins as another one of the batch does adds only what
+comes after, a run, which sees its own sequence alone and stands at the positions that it has there; so a group reads
+its prompt once, and so do the turns of an episode what they share. Tokens after the last one that is scored are left
+out: nothing depends on them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import attrs
 import numpy as np
 
+from rlkit.backends.local.tree import Run
 from rlkit.types import Datum
 
 __all__ = ["Batch", "pack"]
 
-KEYS = 2000  # attending to so many keys costs what the rest of a layer does, for a model of width 576
+LOOK_BACK = 4  # in sorted order what a datum has most in common with is the one before it; pairs break the order
 
 
 @attrs.frozen(eq=False)
@@ -26,130 +27,111 @@ class Batch:
 
     Attributes:
         members: indices of datums, in the order of the outputs.
-        tokens: int64 [B, L], padded on the right.
-        positions: int64 [B, L], or None where every row is one datum.
-        visible: bool [B, L, L], which keys each query sees, or None for plain causal attention.
-        index: int64 [n], the flat positions whose logits predict the members' masked-in tokens, in order.
+        tokens: int64 [N].
+        positions: int64 [N], of each token in its own sequence.
+        runs: which tokens see which.
+        index: int64 [n], the places whose logits predict the members' masked-in tokens, in order.
     """
 
     members: list[int]
     tokens: np.ndarray
-    positions: np.ndarray | None
-    visible: np.ndarray | None
+    positions: np.ndarray
+    runs: list[Run]
     index: np.ndarray
 
+    def visible(self) -> np.ndarray:
+        """Which places each one sees, bool [N, N]."""
+        seen = np.zeros((self.tokens.size, self.tokens.size), bool)
+        for run in self.runs:
+            for before in run.before:
+                seen[run.begin : run.end, before] = True
+            seen[run.begin : run.end, run.begin : run.end] = np.tri(run.end - run.begin, dtype=bool)
+        return seen
 
-@attrs.define
-class _Row:
-    prefix: bytes
-    start: int  # length of the prefix
-    length: int
-    parts: list[tuple[int, int]] = attrs.field(factory=list)  # (datum, where its rest begins)
-
-
-@attrs.frozen
-class _Extent:
-    first: int  # the first masked-in token; what is before it is the prefix
-    last: int  # the last masked-in token; it is predicted, not read
-
-    @property
-    def rest(self) -> int:
-        return self.last - self.first
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
+        lengths = [run.end - run.begin for run in self.runs]
+        places = np.concatenate([r * max(lengths) + np.arange(n) for r, n in enumerate(lengths)])
+        tokens = np.zeros(len(lengths) * max(lengths), np.int64)
+        tokens[places] = self.tokens
+        return tokens.reshape(len(lengths), -1), places[self.index]
 
 
 def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True) -> list[Batch]:
-    """Batches of at most ``budget`` tokens, padding included, of all datums with a masked-in token.
+    """Batches of at most ``budget`` tokens of all datums with a masked-in token.
 
     Args:
         data: the datums.
-        budget: a datum longer than that is a batch by itself.
+        budget: a unit (a datum, or a pair of them) longer than that is a batch by itself.
         pairs: datums 2k and 2k + 1 stay in one batch, in that order.
-        share: compute common prefixes once; otherwise every row is one datum.
+        share: compute what sequences have in common once. Otherwise every datum is a run by itself, and the padding
+            of ``Batch.rows`` counts.
     """
-    extents = {i: _extent(datum) for i, datum in enumerate(data) if datum.mask.any()}
     width = 2 if pairs else 1
-    units = [[i for i in range(k, min(k + width, len(data))) if i in extents] for k in range(0, len(data), width)]
-    prefixes = {i: data[i].tokens[: extent.first].tobytes() if share else b"%d" % i for i, extent in extents.items()}
-    units = [unit for unit in units if unit]
+    units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
+    read = {i: datum.tokens[: np.flatnonzero(datum.mask)[-1]] for i, datum in enumerate(data) if datum.mask.any()}
+    chosen = [found for unit in units if (found := [i for i in unit if i in read])]
     if share:
-        units.sort(key=lambda u: (extents[u[0]].first, prefixes[u[0]], extents[u[0]].last))
+        chosen.sort(key=lambda unit: read[unit[0]].tobytes())
     else:
-        units.sort(key=lambda u: max(extents[i].last for i in u))
-    limits = _limits(prefixes, extents, budget)
-    batches: list[list[int]] = []
-    rows: list[_Row] = []
-    packed: list[list[_Row]] = []
-    for unit in units:
-        grown = [attrs.evolve(row, parts=list(row.parts)) for row in rows]
+        chosen.sort(key=lambda unit: max(read[i].size for i in unit))
+    batches: list[_Filling] = []
+    for unit in chosen:
+        if not (batches and batches[-1].takes(unit, read, budget)):
+            batches.append(_Filling(share))
+            batches[-1].takes(unit, read, None)
+    return [batch.done(data) for batch in batches]
+
+
+@attrs.define
+class _Filling:
+    """A batch on its way."""
+
+    share: bool
+    members: list[int] = attrs.field(factory=list)
+    places: dict[int, np.ndarray] = attrs.field(factory=dict)  # datum -> the places of its tokens
+    parts: list[np.ndarray] = attrs.field(factory=list)
+    runs: list[Run] = attrs.field(factory=list)
+    size: int = 0
+    longest: int = 0
+
+    def takes(self, unit: list[int], read: dict[int, np.ndarray], budget: int | None) -> bool:
+        """Appends the datums of ``unit`` if there is room; without a budget there is."""
+        earlier, common = self.members[-LOOK_BACK:] if self.share else [], {}
         for i in unit:
-            _place(grown, i, extents[i], prefixes[i], limits)
-        if batches and len(grown) * max(row.length for row in grown) <= budget:
-            batches[-1] += unit
-            packed[-1] = rows = grown
-        else:
-            rows = []
-            for i in unit:
-                _place(rows, i, extents[i], prefixes[i], limits)
-            batches.append(list(unit))
-            packed.append(rows)
-    return [_batch(data, members, rows, extents) for members, rows in zip(batches, packed, strict=True)]
+            common[i] = max(((_in_common(read[i], read[j]), j) for j in earlier), default=(0, i))
+            earlier = [*earlier, i] if self.share else []
+        size = self.size + sum(read[i].size - n for i, (n, _) in common.items())
+        longest = max(self.longest, *(read[i].size for i in unit))
+        if budget is not None and (size if self.share else (len(self.runs) + len(unit)) * longest) > budget:
+            return False
+        for i, (n, like) in common.items():
+            before = self.places[like][:n] if n else np.zeros(0, np.int64)
+            end = self.size + read[i].size - n
+            self.members.append(i)
+            self.places[i] = np.concatenate([before, np.arange(self.size, end)])
+            if end > self.size:
+                self.parts.append(read[i][n:])
+                self.runs.append(Run(self.size, end, _slices(before)))
+            self.size = end
+        self.longest = longest
+        return True
+
+    def done(self, data: Sequence[Datum]) -> Batch:
+        index = [self.places[i][np.flatnonzero(data[i].mask) - 1] for i in self.members]
+        positions = [np.arange(run.start, run.start + run.end - run.begin) for run in self.runs]
+        tokens = np.concatenate(self.parts).astype(np.int64)
+        return Batch(self.members, tokens, np.concatenate(positions), self.runs, np.concatenate(index))
 
 
-def _extent(datum: Datum) -> _Extent:
-    places = np.flatnonzero(datum.mask)
-    return _Extent(int(places[0]), int(places[-1]))
+def _in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    n = min(a.size, b.size)
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
 
 
-def _limits(prefixes: dict[int, bytes], extents: dict[int, _Extent], budget: int) -> dict[bytes, int]:
-    """How long the rows of each prefix may be: about equal ones, with little padding, as many as cost least.
-
-    k rows of a prefix of P tokens, with R others in all, cost k P KEYS + k (P + R / k) ** 2: what is repeated, and
-    attention. That is least at k = R / sqrt(P (P + KEYS)).
-    """
-    rests: dict[bytes, list[int]] = {}
-    starts = {prefixes[i]: extent.first for i, extent in extents.items()}
-    for i, extent in extents.items():
-        rests.setdefault(prefixes[i], []).append(extent.rest)
-    limits = {}
-    for prefix, lengths in rests.items():
-        start, total = starts[prefix], sum(lengths)
-        cheapest = int(total / math.sqrt(start * (start + KEYS)))
-        count = max(1, cheapest, -(-total // max(1, budget - start)))
-        limits[prefix] = min(budget, start + -(-total // count) + max(lengths) - 1)
-    return limits
-
-
-def _place(rows: list[_Row], i: int, extent: _Extent, prefix: bytes, limits: dict[bytes, int]) -> None:
-    """Appends datum ``i`` to the last row if that has its prefix and room, else begins a row."""
-    row = rows[-1] if rows else None
-    if row is None or row.prefix != prefix or row.start != extent.first or row.length + extent.rest > limits[prefix]:
-        row = _Row(prefix, extent.first, extent.first)
-        rows.append(row)
-    row.parts.append((i, row.length))
-    row.length += extent.rest
-
-
-def _batch(data: Sequence[Datum], members: list[int], rows: list[_Row], extents: dict[int, _Extent]) -> Batch:
-    length = max(row.length for row in rows)
-    tokens = np.zeros((len(rows), length), np.int64)
-    positions = np.tile(np.arange(length), (len(rows), 1))
-    segments = np.full((len(rows), length), -1)  # -1: the prefix, or padding, which nothing scored looks at
-    index: dict[int, np.ndarray] = {}
-    for r, row in enumerate(rows):
-        tokens[r, : row.start] = data[row.parts[0][0]].tokens[: row.start]
-        for i, begin in row.parts:
-            extent = extents[i]
-            end = begin + extent.rest
-            tokens[r, begin:end] = data[i].tokens[extent.first : extent.last]
-            positions[r, begin:end] = np.arange(extent.first, extent.last)
-            segments[r, begin:end] = i
-            before = np.flatnonzero(data[i].mask) - 1
-            index[i] = r * length + np.where(before < extent.first, before, before - extent.first + begin)
-    shared = any(len(row.parts) > 1 for row in rows)
-    flat = np.concatenate([index[i] for i in members])
-    if not shared:
-        return Batch(members, tokens, None, None, flat)
-    positions = np.minimum(positions, max(extent.last for extent in extents.values()))
-    causal = np.tril(np.ones((length, length), bool))
-    visible = causal & ((segments[:, None, :] == -1) | (segments[:, None, :] == segments[:, :, None]))
-    return Batch(members, tokens, positions, visible, flat)
+def _slices(places: np.ndarray) -> tuple[slice, ...]:
+    """Ascending places as slices."""
+    cuts = np.flatnonzero(np.diff(places) != 1) + 1
+    return tuple(slice(int(p[0]), int(p[-1]) + 1) for p in np.split(places, cuts) if p.size)

@@ -27,14 +27,14 @@ class Trainer:
     Args:
         model: the peft model; only its adapter has gradients.
         device: where it is.
-        budget: tokens of a micro-batch, padding included.
-        head: what reads the model; None: logits.
+        budget: tokens of a micro-batch.
+        head: what runs the model and reads it.
     """
 
-    def __init__(self, model: Any, device: torch.device, budget: int, head: Head | None = None) -> None:
+    def __init__(self, model: Any, device: torch.device, budget: int, head: Head) -> None:
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._head = Head(model) if head is None else head
+        self._head = head
         self._device = device
         self._budget = budget
         # The fused kernel on every device, so that a run does not depend on which one torch would pick.
@@ -103,7 +103,8 @@ class Trainer:
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in needed}
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
-        batches = pack(data, self._budget, pairs=pairs, share=self._head.shares)
+        self._head.body.prepare()
+        batches = pack(data, self._budget, pairs=pairs, share=self._head.body.shares)
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
             for batch in batches:
@@ -152,13 +153,9 @@ class Trainer:
         chosen = [data[i] for i in batch.members]
         temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
         warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
-        inputs = {"input_ids": self._tensor(batch.tokens)}
-        if batch.visible is not None and batch.positions is not None:
-            inputs |= {"attention_mask": self._tensor(batch.visible)[:, None]}
-            inputs |= {"position_ids": self._tensor(batch.positions)}
         wanted = {name: self._ids(name, chosen) for name in names}
         with torch.set_grad_enabled(gradient):
-            return self._head.outputs(inputs, self._tensor(batch.index), wanted, warm)
+            return self._head.outputs(batch, wanted, warm)
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
         """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""

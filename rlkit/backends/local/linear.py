@@ -1,0 +1,121 @@
+"""Linear modules that read the same input as one product, with their adapters beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Adapter", "Fused", "fuse"]
+
+Adapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # full module name -> (A [r, in], B [out, r])
+
+
+class Fused:
+    """x -> x W^T + bias + scale (x A^T) B^T, the modules' outputs side by side.
+
+    Args:
+        weight: [out, in], of all modules together.
+        bias: [out], or None.
+        sizes: outputs of each module.
+        pairs: (A, B) of each module, or None where it has no adapter.
+        scale: of the adapters.
+
+    >>> import torch
+    >>> one = Fused(torch.eye(2), None, [2], [(torch.ones(1, 2), torch.ones(2, 1))], scale=0.5)
+    >>> one.prepare()
+    >>> one(torch.tensor([[1.0, 2.0]]))[0]
+    tensor([[2.5000, 3.5000]])
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sizes: Sequence[int],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+        scale: float,
+    ) -> None:
+        self.weight, self.bias, self.scale = weight, bias, scale
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._pairs = [(slice(s, s + n), *p) for s, n, p in zip(starts, sizes, pairs, strict=True) if p is not None]
+        self.parameters = [x for _, a, b in self._pairs for x in (a, b)]
+        self._a: torch.Tensor | None = None
+        self._b: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Reads the adapters as they are now: all A one above the other, all scaled B in blocks."""
+        if self._pairs:
+            self._a = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
+            self._b = self._a.new_zeros(self.weight.shape[0], self._a.shape[0])
+            for outputs, inner, _, b in self._blocks():
+                self._b[outputs, inner] = (b * self.scale).to(self._b.dtype)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[N, in] -> [N, out], and x A^T for ``gradients``; ``residual`` [N, out] is added."""
+        fits = residual is not None and residual.dtype == x.dtype and self.bias is None
+        if fits:
+            y = torch.addmm(residual, x, self.weight.t())
+        else:
+            y = torch.nn.functional.linear(x, self.weight, self.bias)
+        low = None
+        if self._a is not None and self._b is not None:
+            low = x @ self._a.t()
+            y.addmm_(low, self._b.t())
+        return (y if fits or residual is None else residual + y), low
+
+    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients of x and of x A^T."""
+        dx, dlow = dy @ self.weight, self.backward_low(dy)
+        if dlow is not None and self._a is not None:
+            dx.addmm_(dlow, self._a)
+        return dx, dlow
+
+    def backward_low(self, dy: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of x A^T alone."""
+        return None if self._b is None else dy @ self._b
+
+    def gradients(
+        self, x: torch.Tensor, dy: torch.Tensor, low: torch.Tensor | None, dlow: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Those of ``parameters``, in their dtype."""
+        if low is None or dlow is None:
+            return []
+        da = dlow.t() @ x
+        found = []
+        for outputs, inner, a, b in self._blocks():
+            found.append(da[inner].to(a.dtype))
+            found.append((dy[:, outputs].t() @ low[:, inner]).to(b.dtype).mul_(self.scale))
+        return found
+
+    def _blocks(self) -> list[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+        found, start = [], 0
+        for outputs, a, b in self._pairs:
+            found.append((outputs, slice(start, start + a.shape[0]), a, b))
+            start += a.shape[0]
+        return found
+
+
+@torch.no_grad()
+def fuse(modules: Sequence[Any]) -> None:
+    """Makes the weights [out_i, in] of linear modules slices of one tensor, each where the one before ends."""
+    whole = torch.cat([module.weight for module in modules])
+    start = 0
+    for module in modules:
+        size = module.weight.shape[0]
+        module.weight = nn.Parameter(whole[start : start + size], requires_grad=False)
+        start += size
+
+
+def joined(modules: Sequence[Any]) -> torch.Tensor:
+    """The one tensor that ``fuse`` made."""
+    first = modules[0].weight
+    if len(modules) == 1:
+        return first.detach()
+    rows = sum(module.weight.shape[0] for module in modules)
+    return first.detach().as_strided((rows, first.shape[1]), first.stride())

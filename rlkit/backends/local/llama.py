@@ -1,0 +1,117 @@
+"""The forward of the architectures of Llama's kind, on the tensors of a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlkit.backends.local.layer import Attention, Layer, run_layer
+from rlkit.backends.local.linear import Adapter, Fused, fuse, joined
+
+__all__ = ["Llama", "fuse_layers", "is_llama", "plain_attention"]
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+TOGETHER = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+
+
+def is_llama(model: Any) -> bool:
+    """Whether ``Llama`` may compute what ``model`` does, as far as its config tells."""
+    config = model.config
+    return config.model_type in KINDS and config.hidden_act == "silu"
+
+
+def plain_attention(config: Any) -> bool:
+    """Whether every layer sees all earlier tokens, as far as the config tells."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return all(kind == "full_attention" for kind in kinds) if kinds else window is None
+
+
+def fuse_layers(model: Any) -> None:
+    """Makes the weights of a layer that read the same input slices of one tensor; their values stay."""
+    for layer in model.model.layers:
+        for parent, names in TOGETHER:
+            fuse([getattr(getattr(layer, parent), name) for name in names])
+
+
+class Llama:
+    """Embedding, layers and last norm; the head is read apart.
+
+    Args:
+        model: a transformers model after ``fuse_layers``; its tensors are used, not copied.
+        adapter: the adapters of its modules.
+        scale: of the adapters.
+    """
+
+    def __init__(self, model: Any, adapter: Adapter, scale: float) -> None:
+        config = model.config
+        self._model = model.model
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.layers: list[Layer] = []
+        for i, layer in enumerate(self._model.layers):
+            at, mlp = layer.self_attn, layer.mlp
+            name = f"model.layers.{i}."
+            normed = getattr(at, "q_norm", None) is not None
+            self.layers.append(
+                Layer(
+                    qkv=_fused(f"{name}self_attn.", at, ("q_proj", "k_proj", "v_proj"), adapter, scale),
+                    out=_fused(f"{name}self_attn.", at, ("o_proj",), adapter, scale),
+                    gate_up=_fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj"), adapter, scale),
+                    down=_fused(f"{name}mlp.", mlp, ("down_proj",), adapter, scale),
+                    before_attention=_wide(layer.input_layernorm.weight),
+                    before_mlp=_wide(layer.post_attention_layernorm.weight),
+                    head_norms=(_wide(at.q_norm.weight), _wide(at.k_norm.weight)) if normed else None,
+                    heads=self.heads,
+                    key_heads=self.key_heads,
+                    width=width,
+                    scaling=at.scaling,
+                    eps=config.rms_norm_eps,
+                )
+            )
+        self.device = self._model.norm.weight.device
+        self._last = _wide(self._model.norm.weight)
+        self._eps = config.rms_norm_eps
+
+    def prepare(self) -> None:
+        """Reads the adapters as they are now."""
+        for layer in self.layers:
+            layer.prepare()
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Tokens [N] at ``positions`` [N] -> the residual stream after the last layer, float32 [N, hidden]."""
+        x = _wide(self._model.embed_tokens(tokens))
+        rope = self.rope(x, positions)
+        for layer in self.layers:
+            x = run_layer(x, layer, rope, attention)
+        return x
+
+    def rope(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) [N, 1, D / 2]."""
+        cos, sin = self._model.rotary_emb(x, positions[None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The last norm of [n, hidden]."""
+        return nn.functional.rms_norm(x, (x.shape[-1],), self._last, self._eps)
+
+
+def _fused(prefix: str, parent: Any, names: Sequence[str], adapter: Adapter, scale: float) -> Fused:
+    modules = [getattr(parent, name) for name in names]
+    biases = [module.bias for module in modules]
+    return Fused(
+        joined(modules),
+        torch.cat(biases) if biases[0] is not None else None,
+        [module.weight.shape[0] for module in modules],
+        [adapter.get(prefix + name) for name in names],
+        scale,
+    )
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

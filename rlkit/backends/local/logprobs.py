@@ -1,0 +1,127 @@
+"""Logprobs of given tokens from hidden states, whose backward pass keeps no logits where it need not.
+
+The gradient of a token's logprob by its hidden state is W[t] - p W, known as soon as its logits are: so it is computed
+at once, [hidden] numbers a token instead of [V]. Only an adapter on the head needs the probabilities later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Unembedding"]
+
+CHUNK = 128  # rows of logits at once
+KEPT = 2**26  # probabilities kept for an adapter's gradient: 256 MB in float32, cheaper than computing them twice
+
+
+class Unembedding:
+    """The output embedding without a bias, and its adapter; products in float32 at least.
+
+    Args:
+        module: a linear module, or peft's around one.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._weight = getattr(module, "base_layer", module).weight
+        self._a = self._b = None
+        self._scale = 0.0
+        if "default" in getattr(module, "lora_A", ()):
+            self._a, self._b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            self._scale = float(module.scaling["default"])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, V]."""
+        y = nn.functional.linear(hidden, _wide(self._weight))
+        if self._a is None or self._b is None:
+            return y
+        return y + (hidden @ self._a.t()) @ self._b.t() * self._scale
+
+    def logprobs(self, hidden: torch.Tensor, ids: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+        """[n] of the tokens ``ids`` [n], after [n, hidden]."""
+        found: torch.Tensor = _Logprobs.apply(hidden, self._a, self._b, self._weight, self._scale, ids, temperatures)
+        return found
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        weight: torch.Tensor,
+        scale: float,
+        ids: torch.Tensor,
+        temperatures: torch.Tensor | None,
+    ) -> torch.Tensor:
+        n, wide = ids.numel(), _wide(weight)
+        out, slope = hidden.new_empty(n), torch.empty_like(hidden)
+        low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
+        kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
+        for part in _chunks(n):
+            out[part], p = _read(hidden[part], wide, a, b, scale, ids[part], _part(temperatures, part))
+            if not ctx.needs_input_grad[0]:
+                continue
+            slope[part] = weight[ids[part]] - p @ wide
+            if low_slope is not None and a is not None and b is not None:
+                low_slope[part] = (b[ids[part]] - p @ b) * scale
+                slope[part] += low_slope[part] @ a
+            if kept is not None:
+                kept.append(p)
+        ctx.save_for_backward(hidden, a, b, weight, ids, temperatures, slope, low_slope)
+        ctx.scale, ctx.kept = scale, kept
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, a, b, weight, ids, temperatures, slope, low_slope = ctx.saved_tensors
+        g = (grad if temperatures is None else grad / temperatures)[:, None]
+        if a is None:
+            return slope * g, None, None, None, None, None, None
+        da = (low_slope * g).t() @ hidden
+        low = (hidden @ a.t()).mul_(g).mul_(ctx.scale)
+        db = torch.zeros_like(b).index_add_(0, ids, low)
+        wide = _wide(weight) if ctx.kept is None else None
+        for k, part in enumerate(_chunks(ids.numel())):
+            if ctx.kept is not None:
+                p = ctx.kept[k]
+            else:
+                p = _read(hidden[part], wide, a, b, ctx.scale, ids[part], _part(temperatures, part))[1]
+            db.addmm_(p.t(), low[part], alpha=-1)
+        ctx.kept = None
+        return slope * g, da, db, None, None, None, None
+
+
+def _read(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scale: float,
+    ids: torch.Tensor,
+    temperatures: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logprobs of ``ids``, and the probabilities [n, V]."""
+    logits = hidden @ weight.t()
+    if a is not None and b is not None:
+        logits.addmm_(hidden @ a.t(), b.t(), alpha=scale)
+    if temperatures is not None:
+        logits.div_(temperatures[:, None])
+    chosen, top = logits.gather(1, ids[:, None])[:, 0], logits.amax(1)
+    p = torch.softmax(logits, dim=1)
+    return chosen - top + p.amax(1).log(), p  # the largest p is exp(top - logsumexp), and never tiny
+
+
+def _chunks(n: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, n, CHUNK)]
+
+
+def _part(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if x is None else x[part]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

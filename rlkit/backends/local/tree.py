@@ -1,0 +1,166 @@
+"""Attention over a prefix tree: every run of tokens sees what its own sequence has before it, and nothing else.
+
+The tokens of a micro-batch lie one after the other, [N]; a run is some of them in a row that continue what is at the
+places ``before``. The products are made run by run, so that the pairs which a mask would throw away are never computed,
+and the weights are computed again in the backward pass, so that they are never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["MaskedAttention", "Run", "TreeAttention"]
+
+SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
+
+
+@attrs.frozen
+class Run:
+    """Tokens begin..end-1, which continue the tokens at ``before``.
+
+    Attributes:
+        begin, end: places in the micro-batch.
+        before: slices of places, first tokens first; empty where a sequence begins.
+    """
+
+    begin: int
+    end: int
+    before: tuple[slice, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """The position of its first token in its own sequence."""
+        return sum(s.stop - s.start for s in self.before)
+
+
+class TreeAttention:
+    """Forward and backward for one micro-batch, by matrix products.
+
+    Args:
+        runs: of the micro-batch.
+        heads: of the queries.
+        key_heads: of keys and values; ``heads // key_heads`` query heads read the same one.
+    """
+
+    def __init__(self, runs: Sequence[Run], heads: int, key_heads: int) -> None:
+        self._runs = runs
+        self._key_heads = key_heads
+        self._group = heads // key_heads
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """From q [N, H, D], already scaled, k and v [N, H / G, D] -> [N, H D], and what ``backward`` wants."""
+        q, k, v = self._stacked(q), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+        out = torch.empty_like(q)
+        for rows, weights, places in self._weights(q, k):
+            out[:, rows] = weights.to(v.dtype) @ _at(v, places)
+        return self._flat(out), (q, k, v)
+
+    def backward(
+        self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of q, k and v from that of the output [N, H D]."""
+        q, k, v = saved
+        grad = self._stacked(grad.view(grad.shape[0], -1, q.shape[2]))
+        dq = torch.empty_like(q)
+        dk, dv = torch.zeros_like(_wide(k)), torch.zeros_like(_wide(v))
+        for rows, weights, places in self._weights(q, k):
+            above, weights = grad[:, rows], weights.to(v.dtype)
+            _add(dv, places, weights.transpose(1, 2) @ above)
+            scores = above @ _at(v, places).transpose(1, 2)
+            scores.sub_((scores * weights).sum(-1, keepdim=True)).mul_(weights)
+            dq[:, rows] = scores @ _at(k, places)
+            _add(dk, places, scores.transpose(1, 2) @ q[:, rows])
+        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+        return (
+            self._flat(dq).view(-1, self._key_heads * self._group, q.shape[2]),
+            dk.transpose(0, 1),
+            dv.transpose(0, 1),
+        )
+
+    def _weights(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, list[slice]]]:
+        """Of some queries at a time: their rows, the softmax [H / G, rows, S] in float32, the places of their keys."""
+        q, k = _wide(q), _wide(k)
+        for run in self._runs:
+            start, length = run.start, run.end - run.begin
+            step = max(1, SCORES // (self._key_heads * self._group * (start + length)))
+            for first in range(run.begin, run.end, step):
+                last = min(first + step, run.end)
+                places = [*run.before, slice(run.begin, last)]
+                rows = slice(first * self._group, last * self._group)
+                scores = q[:, rows] @ _at(k, places).transpose(1, 2)
+                scores[:, :, start + first - run.begin :] += self._mask(last - first, q.device)
+                yield rows, torch.softmax(scores, dim=-1), places
+
+    def _mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """[length G, length]: -inf at keys behind the query."""
+        key = (length, self._group)
+        if key not in self._masks:
+            mask = torch.full((length, length), -torch.inf, device=device).triu(1)
+            self._masks[key] = mask.repeat_interleave(self._group, dim=0)
+        return self._masks[key]
+
+    def _stacked(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, H, D] -> [H / G, N G, D]: the queries that read one key head, below one another."""
+        n, _, width = x.shape
+        x = x.view(n, self._key_heads, self._group, width).transpose(0, 1)
+        return x.reshape(self._key_heads, n * self._group, width)
+
+    def _flat(self, x: torch.Tensor) -> torch.Tensor:
+        """[H / G, N G, D] -> [N, H D]."""
+        heads, rows, width = x.shape
+        n = rows // self._group
+        return x.view(heads, n, self._group * width).transpose(0, 1).reshape(n, heads * self._group * width)
+
+
+class MaskedAttention:
+    """The same by the library's attention, with a mask over all pairs.
+
+    Args:
+        visible: bool [N, N], which places each one sees.
+    """
+
+    def __init__(self, visible: torch.Tensor) -> None:
+        self._visible = visible
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """As ``TreeAttention.forward``."""
+        return self._out(q, k, v), (q, k, v)
+
+    def backward(
+        self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``TreeAttention.backward``; the forward pass is made again."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in saved]
+            dq, dk, dv = torch.autograd.grad(self._out(*leaves), leaves, grad)
+        return dq, dk, dv
+
+    def _out(self, *qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=self._visible, scale=1.0, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def _at(x: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
+    """[H, N, D] -> [H, S, D]."""
+    return x[:, places[0]] if len(places) == 1 else torch.cat([x[:, s] for s in places], dim=1)
+
+
+def _add(x: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:
+    start = 0
+    for s in places:
+        x[:, s] += values[:, start : start + s.stop - s.start]
+        start += s.stop - s.start
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
