@@ -18,7 +18,7 @@ import pytest
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local import engine, head, logprobs
+from rlkit.backends.local import head, logprobs
 from rlkit.backends.local.export import save_merged
 
 torch = pytest.importorskip("torch")
@@ -130,10 +130,13 @@ def test_merged_and_unmerged_agree(connect, kind):
     samplers = [p.sampler().result() for p in (merged, unmerged)]
     a, b = (sampler.logprobs(tokens).result() for sampler in samplers)
     assert np.abs(a - b).max() < 1e-4
-    decoder = merged._engine._decoder
-    assert len(decoder._model._base_weights) == len(samplers[0].snapshot.adapter)
+    model, own = (
+        merged._engine._decoder._model,
+        {p.untyped_storage().data_ptr() for p in merged.base.model.parameters()},
+    )
+    assert any(w.untyped_storage().data_ptr() not in own for w in model.weights())
     base = merged.base_sampler().result().logprobs(tokens).result()
-    assert not decoder._model._base_weights
+    assert all(w.untyped_storage().data_ptr() in own for w in model.weights())
     assert np.abs(base - a).max() > 1e-3
 
 
@@ -446,7 +449,7 @@ def test_engine_failure_reaches_the_callers(connect, monkeypatch):
     """What goes wrong while sampling is raised by the futures, and the engine goes on with the next request."""
     policy = connect()
     sampler = policy.sampler().result()
-    monkeypatch.setattr(engine, "decoder_for", lambda *_: 1 / 0)
+    monkeypatch.setattr(policy._engine, "_make_decoder", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampler.sample([5], PARAMS).result(timeout=30)
     monkeypatch.undo()

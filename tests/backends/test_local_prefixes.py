@@ -101,6 +101,16 @@ def wide(tiny, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Each cuts products in its own way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 def test_real_widths(wide):
     """Alone or in company, of short rows or of long ones, split or at once, continued or not: the same bits."""
     rng = np.random.default_rng(0)

@@ -16,12 +16,13 @@ from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import lora_of, read_adapter, read_optimizer, write_adapter, write_optimizer
+from rlkit.backends.local.decoders import decoder_for
 from rlkit.backends.local.engine import Engine
 from rlkit.backends.local.head import Head
 from rlkit.backends.local.model import load_base, with_adapter
 from rlkit.backends.local.sampler import LocalSampler
 from rlkit.backends.local.trainer import Trainer
-from rlkit.backends.local.weights import SamplingModel, Snapshot, take_snapshot
+from rlkit.backends.local.weights import Snapshot, take_snapshot
 from rlkit.backends.outputs import output
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import CheckpointError, ConfigError
@@ -109,9 +110,7 @@ class LocalBackend(InProcessBackend):
         if saved is not None:
             version = self._load(*saved, optimizer=resume_from is not None)
         merged = self._merge
-        self._engine = Engine(
-            lambda attention: SamplingModel(base, attention, merge=merged), max_rows, prefix_mb * 10**6
-        )
+        self._engine = Engine(lambda: decoder_for(base, merged, prefix_mb * 10**6), max_rows)
         super().__init__(
             "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._engine
         )

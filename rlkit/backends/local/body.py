@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.llama import Llama, plain_attention
+from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
 from rlkit.backends.local.packing import Batch, pack
 from rlkit.backends.local.tree import MaskedAttention, TreeAttention
 from rlkit.types import Datum
 
-__all__ = ["Body", "LibraryBody", "LlamaBody", "body_of", "selected_hidden", "selected_logits"]
+__all__ = ["Body", "LibraryBody", "LlamaBody", "adapter_of", "body_of", "selected_hidden", "selected_logits"]
 
 
 class LlamaBody:
@@ -30,11 +31,10 @@ class LlamaBody:
 
     def __init__(self, model: Any, scale: float) -> None:
         inner = model.base_model.model
-        pairs = {}
-        for name, module in inner.named_modules():
-            if "default" in getattr(module, "lora_A", ()):
-                pairs[name] = (module.lora_A["default"].weight, module.lora_B["default"].weight)
+        pairs = adapter_of(model)
         self._llama = Llama(inner, pairs, scale)
+        weight = inner.get_output_embeddings().weight  # through peft's module, too, the base's
+        self.unembedding = Unembedding(weight, pairs.get("lm_head"), scale)
 
     def prepare(self) -> None:
         """Reads the adapters as they are now."""
@@ -117,6 +117,15 @@ class LibraryBody:
                 return False
         close = 1e-4 if next(self._model.parameters()).dtype == torch.float32 else 0.1
         return bool((found[0] - found[1]).abs().max() < close * found[1].abs().max())
+
+
+def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Full module name in the base -> (A [r, in], B [out, r]), the parameters of a peft model themselves."""
+    pairs = {}
+    for name, module in model.base_model.model.named_modules():
+        if "default" in getattr(module, "lora_A", ()):
+            pairs[name] = (module.lora_A["default"].weight, module.lora_B["default"].weight)
+    return pairs
 
 
 @contextmanager

@@ -1,10 +1,8 @@
 """Keys and values of many rows of different lengths in preallocated slots, and the attention that reads them.
 
-What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Matrix products give the
-same row whatever stands in the others once there are ``ROWS`` of them, up to 160 at least; fewer, and for some shapes
-more, choose other kernels, which add in another order. Keys past a token's own are masked before the softmax, where
-they add exact zeros, and the sum over keys is taken ``KEYS`` at a time, because a longer one would be split by its
-length.
+What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
+as many rows as ``rows_alike`` asks for. Keys past a token's own are masked before the softmax, where they add exact
+zeros, and the sum over keys is taken ``KEYS`` at a time, because a longer one would be split by its length.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ from transformers.cache_utils import Cache
 
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["ATTENTION", "ROWS", "Slots"]
+__all__ = ["ATTENTION", "SlotAttention", "Slots"]
 
 ATTENTION = "rlkit_matmul"
-ROWS = 16
-NARROW = 64  # up to this width of a head, 4 rows are enough
+NARROW = 64  # heads up to this width need 4 rows of queries, wider ones 16
 LENGTHS = 16
 KEYS = 256
 
@@ -54,7 +51,7 @@ def matmul_attention(
     rows, key_heads = key.shape[:2]
     stacked = query[:rows].reshape(rows, key_heads, heads // key_heads * length, width)
     count = stacked.shape[2]
-    missing = -count % (4 if width <= NARROW else ROWS)
+    missing = -count % (4 if width <= NARROW else 16)
     stacked = torch.nn.functional.pad(stacked, (0, 0, 0, missing)) if missing else stacked
     scores = (stacked @ key.transpose(-1, -2)) * (width**-0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -161,3 +158,28 @@ class Slots(Cache):
         grown = self._empty(x)
         grown[: x.shape[0], :, : x.shape[2]] = x
         return grown
+
+
+class SlotAttention:
+    """``matmul_attention`` of tokens [B, T] over slots, layer after layer, as ``Llama`` calls it.
+
+    Args:
+        slots: told by ``Slots.at`` where these tokens are.
+        mask: what ``Slots.at`` returned.
+        shape: (B, T), padding included.
+    """
+
+    def __init__(self, slots: Slots, mask: torch.Tensor, shape: Sequence[int]) -> None:
+        self._slots, self._mask, self._shape = slots, mask, shape
+        self._layer = 0
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+        """From q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
+        q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        keys, values = self._slots.update(k, v, self._layer)
+        self._layer += 1
+        return matmul_attention(None, q, keys, values, self._mask, scaling=1.0)[0].flatten(0, 1).flatten(1), ()
+
+    def backward(self, *_: Any) -> Any:
+        """Sampling has none."""
+        raise NotImplementedError

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.local.alike import LEAST, MOST, rows_alike
 from rlkit.backends.local.body import selected_logits
-from rlkit.backends.local.cache import ATTENTION, ROWS, Slots
+from rlkit.backends.local.cache import ATTENTION, Slots
 from rlkit.backends.local.llama import plain_attention
+from rlkit.backends.local.model import Base
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
-from rlkit.backends.local.weights import SamplingModel, Snapshot
+from rlkit.backends.local.weights import SamplingLlama, SamplingModel, Snapshot
 from rlkit.backends.sampling import draw, rounded_up
 
 __all__ = ["Decoder", "LibraryDecoder", "SlotDecoder", "decoder_for"]
 
-TOKENS = 2048  # computed at once at most
-TOKENS_CPU = 128  # more gain nothing there, and products of 192 may add in another order
+TOKENS = 2048  # computed at once at most, but on a CPU
 
 
 class Decoder(Protocol):
@@ -47,12 +48,21 @@ class Decoder(Protocol):
         """Gives up all rows and returns them."""
 
 
-def decoder_for(make_model: Callable[[str | None], SamplingModel], limit: int) -> Decoder:
-    """A ``SlotDecoder`` if it computes what the library computes on a short probe, else a ``LibraryDecoder``."""
-    model = make_model(ATTENTION)
-    if plain_attention(model.base.model.config.get_text_config()) and _agrees(SlotDecoder(model, 0)):
-        return SlotDecoder(model, limit)
-    return LibraryDecoder(make_model(None))
+def decoder_for(base: Base, merge: bool, limit: int) -> Decoder:
+    """A ``SlotDecoder`` where it computes what the library computes on a short probe, else a ``LibraryDecoder``.
+
+    Args:
+        base: the model.
+        merge: whether adapters are merged into copies of its weights.
+        limit: bytes kept of the keys and values of earlier sequences.
+    """
+    if base.llama:
+        return SlotDecoder(SamplingLlama(base, merge=merge), limit)
+    if plain_attention(base.model.config.get_text_config()):
+        model = SamplingModel(base, ATTENTION, merge=merge)
+        if _agrees(SlotDecoder(model, 0)):
+            return SlotDecoder(model, limit)
+    return LibraryDecoder(SamplingModel(base, None, merge=merge))
 
 
 @attrs.define(eq=False)
@@ -83,13 +93,14 @@ class SlotDecoder:
 
     mixes = True
 
-    def __init__(self, model: SamplingModel, limit: int) -> None:
+    def __init__(self, model: SamplingModel | SamplingLlama, limit: int) -> None:
         self.rows: list[Row] = []
         self._model = model
         self._base = model.base
         self._slots = Slots()
-        self._most = TOKENS_CPU if self._base.device.type == "cpu" else TOKENS
+        self._most = MOST if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
+        self._multiple = LEAST  # of the rows of a product
         self._prefixes = Prefixes(limit)
         self._end: weakref.finalize[[], Any] | None = None
 
@@ -98,6 +109,7 @@ class SlotDecoder:
             return
         if self._end is not None:
             self._end.detach()
+        self._multiple = rows_alike(self._model.weights())
         self._prefixes.clear()
         self._prefixes = Prefixes(self._limit)
         self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
@@ -178,7 +190,7 @@ class SlotDecoder:
         begun: set[bytes] = set()
         for prompt in sorted(waiting, key=lambda prompt: prompt.rest.size):
             missing = prompt.names[prompt.held :]
-            if chosen and math.prod(_padded(len(chosen) + 1, prompt.rest.size)) > self._most:
+            if chosen and math.prod(_padded(len(chosen) + 1, prompt.rest.size, self._multiple)) > self._most:
                 break
             if not missing or missing[0] not in begun:
                 chosen.append(prompt)
@@ -204,23 +216,22 @@ class SlotDecoder:
         """Logits [n, V] at the flat ``index`` [n] of ``tokens`` [B, T] at ``positions`` of slots first..first+B-1."""
         device = self._base.device
         rows, length = tokens.shape
-        high, wide = _padded(rows, length)
+        high, wide = _padded(rows, length, self._multiple)
         ids = np.zeros((high, wide), np.int64)
         ids[:rows, :length] = tokens
         at = np.zeros((high, wide), np.int64)
         at[:rows] = positions[:, :1] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
         self._slots.reserve(first + rows, int(at.max()) + 1)
-        where = np.zeros(rounded_up(index.size, ROWS), np.int64)
+        where = np.zeros(rounded_up(index.size, self._multiple), np.int64)
         where[: index.size] = index // length * wide + index % length
-        with selected_logits(self._model.model, torch.from_numpy(where).to(device)):
-            logits: torch.Tensor = self._model.model(
-                input_ids=torch.from_numpy(ids).to(device),
-                position_ids=torch.from_numpy(at).to(device),
-                attention_mask=self._slots.at(first, at[:rows], device),
-                past_key_values=self._slots,
-                use_cache=True,
-            ).logits[0]
+        logits = self._model.logits(
+            torch.from_numpy(ids).to(device),
+            torch.from_numpy(at).to(device),
+            self._slots.at(first, at[:rows], device),
+            self._slots,
+            torch.from_numpy(where).to(device),
+        )
         return logits[: index.size]
 
     def _extend(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
@@ -308,10 +319,10 @@ class LibraryDecoder:
             self._cache = {}
 
 
-def _padded(rows: int, length: int) -> tuple[int, int]:
-    """The smallest shape around [rows, length] with a multiple of ``ROWS`` tokens, grown in one direction."""
-    high = rounded_up(rows, ROWS // math.gcd(length, ROWS))
-    wide = rounded_up(length, ROWS // math.gcd(rows, ROWS))
+def _padded(rows: int, length: int, multiple: int) -> tuple[int, int]:
+    """The smallest shape around [rows, length] with a multiple of so many tokens, grown in one direction."""
+    high = rounded_up(rows, multiple // math.gcd(length, multiple))
+    wide = rounded_up(length, multiple // math.gcd(rows, multiple))
     return (high, length) if high * length < rows * wide else (rows, wide)
 
 

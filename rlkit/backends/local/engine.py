@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import torch
 
-from rlkit.backends.local.decoders import Decoder, decoder_for
+from rlkit.backends.local.decoders import Decoder
 from rlkit.backends.local.requests import SampleRequest, ScoreRequest
-from rlkit.backends.local.weights import SamplingModel, Snapshot
+from rlkit.backends.local.weights import Snapshot
 from rlkit.errors import BackendError
 
 __all__ = ["Engine"]
@@ -32,15 +32,13 @@ class Engine:
     """Decodes what is submitted; see ``rlkit.backends.worker.Background``.
 
     Args:
-        make_model: builds the sampling model, at first use.
+        make_decoder: builds what decodes, at first use.
         max_rows: rows decoded together at most.
-        prefix_bytes: kept of the keys and values of earlier sequences at most.
     """
 
-    def __init__(self, make_model: Callable[[str | None], SamplingModel], max_rows: int, prefix_bytes: int) -> None:
-        self._make_model = make_model
+    def __init__(self, make_decoder: Callable[[], Decoder], max_rows: int) -> None:
+        self._make_decoder = make_decoder
         self._max_rows = max_rows
-        self._prefix_bytes = prefix_bytes
         self._decoder: Decoder | None = None
         self._wave: weakref.ref[Snapshot] | None = None
         self._wave_began = 0.0
@@ -76,7 +74,7 @@ class Engine:
         started: list[Request] = []
         try:
             if self._decoder is None:
-                self._decoder = decoder_for(self._make_model, self._prefix_bytes)
+                self._decoder = self._make_decoder()
             self._admit(self._decoder, started)
             if self._decoder.rows:
                 self._decoder.step()

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.backends.local.body import Body, LibraryBody, LlamaBody
-from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.packing import Batch
 from rlkit.backends.local.tree import Run
 
@@ -39,7 +38,6 @@ class Head:
         self._model = model
         self._config = model.config.get_text_config()
         self._splits: bool | None = None
-        self._own = Unembedding(model.get_output_embeddings()) if isinstance(body, LlamaBody) else None
         self.body = body
 
     def outputs(
@@ -57,8 +55,8 @@ class Head:
         """
         if isinstance(self.body, LlamaBody):
             hidden, ids = self.body.hidden(batch), wanted["logprobs"]
-            if self._own is not None and len(wanted) == 1 and ids is not None:
-                return {"logprobs": self._own.logprobs(hidden, ids, temperatures)}
+            if len(wanted) == 1 and ids is not None:
+                return {"logprobs": self.body.unembedding.logprobs(hidden, ids, temperatures)}
         else:
             if self._splits is None:
                 self._splits = self._finishes_alike(self.body, batch)
@@ -94,8 +92,8 @@ class Head:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V], with the scale or cap that some architectures apply."""
-        if self._own is not None:
-            return self._own.logits(hidden)
+        if isinstance(self.body, LlamaBody):
+            return self.body.unembedding.logits(hidden)
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
         scale = getattr(self._config, "logit_scale", None)
         divisor = getattr(self._config, "logits_scaling", None)

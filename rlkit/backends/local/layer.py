@@ -55,12 +55,12 @@ class Layer:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The adapters' tensors, in the order of the gradients."""
-        return [x for part in (self.qkv, self.out, self.gate_up, self.down) for x in part.parameters]
+        return [x for part in self.products for x in part.parameters]
 
-    def prepare(self) -> None:
-        """Reads the adapters as they are now."""
-        for part in (self.qkv, self.out, self.gate_up, self.down):
-            part.prepare()
+    @property
+    def products(self) -> tuple[Fused, ...]:
+        """The four of them."""
+        return self.qkv, self.out, self.gate_up, self.down
 
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, list[Any]]:
         """The residual stream, float32 [N, hidden] -> the same after this layer, and what ``backward`` wants."""
@@ -156,6 +156,8 @@ class _RunLayer(torch.autograd.Function):
 
 def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention) -> torch.Tensor:
     """``Layer.forward`` as autograd sees it."""
+    if not torch.is_grad_enabled():
+        return layer.forward(x, rope, attention)[0]
     out: torch.Tensor = _RunLayer.apply(x, layer, rope, attention, *layer.parameters)
     return out
 

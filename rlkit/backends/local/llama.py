@@ -79,7 +79,14 @@ class Llama:
     def prepare(self) -> None:
         """Reads the adapters as they are now."""
         for layer in self.layers:
-            layer.prepare()
+            for product in layer.products:
+                product.prepare()
+
+    def merge(self) -> None:
+        """Takes the adapters into copies of the weights."""
+        for layer in self.layers:
+            for product in layer.products:
+                product.merge()
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Tokens [N] at ``positions`` [N] -> the residual stream after the last layer, float32 [N, hidden]."""

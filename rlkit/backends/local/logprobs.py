@@ -21,27 +21,44 @@ class Unembedding:
     """The output embedding without a bias, and its adapter; products in float32 at least.
 
     Args:
-        module: a linear module, or peft's around one.
+        weight: [V, hidden].
+        pair: (A [r, hidden], B [V, r]) of its adapter, if it has one.
+        scale: of the adapter.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._weight = getattr(module, "base_layer", module).weight
-        self._a = self._b = None
-        self._scale = 0.0
-        if "default" in getattr(module, "lora_A", ()):
-            self._a, self._b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            self._scale = float(module.scaling["default"])
+    def __init__(
+        self, weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor] | None = None, scale: float = 0.0
+    ) -> None:
+        self._weight = weight.detach()
+        self._a: torch.Tensor | None = None if pair is None else pair[0]
+        self._b: torch.Tensor | None = None if pair is None else pair[1]
+        self._scale = scale
+        self._copy: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[V, hidden], in float32 at least: made once, since making it takes as long as a product of 100 rows."""
+        if self._copy is None:
+            self._copy = self._weight.to(torch.promote_types(self._weight.dtype, torch.float32))
+        return self._copy
+
+    def merge(self) -> None:
+        """Takes the adapter into a weight of its own."""
+        if self._a is not None and self._b is not None:
+            merged = torch.addmm(self.weight, self._b.float(), self._a.float(), alpha=self._scale)
+            self._weight = self._copy = merged.T.contiguous().T  # in memory [hidden, V], which is faster for few rows
+            self._a = self._b = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V]."""
-        y = nn.functional.linear(hidden, _wide(self._weight))
+        y = nn.functional.linear(hidden, self.weight)
         if self._a is None or self._b is None:
             return y
         return y + (hidden @ self._a.t()) @ self._b.t() * self._scale
 
     def logprobs(self, hidden: torch.Tensor, ids: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
         """[n] of the tokens ``ids`` [n], after [n, hidden]."""
-        found: torch.Tensor = _Logprobs.apply(hidden, self._a, self._b, self._weight, self._scale, ids, temperatures)
+        found: torch.Tensor = _Logprobs.apply(hidden, self._a, self._b, self.weight, self._scale, ids, temperatures)
         return found
 
 
@@ -57,15 +74,15 @@ class _Logprobs(torch.autograd.Function):
         ids: torch.Tensor,
         temperatures: torch.Tensor | None,
     ) -> torch.Tensor:
-        n, wide = ids.numel(), _wide(weight)
+        n = ids.numel()
         out, slope = hidden.new_empty(n), torch.empty_like(hidden)
         low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
         kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
         for part in _chunks(n):
-            out[part], p = _read(hidden[part], wide, a, b, scale, ids[part], _part(temperatures, part))
+            out[part], p = _read(hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part))
             if not ctx.needs_input_grad[0]:
                 continue
-            slope[part] = weight[ids[part]] - p @ wide
+            slope[part] = weight[ids[part]] - p @ weight
             if low_slope is not None and a is not None and b is not None:
                 low_slope[part] = (b[ids[part]] - p @ b) * scale
                 slope[part] += low_slope[part] @ a
@@ -84,12 +101,11 @@ class _Logprobs(torch.autograd.Function):
         da = (low_slope * g).t() @ hidden
         low = (hidden @ a.t()).mul_(g).mul_(ctx.scale)
         db = torch.zeros_like(b).index_add_(0, ids, low)
-        wide = _wide(weight) if ctx.kept is None else None
         for k, part in enumerate(_chunks(ids.numel())):
             if ctx.kept is not None:
                 p = ctx.kept[k]
             else:
-                p = _read(hidden[part], wide, a, b, ctx.scale, ids[part], _part(temperatures, part))[1]
+                p = _read(hidden[part], weight, a, b, ctx.scale, ids[part], _part(temperatures, part))[1]
             db.addmm_(p.t(), low[part], alpha=-1)
         ctx.kept = None
         return slope * g, da, db, None, None, None, None
@@ -121,7 +137,3 @@ def _chunks(n: int) -> list[slice]:
 
 def _part(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     return None if x is None else x[part]
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -105,7 +105,7 @@ def _computes_alike(model: Any) -> bool:
     llama = Llama(model, {}, 0.0)
     attention = TreeAttention([Run(0, 9)], llama.heads, llama.key_heads)
     hidden = llama.normed(llama.hidden(tokens, torch.arange(9, device=device), attention))
-    gap = Unembedding(model.get_output_embeddings()).logits(hidden) - expected
+    gap = Unembedding(model.get_output_embeddings().weight).logits(hidden) - expected
     return bool(gap.norm() < expected.norm() * (1e-4 if model.dtype == torch.float32 else 0.1))
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
+from rlkit.backends.local.body import adapter_of, selected_logits
+from rlkit.backends.local.cache import SlotAttention, Slots
+from rlkit.backends.local.llama import Llama
+from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
+from rlkit.errors import BackendError
 
-__all__ = ["SamplingModel", "Snapshot", "merged_weight", "take_snapshot"]
+__all__ = ["SamplingLlama", "SamplingModel", "Snapshot", "merged_weight", "take_snapshot"]
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -25,13 +31,8 @@ class Snapshot:
 
 def take_snapshot(peft_model: Any, version: int, scale: float) -> Snapshot:
     """A copy of the adapter as it is."""
-    adapter = {}
-    for name, module in peft_model.base_model.model.named_modules():
-        pair = getattr(module, "lora_A", None)
-        if pair is not None and "default" in pair:
-            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            adapter[name] = (a.detach().clone(), b.detach().clone())
-    return Snapshot(version, scale, adapter)
+    pairs = adapter_of(peft_model)
+    return Snapshot(version, scale, {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in pairs.items()})
 
 
 class SamplingModel:
@@ -70,6 +71,21 @@ class SamplingModel:
         self._current = weakref.ref(snapshot)
         return True
 
+    def weights(self) -> Iterator[torch.Tensor]:
+        """[out, in] of every linear module."""
+        return (m.weight for m in self._modules.values() if isinstance(m, nn.Linear))
+
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, slots: Slots, index: torch.Tensor
+    ) -> torch.Tensor:
+        """[n, V] at the flat ``index`` of ``tokens`` [B, T], whose keys and values go to ``slots``."""
+        with selected_logits(self.model, index):
+            out = self.model(
+                input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=slots, use_cache=True
+            )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
     def release(self) -> None:
         """Back to the base's own weights; the merged copy is freed."""
         for name, weight in self._base_weights.items():
@@ -79,6 +95,52 @@ class SamplingModel:
         self._base_weights.clear()
         self._hooks.clear()
         self._current = None
+
+
+class SamplingLlama:
+    """``Llama`` with one snapshot's adapter at a time; otherwise like ``SamplingModel``."""
+
+    def __init__(self, base: Base, *, merge: bool) -> None:
+        self.base = base
+        self._merge = merge
+        self._current: weakref.ref[Snapshot] | None = None
+        self._llama: Llama | None = None
+        self._head: Unembedding | None = None
+
+    @torch.no_grad()
+    def use(self, snapshot: Snapshot) -> bool:
+        """Makes the model that of ``snapshot``; True where it was another's."""
+        if self._current is not None and snapshot is self._current():
+            return False
+        self._llama = self._head = None  # the copy before is freed first
+        model: Any = self.base.model
+        llama = Llama(model, snapshot.adapter, snapshot.scale)
+        head = Unembedding(model.get_output_embeddings().weight, snapshot.adapter.get("lm_head"), snapshot.scale)
+        if self._merge:
+            llama.merge()
+            head.merge()
+        else:
+            llama.prepare()
+        self._llama, self._head = llama, head
+        self._current = weakref.ref(snapshot)
+        return True
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """[out, in] of every product."""
+        if self._llama is not None and self._head is not None:
+            yield from (product.weight for layer in self._llama.layers for product in layer.products)
+            yield self._head.weight
+
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, slots: Slots, index: torch.Tensor
+    ) -> torch.Tensor:
+        """[n, V] at the flat ``index`` of ``tokens`` [B, T], whose keys and values go to ``slots``."""
+        llama, head = self._llama, self._head
+        if llama is None or head is None:
+            raise BackendError("no snapshot was given")
+        attention = SlotAttention(slots, mask, tokens.shape)
+        hidden = llama.hidden(tokens.flatten(), positions.flatten(), attention)
+        return head.logits(llama.normed(hidden[index]))
 
 
 def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
