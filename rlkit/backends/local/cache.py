@@ -53,13 +53,14 @@ def matmul_attention(
     count = stacked.shape[2]
     missing = -count % (4 if width <= NARROW else 16)
     stacked = torch.nn.functional.pad(stacked, (0, 0, 0, missing)) if missing else stacked
-    scores = (stacked @ key.transpose(-1, -2)) * (width**-0.5 if scaling is None else scaling)
+    wide = torch.promote_types(query.dtype, torch.float32)  # scores of 20 have two digits in bfloat16
+    scores = (stacked.to(wide) @ key.to(wide).transpose(-1, -2)).mul_(width**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
         each = attention_mask if length == 1 else attention_mask.repeat(1, 1, heads // key_heads, 1)
         scores[:, :, :count] += each
-    weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
     out = weights[..., :KEYS] @ value[..., :KEYS, :]
     for start in range(KEYS, value.shape[2], KEYS):
         out += weights[..., start : start + KEYS] @ value[..., start : start + KEYS, :]

@@ -100,7 +100,7 @@ class SlotDecoder:
         self._slots = Slots()
         self._most = MOST if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
-        self._multiple = LEAST  # of the rows of a product
+        self._multiple = self._multiple_read = LEAST  # of the rows of a product, and of the last one
         self._prefixes = Prefixes(limit)
         self._end: weakref.finalize[[], Any] | None = None
 
@@ -109,7 +109,7 @@ class SlotDecoder:
             return
         if self._end is not None:
             self._end.detach()
-        self._multiple = rows_alike(self._model.weights())
+        self._multiple, self._multiple_read = rows_alike(self._model.weights()), rows_alike([self._model.head])
         self._prefixes.clear()
         self._prefixes = Prefixes(self._limit)
         self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
@@ -223,7 +223,7 @@ class SlotDecoder:
         at[:rows] = positions[:, :1] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
         self._slots.reserve(first + rows, int(at.max()) + 1)
-        where = np.zeros(rounded_up(index.size, self._multiple), np.int64)
+        where = np.zeros(rounded_up(index.size, self._multiple_read), np.int64)
         where[: index.size] = index // length * wide + index % length
         logits = self._model.logits(
             torch.from_numpy(ids).to(device),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.body import adapter_of, selected_logits
 from rlkit.backends.local.cache import SlotAttention, Slots
@@ -71,9 +71,16 @@ class SamplingModel:
         self._current = weakref.ref(snapshot)
         return True
 
-    def weights(self) -> Iterator[torch.Tensor]:
-        """[out, in] of every linear module."""
-        return (m.weight for m in self._modules.values() if isinstance(m, nn.Linear))
+    @property
+    def head(self) -> torch.Tensor:
+        """[V, hidden] of the output embedding."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    def weights(self) -> list[torch.Tensor]:
+        """[out, in] of every other linear module."""
+        linear = [m for m in self._modules.values() if isinstance(m, (nn.Linear, Conv1D)) and m.weight is not self.head]
+        return [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, slots: Slots, index: torch.Tensor
@@ -125,22 +132,28 @@ class SamplingLlama:
         self._current = weakref.ref(snapshot)
         return True
 
-    def weights(self) -> Iterator[torch.Tensor]:
-        """[out, in] of every product."""
-        if self._llama is not None and self._head is not None:
-            yield from (product.weight for layer in self._llama.layers for product in layer.products)
-            yield self._head.weight
+    @property
+    def head(self) -> torch.Tensor:
+        """[V, hidden] of the output embedding."""
+        return self._parts()[1].weight
+
+    def weights(self) -> list[torch.Tensor]:
+        """[out, in] of every other product."""
+        return [product.weight for layer in self._parts()[0].layers for product in layer.products]
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, slots: Slots, index: torch.Tensor
     ) -> torch.Tensor:
         """[n, V] at the flat ``index`` of ``tokens`` [B, T], whose keys and values go to ``slots``."""
-        llama, head = self._llama, self._head
-        if llama is None or head is None:
-            raise BackendError("no snapshot was given")
+        llama, head = self._parts()
         attention = SlotAttention(slots, mask, tokens.shape)
         hidden = llama.hidden(tokens.flatten(), positions.flatten(), attention)
         return head.logits(llama.normed(hidden[index]))
+
+    def _parts(self) -> tuple[Llama, Unembedding]:
+        if self._llama is None or self._head is None:
+            raise BackendError("no snapshot was given")
+        return self._llama, self._head
 
 
 def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
