@@ -149,20 +149,23 @@ def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
     policy.close()
 
 
-def test_masked_attention_is_tree_attention():
-    """The library's attention with a mask over all pairs, which a GPU uses, gives the same, and the same gradients."""
-    rng = np.random.default_rng(0)
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from([20, 300, 2**22]))
+@settings(max_examples=30, deadline=None)
+def test_tree_attention_is_masked_attention(seed, heads, scores):
+    """On random trees, in blocks of any size: the attention over all pairs with a mask, and its gradients."""
+    rng = np.random.default_rng(seed)
     (batch,) = pack(random_tree(rng), 10**6)
-    n = batch.tokens.size
-    q, k, v = (torch.from_numpy(rng.normal(size=(n, heads, 8))) for heads in (4, 2, 2))
-    grad = torch.from_numpy(rng.normal(size=(n, 32)))
+    q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 8))) for h in (heads[0], heads[1], heads[1]))
+    grad = torch.from_numpy(rng.normal(size=(batch.tokens.size, heads[0] * 8)))
     found = []
-    for attention in (
-        tree.TreeAttention(batch.runs, 4, 2),
-        tree.MaskedAttention(torch.from_numpy(batch.visible())),
-    ):
-        out, saved = attention.forward(q, k, v)
-        found.append([out, *attention.backward(grad, saved)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "SCORES", scores)
+        for attention in (
+            tree.TreeAttention(batch.runs, *heads),
+            tree.MaskedAttention(torch.from_numpy(batch.visible())),
+        ):
+            out, saved = attention.forward(q, k, v)
+            found.append([out, *attention.backward(grad, saved)])
     for a, b in zip(*found, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
