@@ -16,10 +16,10 @@ from pathlib import Path
 import runner
 import workload
 
-BASE = {"completions": 8, "prompt": 64, "vocabulary": 49152}
+BASE = {"completions": 16, "prompt": 64, "vocabulary": 49152}  # one micro-batch and a little
 CELLS = [
     BASE,
-    BASE | {"completions": 64},
+    BASE | {"completions": 128},
     BASE | {"prompt": 1024},
     BASE | {"vocabulary": 4 * 49152},
 ]
