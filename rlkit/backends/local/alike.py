@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEAST", "MOST", "rows_alike"]
+__all__ = ["MOST", "multiple", "rows_alike"]
 
-LEAST = 8
+FEW = 32  # up to here every even number of rows is tried, beyond it multiples of 8
 MOST = 128  # rows computed at once on a CPU; more gain nothing there
 
-
 _known: dict[tuple[Any, ...], int] = {}
+
+
+def multiple(rows: int, alike: int) -> int:
+    """Of what to make the number of rows a multiple, so that it is one that ``rows_alike`` has tried.
+
+    >>> multiple(3, 2), multiple(33, 2), multiple(33, 16)
+    (2, 8, 16)
+    """
+    return alike if rows <= FEW else max(alike, 8)
 
 
 @torch.no_grad()
@@ -21,29 +29,29 @@ def rows_alike(weights: Iterable[torch.Tensor]) -> int:
     """The least R for which x W^T has the same bits in a row at every multiple of R rows up to 128.
 
     Libraries choose by shape, processor and number of threads how a product is cut and in which order it is summed.
-    So that is measured, once in a process for each shape: it is 8, 16, 32, 64, or 128, which is alike by itself. On a
-    GPU and for other dtypes than float32, where nothing is promised, it is 8.
+    So that is measured, once in a process for each shape: it is 2, 4, 8, 16, 32, 64, or 128, which is alike by itself.
+    On a GPU and for other dtypes than float32, where nothing is promised, it is 1.
 
     Args:
         weights: [out, in], laid out in memory as they are used.
 
     >>> import torch
     >>> rows_alike([torch.zeros(8, 8, dtype=torch.bfloat16)])
-    8
+    1
     """
-    return max((_measured(weight) for weight in weights), default=LEAST)
+    return max((_measured(weight) for weight in weights), default=1)
 
 
 def _measured(weight: torch.Tensor) -> int:
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return LEAST
+        return 1
     key = (tuple(weight.shape), weight.stride(), torch.get_num_threads())
     if key not in _known:
         x = torch.rand(MOST, weight.shape[1], generator=torch.Generator().manual_seed(0)) - 0.5
         whole = x @ weight.t()
-        same = {n: torch.equal(x[:n] @ weight.t(), whole[:n]) for n in range(LEAST, MOST, LEAST)}
-        found = LEAST
-        while found < MOST and not all(same[n] for n in range(found, MOST, found)):
+        tried = {n: torch.equal(x[:n] @ weight.t(), whole[:n]) for n in (*range(2, FEW, 2), *range(FEW, MOST, 8))}
+        found = 2
+        while not all(same for n, same in tried.items() if n % found == 0):
             found *= 2
         _known[key] = found
     return _known[key]

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.alike import LEAST, MOST, rows_alike
+from rlkit.backends.local.alike import MOST, multiple, rows_alike
 from rlkit.backends.local.body import selected_logits
 from rlkit.backends.local.cache import ATTENTION, Slots
 from rlkit.backends.local.llama import plain_attention
@@ -100,7 +100,7 @@ class SlotDecoder:
         self._slots = Slots()
         self._most = MOST if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
-        self._multiple = self._multiple_read = LEAST  # of the rows of a product, and of the last one
+        self._alike = self._alike_read = 1  # rows of a product, and of the last one
         self._prefixes = Prefixes(limit)
         self._end: weakref.finalize[[], Any] | None = None
 
@@ -109,7 +109,7 @@ class SlotDecoder:
             return
         if self._end is not None:
             self._end.detach()
-        self._multiple, self._multiple_read = rows_alike(self._model.weights()), rows_alike([self._model.head])
+        self._alike, self._alike_read = rows_alike(self._model.weights()), rows_alike([self._model.head])
         self._prefixes.clear()
         self._prefixes = Prefixes(self._limit)
         self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
@@ -138,7 +138,7 @@ class SlotDecoder:
             tokens = np.array([[row.tokens[-1]] for row in part])
             positions = np.array([[row.position] for row in part])
             logits.append(self._forward(tokens, first, positions, np.arange(len(part))))
-        self._extend(self.rows, torch.cat(logits))
+        self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
         self._tidy()
 
     def score(self, request: ScoreRequest) -> np.ndarray:
@@ -190,7 +190,7 @@ class SlotDecoder:
         begun: set[bytes] = set()
         for prompt in sorted(waiting, key=lambda prompt: prompt.rest.size):
             missing = prompt.names[prompt.held :]
-            if chosen and math.prod(_padded(len(chosen) + 1, prompt.rest.size, self._multiple)) > self._most:
+            if chosen and math.prod(_shape(len(chosen) + 1, prompt.rest.size, self._alike)) > self._most:
                 break
             if not missing or missing[0] not in begun:
                 chosen.append(prompt)
@@ -216,14 +216,14 @@ class SlotDecoder:
         """Logits [n, V] at the flat ``index`` [n] of ``tokens`` [B, T] at ``positions`` of slots first..first+B-1."""
         device = self._base.device
         rows, length = tokens.shape
-        high, wide = _padded(rows, length, self._multiple)
+        high, wide = _shape(rows, length, self._alike)
         ids = np.zeros((high, wide), np.int64)
         ids[:rows, :length] = tokens
         at = np.zeros((high, wide), np.int64)
         at[:rows] = positions[:, :1] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
         self._slots.reserve(first + rows, int(at.max()) + 1)
-        where = np.zeros(rounded_up(index.size, self._multiple_read), np.int64)
+        where = np.zeros(rounded_up(index.size, multiple(index.size, self._alike_read)), np.int64)
         where[: index.size] = index // length * wide + index % length
         logits = self._model.logits(
             torch.from_numpy(ids).to(device),
@@ -319,10 +319,11 @@ class LibraryDecoder:
             self._cache = {}
 
 
-def _padded(rows: int, length: int, multiple: int) -> tuple[int, int]:
-    """The smallest shape around [rows, length] with a multiple of so many tokens, grown in one direction."""
-    high = rounded_up(rows, multiple // math.gcd(length, multiple))
-    wide = rounded_up(length, multiple // math.gcd(rows, multiple))
+def _shape(rows: int, length: int, alike: int) -> tuple[int, int]:
+    """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction."""
+    unit = multiple(rows * length, alike)
+    high = rounded_up(rows, unit // math.gcd(length, unit))
+    wide = rounded_up(length, unit // math.gcd(rows, unit))
     return (high, length) if high * length < rows * wide else (rows, wide)
 
 
