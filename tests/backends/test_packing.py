@@ -128,7 +128,16 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("lora", [{"train_mlp": False}, {"train_attn": False}, {"target_modules": ("k_proj",)}])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"train_mlp": False},
+        {"train_attn": False},
+        {"train_unembed": False},
+        {"train_attn": False, "train_mlp": False},  # the head alone
+        {"target_modules": ("layers.1.self_attn.k_proj",)},  # nothing below it has a gradient
+    ],
+)
 def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
     """The own backward gives the library's gradients whichever modules have an adapter, and long runs are cut."""
     rng = np.random.default_rng(1)

@@ -80,7 +80,7 @@ class _Logprobs(torch.autograd.Function):
         kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
         for part in _chunks(n):
             out[part], p = _read(hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part))
-            if not ctx.needs_input_grad[0]:
+            if not any(ctx.needs_input_grad[:3]):
                 continue
             slope[part] = weight[ids[part]] - p @ weight
             if low_slope is not None and a is not None and b is not None:
