@@ -10,7 +10,7 @@ import torch
 __all__ = ["MOST", "multiple", "rows_alike"]
 
 FEW = 32  # up to here every even number of rows is tried, beyond it multiples of 8
-LARGE = 2**24  # of weights with so many elements only multiples of 8, or trying would take seconds
+LARGE = 2**24  # of weights with so many elements only multiples of 16, or trying would take seconds
 MOST = 128  # rows computed at once on a CPU; more gain nothing there
 
 _known: dict[tuple[Any, ...], int] = {}
@@ -50,8 +50,8 @@ def _measured(weight: torch.Tensor) -> int:
     if key not in _known:
         x = torch.rand(MOST, weight.shape[1], generator=torch.Generator().manual_seed(0)) - 0.5
         whole = x @ weight.t()
-        found = 2 if weight.numel() < LARGE else 8
-        numbers = (*range(found, FEW, found), *range(FEW, MOST, 8))
+        small = weight.numel() < LARGE
+        found, numbers = (2, (*range(2, FEW, 2), *range(FEW, MOST, 8))) if small else (16, (*range(16, MOST, 16),))
         tried = {n: torch.equal(x[:n] @ weight.t(), whole[:n]) for n in numbers}
         while not all(same for n, same in tried.items() if n % found == 0):
             found *= 2
