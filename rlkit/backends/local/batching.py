@@ -1,0 +1,218 @@
+"""Continuous batching: rows of different lengths in slots, a row's place filled when it ends."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from rlkit.backends.local.alike import MOST, multiple, rows_alike
+from rlkit.backends.local.cache import Slots
+from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
+from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
+from rlkit.backends.local.weights import SamplingLlama, SamplingModel, Snapshot
+from rlkit.backends.sampling import draw, rounded_up
+
+__all__ = ["SlotDecoder"]
+
+TOKENS = 2048  # computed at once at most, but on a CPU
+
+
+@attrs.define(eq=False)
+class _Prompt:
+    """A prompt that is about to be computed, for all who asked for it."""
+
+    tokens: np.ndarray
+    names: list[bytes]  # of its blocks; its last token is in none, so that there is one to compute
+    rows: list[Row] = attrs.field(factory=list)
+    held: int = 0  # blocks that need not be computed
+
+    @property
+    def start(self) -> int:
+        return self.held * BLOCK
+
+    @property
+    def rest(self) -> np.ndarray:
+        return self.tokens[self.start :]
+
+
+class SlotDecoder:
+    """Continuous batching: rows of different lengths in slots 0..B-1, a row's place filled when it ends.
+
+    Args:
+        model: whose weights.
+        limit: bytes kept of the keys and values of earlier sequences.
+    """
+
+    mixes = True
+
+    def __init__(self, model: SamplingModel | SamplingLlama, limit: int) -> None:
+        self.rows: list[Row] = []
+        self._model = model
+        self._base = model.base
+        self._slots = Slots()
+        self._most = MOST if self._base.device.type == "cpu" else TOKENS
+        self._limit = limit
+        self._alike = self._alike_read = 1  # rows of a product, and of the last one
+        self._prefixes = Prefixes(limit)
+        self._end: weakref.finalize[[], Any] | None = None
+
+    def use(self, snapshot: Snapshot) -> None:
+        if not self._model.use(snapshot):
+            return
+        if self._end is not None:
+            self._end.detach()
+        self._alike, self._alike_read = rows_alike(self._model.weights()), rows_alike([self._model.head])
+        self._prefixes.clear()
+        self._prefixes = Prefixes(self._limit)
+        self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
+        self._end.atexit = False
+
+    def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
+        prompts: dict[bytes, _Prompt] = {}
+        for request, count in admitted:
+            tokens = request.prompt
+            prompt = prompts.setdefault(tokens.tobytes(), _Prompt(tokens, self._names(tokens[:-1])))
+            prompt.rows += [Row(request, request.started + i) for i in range(count)]
+            request.started += count
+        waiting = list(prompts.values())
+        rows = len(self.rows) + sum(len(prompt.rows) for prompt in waiting)
+        self._slots.reserve(rows, max(prompt.tokens.size for prompt in waiting) + 1)
+        while waiting:
+            chosen = self._choose(waiting)
+            self._begin(chosen)
+            waiting = [prompt for prompt in waiting if prompt not in chosen]
+        self._tidy()
+
+    def step(self) -> None:
+        logits = []
+        for first in range(0, len(self.rows), self._most):
+            part = self.rows[first : first + self._most]
+            tokens = np.array([[row.tokens[-1]] for row in part])
+            positions = np.array([[row.position] for row in part])
+            logits.append(self._forward(tokens, first, positions, np.arange(len(part))))
+        self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
+        self._tidy()
+
+    def score(self, request: ScoreRequest) -> np.ndarray:
+        tokens = request.tokens
+        out = np.zeros(tokens.size, np.float32)
+        for start in range(0, tokens.size - 1, self._most):
+            end = min(start + self._most, tokens.size - 1)
+            index = np.arange(end - start)
+            logits = self._forward(tokens[None, start:end], len(self.rows), start + index[None], index)
+            logprobs = torch.log_softmax(logits.float() / request.temperature, dim=-1)
+            targets = torch.from_numpy(np.array(tokens[start + 1 : end + 1])).to(logits.device)
+            out[start + 1 : end + 1] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
+        self._tidy()
+        return out
+
+    def abandon(self) -> list[Row]:
+        rows, self.rows = self.rows, []
+        self._tidy()
+        return rows
+
+    def prefill(self, first: int, rests: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
+        """Computes ``rests[b]`` at ``starts[b]``.. of slot first + b, which holds the tokens before.
+
+        Returns:
+            Logits [B, V] behind the last tokens.
+        """
+        begin = np.array(starts)[:, None]
+        if len(rests) == 1:
+            (rest,) = rests
+            while rest.size > self._most:
+                self._forward(rest[None, : self._most], first, begin + np.arange(self._most), np.zeros(1, np.int64))
+                begin, rest = begin + self._most, rest[self._most :]
+            rests = [rest]
+        sizes = np.array([rest.size for rest in rests])
+        tokens = np.zeros((len(rests), sizes.max()), np.int64)
+        for row, rest in zip(tokens, rests, strict=True):
+            row[: rest.size] = rest
+        last = np.arange(len(rests)) * tokens.shape[1] + sizes - 1
+        return self._forward(tokens, first, begin + np.arange(tokens.shape[1]), last)
+
+    def _names(self, tokens: np.ndarray) -> list[bytes]:
+        return block_names(tokens) if self._limit else []
+
+    def _choose(self, waiting: list[_Prompt]) -> list[_Prompt]:
+        """Those to compute together next: of prompts that begin alike only one, the others find its blocks later."""
+        for prompt in waiting:
+            prompt.held = self._prefixes.find(prompt.names)
+        chosen: list[_Prompt] = []
+        begun: set[bytes] = set()
+        for prompt in sorted(waiting, key=lambda prompt: prompt.rest.size):
+            missing = prompt.names[prompt.held :]
+            if chosen and math.prod(_shape(len(chosen) + 1, prompt.rest.size, self._alike)) > self._most:
+                break
+            if not missing or missing[0] not in begun:
+                chosen.append(prompt)
+                begun.update(missing)
+        return chosen
+
+    def _begin(self, prompts: Sequence[_Prompt]) -> None:
+        first, place = len(self.rows), len(self.rows) + len(prompts)
+        rows = [prompt.rows[0] for prompt in prompts] + [row for prompt in prompts for row in prompt.rows[1:]]
+        for slot, prompt in enumerate(prompts, first):
+            self._prefixes.load(prompt.names[: prompt.held], self._slots, slot)
+        logits = self.prefill(first, [p.rest for p in prompts], [p.start for p in prompts])
+        for slot, prompt in enumerate(prompts, first):
+            self._prefixes.keep(prompt.names, self._slots, slot)
+            others = len(prompt.rows) - 1
+            self._slots.copy(slot, place, place + others, prompt.tokens.size)
+            place += others
+        which = [*range(len(prompts)), *(k for k, prompt in enumerate(prompts) for _ in prompt.rows[1:])]
+        self.rows += rows
+        self._extend(rows, logits[which])
+
+    def _forward(self, tokens: np.ndarray, first: int, positions: np.ndarray, index: np.ndarray) -> torch.Tensor:
+        """Logits [n, V] at the flat ``index`` [n] of ``tokens`` [B, T] at ``positions`` of slots first..first+B-1."""
+        device = self._base.device
+        rows, length = tokens.shape
+        high, wide = _shape(rows, length, self._alike)
+        ids = np.zeros((high, wide), np.int64)
+        ids[:rows, :length] = tokens
+        at = np.zeros((high, wide), np.int64)
+        at[:rows] = positions[:, :1] + np.arange(wide)
+        at = np.minimum(at, self._base.max_length - 1)
+        self._slots.reserve(first + rows, int(at.max()) + 1)
+        where = np.zeros(rounded_up(index.size, multiple(index.size, self._alike_read)), np.int64)
+        where[: index.size] = index // length * wide + index % length
+        logits = self._model.logits(
+            torch.from_numpy(ids).to(device),
+            torch.from_numpy(at).to(device),
+            self._slots.at(first, at[:rows], device),
+            self._slots,
+            torch.from_numpy(where).to(device),
+        )
+        return logits[: index.size]
+
+    def _extend(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
+        """Draws a token for each of ``rows``, the last ones in their slots, and lets those that ended go."""
+        uniforms = np.array([row.uniform() for row in rows])
+        tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)
+        first = len(self.rows) - len(rows)
+        ended = [first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))]
+        for slot in reversed(ended):
+            self._prefixes.keep(self._names(self.rows[slot].computed), self._slots, slot)
+            last = self.rows.pop()
+            if slot < len(self.rows):
+                self.rows[slot] = last
+                self._slots.copy(len(self.rows), slot, slot + 1, last.position)
+
+    def _tidy(self) -> None:
+        if not self.rows:
+            self._slots.free()
+
+
+def _shape(rows: int, length: int, alike: int) -> tuple[int, int]:
+    """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction."""
+    unit = multiple(rows * length, alike)
+    high = rounded_up(rows, unit // math.gcd(length, unit))
+    wide = rounded_up(length, unit // math.gcd(rows, unit))
+    return (high, length) if high * length < rows * wide else (rows, wide)
