@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import rlkit
 
 pytest.importorskip("peft")
+from rlkit.backends.local import cache
 from rlkit.backends.local.cache import Slots
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 
@@ -111,13 +112,20 @@ def threads(request):
 
 
 @pytest.mark.usefixtures("threads")
-def test_real_widths(wide):
+def test_real_widths(wide, monkeypatch):
     """Alone or in company, of short rows or of long ones, split or at once, continued or not: the same bits."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 290, 430)
     params = rlkit.SamplingParams(max_tokens=5, stop=())
     cold = connect(wide, prefix_mb=0).sampler().result()
     expected = bits(cold.sample(prompt, params, seed=1).result())
+    shared = []
+    monkeypatch.setattr(cache, "_apart", lambda x, n: shared.append(n) or x.unflatten(1, (n, -1)).transpose(0, 1))
+    other = [*prompt[:300], 7, 8]
+    groups = [cold.sample(prompt, params, n=5, seed=1), cold.sample(other, params, n=5, seed=2)]
+    assert bits(groups[0].result()[:1]) == expected
+    assert bits(groups[1].result()[:1]) == bits(cold.sample(other, params, seed=2).result())
+    assert 10 in shared  # what rows begin with was read once
     long = cold.sample(rng.integers(3, 290, 900), params, n=2, seed=3)
     few = cold.sample(prompt, params, seed=1)
     many = cold.sample(prompt[:50], params, n=30, seed=4)

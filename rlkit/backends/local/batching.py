@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.alike import MOST, multiple, rows_alike
-from rlkit.backends.local.cache import Slots
+from rlkit.backends.local.cache import Shared, Slots
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import SamplingLlama, SamplingModel, Snapshot
@@ -95,7 +95,8 @@ class SlotDecoder:
             part = self.rows[first : first + self._most]
             tokens = np.array([[row.tokens[-1]] for row in part])
             positions = np.array([[row.position] for row in part])
-            logits.append(self._forward(tokens, first, positions, np.arange(len(part))))
+            shared = Shared.of([row.request.prompt for row in part])
+            logits.append(self._forward(tokens, first, positions, np.arange(len(part)), shared))
         self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
         self._tidy()
 
@@ -170,7 +171,14 @@ class SlotDecoder:
         self.rows += rows
         self._extend(rows, logits[which])
 
-    def _forward(self, tokens: np.ndarray, first: int, positions: np.ndarray, index: np.ndarray) -> torch.Tensor:
+    def _forward(
+        self,
+        tokens: np.ndarray,
+        first: int,
+        positions: np.ndarray,
+        index: np.ndarray,
+        shared: Shared | None = None,
+    ) -> torch.Tensor:
         """Logits [n, V] at the flat ``index`` [n] of ``tokens`` [B, T] at ``positions`` of slots first..first+B-1."""
         device = self._base.device
         rows, length = tokens.shape
@@ -189,6 +197,7 @@ class SlotDecoder:
             self._slots.at(first, at[:rows], device),
             self._slots,
             torch.from_numpy(where).to(device),
+            shared,
         )
         return logits[: index.size]
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.body import adapter_of, selected_logits
-from rlkit.backends.local.cache import SlotAttention, Slots
+from rlkit.backends.local.cache import Shared, SlotAttention, Slots
 from rlkit.backends.local.llama import Llama
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
@@ -83,7 +83,13 @@ class SamplingModel:
         return [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, slots: Slots, index: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        slots: Slots,
+        index: torch.Tensor,
+        shared: Shared | None = None,  # noqa: ARG002  # the library's modules do not pass it on
     ) -> torch.Tensor:
         """[n, V] at the flat ``index`` of ``tokens`` [B, T], whose keys and values go to ``slots``."""
         with selected_logits(self.model, index):
@@ -142,11 +148,17 @@ class SamplingLlama:
         return [product.weight for layer in self._parts()[0].layers for product in layer.products]
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, slots: Slots, index: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        slots: Slots,
+        index: torch.Tensor,
+        shared: Shared | None = None,
     ) -> torch.Tensor:
         """[n, V] at the flat ``index`` of ``tokens`` [B, T], whose keys and values go to ``slots``."""
         llama, head = self._parts()
-        attention = SlotAttention(slots, mask, tokens.shape)
+        attention = SlotAttention(slots, mask, tokens.shape, shared)
         hidden = llama.hidden(tokens.flatten(), positions.flatten(), attention)
         return head.logits(llama.normed(hidden[index]))
 
