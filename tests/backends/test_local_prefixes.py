@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 import time
 import weakref
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local import cache
+from rlkit.backends.local import batching, cache
+from rlkit.backends.local.alike import multiple
 from rlkit.backends.local.cache import Slots
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 
@@ -138,6 +140,29 @@ def test_real_widths(wide, monkeypatch):
     both = [warm.sample(prompt, params, seed=1), warm.sample(longer, params, seed=6)]
     assert bits(both[0].result()) == expected
     assert bits(both[1].result()) == bits(cold.sample(longer, params, seed=6).result())
+
+
+@pytest.mark.usefixtures("threads")
+def test_adapters_beside_real_widths(wide):
+    """An adapter that is not merged has products of its own, narrow ones, which are alike as well."""
+    policy = connect(wide, merge=False, prefix_mb=0)
+    rng = np.random.default_rng(0)
+    for parameter in policy._trainer.parameters.values():
+        parameter.data.copy_(torch.from_numpy(0.1 * rng.normal(size=parameter.shape)))
+    sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=4, stop=())
+    prompts = [rng.integers(3, 290, n) for n in (1, 3, 9, 20, 33, 40)]
+    alone = [bits(sampler.sample(p, params, seed=k).result()) for k, p in enumerate(prompts)]
+    futures = [sampler.sample(p, params, seed=k) for k, p in enumerate(prompts)]
+    assert [bits(future.result()) for future in futures] == alone
+
+
+def test_shapes_are_tried_ones():
+    """Whatever the rows and lengths, the number of tokens is one that was tried, and holds them all."""
+    for rows, length, alike in itertools.product(range(1, 20), range(1, 20), (1, 2, 4, 8, 16, 32, 64)):
+        high, wide = batching._shape(rows, length, alike)
+        assert high >= rows
+        assert wide >= length
+        assert high * wide % multiple(high * wide, alike) == 0
 
 
 def test_turns_compute_what_is_new(tiny):

@@ -47,7 +47,7 @@ class LocalBackend(InProcessBackend):
         device: "cpu", "cuda", ...; None is "cuda" where there is one.
         merge: sample with the adapter merged into a copy of its modules (True), added to their outputs (False), or
             merged for models under 2 GB ("auto").
-        micro_batch_tokens: tokens computed at once in training, padding included; bounds the memory.
+        micro_batch_tokens: tokens computed at once in training; bounds the memory.
         max_rows: completions decoded at once at most.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
             begin like them are continued, as the turns of an episode do; 0 for none.

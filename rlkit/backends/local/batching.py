@@ -56,7 +56,7 @@ class SlotDecoder:
         self._model = model
         self._base = model.base
         self._slots = Slots()
-        self._most = MOST if self._base.device.type == "cpu" else TOKENS
+        self._most = MOST[0] if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
         self._alike = self._alike_read = 1  # rows of a product, and of the last one
         self._prefixes = Prefixes(limit)
@@ -67,11 +67,18 @@ class SlotDecoder:
             return
         if self._end is not None:
             self._end.detach()
-        self._alike, self._alike_read = rows_alike(self._model.weights()), rows_alike([self._model.head])
         self._prefixes.clear()
         self._prefixes = Prefixes(self._limit)
         self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
         self._end.atexit = False
+        if self._base.device.type == "cpu" and self._base.model.dtype == torch.float32:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Finds how many rows products need here, and with how many at most they need the fewest."""
+        layers, last = self._model.factors()
+        found = [(rows_alike(layers, most), rows_alike(last, most), most) for most in MOST]
+        self._alike, self._alike_read, self._most = min(found, key=lambda one: one[0] + one[1])
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         prompts: dict[bytes, _Prompt] = {}
@@ -220,8 +227,17 @@ class SlotDecoder:
 
 
 def _shape(rows: int, length: int, alike: int) -> tuple[int, int]:
-    """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction."""
-    unit = multiple(rows * length, alike)
+    """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction.
+
+    >>> _shape(5, 6, 1), _shape(5, 6, 2), _shape(5, 6, 4), _shape(1, 33, 2)
+    ((5, 6), (5, 6), (5, 8), (1, 40))
+    """
+    shape = _grown(rows, length, multiple(rows * length, alike))
+    beyond = multiple(math.prod(shape), alike)  # more are asked for where there are more
+    return shape if math.prod(shape) % beyond == 0 else _grown(rows, length, beyond)
+
+
+def _grown(rows: int, length: int, unit: int) -> tuple[int, int]:
     high = rounded_up(rows, unit // math.gcd(length, unit))
     wide = rounded_up(length, unit // math.gcd(rows, unit))
     return (high, length) if high * length < rows * wide else (rows, wide)

@@ -1,7 +1,8 @@
 """From hidden states to what losses are driven by, a chunk of tokens at a time.
 
-Logits of every token of a micro-batch would be [n, V] in memory, and their gradient once more. Here at most ``CHUNK``
-rows of them exist at once: each chunk is computed without keeping anything, and again in the backward pass.
+Logits of every token of a micro-batch would be [n, V] in memory, and their gradient once more. Where they are many, at
+most ``CHUNK`` rows of them exist at once: each chunk is computed without keeping anything, and again in the backward
+pass.
 """
 
 from __future__ import annotations

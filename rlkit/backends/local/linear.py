@@ -66,6 +66,11 @@ class Fused:
             self.weight = merged.to(self.weight.dtype).T.contiguous().T
             self._pairs, self.parameters = [], []
 
+    @property
+    def factors(self) -> list[torch.Tensor]:
+        """[out, in] of every product that a call makes."""
+        return [x for x in (self.weight, self._a, self._b) if x is not None]
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

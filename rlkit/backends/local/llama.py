@@ -18,9 +18,12 @@ TOGETHER = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj",
 
 
 def is_llama(model: Any) -> bool:
-    """Whether ``Llama`` may compute what ``model`` does, as far as its config tells."""
+    """Whether ``Llama`` may compute what ``model`` does, as far as its config and modules tell."""
     config = model.config
-    return config.model_type in KINDS and config.hidden_act == "silu"
+    if config.model_type not in KINDS or config.hidden_act != "silu":
+        return False
+    linear = [m for name, m in model.named_modules() if name.endswith("_proj")]  # none of them quantised
+    return all(type(m) is nn.Linear and m.weight.dtype == model.dtype for m in linear) and model.dtype.is_floating_point
 
 
 def plain_attention(config: Any) -> bool:

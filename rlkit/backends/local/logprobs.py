@@ -1,7 +1,8 @@
-"""Logprobs of given tokens from hidden states, whose backward pass keeps no logits where it need not.
+"""Logprobs of given tokens from hidden states, whose backward pass needs no logits.
 
 The gradient of a token's logprob by its hidden state is W[t] - p W, known as soon as its logits are: so it is computed
-at once, [hidden] numbers a token instead of [V]. Only an adapter on the head needs the probabilities later.
+at once, [hidden] numbers a token instead of [V]. Only an adapter on the head needs the probabilities later; they are
+kept while they are few, else computed again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Unembedding:
             self._copy = self._weight.to(torch.promote_types(self._weight.dtype, torch.float32))
         return self._copy
 
+    @property
+    def factors(self) -> list[torch.Tensor]:
+        """[out, in] of every product that ``logits`` makes."""
+        return [x for x in (self.weight, self._a, self._b) if x is not None]
+
     def merge(self) -> None:
         """Takes the adapter into a weight of its own."""
         if self._a is not None and self._b is not None:
@@ -58,7 +64,10 @@ class Unembedding:
 
     def logprobs(self, hidden: torch.Tensor, ids: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
         """[n] of the tokens ``ids`` [n], after [n, hidden]."""
-        found: torch.Tensor = _Logprobs.apply(hidden, self._a, self._b, self.weight, self._scale, ids, temperatures)
+        pair = [self._a, self._b]
+        if not torch.is_grad_enabled():  # or the adapter would ask for what the backward pass needs
+            pair = [None if x is None else x.detach() for x in pair]
+        found: torch.Tensor = _Logprobs.apply(hidden, *pair, self.weight, self._scale, ids, temperatures)
         return found
 
 

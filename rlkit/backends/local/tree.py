@@ -133,7 +133,7 @@ class MaskedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """As ``TreeAttention.forward``."""
-        return self._out(q, k, v), (q, k, v)
+        return self._out(q, k, v), (q, k, v.contiguous())
 
     def backward(
         self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
@@ -146,7 +146,8 @@ class MaskedAttention:
 
     def _out(self, *qkv: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=self._visible, scale=1.0, enable_gqa=True)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # kernels with a mask want it
+        out = scaled_dot_product_attention(q, k, v, attn_mask=self._visible, scale=1.0)
         return out[0].transpose(0, 1).flatten(1)
 
 

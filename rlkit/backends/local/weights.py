@@ -51,6 +51,7 @@ class SamplingModel:
         self._modules = dict(self.model.named_modules())
         self._base_weights: dict[str, nn.Parameter] = {}
         self._hooks: list[Any] = []
+        self._low: list[torch.Tensor] = []  # what the hooks multiply by
 
     @torch.no_grad()
     def use(self, snapshot: Snapshot) -> bool:
@@ -68,19 +69,16 @@ class SamplingModel:
                 module.weight = nn.Parameter(merged, requires_grad=False)
             else:
                 self._hooks.append(module.register_forward_hook(_adds(a, b, snapshot.scale)))
+                self._low += [a, b]
         self._current = weakref.ref(snapshot)
         return True
 
-    @property
-    def head(self) -> torch.Tensor:
-        """[V, hidden] of the output embedding."""
-        weight: torch.Tensor = self.model.get_output_embeddings().weight
-        return weight
-
-    def weights(self) -> list[torch.Tensor]:
-        """[out, in] of every other linear module."""
-        linear = [m for m in self._modules.values() if isinstance(m, (nn.Linear, Conv1D)) and m.weight is not self.head]
-        return [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
+    def factors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """[out, in] of every product of the layers, and of the output embedding."""
+        last = self.model.get_output_embeddings()
+        linear = [m for m in self._modules.values() if isinstance(m, (nn.Linear, Conv1D)) and m is not last]
+        weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
+        return [*weights, *self._low], [last.weight, *self._low]
 
     def logits(
         self,
@@ -107,6 +105,7 @@ class SamplingModel:
             hook.remove()
         self._base_weights.clear()
         self._hooks.clear()
+        self._low.clear()
         self._current = None
 
 
@@ -125,7 +124,7 @@ class SamplingLlama:
         """Makes the model that of ``snapshot``; True where it was another's."""
         if self._current is not None and snapshot is self._current():
             return False
-        self._llama = self._head = None  # the copy before is freed first
+        self._llama = self._head = self._current = None  # the copy before is freed first
         model: Any = self.base.model
         llama = Llama(model, snapshot.adapter, snapshot.scale)
         head = Unembedding(model.get_output_embeddings().weight, snapshot.adapter.get("lm_head"), snapshot.scale)
@@ -138,14 +137,10 @@ class SamplingLlama:
         self._current = weakref.ref(snapshot)
         return True
 
-    @property
-    def head(self) -> torch.Tensor:
-        """[V, hidden] of the output embedding."""
-        return self._parts()[1].weight
-
-    def weights(self) -> list[torch.Tensor]:
-        """[out, in] of every other product."""
-        return [product.weight for layer in self._parts()[0].layers for product in layer.products]
+    def factors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """[out, in] of every product of the layers, and of the output embedding."""
+        llama, head = self._parts()
+        return [x for layer in llama.layers for product in layer.products for x in product.factors], head.factors
 
     def logits(
         self,
