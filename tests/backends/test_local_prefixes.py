@@ -145,15 +145,18 @@ def test_real_widths(wide, monkeypatch):
 @pytest.mark.usefixtures("threads")
 def test_adapters_beside_real_widths(wide):
     """An adapter that is not merged has products of its own, narrow ones, which are alike as well."""
-    policy = connect(wide, merge=False, prefix_mb=0)
+    options = {"merge": False, "prefix_mb": 0, "device": "cpu", "seed": 0}
+    policy = rlkit.connect("local", model=wide, lora=rlkit.Lora(rank=32), **options)
     rng = np.random.default_rng(0)
     for parameter in policy._trainer.parameters.values():
-        parameter.data.copy_(torch.from_numpy(0.1 * rng.normal(size=parameter.shape)))
-    sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=4, stop=())
-    prompts = [rng.integers(3, 290, n) for n in (1, 3, 9, 20, 33, 40)]
-    alone = [bits(sampler.sample(p, params, seed=k).result()) for k, p in enumerate(prompts)]
-    futures = [sampler.sample(p, params, seed=k) for k, p in enumerate(prompts)]
-    assert [bits(future.result()) for future in futures] == alone
+        parameter.data.add_(torch.from_numpy(0.02 * rng.normal(size=parameter.shape)).to(parameter))
+    sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=6, stop=())
+    for n, others in ((1, 7), (3, 30), (5, 2), (90, 30)):
+        prompt = rng.integers(3, 290, n)
+        alone = bits(sampler.sample(prompt, params, seed=1).result())
+        futures = [sampler.sample(p, params, seed=1) for p in (prompt, *rng.integers(3, 290, (others, 10)))]
+        assert bits(futures[0].result()) == alone
+        assert all(future.result() for future in futures)
 
 
 def test_shapes_are_tried_ones():
