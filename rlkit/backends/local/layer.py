@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from rlkit.backends.local.linear import Fused
 
-__all__ = ["Attention", "Layer", "norm", "run_layer"]
+__all__ = ["Attention", "Layer", "run_layer"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -65,13 +65,13 @@ class Layer:
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, list[Any]]:
         """The residual stream, float32 [N, hidden] -> the same after this layer, and what ``backward`` wants."""
         dtype = self.qkv.weight.dtype
-        n, scale1 = norm(x, self.before_attention, self.eps, dtype)
+        n, scale1 = _norm(x, self.before_attention, self.eps, dtype)
         qkv, low_qkv = self.qkv(n)
         q, k, v = self._split(qkv)
         q, k = self._turned(q, k, rope)
         found, kept = attention.forward(q, k, v)
         middle, low_out = self.out(found, x)
-        n, scale2 = norm(middle, self.before_mlp, self.eps, dtype)
+        n, scale2 = _norm(middle, self.before_mlp, self.eps, dtype)
         gate_up, low_gate_up = self.gate_up(n)
         out, low_down = self.down(_gated(gate_up), middle)
         raw = qkv if self.head_norms is not None else None
@@ -122,14 +122,14 @@ class Layer:
 
     def _turned(self, q: torch.Tensor, k: torch.Tensor, rope: Tensors) -> Tensors:
         if self.head_norms is not None:
-            q, k = (norm(y, w, self.eps, y.dtype)[0] for y, w in zip((q, k), self.head_norms, strict=True))
-        return rotated(q, rope).mul_(self.scaling), rotated(k, rope)
+            q, k = (_norm(y, w, self.eps, y.dtype)[0] for y, w in zip((q, k), self.head_norms, strict=True))
+        return _rotated(q, rope).mul_(self.scaling), _rotated(k, rope)
 
     def _turned_back(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
     ) -> torch.Tensor:
         back = (rope[0], -rope[1])
-        dq, dk = rotated(dq.mul_(self.scaling), back), rotated(dk, back)
+        dq, dk = _rotated(dq.mul_(self.scaling), back), _rotated(dk, back)
         if raw is not None and self.head_norms is not None:
             found = []
             for d, y, w in zip((dq, dk), self._split(raw), self.head_norms, strict=False):
@@ -162,7 +162,7 @@ def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention
     return out
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """This is x / rms(x) * weight over the last dimension, computed in float32, and 1 / rms(x)."""
     scale = _scale(x, eps)
     return _normed(x, scale, weight, dtype), scale
@@ -190,7 +190,7 @@ def _gated(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rotated(x: torch.Tensor, rope: Tensors) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rope: Tensors) -> torch.Tensor:
     """Rotary positions: [N, H, D], the halves of each head turned by the angles of (cos, sin) [N, 1, D / 2]."""
     cos, sin = rope
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
