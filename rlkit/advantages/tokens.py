@@ -118,6 +118,7 @@ def jsd_gradient(
     Raises:
         DataError, ConfigError: as for ``on_policy_distillation``.
 
+    >>> import numpy as np
     >>> a = jsd_gradient(teacher_logprobs=np.log([0.5, 0.125]), sampling_logprobs=np.log([0.125, 0.5]))
     >>> a.round(3)  # half of log 2.5, half of log 0.625
     array([ 0.458, -0.235])
