@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -138,6 +139,22 @@ def test_merged_and_unmerged_agree(connect, kind):
     base = merged.base_sampler().result().logprobs(tokens).result()
     assert all(w.untyped_storage().data_ptr() in own for part in model.factors() for w in part)
     assert np.abs(base - a).max() > 1e-3
+
+
+@pytest.mark.parametrize("change", ["replaced", "moved"])
+def test_weights_that_were_replaced_are_noticed(tiny, tmp_path, change):
+    """Several weights are read as one tensor, so a model that was changed by hand is refused, not misread."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "own")  # a base that no other test shares
+    policy = rlkit.connect("local", model=folder, seed=0, device="cpu")
+    model = policy.base.model
+    if change == "moved":
+        model.double()
+    else:
+        projection = model.model.layers[1].self_attn.k_proj
+        projection.weight = torch.nn.Parameter(projection.weight.clone(), requires_grad=False)
+    with pytest.raises(rlkit.BackendError, match="no longer where it was"):
+        policy.sampler().result().sample([5, 6], PARAMS).result()
+    policy.close()
 
 
 def test_lora_options_choose_modules(connect):

@@ -249,5 +249,5 @@ class SlotAttention:
         return out.flatten(0, 1).flatten(1), ()
 
     def backward(self, *_: Any) -> Any:
-        """Sampling has none."""
-        raise NotImplementedError
+        """There is none: samples have no gradient."""
+        raise NotImplementedError("attention over slots is for sampling, which has no backward pass")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlkit.errors import BackendError
+
 __all__ = ["Adapter", "Fused", "fuse", "joined"]
 
 Adapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # full module name -> (A [r, in], B [out, r])
@@ -130,9 +132,19 @@ def fuse(modules: Sequence[Any]) -> None:
 
 
 def joined(modules: Sequence[Any]) -> torch.Tensor:
-    """The one tensor that ``fuse`` made."""
-    first = modules[0].weight
-    if len(modules) == 1:
-        return first.detach()
-    rows = sum(module.weight.shape[0] for module in modules)
-    return first.detach().as_strided((rows, first.shape[1]), first.stride())
+    """The one tensor that ``fuse`` made.
+
+    Raises:
+        BackendError: a weight was replaced or moved since.
+    """
+    weights = [module.weight.detach() for module in modules]
+    first, rows = weights[0], 0
+    for module, weight in zip(modules, weights, strict=True):
+        place = first.data_ptr() + rows * first.shape[1] * first.element_size()
+        if weight.data_ptr() != place or weight.dtype != first.dtype:
+            raise BackendError(
+                f"the weight of {module} is no longer where it was when the model was read; expected the base's "
+                "tensors untouched, since products read several of them as one"
+            )
+        rows += weight.shape[0]
+    return first.as_strided((rows, first.shape[1]), first.stride())
