@@ -131,13 +131,14 @@ def test_merged_and_unmerged_agree(connect, kind):
     samplers = [p.sampler().result() for p in (merged, unmerged)]
     a, b = (sampler.logprobs(tokens).result() for sampler in samplers)
     assert np.abs(a - b).max() < 1e-4
-    model, own = (
-        merged._engine._decoder._model,
-        {p.untyped_storage().data_ptr() for p in merged.base.model.parameters()},
-    )
-    assert any(w.untyped_storage().data_ptr() not in own for part in model.factors() for w in part)
+    held = [weakref.ref(x) for part in merged._engine._decoder._model.factors() for x in part]
     base = merged.base_sampler().result().logprobs(tokens).result()
-    assert all(w.untyped_storage().data_ptr() in own for part in model.factors() for w in part)
+    kept = {id(x) for x in merged.base.model.parameters()}
+    assert all(ref() is None or id(ref()) in kept for ref in held)
+    own = {p.untyped_storage().data_ptr() for p in unmerged.base.model.parameters()}
+    unmerged.base_sampler().result().logprobs(tokens).result()
+    read = [x for part in unmerged._engine._decoder._model.factors() for x in part]
+    assert all(x.untyped_storage().data_ptr() in own for x in read)
     assert np.abs(base - a).max() > 1e-3
 
 

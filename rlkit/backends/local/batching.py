@@ -58,7 +58,7 @@ class SlotDecoder:
         self._slots = Slots()
         self._most = MOST[0] if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
-        self._alike = self._alike_read = 1  # rows of a product, and of the last one
+        self._alike = self._alike_read = 0  # rows of a product, and of the last one; 0 where nothing is promised
         self._prefixes = Prefixes(limit)
         self._end: weakref.finalize[[], Any] | None = None
 
@@ -229,8 +229,8 @@ class SlotDecoder:
 def _shape(rows: int, length: int, alike: int) -> tuple[int, int]:
     """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction.
 
-    >>> _shape(5, 6, 1), _shape(5, 6, 2), _shape(5, 6, 4), _shape(1, 33, 2)
-    ((5, 6), (5, 6), (5, 8), (1, 40))
+    >>> _shape(1, 1, 1), _shape(5, 6, 0), _shape(5, 6, 2), _shape(5, 6, 4), _shape(1, 33, 2)
+    ((1, 1), (5, 6), (5, 6), (5, 8), (1, 40))
     """
     shape = _grown(rows, length, multiple(rows * length, alike))
     beyond = multiple(math.prod(shape), alike)  # more are asked for where there are more

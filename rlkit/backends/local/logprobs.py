@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+
+from rlkit.backends.local.packed import Product, packed, product
 
 __all__ = ["Unembedding"]
 
@@ -35,6 +36,7 @@ class Unembedding:
         self._b: torch.Tensor | None = None if pair is None else pair[1]
         self._scale = scale
         self._copy: torch.Tensor | None = None
+        self._merged: Product | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -44,20 +46,22 @@ class Unembedding:
         return self._copy
 
     @property
-    def factors(self) -> list[torch.Tensor]:
-        """[out, in] of every product that ``logits`` makes."""
-        return [x for x in (self.weight, self._a, self._b) if x is not None]
+    def factors(self) -> list[Product]:
+        """Every [out, in] that ``logits`` multiplies by."""
+        return [x for x in (self.weight if self._merged is None else self._merged, self._a, self._b) if x is not None]
 
     def merge(self) -> None:
-        """Takes the adapter into a weight of its own."""
+        """Takes the adapter into a copy of the weight, for ``logits`` alone."""
+        merged = self.weight
         if self._a is not None and self._b is not None:
-            merged = torch.addmm(self.weight, self._b.float(), self._a.float(), alpha=self._scale)
-            self._weight = self._copy = merged.T.contiguous().T  # in memory [hidden, V], which is faster for few rows
-            self._a = self._b = None
+            merged = torch.addmm(merged, self._b.float(), self._a.float(), alpha=self._scale)
+        self._merged, self._a, self._b, self._copy = packed(merged), None, None, None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V]."""
-        y = nn.functional.linear(hidden, self.weight)
+        if self._merged is not None:
+            return product(hidden, self._merged)
+        y = product(hidden, self.weight)
         if self._a is None or self._b is None:
             return y
         return y + (hidden @ self._a.t()) @ self._b.t() * self._scale
