@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -217,3 +220,38 @@ def random_tree(rng):
                 second = rlkit.Sample(np.concatenate([prompt, longer]), rng.integers(3, 200, n), -rng.random(n) * 5)
                 data.append(second.datum(rng.normal(), weights=rng.normal()))
     return [data[i] for i in rng.permutation(len(data))]
+
+
+@given(batches_of_data(), st.integers(8, 80))
+@settings(max_examples=60, deadline=None)
+def test_no_other_cut_computes_less(data, budget):
+    """Against every way to cut the sorted datums: tokens, and a 32nd of the budget for each batch."""
+    order = [i for batch in pack(data, 10**6) for i in batch.members][:9]
+    data = [data[i] for i in order]
+    found = pack(data, budget)
+    assert [i for batch in found for i in batch.members] == list(range(len(data)))
+    one = functools.cache(lambda i, j: pack(data[i:j], 10**6)[0].tokens.size)
+    best = np.inf
+    for bits in itertools.product((False, True), repeat=max(0, len(data) - 1)):
+        cuts = [0, *(k for k, cut in enumerate(bits, 1) if cut), len(data)]
+        parts = [p for p in itertools.pairwise(cuts) if p[0] < p[1]]
+        if all(one(*p) <= budget or p[1] == p[0] + 1 for p in parts):
+            best = min(best, sum(one(*p) + budget / 32 for p in parts))
+    assert not data or sum(b.tokens.size + budget / 32 for b in found) == pytest.approx(best)
+
+
+def test_groups_stay_whole():
+    """Two groups of 110 tokens do not fit into 200; cut in the middle of one, its prompt would be computed twice."""
+    data = [rlkit.Datum.supervised(np.arange(p, p + 61), np.full(11, k + 100)) for p in (1, 5, 9) for k in range(5)]
+    assert [batch.tokens.size for batch in pack(data, 200)] == [61 + 5 * 10] * 3
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_many_datums_are_packed_fast_enough(share):
+    """Ten thousand of them: no step is quadratic."""
+    rng = np.random.default_rng(0)
+    data = [
+        rlkit.Datum.supervised(rng.integers(3, 50, 4), rng.integers(3, 50, rng.integers(1, 8))) for _ in range(10**4)
+    ]
+    batches = pack(data, 16384, share=share)
+    assert sorted(i for batch in batches for i in batch.members) == list(range(10**4))

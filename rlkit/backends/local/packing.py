@@ -2,8 +2,8 @@
 
 The tokens of a micro-batch lie one after the other. A datum that begins as another one of the batch does adds only what
 comes after, a run, which sees its own sequence alone and stands at the positions that it has there; so a group reads
-its prompt once, and so do the turns of an episode what they share. Tokens after the last one that is scored are left
-out: nothing depends on them.
+its prompt once, and so do the turns of an episode what they share. Batches are cut where least is computed twice.
+Tokens after the last one that is scored are left out: nothing depends on them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
+from rlkit.backends.local.cuts import LOOK_BACK, cuts, in_common, row_costs, tree_costs
 from rlkit.backends.local.tree import Run
 from rlkit.types import Datum
 
 __all__ = ["Batch", "pack"]
-
-LOOK_BACK = 4  # in sorted order what a datum has most in common with is the one before it; pairs break the order
 
 
 @attrs.frozen(eq=False)
@@ -75,12 +74,16 @@ def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool
         chosen.sort(key=lambda unit: read[unit[0]].tobytes())
     else:
         chosen.sort(key=lambda unit: max(read[i].size for i in unit))
-    batches: list[_Filling] = []
-    for unit in chosen:
-        if not (batches and batches[-1].takes(unit, read, budget)):
-            batches.append(_Filling(share))
-            batches[-1].takes(unit, read, None)
-    return [batch.done(data) for batch in batches]
+    members = [read[i] for unit in chosen for i in unit]
+    firsts = np.cumsum([0, *map(len, chosen)])
+    costs = tree_costs(members, firsts) if share else row_costs(members, firsts)
+    batches = []
+    for part in cuts(len(chosen), costs, budget):
+        batch = _Filling(share)
+        for i in (i for unit in chosen[part] for i in unit):
+            batch.take(i, read)
+        batches.append(batch.done(data))
+    return batches
 
 
 @attrs.define
@@ -93,42 +96,26 @@ class _Filling:
     parts: list[np.ndarray] = attrs.field(factory=list)
     runs: list[Run] = attrs.field(factory=list)
     size: int = 0
-    longest: int = 0
 
-    def takes(self, unit: list[int], read: dict[int, np.ndarray], budget: int | None) -> bool:
-        """Appends the datums of ``unit`` if there is room; without a budget there is."""
-        earlier, common = self.members[-LOOK_BACK:] if self.share else [], {}
-        for i in unit:
-            common[i] = max(((_in_common(read[i], read[j]), j) for j in earlier), default=(0, i))
-            earlier = [*earlier, i] if self.share else []
-        size = self.size + sum(read[i].size - n for i, (n, _) in common.items())
-        longest = max(self.longest, *(read[i].size for i in unit))
-        if budget is not None and (size if self.share else (len(self.runs) + len(unit)) * longest) > budget:
-            return False
-        for i, (n, like) in common.items():
-            before = self.places[like][:n] if n else np.zeros(0, np.int64)
-            end = self.size + read[i].size - n
-            self.members.append(i)
-            self.places[i] = np.concatenate([before, np.arange(self.size, end)])
-            if end > self.size:
-                self.parts.append(read[i][n:])
-                self.runs.append(Run(self.size, end, _slices(before)))
-            self.size = end
-        self.longest = longest
-        return True
+    def take(self, i: int, read: dict[int, np.ndarray]) -> None:
+        """Appends a datum."""
+        tokens = read[i]
+        earlier = self.members[-LOOK_BACK:] if self.share else []
+        n, like = max(((in_common(tokens, read[j]), j) for j in earlier), default=(0, i))
+        before = self.places[like][:n] if n else np.zeros(0, np.int64)
+        end = self.size + tokens.size - n
+        self.members.append(i)
+        self.places[i] = np.concatenate([before, np.arange(self.size, end)])
+        if end > self.size:
+            self.parts.append(tokens[n:])
+            self.runs.append(Run(self.size, end, _slices(before)))
+        self.size = end
 
     def done(self, data: Sequence[Datum]) -> Batch:
         index = [self.places[i][np.flatnonzero(data[i].mask) - 1] for i in self.members]
         positions = [np.arange(run.start, run.start + run.end - run.begin) for run in self.runs]
         tokens = np.concatenate(self.parts).astype(np.int64)
         return Batch(self.members, tokens, np.concatenate(positions), self.runs, np.concatenate(index))
-
-
-def _in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens both begin with."""
-    n = min(a.size, b.size)
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n
 
 
 def _slices(places: np.ndarray) -> tuple[slice, ...]:
