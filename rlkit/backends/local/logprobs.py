@@ -15,7 +15,7 @@ from rlkit.backends.local.packed import Product, packed, product
 
 __all__ = ["Unembedding"]
 
-CHUNK = 128  # rows of logits at once
+CHUNK = 256  # rows of logits at once
 KEPT = 2**26  # probabilities kept for an adapter's gradient: 256 MB in float32, cheaper than computing them twice
 
 
@@ -91,16 +91,19 @@ class _Logprobs(torch.autograd.Function):
         out, slope = hidden.new_empty(n), torch.empty_like(hidden)
         low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
         kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
+        space = None
         for part in _chunks(n):
-            out[part], p = _read(hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part))
+            if space is None or kept is not None:  # memory that was never touched costs more than softmax
+                space = hidden.new_empty(min(CHUNK, n), weight.shape[0])
+            out[part], p, total = _read(space, hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part))
             if not any(ctx.needs_input_grad[:3]):
                 continue
-            slope[part] = weight[ids[part]] - p @ weight
+            slope[part] = weight[ids[part]] - (p @ weight).div_(total)
             if low_slope is not None and a is not None and b is not None:
-                low_slope[part] = (b[ids[part]] - p @ b) * scale
+                low_slope[part] = (b[ids[part]] - (p @ b).div_(total)) * scale
                 slope[part] += low_slope[part] @ a
             if kept is not None:
-                kept.append(p)
+                kept.append(p.div_(total))
         ctx.save_for_backward(hidden, a, b, weight, ids, temperatures, slope, low_slope)
         ctx.scale, ctx.kept = scale, kept
         return out
@@ -118,13 +121,18 @@ class _Logprobs(torch.autograd.Function):
             if ctx.kept is not None:
                 p = ctx.kept[k]
             else:
-                p = _read(hidden[part], weight, a, b, ctx.scale, ids[part], _part(temperatures, part))[1]
+                space = hidden.new_empty(ids[part].numel(), weight.shape[0])
+                _, p, total = _read(
+                    space, hidden[part], weight, a, b, ctx.scale, ids[part], _part(temperatures, part)
+                )
+                p.div_(total)
             db.addmm_(p.t(), low[part], alpha=-1)
         ctx.kept = None
         return slope * g, da, db, None, None, None, None
 
 
 def _read(
+    space: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     a: torch.Tensor | None,
@@ -132,16 +140,17 @@ def _read(
     scale: float,
     ids: torch.Tensor,
     temperatures: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logprobs of ``ids``, and the probabilities [n, V]."""
-    logits = hidden @ weight.t()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logprobs [n] of ``ids``, and in ``space`` the probabilities [n, V], up to their sums [n, 1]."""
+    logits = torch.mm(hidden, weight.t(), out=space[: ids.numel()])
     if a is not None and b is not None:
         logits.addmm_(hidden @ a.t(), b.t(), alpha=scale)
     if temperatures is not None:
         logits.div_(temperatures[:, None])
-    chosen, top = logits.gather(1, ids[:, None])[:, 0], logits.amax(1)
-    p = torch.softmax(logits, dim=1)
-    return chosen - top + p.amax(1).log(), p  # the largest p is exp(top - logsumexp), and never tiny
+    logits.sub_(logits.amax(1, keepdim=True))
+    chosen = logits.gather(1, ids[:, None])
+    total = logits.exp_().sum(1, keepdim=True)
+    return (chosen - total.log())[:, 0], logits, total
 
 
 def _chunks(n: int) -> list[slice]:
