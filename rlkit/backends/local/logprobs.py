@@ -37,6 +37,7 @@ class Unembedding:
         self._scale = scale
         self._copy: torch.Tensor | None = None
         self._merged: Product | None = None
+        self._space: torch.Tensor | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -71,8 +72,16 @@ class Unembedding:
         pair = [self._a, self._b]
         if not torch.is_grad_enabled():  # or the adapter would ask for what the backward pass needs
             pair = [None if x is None else x.detach() for x in pair]
-        found: torch.Tensor = _Logprobs.apply(hidden, *pair, self.weight, self._scale, ids, temperatures)
+        space = self._reused(min(CHUNK, ids.numel()))
+        found: torch.Tensor = _Logprobs.apply(hidden, *pair, self.weight, self._scale, ids, temperatures, space)
         return found
+
+    def _reused(self, rows: int) -> torch.Tensor:
+        """Room for logits, [rows, V] at least; the system takes longer to give new memory than softmax takes."""
+        if self._space is None or self._space.shape[0] < rows:
+            self._space = None
+            self._space = self.weight.new_empty(rows, self.weight.shape[0])
+        return self._space
 
 
 class _Logprobs(torch.autograd.Function):
@@ -86,15 +95,13 @@ class _Logprobs(torch.autograd.Function):
         scale: float,
         ids: torch.Tensor,
         temperatures: torch.Tensor | None,
+        space: torch.Tensor,
     ) -> torch.Tensor:
         n = ids.numel()
         out, slope = hidden.new_empty(n), torch.empty_like(hidden)
         low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
         kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
-        space = None
         for part in _chunks(n):
-            if space is None or kept is not None:  # memory that was never touched costs more than softmax
-                space = hidden.new_empty(min(CHUNK, n), weight.shape[0])
             out[part], p, total = _read(space, hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part))
             if not any(ctx.needs_input_grad[:3]):
                 continue
@@ -103,9 +110,9 @@ class _Logprobs(torch.autograd.Function):
                 low_slope[part] = (b[ids[part]] - (p @ b).div_(total)) * scale
                 slope[part] += low_slope[part] @ a
             if kept is not None:
-                kept.append(p.div_(total))
+                kept.append(p / total)
         ctx.save_for_backward(hidden, a, b, weight, ids, temperatures, slope, low_slope)
-        ctx.scale, ctx.kept = scale, kept
+        ctx.scale, ctx.kept, ctx.space = scale, kept, space
         return out
 
     @staticmethod
@@ -113,7 +120,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, a, b, weight, ids, temperatures, slope, low_slope = ctx.saved_tensors
         g = (grad if temperatures is None else grad / temperatures)[:, None]
         if a is None:
-            return slope * g, None, None, None, None, None, None
+            return slope * g, *[None] * 7
         da = (low_slope * g).t() @ hidden
         low = (hidden @ a.t()).mul_(g).mul_(ctx.scale)
         db = torch.zeros_like(b).index_add_(0, ids, low)
@@ -121,14 +128,12 @@ class _Logprobs(torch.autograd.Function):
             if ctx.kept is not None:
                 p = ctx.kept[k]
             else:
-                space = hidden.new_empty(ids[part].numel(), weight.shape[0])
-                _, p, total = _read(
-                    space, hidden[part], weight, a, b, ctx.scale, ids[part], _part(temperatures, part)
-                )
+                warm = _part(temperatures, part)
+                _, p, total = _read(ctx.space, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
                 p.div_(total)
             db.addmm_(p.t(), low[part], alpha=-1)
         ctx.kept = None
-        return slope * g, da, db, None, None, None, None
+        return slope * g, da, db, *[None] * 5
 
 
 def _read(
