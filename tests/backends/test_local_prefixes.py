@@ -232,7 +232,7 @@ def filled(rows, length):
     slots = Slots()
     slots.reserve(rows, length)
     keys = (100 * torch.arange(rows)[:, None] + torch.arange(length)).float()[:, None, :, None].expand(-1, 1, -1, 2)
-    slots.at(0, np.tile(np.arange(length), (rows, 1)), torch.device("cpu"))
+    slots.at(0, torch.arange(length).repeat(rows, 1), length)
     slots.update(keys, -keys, 0)
     return slots
 

@@ -51,6 +51,8 @@ class LocalBackend(InProcessBackend):
         max_rows: completions decoded at once at most.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
             begin like them are continued, as the turns of an episode do; 0 for none.
+        cuda_graphs: on an NVIDIA GPU, launch decoding steps as recorded graphs; keys and values then keep their memory
+            between requests.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model can not be loaded.
@@ -72,6 +74,7 @@ class LocalBackend(InProcessBackend):
         micro_batch_tokens: int = 1024,
         max_rows: int = 64,
         prefix_mb: int = 512,
+        cuda_graphs: bool = True,
     ) -> None:
         if resume_from is not None and init_from is not None:
             raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
@@ -80,6 +83,7 @@ class LocalBackend(InProcessBackend):
         _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
         _check.integer("max_rows", max_rows, low=1)
         _check.integer("prefix_mb", prefix_mb, low=0)
+        _check.flag("cuda_graphs", cuda_graphs)
         if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
         path = resume_from if resume_from is not None else init_from
@@ -110,7 +114,7 @@ class LocalBackend(InProcessBackend):
         if saved is not None:
             version = self._load(*saved, optimizer=resume_from is not None)
         merged = self._merge
-        self._engine = Engine(lambda: decoder_for(base, merged, prefix_mb * 10**6), max_rows)
+        self._engine = Engine(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
         super().__init__(
             "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._engine
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ import torch
 
 from rlkit.backends.local.alike import MOST, multiple, rows_alike
 from rlkit.backends.local.cache import Shared, Slots
+from rlkit.backends.local.graphs import Graphs
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import SamplingLlama, SamplingModel, Snapshot
@@ -47,15 +48,22 @@ class SlotDecoder:
     Args:
         model: whose weights.
         limit: bytes kept of the keys and values of earlier sequences.
+        graphs: makes the graphs of decoding steps, where there are such.
     """
 
     mixes = True
 
-    def __init__(self, model: SamplingModel | SamplingLlama, limit: int) -> None:
+    def __init__(
+        self,
+        model: SamplingModel | SamplingLlama,
+        limit: int,
+        graphs: Callable[[SamplingLlama, Slots], Graphs] | None = None,
+    ) -> None:
         self.rows: list[Row] = []
         self._model = model
         self._base = model.base
         self._slots = Slots()
+        self._graphs = graphs(model, self._slots) if graphs and isinstance(model, SamplingLlama) else None
         self._most = MOST[0] if self._base.device.type == "cpu" else TOKENS
         self._limit = limit
         self._alike = self._alike_read = 0  # rows of a product, and of the last one; 0 where nothing is promised
@@ -77,7 +85,11 @@ class SlotDecoder:
     def _measure(self) -> None:
         """Finds how many rows products need here, and with how many at most they need the fewest."""
         layers, last = self._model.factors()
-        found = [(rows_alike(layers, most), rows_alike(last, most), most) for most in MOST]
+        found = []
+        for most in MOST:
+            found.append((rows_alike(layers, most), rows_alike(last, most), most))
+            if found[-1][:2] == (1, 1):
+                break
         self._alike, self._alike_read, self._most = min(found, key=lambda one: one[0] + one[1])
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
@@ -97,6 +109,15 @@ class SlotDecoder:
         self._tidy()
 
     def step(self) -> None:
+        if self._graphs is not None and self._graphs.works:
+            tokens = np.array([row.tokens[-1] for row in self.rows])
+            positions = np.array([row.position for row in self.rows])
+            self._extend(self.rows, self._graphs.logits(tokens, positions))
+        else:
+            self._step_in_parts()
+        self._tidy()
+
+    def _step_in_parts(self) -> None:
         logits = []
         for first in range(0, len(self.rows), self._most):
             part = self.rows[first : first + self._most]
@@ -105,7 +126,6 @@ class SlotDecoder:
             shared = Shared.of([row.request.prompt for row in part])
             logits.append(self._forward(tokens, first, positions, np.arange(len(part)), shared))
         self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
-        self._tidy()
 
     def score(self, request: ScoreRequest) -> np.ndarray:
         tokens = request.tokens
@@ -198,10 +218,11 @@ class SlotDecoder:
         self._slots.reserve(first + rows, int(at.max()) + 1)
         where = np.zeros(rounded_up(index.size, multiple(index.size, self._alike_read)), np.int64)
         where[: index.size] = index // length * wide + index % length
+        places = torch.from_numpy(at).to(device)
         logits = self._model.logits(
             torch.from_numpy(ids).to(device),
-            torch.from_numpy(at).to(device),
-            self._slots.at(first, at[:rows], device),
+            places,
+            self._slots.at(first, places[:rows], int(at[:rows].max()) + 1),
             self._slots,
             torch.from_numpy(where).to(device),
             shared,
@@ -222,7 +243,8 @@ class SlotDecoder:
                 self._slots.copy(len(self.rows), slot, slot + 1, last.position)
 
     def _tidy(self) -> None:
-        if not self.rows:
+        recorded = self._graphs is not None and self._graphs.works  # which know where the slots are
+        if not self.rows and not recorded:
             self._slots.free()
 
 

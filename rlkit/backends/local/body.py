@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -24,17 +25,20 @@ class LlamaBody:
 
     Args:
         model: the peft model.
+        base: what it adapts.
         scale: of its adapters.
     """
 
     shares = True
 
-    def __init__(self, model: Any, scale: float) -> None:
-        inner = model.base_model.model
-        pairs = adapter_of(model)
-        self._llama = Llama(inner, pairs, scale)
-        weight = inner.get_output_embeddings().weight  # through peft's module, too, the base's
-        self.unembedding = Unembedding(weight, pairs.get("lm_head"), scale)
+    def __init__(self, model: Any, base: Base, scale: float) -> None:
+        self._base, self._scale, self._pairs = base, scale, adapter_of(model)
+        self._llama = Llama(model.base_model.model, self._pairs, scale)
+
+    @cached_property
+    def unembedding(self) -> Unembedding:
+        """The head; a critic never asks for it."""
+        return Unembedding(self._base.head, self._pairs.get("lm_head"), self._scale)
 
     def prepare(self) -> None:
         """Reads the adapters as they are now."""
@@ -171,4 +175,4 @@ Body: TypeAlias = LlamaBody | LibraryBody
 
 def body_of(model: Any, base: Base, scale: float) -> Body:
     """The own forward where it computes what the library's does."""
-    return LlamaBody(model, scale) if base.llama else LibraryBody(model)
+    return LlamaBody(model, base, scale) if base.llama else LibraryBody(model)

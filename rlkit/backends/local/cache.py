@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
@@ -99,6 +100,27 @@ def matmul_attention(
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
 
 
+def kernel_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """The same by one kernel of the library's: queries that share a key head are rows of it, so that none is copied.
+
+    Args:
+        query: [B, H, T, D], already scaled.
+        key, value: [B, H / G, S, D].
+        visible: bool [B, 1, T, S].
+
+    Returns:
+        [B, T, H, D].
+    """
+    rows, heads, length, width = query.shape
+    group = heads // key.shape[1]
+    stacked = query.reshape(rows, key.shape[1], group * length, width)
+    each = visible if length == 1 else visible.repeat(1, 1, group, 1)
+    out = scaled_dot_product_attention(stacked, key, value, attn_mask=each, scale=1.0)
+    return out.reshape(rows, heads, length, width).transpose(1, 2)
+
+
 def _scores(queries: torch.Tensor, key: torch.Tensor, shared: Shared | None) -> torch.Tensor:
     """[B, H, C, D] by [B, H, S, D] -> [B, H, C, S]."""
     if shared is None:
@@ -168,14 +190,25 @@ class Slots(Cache):
         self._rows, self._length = 0, 0
         self._store = [(self._empty(k), self._empty(v)) for k, v in self._store]
 
-    def at(self, first: int, positions: np.ndarray, device: torch.device) -> torch.Tensor:
-        """The next forward is the tokens at ``positions`` [B, T] of slots first..first+B-1; its mask [B, 1, T, S]."""
-        there = torch.from_numpy(positions).to(device)
-        rows = torch.arange(first, first + positions.shape[0], device=device)[:, None]
-        self._slots, self._places = slice(first, first + positions.shape[0]), (rows, there)
-        self._read = rounded_up(int(positions.max()) + 1, LENGTHS)
-        hidden = torch.arange(self._read, device=device) > there[:, None, :, None]
-        return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, torch.finfo(torch.float32).min)
+    def at(self, first: int, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """The next forward is the tokens at ``positions`` [B, T] of slots first..first+B-1; its mask [B, 1, T, S].
+
+        Args:
+            first: slot of the first row.
+            positions: places in the slots, all less than ``longest``.
+            longest: how many keys of each slot are looked at, rounded up.
+        """
+        rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
+        self._slots, self._places = slice(first, first + positions.shape[0]), (rows, positions)
+        self._read = rounded_up(longest, LENGTHS)
+        hidden = torch.arange(self._read, device=positions.device) > positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, device=positions.device)
+        return mask.masked_fill_(hidden, torch.finfo(torch.float32).min)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where keys and values are; they move when slots grow or are freed."""
+        return tuple(x.data_ptr() for pair in self._store for x in pair)
 
     def copy(self, source: int, first: int, last: int, length: int) -> None:
         """Slots first..last-1 get the first ``length`` tokens of slot ``source``."""
@@ -227,7 +260,8 @@ class Slots(Cache):
 
 
 class SlotAttention:
-    """``matmul_attention`` of tokens [B, T] over slots, layer after layer, as ``Llama`` calls it.
+    """Attention of tokens [B, T] over slots, layer after layer, as ``Llama`` calls it: by matrix products on a CPU, by
+    the library's kernel elsewhere.
 
     Args:
         slots: told by ``Slots.at`` where these tokens are.
@@ -238,6 +272,7 @@ class SlotAttention:
 
     def __init__(self, slots: Slots, mask: torch.Tensor, shape: Sequence[int], shared: Shared | None = None) -> None:
         self._slots, self._mask, self._shape, self._shared = slots, mask, shape, shared
+        self._visible = None if mask.device.type == "cpu" else mask == 0
         self._layer = 0
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
@@ -245,7 +280,10 @@ class SlotAttention:
         q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         keys, values = self._slots.update(k, v, self._layer)
         self._layer += 1
-        out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
+        if self._visible is None:
+            out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
+        else:
+            out = kernel_attention(q, keys, values, self._visible)
         return out.flatten(0, 1).flatten(1), ()
 
     def backward(self, *_: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from rlkit.backends.local.batching import SlotDecoder
 from rlkit.backends.local.body import selected_logits
 from rlkit.backends.local.cache import ATTENTION
+from rlkit.backends.local.graphs import Graphs
 from rlkit.backends.local.llama import plain_attention
 from rlkit.backends.local.model import Base
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
@@ -42,16 +43,18 @@ class Decoder(Protocol):
         """Gives up all rows and returns them."""
 
 
-def decoder_for(base: Base, merge: bool, limit: int) -> Decoder:
+def decoder_for(base: Base, merge: bool, limit: int, graphs: bool) -> Decoder:
     """A ``SlotDecoder`` where it computes what the library computes on a short probe, else a ``LibraryDecoder``.
 
     Args:
         base: the model.
         merge: whether adapters are merged into copies of its weights.
         limit: bytes kept of the keys and values of earlier sequences.
+        graphs: whether decoding steps are CUDA graphs, on such a device.
     """
     if base.llama:
-        return SlotDecoder(SamplingLlama(base, merge=merge), limit)
+        recorded = graphs and base.device.type == "cuda"
+        return SlotDecoder(SamplingLlama(base, merge=merge), limit, Graphs if recorded else None)
     if plain_attention(base.model.config.get_text_config()):
         model = SamplingModel(base, ATTENTION, merge=merge)
         if _agrees(SlotDecoder(model, 0)):

@@ -11,7 +11,7 @@ from torch import nn
 from rlkit.backends.local.packed import Product, packed, product
 from rlkit.errors import BackendError
 
-__all__ = ["Adapter", "Fused", "fuse", "joined"]
+__all__ = ["Adapter", "Fused", "fuse", "joined", "kept", "wide"]
 
 Adapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # full module name -> (A [r, in], B [out, r])
 
@@ -42,45 +42,56 @@ class Fused:
         scale: float,
     ) -> None:
         self.weight, self.bias, self.scale = weight, bias, scale
-        self._merged: Product | None = None
+        self.merged: Product | None = None
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._pairs = [(slice(s, s + n), *p) for s, n, p in zip(starts, sizes, pairs, strict=True) if p is not None]
         self.parameters = [x for _, a, b in self._pairs for x in (a, b)]
-        self._a: torch.Tensor | None = None
-        self._b: torch.Tensor | None = None
+        self.a: torch.Tensor | None = None
+        self.b: torch.Tensor | None = None
 
     @torch.no_grad()
-    def prepare(self) -> None:
-        """Reads the adapters as they are now: all A one above the other, all scaled B in blocks."""
+    def prepare(self, old: Fused | None = None) -> None:
+        """Reads the adapters as they are now: all A one above the other, all scaled B in blocks.
+
+        Args:
+            old: what is not needed any more; its memory is taken, so that addresses stay.
+        """
+        old = old or self
         if self._pairs:
-            self._a = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
-            self._b = self._a.new_zeros(self.weight.shape[0], self._a.shape[0])
+            narrow = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
+            blocks = narrow.new_zeros(self.weight.shape[0], narrow.shape[0])
             for outputs, inner, _, b in self._blocks():
-                self._b[outputs, inner] = (b * self.scale).to(self._b.dtype)
+                blocks[outputs, inner] = (b * self.scale).to(blocks.dtype)
+            self.a, self.b = kept(narrow, old.a), kept(blocks, old.b)
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Takes the adapters into a copy of the weight: W + scale B A, computed in float32 and cast."""
+    def merge(self, old: Fused | None = None) -> None:
+        """Takes the adapters into a copy of the weight: W + scale B A, computed in float32 and cast.
+
+        Args:
+            old: what is not needed any more; its copy's memory is taken, so that addresses stay.
+        """
         merged = self.weight
         if self._pairs:
             merged = self.weight.to(torch.float32, copy=True)
             for outputs, a, b in self._pairs:
                 merged[outputs].addmm_(b.float(), a.float(), alpha=self.scale)
-        self._merged = packed(merged.to(self.weight.dtype))
+        place = old.merged if old is not None and old.merged is not old.weight else None
+        self.merged = packed(merged.to(self.weight.dtype), place)
         self._pairs, self.parameters = [], []
 
     @property
     def factors(self) -> list[Product]:
         """Every [out, in] that a call multiplies by."""
-        weight = self.weight if self._merged is None else self._merged
-        return [x for x in (weight, self._a, self._b) if x is not None]
+        weight = self.weight if self.merged is None else self.merged
+        return [x for x in (weight, self.a, self.b) if x is not None]
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[N, in] -> [N, out], and x A^T for ``gradients``; ``residual`` [N, out] is added."""
-        if self._merged is not None:
-            y = product(x, self._merged)
+        if self.merged is not None:
+            y = product(x, self.merged)
             y = y if self.bias is None else y.add_(self.bias)
             return (y if residual is None else residual + y), None
         fits = residual is not None and residual.dtype == x.dtype and self.bias is None
@@ -89,21 +100,21 @@ class Fused:
         else:
             y = torch.nn.functional.linear(x, self.weight, self.bias)
         low = None
-        if self._a is not None and self._b is not None:
-            low = x @ self._a.t()
-            y.addmm_(low, self._b.t())
+        if self.a is not None and self.b is not None:
+            low = x @ self.a.t()
+            y.addmm_(low, self.b.t())
         return (y if fits or residual is None else residual + y), low
 
     def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradients of x and of x A^T."""
         dx, dlow = dy @ self.weight, self.backward_low(dy)
-        if dlow is not None and self._a is not None:
-            dx.addmm_(dlow, self._a)
+        if dlow is not None and self.a is not None:
+            dx.addmm_(dlow, self.a)
         return dx, dlow
 
     def backward_low(self, dy: torch.Tensor) -> torch.Tensor | None:
         """The gradient of x A^T alone."""
-        return None if self._b is None else dy @ self._b
+        return None if self.b is None else dy @ self.b
 
     def gradients(
         self, x: torch.Tensor, dy: torch.Tensor, low: torch.Tensor | None, dlow: torch.Tensor | None
@@ -124,6 +135,17 @@ class Fused:
             found.append((outputs, slice(start, start + a.shape[0]), a, b))
             start += a.shape[0]
         return found
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def kept(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    """What is new, at the address of the old if it fits there."""
+    fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
+    return old.copy_(new) if fits and old is not None else new
 
 
 @torch.no_grad()

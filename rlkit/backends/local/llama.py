@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlkit.backends.local.layer import Attention, Layer, run_layer
-from rlkit.backends.local.linear import Adapter, Fused, fuse, joined
+from rlkit.backends.local.linear import Adapter, Fused, fuse, joined, wide
 
 __all__ = ["Llama", "fuse_layers", "is_llama", "plain_attention"]
 
@@ -65,9 +66,9 @@ class Llama:
                     out=_fused(f"{name}self_attn.", at, ("o_proj",), adapter, scale),
                     gate_up=_fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj"), adapter, scale),
                     down=_fused(f"{name}mlp.", mlp, ("down_proj",), adapter, scale),
-                    before_attention=_wide(layer.input_layernorm.weight),
-                    before_mlp=_wide(layer.post_attention_layernorm.weight),
-                    head_norms=(_wide(at.q_norm.weight), _wide(at.k_norm.weight)) if normed else None,
+                    before_attention=wide(layer.input_layernorm.weight),
+                    before_mlp=wide(layer.post_attention_layernorm.weight),
+                    head_norms=(wide(at.q_norm.weight), wide(at.k_norm.weight)) if normed else None,
                     heads=self.heads,
                     key_heads=self.key_heads,
                     width=width,
@@ -76,24 +77,27 @@ class Llama:
                 )
             )
         self.device = self._model.norm.weight.device
-        self._last = _wide(self._model.norm.weight)
+        self._last = wide(self._model.norm.weight)
         self._eps = config.rms_norm_eps
 
-    def prepare(self) -> None:
-        """Reads the adapters as they are now."""
-        for layer in self.layers:
-            for product in layer.products:
-                product.prepare()
+    @property
+    def products(self) -> list[Fused]:
+        """Of all layers, in order."""
+        return [product for layer in self.layers for product in layer.products]
 
-    def merge(self) -> None:
-        """Takes the adapters into copies of the weights."""
-        for layer in self.layers:
-            for product in layer.products:
-                product.merge()
+    def prepare(self, old: Llama | None = None) -> None:
+        """Reads the adapters as they are now, into the memory of ``old`` if that is given."""
+        for product, place in zip(self.products, old.products if old else repeat(None), strict=False):
+            product.prepare(place)
+
+    def merge(self, old: Llama | None = None) -> None:
+        """Takes the adapters into copies of the weights, in the memory of ``old``'s if that is given."""
+        for product, place in zip(self.products, old.products if old else repeat(None), strict=False):
+            product.merge(place)
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Tokens [N] at ``positions`` [N] -> the residual stream after the last layer, float32 [N, hidden]."""
-        x = _wide(self._model.embed_tokens(tokens))
+        x = wide(self._model.embed_tokens(tokens))
         rope = self.rope(x, positions)
         for layer in self.layers:
             x = run_layer(x, layer, rope, attention)
@@ -120,8 +124,3 @@ def _fused(prefix: str, parent: Any, names: Sequence[str], adapter: Adapter, sca
         [adapter.get(prefix + name) for name in names],
         scale,
     )
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlkit.backends.local.linear import kept
 from rlkit.backends.local.packed import Product, packed, product
 
 __all__ = ["Unembedding"]
@@ -20,10 +21,10 @@ KEPT = 2**26  # probabilities kept for an adapter's gradient: 256 MB in float32,
 
 
 class Unembedding:
-    """The output embedding without a bias, and its adapter; products in float32 at least.
+    """The output embedding without a bias, and its adapter.
 
     Args:
-        weight: [V, hidden].
+        weight: [V, hidden], in float32 at least.
         pair: (A [r, hidden], B [V, r]) of its adapter, if it has one.
         scale: of the adapter.
     """
@@ -31,45 +32,46 @@ class Unembedding:
     def __init__(
         self, weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor] | None = None, scale: float = 0.0
     ) -> None:
-        self._weight = weight.detach()
-        self._a: torch.Tensor | None = None if pair is None else pair[0]
-        self._b: torch.Tensor | None = None if pair is None else pair[1]
+        self.weight = weight
+        self.a: torch.Tensor | None = None if pair is None else pair[0]
+        self.b: torch.Tensor | None = None if pair is None else pair[1]
         self._scale = scale
-        self._copy: torch.Tensor | None = None
-        self._merged: Product | None = None
+        self.merged: Product | None = None
         self._space: torch.Tensor | None = None
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[V, hidden], in float32 at least: made once, since making it takes as long as a product of 100 rows."""
-        if self._copy is None:
-            self._copy = self._weight.to(torch.promote_types(self._weight.dtype, torch.float32))
-        return self._copy
 
     @property
     def factors(self) -> list[Product]:
         """Every [out, in] that ``logits`` multiplies by."""
-        return [x for x in (self.weight if self._merged is None else self._merged, self._a, self._b) if x is not None]
+        return [x for x in (self.weight if self.merged is None else self.merged, self.a, self.b) if x is not None]
 
-    def merge(self) -> None:
-        """Takes the adapter into a copy of the weight, for ``logits`` alone."""
+    @torch.no_grad()
+    def prepare(self, old: Unembedding | None = None) -> None:
+        """Takes a copy of the adapter, for ``logits`` alone; as ``Fused.prepare``."""
+        if self.a is not None and self.b is not None:
+            self.a = kept(self.a.clone(), old.a if old else None)
+            self.b = kept(self.b.clone(), old.b if old else None)
+
+    @torch.no_grad()
+    def merge(self, old: Unembedding | None = None) -> None:
+        """Takes the adapter into a copy of the weight, for ``logits`` alone; as ``Fused.merge``."""
         merged = self.weight
-        if self._a is not None and self._b is not None:
-            merged = torch.addmm(merged, self._b.float(), self._a.float(), alpha=self._scale)
-        self._merged, self._a, self._b, self._copy = packed(merged), None, None, None
+        if self.a is not None and self.b is not None:
+            merged = torch.addmm(merged, self.b.float(), self.a.float(), alpha=self._scale)
+        place = old.merged if old is not None and old.merged is not old.weight else None
+        self.merged, self.a, self.b = packed(merged, place), None, None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V]."""
-        if self._merged is not None:
-            return product(hidden, self._merged)
+        if self.merged is not None:
+            return product(hidden, self.merged)
         y = product(hidden, self.weight)
-        if self._a is None or self._b is None:
+        if self.a is None or self.b is None:
             return y
-        return y + (hidden @ self._a.t()) @ self._b.t() * self._scale
+        return y + (hidden @ self.a.t()) @ self.b.t() * self._scale
 
     def logprobs(self, hidden: torch.Tensor, ids: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
         """[n] of the tokens ``ids`` [n], after [n, hidden]."""
-        pair = [self._a, self._b]
+        pair = [self.a, self.b]
         if not torch.is_grad_enabled():  # or the adapter would ask for what the backward pass needs
             pair = [None if x is None else x.detach() for x in pair]
         space = self._reused(min(CHUNK, ids.numel()))

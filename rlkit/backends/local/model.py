@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 import weakref
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.hub import model_path
+from rlkit.backends.local.linear import wide
 from rlkit.backends.local.llama import Llama, fuse_layers, is_llama, plain_attention
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.tokenizer import LocalTokenizer
@@ -49,6 +51,13 @@ class Base:
             config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
         config.pad_token_id = None  # rows are padded on the right and read by length; no warning about it
         return tree.eval()
+
+    @cached_property
+    def head(self) -> torch.Tensor:
+        """The output embedding [V, hidden] in float32 at least; made once, as it takes as long as 100 rows' logits."""
+        model: Any = self.model
+        weight: torch.Tensor = model.get_output_embeddings().weight
+        return wide(weight.detach())
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +114,7 @@ def _computes_alike(model: Any) -> bool:
     llama = Llama(model, {}, 0.0)
     attention = TreeAttention([Run(0, 9)], llama.heads, llama.key_heads)
     hidden = llama.normed(llama.hidden(tokens, torch.arange(9, device=device), attention))
-    gap = Unembedding(model.get_output_embeddings().weight).logits(hidden) - expected
+    gap = Unembedding(wide(model.get_output_embeddings().weight)).logits(hidden) - expected
     return bool(gap.norm() < expected.norm() * (1e-4 if model.dtype == torch.float32 else 0.1))
 
 

@@ -13,6 +13,8 @@ import attrs
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlkit.backends.local.linear import wide
+
 __all__ = ["MaskedAttention", "Run", "TreeAttention"]
 
 SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
@@ -69,7 +71,7 @@ class TreeAttention:
         q, k, v = saved
         grad = self._stacked(grad.view(grad.shape[0], -1, q.shape[2]))
         dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(_wide(k)), torch.zeros_like(_wide(v))
+        dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
         for rows, weights, places in self._weights(q, k):
             above, weights = grad[:, rows], weights.to(v.dtype)
             _add(dv, places, weights.transpose(1, 2) @ above)
@@ -86,7 +88,7 @@ class TreeAttention:
 
     def _weights(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, list[slice]]]:
         """Of some queries at a time: their rows, the softmax [H / G, rows, S] in float32, the places of their keys."""
-        q, k = _wide(q), _wide(k)
+        q, k = wide(q), wide(k)
         for run in self._runs:
             start, length = run.start, run.end - run.begin
             step = max(1, SCORES // (self._key_heads * self._group * (start + length)))
@@ -161,7 +163,3 @@ def _add(x: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None
     for s in places:
         x[:, s] += values[:, start : start + s.stop - s.start]
         start += s.stop - s.start
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -15,6 +15,7 @@ from rlkit.backends.local.cache import Shared, SlotAttention, Slots
 from rlkit.backends.local.llama import Llama
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
+from rlkit.backends.local.packed import Product
 from rlkit.errors import BackendError
 
 __all__ = ["SamplingLlama", "SamplingModel", "Snapshot", "merged_weight", "take_snapshot"]
@@ -110,7 +111,11 @@ class SamplingModel:
 
 
 class SamplingLlama:
-    """``Llama`` with one snapshot's adapter at a time; otherwise like ``SamplingModel``."""
+    """``Llama`` with one snapshot's adapter at a time; otherwise like ``SamplingModel``.
+
+    Attributes:
+        addresses: where the weights of products are; on a GPU they stay from snapshot to snapshot.
+    """
 
     def __init__(self, base: Base, *, merge: bool) -> None:
         self.base = base
@@ -118,29 +123,33 @@ class SamplingLlama:
         self._current: weakref.ref[Snapshot] | None = None
         self._llama: Llama | None = None
         self._head: Unembedding | None = None
+        self.addresses: tuple[int, ...] = ()
 
     @torch.no_grad()
     def use(self, snapshot: Snapshot) -> bool:
         """Makes the model that of ``snapshot``; True where it was another's."""
         if self._current is not None and snapshot is self._current():
             return False
-        self._llama = self._head = self._current = None  # the copy before is freed first
-        model: Any = self.base.model
-        llama = Llama(model, snapshot.adapter, snapshot.scale)
-        head = Unembedding(model.get_output_embeddings().weight, snapshot.adapter.get("lm_head"), snapshot.scale)
+        if self.base.device.type == "cpu":
+            self._llama = self._head = None  # the copy before is freed first; elsewhere its memory is taken over
+        before, head_before, self._current = self._llama, self._head, None
+        llama = Llama(self.base.model, snapshot.adapter, snapshot.scale)
+        head = Unembedding(self.base.head, snapshot.adapter.get("lm_head"), snapshot.scale)
         if self._merge:
-            llama.merge()
-            head.merge()
+            llama.merge(before)
+            head.merge(head_before)
         else:
-            llama.prepare()
+            llama.prepare(before)
+            head.prepare(head_before)
         self._llama, self._head = llama, head
+        self.addresses = tuple(x.data_ptr() for part in self.factors() for x in part if isinstance(x, torch.Tensor))
         self._current = weakref.ref(snapshot)
         return True
 
-    def factors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def factors(self) -> tuple[list[Product], list[Product]]:
         """[out, in] of every product of the layers, and of the output embedding."""
         llama, head = self._parts()
-        return [x for layer in llama.layers for product in layer.products for x in product.factors], head.factors
+        return [x for product in llama.products for x in product.factors], head.factors
 
     def logits(
         self,
