@@ -4,6 +4,7 @@
 
 Models of Qwen's shapes with random weights in bfloat16, written to a temporary folder (15 GB for 7B). The limits are
 given: bytes per second of the memory and operations per second of dense bfloat16 products (the defaults are an H200's).
+Decoding is measured with CUDA graphs and without, training with flex_attention and with a mask over all pairs.
 A decoding step has to read every weight and the keys and values of every row; training computes each weight once
 forward and once backward for a token, and the head for the completion's tokens. Wall seconds, medians after a warm-up,
 go to the screen and to benchmarks/results/gpu-SHAPE.json. `--shape tiny --device cpu` tries the script.
@@ -24,6 +25,7 @@ import torch
 import workload
 
 import rlkit
+from rlkit.backends.local import kernels
 from rlkit.backends.local.hub import model_path
 
 SHAPES = {
@@ -128,11 +130,16 @@ def main() -> None:
             max_rows=max(ROWS),
             prefix_mb=0,
         )
-        for count in ROWS:
-            rows[f"decoding {count} rows"] = decoding(policy, count, options)
-            print(f"decoding {count} rows", rows[f"decoding {count} rows"], flush=True)
-        rows["training"] = training(policy, options.groups, options)
-        print("training", rows["training"], flush=True)
+        for graphs in (True, False):
+            for count in ROWS:
+                name = f"decoding {count} rows, {'with' if graphs else 'without'} graphs"
+                rows[name] = decoding(policy, count, options)
+                print(name, rows[name], flush=True)
+            policy._engine._decoder._graphs = None
+        for name in ("flex_attention", "mask"):
+            rows[f"training, {name}"] = training(policy, options.groups, options)
+            print(f"training, {name}", rows[f"training, {name}"], flush=True)
+            kernels._flex_works = lambda *_: False
         policy.close()
     cuda = options.device.startswith("cuda")
     runner.write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ import rlkit
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
-from rlkit.backends.local import head, tree  # noqa: E402
+from rlkit.backends.local import head, kernels, tree  # noqa: E402
 from rlkit.backends.local.body import LibraryBody  # noqa: E402
 from rlkit.backends.local.model import DTYPES  # noqa: E402
-from rlkit.backends.local.packing import pack  # noqa: E402
+from rlkit.backends.local.packing import Batch, pack  # noqa: E402
 
 
 @st.composite
@@ -192,12 +193,59 @@ def test_tree_attention_is_masked_attention(seed, heads, scores):
         patch.setattr(tree, "SCORES", scores)
         for attention in (
             tree.TreeAttention(batch.runs, *heads),
-            tree.MaskedAttention(torch.from_numpy(batch.visible())),
+            kernels.MaskedAttention(torch.from_numpy(batch.visible())),
         ):
             out, saved = attention.forward(q, k, v)
             found.append([out, *attention.backward(grad, saved)])
     for a, b in zip(*found, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_masked_attention_sees(seed, heads):
+    """On random trees; not compiled, forward alone, which is what a CPU can do."""
+    rng = np.random.default_rng(seed)
+    (batch,) = pack(random_tree(rng), 10**6)
+    begins, ends = kernels.spans(batch.runs)
+    places = np.arange(batch.tokens.size)
+    seen = (begins <= begins[:, None]) & (begins[:, None] < ends) & (places <= places[:, None])
+    assert np.array_equal(seen, batch.visible())
+    q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 16))) for h in (heads[0], heads[1], heads[1]))
+    flex = kernels.FlexAttention(batch.runs, torch.device("cpu"), compiled=False)
+    expected = kernels.MaskedAttention(torch.from_numpy(batch.visible())).forward(q, k, v)[0]
+    assert torch.allclose(flex.forward(q, k, v)[0], expected, atol=1e-12)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex_attention is compiled for a CPU with g++")
+def test_flex_attention_compiles():
+    """With captured spans, for two sizes; a CPU has the forward pass alone."""
+    for last in (300, 517):
+        runs = [tree.Run(0, 150), tree.Run(150, 290, (slice(0, 100),)), tree.Run(290, last, (slice(0, 150),))]
+        q, k, v = torch.randn(3, last, 4, 64, generator=torch.Generator().manual_seed(0)).unbind()
+        tokens = np.zeros(last, np.int64)
+        visible = torch.from_numpy(Batch([], tokens, tokens, runs, tokens).visible())
+        with torch.no_grad():
+            found, _ = kernels.FlexAttention(runs, torch.device("cpu")).forward(q / 8, k, v)
+            expected, _ = kernels.MaskedAttention(visible).forward(q / 8, k, v)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_without_a_working_compiler_attention_is_masked(monkeypatch):
+    """With a warning, once; the numbers are those of the mask."""
+
+    def broken(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernels, "_flex", lambda _: broken)
+    kernels._flex_works.cache_clear()
+    (batch,) = pack(random_tree(np.random.default_rng(0)), 10**6)
+    with pytest.warns(UserWarning, match="without flex_attention.*no compiler"):
+        found = kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2)
+    assert isinstance(found, kernels.MaskedAttention)
+    assert isinstance(kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2), kernels.MaskedAttention)
+    kernels._flex_works.cache_clear()
 
 
 def relative(a, b):

@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from rlkit.backends.local.kernels import attention_for
 from rlkit.backends.local.llama import Llama, plain_attention
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
 from rlkit.backends.local.packing import Batch, pack
-from rlkit.backends.local.tree import MaskedAttention, TreeAttention
+from rlkit.backends.local.tree import TreeAttention
 from rlkit.types import Datum
 
 __all__ = ["Body", "LibraryBody", "LlamaBody", "adapter_of", "body_of", "selected_hidden", "selected_logits"]
@@ -51,11 +52,12 @@ class LlamaBody:
         tokens, positions, index = (
             torch.from_numpy(x).to(device) for x in (batch.tokens, batch.positions, batch.index)
         )
+        heads = (llama.heads, llama.key_heads)
         attention: Any
         if device.type == "cpu":
-            attention = TreeAttention(batch.runs, llama.heads, llama.key_heads)
-        else:  # one kernel for all pairs costs less there than many for few
-            attention = MaskedAttention(torch.from_numpy(batch.visible()).to(device))
+            attention = TreeAttention(batch.runs, *heads)
+        else:
+            attention = attention_for(batch, device, self._base.model.dtype, *heads)
         return llama.normed(llama.hidden(tokens, positions, attention)[index])
 
 

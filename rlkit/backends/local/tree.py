@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from rlkit.backends.local.linear import wide
 
-__all__ = ["MaskedAttention", "Run", "TreeAttention"]
+__all__ = ["Run", "TreeAttention"]
 
 SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
 
@@ -119,38 +118,6 @@ class TreeAttention:
         heads, rows, width = x.shape
         n = rows // self._group
         return x.view(heads, n, self._group * width).transpose(0, 1).reshape(n, heads * self._group * width)
-
-
-class MaskedAttention:
-    """The same by the library's attention, with a mask over all pairs.
-
-    Args:
-        visible: bool [N, N], which places each one sees.
-    """
-
-    def __init__(self, visible: torch.Tensor) -> None:
-        self._visible = visible
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """As ``TreeAttention.forward``."""
-        return self._out(q, k, v), (q, k, v.contiguous())
-
-    def backward(
-        self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As ``TreeAttention.backward``; the forward pass is made again."""
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in saved]
-            dq, dk, dv = torch.autograd.grad(self._out(*leaves), leaves, grad)
-        return dq, dk, dv
-
-    def _out(self, *qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # kernels with a mask want it
-        out = scaled_dot_product_attention(q, k, v, attn_mask=self._visible, scale=1.0)
-        return out[0].transpose(0, 1).flatten(1)
 
 
 def _at(x: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:

@@ -1,0 +1,164 @@
+"""Attention over a prefix tree by kernels that are given all tokens of a micro-batch at once, for GPUs.
+
+One kernel for all pairs costs less there than many for few. ``FlexAttention`` leaves out the blocks of pairs that
+nobody sees; where it does not work, ``MaskedAttention`` computes them too.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlkit.backends.local.packing import Batch
+from rlkit.backends.local.tree import Run
+
+__all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "attention_for", "spans"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class KernelAttention:
+    """As ``TreeAttention``; the forward pass is made again in the backward pass."""
+
+    def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[1, H, N, D] of q, k and v with heads first."""
+        raise NotImplementedError
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+        """From q [N, H, D], already scaled, k and v [N, H / G, D] -> [N, H D], and what ``backward`` wants."""
+        return self._flat(q, k, v), (q, k, v.contiguous())
+
+    def backward(self, grad: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of q, k and v from that of the output [N, H D]."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in saved]
+            dq, dk, dv = torch.autograd.grad(self._flat(*leaves), leaves, grad)
+        return dq, dk, dv
+
+    def _flat(self, *qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        return self._out(q, k, v)[0].transpose(0, 1).flatten(1)
+
+
+class MaskedAttention(KernelAttention):
+    """By the library's attention, with a mask over all pairs.
+
+    Args:
+        visible: bool [N, N], which places each one sees.
+    """
+
+    def __init__(self, visible: torch.Tensor) -> None:
+        self._visible = visible
+
+    def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # kernels with a mask want it
+        return scaled_dot_product_attention(q, k, v, attn_mask=self._visible, scale=1.0)
+
+
+class FlexAttention(KernelAttention):
+    """By a kernel that is compiled for the tree's mask (flex_attention, arXiv 2412.05496).
+
+    Args:
+        runs: of the micro-batch.
+        device: where q, k and v are.
+        compiled: False computes the same slowly, on any device, without gradients on a CPU.
+    """
+
+    def __init__(self, runs: Sequence[Run], device: torch.device, *, compiled: bool = True) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        enter, leave = (torch.from_numpy(x).to(device) for x in spans(runs))
+
+        def visible(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            below = (enter[key] <= enter[query]) & (enter[query] < leave[key])
+            return below & (key <= query)
+
+        self._mask = create_block_mask(visible, None, None, enter.numel(), enter.numel(), device=str(device))
+        self._kernel = _flex(compiled)
+
+    def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._kernel(q, k, v, block_mask=self._mask, scale=1.0, enable_gqa=True)
+        return out
+
+
+def attention_for(batch: Batch, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int) -> Any:
+    """What works on a GPU, the better one first."""
+    if _flex_works(device, dtype, heads, key_heads):
+        return FlexAttention(batch.runs, device)
+    return MaskedAttention(torch.from_numpy(batch.visible()).to(device))
+
+
+def spans(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each place the span of numbers that its part of the tree has, int32 [N] each: where it begins and ends.
+
+    The runs are cut into parts which every sequence sees as a whole or not at all. Parts are numbered so that those
+    behind a part have the numbers after its own: place k is seen from place q if the number of q is in the span of k,
+    and k is not after q.
+
+    >>> spans([Run(0, 3), Run(3, 5, (slice(0, 2),))])
+    (array([0, 0, 1, 2, 2], dtype=int32), array([3, 3, 2, 3, 3], dtype=int32))
+    """
+    cuts = sorted({x for run in runs for s in (slice(run.begin, run.end), *run.before) for x in (s.start, s.stop)})
+    part = {start: i for i, start in enumerate(cuts[:-1])}
+    parents = [-1] * len(part)
+    for run in runs:
+        behind = bisect_left(cuts, run.before[-1].stop) - 1 if run.before else -1
+        for start in cuts[part[run.begin] : part.get(run.end, len(part))]:
+            parents[part[start]], behind = behind, part[start]
+    sizes = [1] * len(parents)
+    for i in reversed(range(len(parents))):  # what continues a part stands behind it
+        if parents[i] >= 0:
+            sizes[parents[i]] += sizes[i]
+    numbers: list[int] = []
+    free: list[int] = []
+    top = 0
+    for i, parent in enumerate(parents):
+        number = free[parent] if parent >= 0 else top
+        if parent >= 0:
+            free[parent] += sizes[i]
+        else:
+            top += sizes[i]
+        numbers.append(number)
+        free.append(number + 1)
+    lengths = np.diff(cuts)
+    begins = np.repeat(np.array(numbers, np.int32), lengths)
+    return begins, begins + np.repeat(np.array(sizes, np.int32), lengths)
+
+
+@functools.cache
+def _flex(compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel: Callable[..., Any] = torch.compile(flex_attention) if compiled else flex_attention
+    return kernel
+
+
+@functools.cache
+def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int) -> bool:
+    """Whether the compiled kernel gives what masked attention gives, forward and backward, on a short probe."""
+    runs = [Run(0, 150), Run(150, 290, (slice(0, 100),)), Run(290, 300, (slice(0, 150),))]
+    generator = torch.Generator().manual_seed(0)
+    each = (heads, key_heads, key_heads, heads)
+    q, k, v, grad = (torch.randn(300, h, 64, generator=generator).to(device, dtype) for h in each)
+    tokens = np.zeros(300, np.int64)
+    masked = MaskedAttention(torch.from_numpy(Batch([], tokens, tokens, runs, tokens).visible()).to(device))
+    found = []
+    try:
+        for attention in (FlexAttention(runs, device), masked):
+            out, saved = attention.forward(q / 8, k, v)
+            found.append([out, *attention.backward(grad.flatten(1), saved)])
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises
+        warnings.warn(f"training goes on without flex_attention, which does not work here: {error}", stacklevel=2)
+        return False
+    tolerance = 1e-3 if dtype == torch.float32 else 0.05
+    right = all(bool((a - b).norm() < tolerance * b.norm()) for a, b in zip(*found, strict=True))
+    if not right:
+        warnings.warn("training goes on without flex_attention, which gives other numbers here", stacklevel=2)
+    return right
