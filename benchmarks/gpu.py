@@ -119,28 +119,30 @@ def main() -> None:
     options = parser.parse_args()
     rows: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        policy = rlkit.connect(
-            "local",
-            model=build(options.shape, Path(folder), options.device),
-            lora=rlkit.Lora(rank=32, train_unembed=False),
-            seed=0,
-            dtype="bfloat16",
-            device=options.device,
-            micro_batch_tokens=options.budget,
-            max_rows=max(ROWS),
-            prefix_mb=0,
-        )
-        for graphs in (True, False):
+        model = build(options.shape, Path(folder), options.device)
+        for graphs, flex in ((True, True), (False, False)):
+            if not flex:
+                kernels._flex_works = lambda *_: False  # noqa: SLF001  # users have no reason to choose
+            policy = rlkit.connect(
+                "local",
+                model=model,
+                lora=rlkit.Lora(rank=32, train_unembed=False),
+                seed=0,
+                dtype="bfloat16",
+                device=options.device,
+                micro_batch_tokens=options.budget,
+                max_rows=max(ROWS),
+                prefix_mb=0,
+                cuda_graphs=graphs,
+            )
             for count in ROWS:
                 name = f"decoding {count} rows, {'with' if graphs else 'without'} graphs"
                 rows[name] = decoding(policy, count, options)
                 print(name, rows[name], flush=True)
-            policy._engine._decoder._graphs = None
-        for name in ("flex_attention", "mask"):
-            rows[f"training, {name}"] = training(policy, options.groups, options)
-            print(f"training, {name}", rows[f"training, {name}"], flush=True)
-            kernels._flex_works = lambda *_: False
-        policy.close()
+            name = f"training, {'flex_attention' if flex else 'masked attention'}"
+            rows[name] = training(policy, options.groups, options)
+            print(name, rows[name], flush=True)
+            policy.close()
     cuda = options.device.startswith("cuda")
     runner.write(
         f"gpu-{options.shape}",

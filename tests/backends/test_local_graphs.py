@@ -114,9 +114,10 @@ def test_what_cannot_be_recorded_is_computed(tiny, monkeypatch, recorder):
         found = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
     again = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
     assert [s.tokens.tolist() for s in found] == [s.tokens.tolist() for s in again]
-    assert not policy._engine._decoder._graphs.works
-    assert all(keys.shape[0] == 0 for keys, _ in policy._engine._decoder._slots._store)
-    policy.close()
+    decoder = policy._engine._decoder
+    policy.close()  # which waits for the last step to end
+    assert not decoder._graphs.works
+    assert all(keys.shape[0] == 0 for keys, _ in decoder._slots._store)
 
 
 @pytest.mark.parametrize("length", [1, 5])
