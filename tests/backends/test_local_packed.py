@@ -10,6 +10,7 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from rlkit.backends.local import mkl
 from rlkit.backends.local import packed as module  # noqa: E402
 from rlkit.backends.local.alike import multiple, rows_alike  # noqa: E402
 from rlkit.backends.local.linear import Fused  # noqa: E402
@@ -46,6 +47,17 @@ def test_products_are_those_of_the_weight(shape, dtype, bound):
             assert found.dtype == dtype
             assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
     assert torch.equal(weight, before)
+
+
+@pytest.mark.skipif(not mkl.available(), reason="this build of torch has no MKL")
+@pytest.mark.parametrize("x", [torch.zeros(2, 7), torch.zeros(2, 8).double(), torch.zeros(8), torch.zeros(1, 2, 8)])
+def test_what_the_library_would_misread_is_refused(x):
+    """Addresses are handed over, so shapes and dtypes are looked at before."""
+    with pytest.raises(TypeError, match=r"expected float32 \[N, 8\]"):
+        mkl.Arranged(torch.zeros(3, 8))(x)
+    strided = torch.arange(32.0).view(8, 4).t()  # not contiguous
+    weight = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mkl.Arranged(weight)(strided), strided @ weight.t())
 
 
 @pytest.mark.parametrize("arranged", [True, False])

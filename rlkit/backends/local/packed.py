@@ -5,7 +5,6 @@ as the product. MKL (float32) and oneDNN (bfloat16) can keep the rearranged weig
 side: a row then comes out the same to the bit however many others there are.
 """
 
-# ruff: noqa: SLF001  # what torch.compile uses when it freezes weights has no public name
 from __future__ import annotations
 
 import functools
@@ -13,11 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from rlkit.backends.local import mkl
+
 __all__ = ["Packed", "Product", "packed", "product"]
-
-ROWS = 64  # that a weight is arranged for; any number can be computed
-
-ops: Any = torch.ops
 
 
 class Packed:
@@ -28,22 +25,12 @@ class Packed:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        weight = weight.contiguous()
         self.shape = weight.shape
-        self._mkl = weight.dtype == torch.float32
-        if self._mkl:
-            self._weight = ops.mkl._mkl_reorder_linear_weight(weight, ROWS)
-            self._like = weight.new_empty(1).expand(self.shape)  # only its shape is looked at
-        else:
-            self._weight = ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self._product = mkl.Arranged(weight) if weight.dtype == torch.float32 else _onednn(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]."""
-        out: torch.Tensor
-        if self._mkl:
-            out = ops.mkl._mkl_linear(x, self._weight, self._like, None, x.shape[0])
-        else:
-            out = ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        out: torch.Tensor = self._product(x)
         return out
 
 
@@ -71,10 +58,16 @@ def product(x: torch.Tensor, weight: Product) -> torch.Tensor:
     return weight(x) if isinstance(weight, Packed) else x @ weight.t()
 
 
+def _onednn(weight: torch.Tensor) -> Any:
+    ops: Any = torch.ops.mkldnn  # what torch.compile uses when it freezes weights has no public name
+    arranged = ops._reorder_linear_weight(weight.contiguous(), mkl.ROWS)  # noqa: SLF001
+    return lambda x: ops._linear_pointwise(x, arranged, None, "none", [], "")  # noqa: SLF001
+
+
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
     """Whether this build of torch has rearranged weights of ``dtype``, and their products are right."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in (torch.float32, torch.bfloat16) or (dtype == torch.float32 and not mkl.available()):
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 80, generator=generator).to(dtype)
