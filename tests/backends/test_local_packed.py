@@ -10,7 +10,7 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local import mkl
+from rlkit.backends.local import mkl  # noqa: E402
 from rlkit.backends.local import packed as module  # noqa: E402
 from rlkit.backends.local.alike import multiple, rows_alike  # noqa: E402
 from rlkit.backends.local.linear import Fused  # noqa: E402

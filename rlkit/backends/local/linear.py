@@ -41,42 +41,41 @@ class Fused:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
         scale: float,
     ) -> None:
-        self.weight, self.bias, self.scale = weight, bias, scale
+        self.weight, self.bias, self._sizes = weight, bias, sizes
         self.merged: Product | None = None
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._pairs = [(slice(s, s + n), *p) for s, n, p in zip(starts, sizes, pairs, strict=True) if p is not None]
-        self.parameters = [x for _, a, b in self._pairs for x in (a, b)]
         self.a: torch.Tensor | None = None
         self.b: torch.Tensor | None = None
+        self.adapt(pairs, scale)
+
+    def adapt(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None], scale: float) -> None:
+        """Takes other adapters, from the next ``prepare`` or ``merge`` on."""
+        self.scale = scale
+        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
+        parts = zip(starts, self._sizes, pairs, strict=True)
+        self._pairs = [(slice(start, start + size), *pair) for start, size, pair in parts if pair is not None]
+        self.parameters = [x for _, a, b in self._pairs for x in (a, b)]
 
     @torch.no_grad()
-    def prepare(self, old: Fused | None = None) -> None:
-        """Reads the adapters as they are now: all A one above the other, all scaled B in blocks.
-
-        Args:
-            old: what is not needed any more; its memory is taken, so that addresses stay.
-        """
-        old = old or self
-        if self._pairs:
-            narrow = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
-            blocks = narrow.new_zeros(self.weight.shape[0], narrow.shape[0])
-            for outputs, inner, _, b in self._blocks():
-                blocks[outputs, inner] = (b * self.scale).to(blocks.dtype)
-            self.a, self.b = kept(narrow, old.a), kept(blocks, old.b)
+    def prepare(self) -> None:
+        """Reads the adapters as they are now: all A one above the other, all scaled B in blocks."""
+        if not self._pairs:
+            self.a = self.b = None
+            return
+        narrow = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
+        blocks = narrow.new_zeros(self.weight.shape[0], narrow.shape[0])
+        for outputs, inner, _, b in self._blocks():
+            blocks[outputs, inner] = (b * self.scale).to(blocks.dtype)
+        self.a, self.b = kept(narrow, self.a), kept(blocks, self.b)
 
     @torch.no_grad()
-    def merge(self, old: Fused | None = None) -> None:
-        """Takes the adapters into a copy of the weight: W + scale B A, computed in float32 and cast.
-
-        Args:
-            old: what is not needed any more; its copy's memory is taken, so that addresses stay.
-        """
+    def merge(self) -> None:
+        """Takes the adapters into a copy of the weight: W + scale B A, computed in float32 and cast."""
+        place, self.merged = self.merged if self.merged is not self.weight else None, None
         merged = self.weight
         if self._pairs:
             merged = self.weight.to(torch.float32, copy=True)
             for outputs, a, b in self._pairs:
                 merged[outputs].addmm_(b.float(), a.float(), alpha=self.scale)
-        place = old.merged if old is not None and old.merged is not old.weight else None
         self.merged = packed(merged.to(self.weight.dtype), place)
         self._pairs, self.parameters = [], []
 
@@ -143,7 +142,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def kept(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """What is new, at the address of the old if it fits there."""
+    """What is new, at the address of the old if it fits there, since recorded steps know addresses."""
     fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
     return old.copy_(new) if fits and old is not None else new
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -56,16 +55,17 @@ class Llama:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.layers: list[Layer] = []
+        self._names: list[list[str]] = []  # of the modules of each product
         for i, layer in enumerate(self._model.layers):
             at, mlp = layer.self_attn, layer.mlp
             name = f"model.layers.{i}."
             normed = getattr(at, "q_norm", None) is not None
             self.layers.append(
                 Layer(
-                    qkv=_fused(f"{name}self_attn.", at, ("q_proj", "k_proj", "v_proj"), adapter, scale),
-                    out=_fused(f"{name}self_attn.", at, ("o_proj",), adapter, scale),
-                    gate_up=_fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj"), adapter, scale),
-                    down=_fused(f"{name}mlp.", mlp, ("down_proj",), adapter, scale),
+                    qkv=self._fused(f"{name}self_attn.", at, ("q_proj", "k_proj", "v_proj")),
+                    out=self._fused(f"{name}self_attn.", at, ("o_proj",)),
+                    gate_up=self._fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj")),
+                    down=self._fused(f"{name}mlp.", mlp, ("down_proj",)),
                     before_attention=wide(layer.input_layernorm.weight),
                     before_mlp=wide(layer.post_attention_layernorm.weight),
                     head_norms=(wide(at.q_norm.weight), wide(at.k_norm.weight)) if normed else None,
@@ -79,21 +79,27 @@ class Llama:
         self.device = self._model.norm.weight.device
         self._last = wide(self._model.norm.weight)
         self._eps = config.rms_norm_eps
+        self.adapt(adapter, scale)
 
     @property
     def products(self) -> list[Fused]:
         """Of all layers, in order."""
         return [product for layer in self.layers for product in layer.products]
 
-    def prepare(self, old: Llama | None = None) -> None:
-        """Reads the adapters as they are now, into the memory of ``old`` if that is given."""
-        for product, place in zip(self.products, old.products if old else repeat(None), strict=False):
-            product.prepare(place)
+    def adapt(self, adapter: Adapter, scale: float) -> None:
+        """Takes other adapters, from the next ``prepare`` or ``merge`` on."""
+        for product, names in zip(self.products, self._names, strict=True):
+            product.adapt([adapter.get(name) for name in names], scale)
 
-    def merge(self, old: Llama | None = None) -> None:
-        """Takes the adapters into copies of the weights, in the memory of ``old``'s if that is given."""
-        for product, place in zip(self.products, old.products if old else repeat(None), strict=False):
-            product.merge(place)
+    def prepare(self) -> None:
+        """Reads the adapters as they are now."""
+        for product in self.products:
+            product.prepare()
+
+    def merge(self) -> None:
+        """Takes the adapters into copies of the weights."""
+        for product in self.products:
+            product.merge()
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Tokens [N] at ``positions`` [N] -> the residual stream after the last layer, float32 [N, hidden]."""
@@ -113,14 +119,10 @@ class Llama:
         """The last norm of [n, hidden]."""
         return nn.functional.rms_norm(x, (x.shape[-1],), self._last, self._eps)
 
-
-def _fused(prefix: str, parent: Any, names: Sequence[str], adapter: Adapter, scale: float) -> Fused:
-    modules = [getattr(parent, name) for name in names]
-    biases = [module.bias for module in modules]
-    return Fused(
-        joined(modules),
-        torch.cat(biases) if biases[0] is not None else None,
-        [module.weight.shape[0] for module in modules],
-        [adapter.get(prefix + name) for name in names],
-        scale,
-    )
+    def _fused(self, prefix: str, parent: Any, names: Sequence[str]) -> Fused:
+        modules = [getattr(parent, name) for name in names]
+        biases = [module.bias for module in modules]
+        self._names.append([prefix + name for name in names])
+        sizes = [module.weight.shape[0] for module in modules]
+        bias = torch.cat(biases) if biases[0] is not None else None
+        return Fused(joined(modules), bias, sizes, [None] * len(sizes), 0.0)

@@ -45,20 +45,19 @@ class Unembedding:
         return [x for x in (self.weight if self.merged is None else self.merged, self.a, self.b) if x is not None]
 
     @torch.no_grad()
-    def prepare(self, old: Unembedding | None = None) -> None:
-        """Takes a copy of the adapter, for ``logits`` alone; as ``Fused.prepare``."""
-        if self.a is not None and self.b is not None:
-            self.a = kept(self.a.clone(), old.a if old else None)
-            self.b = kept(self.b.clone(), old.b if old else None)
-
-    @torch.no_grad()
-    def merge(self, old: Unembedding | None = None) -> None:
-        """Takes the adapter into a copy of the weight, for ``logits`` alone; as ``Fused.merge``."""
+    def adapt(self, pair: tuple[torch.Tensor, torch.Tensor] | None, scale: float, *, merge: bool) -> None:
+        """Takes a copy of another adapter, or of the weight with it, for ``logits`` alone."""
+        self._scale = scale
+        if not merge:
+            a, b = pair or (None, None)
+            self.a = None if a is None else kept(a.clone(), self.a)
+            self.b = None if b is None else kept(b.clone(), self.b)
+            return
+        place, self.merged = self.merged if self.merged is not self.weight else None, None
         merged = self.weight
-        if self.a is not None and self.b is not None:
-            merged = torch.addmm(merged, self.b.float(), self.a.float(), alpha=self._scale)
-        place = old.merged if old is not None and old.merged is not old.weight else None
-        self.merged, self.a, self.b = packed(merged, place), None, None
+        if pair is not None:
+            merged = torch.addmm(merged, pair[1].float(), pair[0].float(), alpha=scale)
+        self.merged = packed(merged, place)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V]."""

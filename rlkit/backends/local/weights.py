@@ -130,18 +130,15 @@ class SamplingLlama:
         """Makes the model that of ``snapshot``; True where it was another's."""
         if self._current is not None and snapshot is self._current():
             return False
-        if self.base.device.type == "cpu":
-            self._llama = self._head = None  # the copy before is freed first; elsewhere its memory is taken over
-        before, head_before, self._current = self._llama, self._head, None
-        llama = Llama(self.base.model, snapshot.adapter, snapshot.scale)
-        head = Unembedding(self.base.head, snapshot.adapter.get("lm_head"), snapshot.scale)
+        self._current = None
+        if self._llama is None or self._head is None:
+            self._llama, self._head = Llama(self.base.model, {}, 0.0), Unembedding(self.base.head)
+        self._llama.adapt(snapshot.adapter, snapshot.scale)
+        self._head.adapt(snapshot.adapter.get("lm_head"), snapshot.scale, merge=self._merge)
         if self._merge:
-            llama.merge(before)
-            head.merge(head_before)
+            self._llama.merge()
         else:
-            llama.prepare(before)
-            head.prepare(head_before)
-        self._llama, self._head = llama, head
+            self._llama.prepare()
         self.addresses = tuple(x.data_ptr() for part in self.factors() for x in part if isinstance(x, torch.Tensor))
         self._current = weakref.ref(snapshot)
         return True
