@@ -243,9 +243,11 @@ def test_without_a_working_compiler_attention_is_masked(monkeypatch):
     kernels._flex_works.cache_clear()
     (batch,) = pack(random_tree(np.random.default_rng(0)), 10**6)
     with pytest.warns(UserWarning, match="without flex_attention.*no compiler"):
-        found = kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2)
+        found = kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2, 16)
     assert isinstance(found, kernels.MaskedAttention)
-    assert isinstance(kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2), kernels.MaskedAttention)
+    assert isinstance(
+        kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2, 16), kernels.MaskedAttention
+    )
     kernels._flex_works.cache_clear()
 
 

@@ -76,6 +76,7 @@ class SlotDecoder:
         if self._end is not None:
             self._end.detach()
         self._prefixes.clear()
+        self._slots.clear()
         self._prefixes = Prefixes(self._limit)
         self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
         self._end.atexit = False
@@ -142,7 +143,9 @@ class SlotDecoder:
 
     def abandon(self) -> list[Row]:
         rows, self.rows = self.rows, []
-        self._tidy()
+        self._slots.free()  # also where graphs know their place: growing may have failed halfway
+        if self._graphs is not None:
+            self._graphs.clear()
         return rows
 
     def prefill(self, first: int, rests: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:

@@ -52,12 +52,12 @@ class LlamaBody:
         tokens, positions, index = (
             torch.from_numpy(x).to(device) for x in (batch.tokens, batch.positions, batch.index)
         )
-        heads = (llama.heads, llama.key_heads)
         attention: Any
         if device.type == "cpu":
-            attention = TreeAttention(batch.runs, *heads)
+            attention = TreeAttention(batch.runs, llama.heads, llama.key_heads)
         else:
-            attention = attention_for(batch, device, self._base.model.dtype, *heads)
+            dtype = self._base.model.dtype
+            attention = attention_for(batch, device, dtype, llama.heads, llama.key_heads, llama.width)
         return llama.normed(llama.hidden(tokens, positions, attention)[index])
 
 

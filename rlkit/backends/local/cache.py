@@ -208,7 +208,13 @@ class Slots(Cache):
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where keys and values are; they move when slots grow or are freed."""
-        return tuple(x.data_ptr() for pair in self._store for x in pair)
+        return (self._rows, self._length, *(x.data_ptr() for pair in self._store for x in pair))
+
+    def clear(self) -> None:
+        """Zeros everywhere: what is masked is multiplied by zero, which would not make infinities harmless."""
+        for pair in self._store:
+            for x in pair:
+                x.zero_()
 
     def copy(self, source: int, first: int, last: int, length: int) -> None:
         """Slots first..last-1 get the first ``length`` tokens of slot ``source``."""

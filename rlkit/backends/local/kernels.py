@@ -88,9 +88,11 @@ class FlexAttention(KernelAttention):
         return out
 
 
-def attention_for(batch: Batch, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int) -> Any:
+def attention_for(
+    batch: Batch, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int
+) -> Any:
     """What works on a GPU, the better one first."""
-    if _flex_works(device, dtype, heads, key_heads):
+    if _flex_works(device, dtype, heads, key_heads, width):
         return FlexAttention(batch.runs, device)
     return MaskedAttention(torch.from_numpy(batch.visible()).to(device))
 
@@ -136,23 +138,23 @@ def spans(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
 def _flex(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    kernel: Callable[..., Any] = torch.compile(flex_attention) if compiled else flex_attention
+    kernel: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
     return kernel
 
 
 @functools.cache
-def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int) -> bool:
+def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
     """Whether the compiled kernel gives what masked attention gives, forward and backward, on a short probe."""
     runs = [Run(0, 150), Run(150, 290, (slice(0, 100),)), Run(290, 300, (slice(0, 150),))]
     generator = torch.Generator().manual_seed(0)
     each = (heads, key_heads, key_heads, heads)
-    q, k, v, grad = (torch.randn(300, h, 64, generator=generator).to(device, dtype) for h in each)
+    q, k, v, grad = (torch.randn(300, h, width, generator=generator).to(device, dtype) for h in each)
     tokens = np.zeros(300, np.int64)
     masked = MaskedAttention(torch.from_numpy(Batch([], tokens, tokens, runs, tokens).visible()).to(device))
     found = []
     try:
         for attention in (FlexAttention(runs, device), masked):
-            out, saved = attention.forward(q / 8, k, v)
+            out, saved = attention.forward(q / width**0.5, k, v)
             found.append([out, *attention.backward(grad.flatten(1), saved)])
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises
         warnings.warn(f"training goes on without flex_attention, which does not work here: {error}", stacklevel=2)

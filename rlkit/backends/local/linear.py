@@ -11,7 +11,7 @@ from torch import nn
 from rlkit.backends.local.packed import Product, packed, product
 from rlkit.errors import BackendError
 
-__all__ = ["Adapter", "Fused", "fuse", "joined", "kept", "wide"]
+__all__ = ["Adapter", "Fused", "fuse", "in_place", "joined", "wide"]
 
 Adapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # full module name -> (A [r, in], B [out, r])
 
@@ -65,12 +65,13 @@ class Fused:
         blocks = narrow.new_zeros(self.weight.shape[0], narrow.shape[0])
         for outputs, inner, _, b in self._blocks():
             blocks[outputs, inner] = (b * self.scale).to(blocks.dtype)
-        self.a, self.b = kept(narrow, self.a), kept(blocks, self.b)
+        self.a, self.b = in_place(narrow, self.a), in_place(blocks, self.b)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Takes the adapters into a copy of the weight: W + scale B A, computed in float32 and cast."""
-        place, self.merged = self.merged if self.merged is not self.weight else None, None
+        own = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
+        place, self.merged = self.merged if own else None, None
         merged = self.weight
         if self._pairs:
             merged = self.weight.to(torch.float32, copy=True)
@@ -141,7 +142,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def kept(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+def in_place(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
     """What is new, at the address of the old if it fits there, since recorded steps know addresses."""
     fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
     return old.copy_(new) if fits and old is not None else new

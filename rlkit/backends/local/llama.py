@@ -52,7 +52,7 @@ class Llama:
     def __init__(self, model: Any, adapter: Adapter, scale: float) -> None:
         config = model.config
         self._model = model.model
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.layers: list[Layer] = []
         self._names: list[list[str]] = []  # of the modules of each product
@@ -71,7 +71,7 @@ class Llama:
                     head_norms=(wide(at.q_norm.weight), wide(at.k_norm.weight)) if normed else None,
                     heads=self.heads,
                     key_heads=self.key_heads,
-                    width=width,
+                    width=self.width,
                     scaling=at.scaling,
                     eps=config.rms_norm_eps,
                 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlkit.backends.local.linear import kept
+from rlkit.backends.local.linear import in_place
 from rlkit.backends.local.packed import Product, packed, product
 
 __all__ = ["Unembedding"]
@@ -50,10 +50,11 @@ class Unembedding:
         self._scale = scale
         if not merge:
             a, b = pair or (None, None)
-            self.a = None if a is None else kept(a.clone(), self.a)
-            self.b = None if b is None else kept(b.clone(), self.b)
+            self.a = None if a is None else in_place(a.clone(), self.a)
+            self.b = None if b is None else in_place(b.clone(), self.b)
             return
-        place, self.merged = self.merged if self.merged is not self.weight else None, None
+        own = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
+        place, self.merged = self.merged if own else None, None
         merged = self.weight
         if pair is not None:
             merged = torch.addmm(merged, pair[1].float(), pair[0].float(), alpha=scale)

@@ -23,7 +23,7 @@ ROW_MAJOR, PLAIN, TRANSPOSED, PACKED, SECOND = 101, 111, 112, 151, 162  # of mkl
 
 
 class Arranged:
-    """x [N, in] -> x W^T [N, out] in float32.
+    """x [N, in] -> x W^T [N, out] in float32, without a gradient.
 
     Args:
         weight: float32 [out, in] on the CPU; it is copied.
@@ -33,7 +33,7 @@ class Arranged:
         weight = weight.float().contiguous()
         self._outputs, self._inputs = weight.shape
         size = _mkl().cblas_sgemm_pack_get_size(SECOND, ROWS, self._outputs, self._inputs)
-        self._memory = mmap.mmap(-1, size)
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         shape = (ROWS, self._outputs, self._inputs)
         _mkl().cblas_sgemm_pack(
