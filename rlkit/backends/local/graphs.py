@@ -44,7 +44,8 @@ def recorder(device: torch.device) -> Recorder:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 step()
-        return graph.replay
+        replay: Callable[[], object] = graph.replay
+        return replay
 
     return record
 
