@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 from rlkit.backends.local import head, kernels, tree  # noqa: E402
 from rlkit.backends.local.body import LibraryBody  # noqa: E402
 from rlkit.backends.local.model import DTYPES  # noqa: E402
-from rlkit.backends.local.packing import Batch, pack  # noqa: E402
+from rlkit.backends.local.packing import pack  # noqa: E402
 
 
 @st.composite
@@ -208,7 +208,7 @@ def test_flex_attention_sees_what_masked_attention_sees(seed, heads):
     """On random trees; not compiled, forward alone, which is what a CPU can do."""
     rng = np.random.default_rng(seed)
     (batch,) = pack(random_tree(rng), 10**6)
-    begins, ends = kernels.spans(batch.runs)
+    begins, ends = tree.spans(batch.runs)
     places = np.arange(batch.tokens.size)
     seen = (begins <= begins[:, None]) & (begins[:, None] < ends) & (places <= places[:, None])
     assert np.array_equal(seen, batch.visible())
@@ -225,8 +225,7 @@ def test_flex_attention_compiles():
     for last in (300, 517):
         runs = [tree.Run(0, 150), tree.Run(150, 290, (slice(0, 100),)), tree.Run(290, last, (slice(0, 150),))]
         q, k, v = torch.randn(3, last, 4, 64, generator=torch.Generator().manual_seed(0)).unbind()
-        tokens = np.zeros(last, np.int64)
-        visible = torch.from_numpy(Batch([], tokens, tokens, runs, tokens).visible())
+        visible = torch.from_numpy(tree.visible(runs, last))
         with torch.no_grad():
             found, _ = kernels.FlexAttention(runs, torch.device("cpu")).forward(q / 8, k, v)
             expected, _ = kernels.MaskedAttention(visible).forward(q / 8, k, v)

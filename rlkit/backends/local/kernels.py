@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlkit.backends.local.packing import Batch
-from rlkit.backends.local.tree import Run
+from rlkit.backends.local.tree import Run, spans, visible
 
-__all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "attention_for", "spans"]
+__all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "attention_for"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -76,11 +74,11 @@ class FlexAttention(KernelAttention):
 
         enter, leave = (torch.from_numpy(x).to(device) for x in spans(runs))
 
-        def visible(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        def seen(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             below = (enter[key] <= enter[query]) & (enter[query] < leave[key])
             return below & (key <= query)
 
-        self._mask = create_block_mask(visible, None, None, enter.numel(), enter.numel(), device=str(device))
+        self._mask = create_block_mask(seen, None, None, enter.numel(), enter.numel(), device=str(device))
         self._kernel = _flex(compiled)
 
     def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -97,43 +95,6 @@ def attention_for(
     return MaskedAttention(torch.from_numpy(batch.visible()).to(device))
 
 
-def spans(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each place the span of numbers that its part of the tree has, int32 [N] each: where it begins and ends.
-
-    The runs are cut into parts which every sequence sees as a whole or not at all. Parts are numbered so that those
-    behind a part have the numbers after its own: place k is seen from place q if the number of q is in the span of k,
-    and k is not after q.
-
-    >>> spans([Run(0, 3), Run(3, 5, (slice(0, 2),))])
-    (array([0, 0, 1, 2, 2], dtype=int32), array([3, 3, 2, 3, 3], dtype=int32))
-    """
-    cuts = sorted({x for run in runs for s in (slice(run.begin, run.end), *run.before) for x in (s.start, s.stop)})
-    part = {start: i for i, start in enumerate(cuts[:-1])}
-    parents = [-1] * len(part)
-    for run in runs:
-        behind = bisect_left(cuts, run.before[-1].stop) - 1 if run.before else -1
-        for start in cuts[part[run.begin] : part.get(run.end, len(part))]:
-            parents[part[start]], behind = behind, part[start]
-    sizes = [1] * len(parents)
-    for i in reversed(range(len(parents))):  # what continues a part stands behind it
-        if parents[i] >= 0:
-            sizes[parents[i]] += sizes[i]
-    numbers: list[int] = []
-    free: list[int] = []
-    top = 0
-    for i, parent in enumerate(parents):
-        number = free[parent] if parent >= 0 else top
-        if parent >= 0:
-            free[parent] += sizes[i]
-        else:
-            top += sizes[i]
-        numbers.append(number)
-        free.append(number + 1)
-    lengths = np.diff(cuts)
-    begins = np.repeat(np.array(numbers, np.int32), lengths)
-    return begins, begins + np.repeat(np.array(sizes, np.int32), lengths)
-
-
 @functools.cache
 def _flex(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
@@ -145,17 +106,17 @@ def _flex(compiled: bool) -> Callable[..., Any]:
 @functools.cache
 def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
     """Whether the compiled kernel gives what masked attention gives, forward and backward, on a short probe."""
-    runs = [Run(0, 150), Run(150, 290, (slice(0, 100),)), Run(290, 300, (slice(0, 150),))]
-    generator = torch.Generator().manual_seed(0)
-    each = (heads, key_heads, key_heads, heads)
-    q, k, v, grad = (torch.randn(300, h, width, generator=generator).to(device, dtype) for h in each)
-    tokens = np.zeros(300, np.int64)
-    masked = MaskedAttention(torch.from_numpy(Batch([], tokens, tokens, runs, tokens).visible()).to(device))
-    found = []
+    found: list[list[torch.Tensor]] = [[], []]
     try:
-        for attention in (FlexAttention(runs, device), masked):
-            out, saved = attention.forward(q / width**0.5, k, v)
-            found.append([out, *attention.backward(grad.flatten(1), saved)])
+        for length in (300, 60):  # few queries may get another kernel
+            runs = [Run(0, 20), Run(20, length - 10, (slice(0, 12),)), Run(length - 10, length, (slice(0, 20),))]
+            generator = torch.Generator().manual_seed(0)
+            each = (heads, key_heads, key_heads, heads)
+            q, k, v, grad = (torch.randn(length, h, width, generator=generator).to(device, dtype) for h in each)
+            masked = MaskedAttention(torch.from_numpy(visible(runs, length)).to(device))
+            for numbers, attention in zip(found, (FlexAttention(runs, device), masked), strict=True):
+                out, saved = attention.forward(q / width**0.5, k, v)
+                numbers += [out, *attention.backward(grad.flatten(1), saved)]
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises
         warnings.warn(f"training goes on without flex_attention, which does not work here: {error}", stacklevel=2)
         return False

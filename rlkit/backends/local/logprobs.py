@@ -37,6 +37,7 @@ class Unembedding:
         self.b: torch.Tensor | None = None if pair is None else pair[1]
         self._scale = scale
         self.merged: Product | None = None
+        self._plain = False  # whether that is a copy of the weight alone
         self._space: torch.Tensor | None = None
 
     @property
@@ -53,12 +54,14 @@ class Unembedding:
             self.a = None if a is None else in_place(a.clone(), self.a)
             self.b = None if b is None else in_place(b.clone(), self.b)
             return
+        if self._plain and pair is None:
+            return  # the copy of the weight alone is there already
         own = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
         place, self.merged = self.merged if own else None, None
         merged = self.weight
         if pair is not None:
             merged = torch.addmm(merged, pair[1].float(), pair[0].float(), alpha=scale)
-        self.merged = packed(merged, place)
+        self.merged, self._plain = packed(merged, place), pair is None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V]."""

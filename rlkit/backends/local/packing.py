@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from rlkit.backends.local.cuts import LOOK_BACK, cuts, in_common, row_costs, tree_costs
-from rlkit.backends.local.tree import Run
+from rlkit.backends.local.tree import Run, visible
 from rlkit.types import Datum
 
 __all__ = ["Batch", "pack"]
@@ -40,12 +40,7 @@ class Batch:
 
     def visible(self) -> np.ndarray:
         """Which places each one sees, bool [N, N]."""
-        seen = np.zeros((self.tokens.size, self.tokens.size), bool)
-        for run in self.runs:
-            for before in run.before:
-                seen[run.begin : run.end, before] = True
-            seen[run.begin : run.end, run.begin : run.end] = np.tri(run.end - run.begin, dtype=bool)
-        return seen
+        return visible(self.runs, self.tokens.size)
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""

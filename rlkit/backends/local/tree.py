@@ -7,14 +7,16 @@ and the weights are computed again in the backward pass, so that they are never 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import attrs
+import numpy as np
 import torch
 
 from rlkit.backends.local.linear import wide
 
-__all__ = ["Run", "TreeAttention"]
+__all__ = ["Run", "TreeAttention", "spans", "visible"]
 
 SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
 
@@ -36,6 +38,57 @@ class Run:
     def start(self) -> int:
         """The position of its first token in its own sequence."""
         return sum(s.stop - s.start for s in self.before)
+
+
+def visible(runs: Sequence[Run], length: int) -> np.ndarray:
+    """Which of ``length`` places each one sees, bool [N, N].
+
+    >>> visible([Run(0, 2), Run(2, 3, (slice(0, 1),))], 3).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    """
+    seen = np.zeros((length, length), bool)
+    for run in runs:
+        for before in run.before:
+            seen[run.begin : run.end, before] = True
+        seen[run.begin : run.end, run.begin : run.end] = np.tri(run.end - run.begin, dtype=bool)
+    return seen
+
+
+def spans(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each place the span of numbers that its part of the tree has, int32 [N] each: where it begins and ends.
+
+    The runs are cut into parts which every sequence sees as a whole or not at all. Parts are numbered so that those
+    behind a part have the numbers after its own: place k is seen from place q if the number of q is in the span of k,
+    and k is not after q.
+
+    >>> spans([Run(0, 3), Run(3, 5, (slice(0, 2),))])
+    (array([0, 0, 1, 2, 2], dtype=int32), array([3, 3, 2, 3, 3], dtype=int32))
+    """
+    cuts = sorted({x for run in runs for s in (slice(run.begin, run.end), *run.before) for x in (s.start, s.stop)})
+    part = {start: i for i, start in enumerate(cuts[:-1])}
+    parents = [-1] * len(part)
+    for run in runs:
+        behind = bisect_left(cuts, run.before[-1].stop) - 1 if run.before else -1
+        for start in cuts[part[run.begin] : part.get(run.end, len(part))]:
+            parents[part[start]], behind = behind, part[start]
+    sizes = [1] * len(parents)
+    for i in reversed(range(len(parents))):  # what continues a part stands behind it
+        if parents[i] >= 0:
+            sizes[parents[i]] += sizes[i]
+    numbers: list[int] = []
+    free: list[int] = []
+    top = 0
+    for i, parent in enumerate(parents):
+        number = free[parent] if parent >= 0 else top
+        if parent >= 0:
+            free[parent] += sizes[i]
+        else:
+            top += sizes[i]
+        numbers.append(number)
+        free.append(number + 1)
+    lengths = np.diff(cuts)
+    begins = np.repeat(np.array(numbers, np.int32), lengths)
+    return begins, begins + np.repeat(np.array(sizes, np.int32), lengths)
 
 
 class TreeAttention:
