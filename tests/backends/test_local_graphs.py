@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local import graphs, linear, logprobs, weights  # noqa: E402
+from rlkit.backends.local.attention import kernel_attention, matmul_attention  # noqa: E402
 from rlkit.backends.local.batching import SlotDecoder  # noqa: E402
-from rlkit.backends.local.cache import Slots, kernel_attention, matmul_attention  # noqa: E402
+from rlkit.backends.local.cache import Slots  # noqa: E402
 from rlkit.backends.local.graphs import Graphs  # noqa: E402
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local import batching, cache
+from rlkit.backends.local import attention, batching
 from rlkit.backends.local.alike import multiple
 from rlkit.backends.local.cache import Slots
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
@@ -122,7 +122,7 @@ def test_real_widths(wide, monkeypatch):
     cold = connect(wide, prefix_mb=0).sampler().result()
     expected = bits(cold.sample(prompt, params, seed=1).result())
     shared = []
-    monkeypatch.setattr(cache, "_apart", lambda x, n: shared.append(n) or x.unflatten(1, (n, -1)).transpose(0, 1))
+    monkeypatch.setattr(attention, "_apart", lambda x, n: shared.append(n) or x.unflatten(1, (n, -1)).transpose(0, 1))
     other = [*prompt[:300], 7, 8]
     groups = [cold.sample(prompt, params, n=5, seed=1), cold.sample(other, params, n=5, seed=2)]
     assert bits(groups[0].result()[:1]) == expected

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.alike import MOST, multiple, rows_alike
-from rlkit.backends.local.cache import Shared, Slots
+from rlkit.backends.local.attention import Shared
+from rlkit.backends.local.cache import Slots
 from rlkit.backends.local.graphs import Graphs
 from rlkit.backends.local.prefixes import BLOCK, Prefixes, block_names
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from rlkit.backends.local.attention import ATTENTION
 from rlkit.backends.local.batching import SlotDecoder
 from rlkit.backends.local.body import selected_logits
-from rlkit.backends.local.cache import ATTENTION
 from rlkit.backends.local.graphs import Graphs
 from rlkit.backends.local.llama import plain_attention
 from rlkit.backends.local.model import Base

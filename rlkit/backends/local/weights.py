@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rlkit.backends.local.attention import Shared, SlotAttention
 from rlkit.backends.local.body import adapter_of, selected_logits
-from rlkit.backends.local.cache import Shared, SlotAttention, Slots
+from rlkit.backends.local.cache import Slots
 from rlkit.backends.local.llama import Llama
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
