@@ -595,7 +595,7 @@ def test_threads_without_work_end(monkeypatch):
     for _ in range(20):
         done = threading.Event()
         threads.start(lambda: seen.append(threading.current_thread()))
-        threads.start(done.set)
+        threads.start(lambda done=done: (seen.append(threading.current_thread()), done.set()))
         assert done.wait(LONG)
     assert len(set(seen)) < 20
     for thread in set(seen):
