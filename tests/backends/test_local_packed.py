@@ -10,6 +10,7 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from rlkit.backends.local import alike as measured  # noqa: E402
 from rlkit.backends.local import mkl  # noqa: E402
 from rlkit.backends.local import packed as module  # noqa: E402
 from rlkit.backends.local.alike import multiple, rows_alike  # noqa: E402
@@ -108,3 +109,15 @@ def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
             layers, _ = policy._engine._decoder._model.factors()
             assert all(isinstance(x, Packed) == arranged for x in layers)
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("alike", [1, 2, 8, 16, 64])
+def test_numbers_that_are_computed_are_numbers_that_are_tried(monkeypatch, alike):
+    """Whatever is asked for is rounded up to a number that was compared, for any weight."""
+    tried = []
+    monkeypatch.setattr(measured, "_known", {})
+    monkeypatch.setattr(measured, "product", lambda x, w: tried.append(x.shape[0]) or x @ w.t())
+    rows_alike([torch.zeros(3, 4)], 256)
+    for rows in range(1, 257):
+        unit = multiple(rows, alike)
+        assert -(-rows // unit) * unit in tried

@@ -256,7 +256,7 @@ def _shape(rows: int, length: int, alike: int) -> tuple[int, int]:
     """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction.
 
     >>> _shape(1, 1, 1), _shape(5, 6, 0), _shape(5, 6, 2), _shape(5, 6, 4), _shape(1, 33, 2)
-    ((1, 1), (5, 6), (5, 6), (5, 8), (1, 40))
+    ((1, 1), (5, 6), (5, 6), (8, 6), (1, 48))
     """
     shape = _grown(rows, length, multiple(rows * length, alike))
     beyond = multiple(math.prod(shape), alike)  # more are asked for where there are more

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,12 @@ __all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "attention_for
 Tensors = tuple[torch.Tensor, ...]
 
 
-class KernelAttention:
+class KernelAttention(ABC):
     """As ``TreeAttention``; the forward pass is made again in the backward pass."""
 
+    @abstractmethod
     def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[1, H, N, D] of q, k and v with heads first."""
-        raise NotImplementedError
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
         """From q [N, H, D], already scaled, k and v [N, H / G, D] -> [N, H D], and what ``backward`` wants."""
