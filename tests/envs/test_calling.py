@@ -593,10 +593,10 @@ def test_threads_without_work_end(monkeypatch):
     threads = _threads.Threads()
     seen = []
     for _ in range(20):
-        done = threading.Event()
-        threads.start(lambda: seen.append(threading.current_thread()))
-        threads.start(lambda done=done: (seen.append(threading.current_thread()), done.set()))
-        assert done.wait(LONG)
+        both = [threading.Event(), threading.Event()]
+        for done in both:
+            threads.start(lambda done=done: (seen.append(threading.current_thread()), done.set()))
+        assert all(done.wait(LONG) for done in both)
     assert len(set(seen)) < 20
     for thread in set(seen):
         thread.join(LONG)
