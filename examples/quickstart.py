@@ -36,7 +36,7 @@ try:
     from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
 except ImportError as error:
-    sys.exit(f"{error}; install what this example needs: pip install 'rlkit-lm[local,gguf,examples,reasoning-gym]'")
+    sys.exit(f"{error}; in rlkit's folder: pip install -e '.[all]' -c constraints.txt")
 
 DEFAULTS = {
     "local": {"model": "smollm2-135m-instruct", "steps": 10, "learning_rate": 2e-4},

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.errors import ConfigError
 
 __all__ = ["describe", "dump", "load", "read_env", "secret"]
@@ -166,7 +166,7 @@ def _omegaconf() -> Any:
         omega = importlib.import_module("omegaconf")
         importlib.import_module("omegaconf.errors")
     except ImportError as error:
-        raise ConfigError("rlkit.config needs omegaconf: pip install 'rlkit-lm[config]'") from error
+        raise ConfigError(f"rlkit.config needs omegaconf: {_install.command('config')}") from error
     return omega
 
 

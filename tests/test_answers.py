@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkit import _install
 from rlkit.answers import between_tags, boxed, equality, last_number, math_equal
 from rlkit.errors import BackendError, ConfigError
 
@@ -199,7 +201,7 @@ def test_math_equal_takes_any_text(text):
 def test_what_cannot_be_started(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match=r"pip install 'rlkit-lm\[math\]'"):
+        with pytest.raises(ConfigError, match=re.escape(_install.command("math"))):
             equality._Process()
     if importlib.util.find_spec("math_verify") is not None:
         broken = tmp_path / "worker.py"

@@ -155,7 +155,7 @@ def test_missing_packages_are_named(tmp_path):
     done = run("--help", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert "reasoning_gym" in done.stderr
-    assert "pip install 'rlkit-lm[local,gguf,examples,reasoning-gym]'" in done.stderr
+    assert "pip install -e '.[all]' -c constraints.txt" in done.stderr
 
 
 @pytest.mark.parametrize(

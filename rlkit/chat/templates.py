@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["Template"]
@@ -41,7 +41,7 @@ class Template:
             import jinja2
             import jinja2.meta
         except ImportError as error:
-            raise ConfigError("chat templates need jinja2; run: pip install 'rlkit-lm[chat]'") from error
+            raise ConfigError(f"chat templates need jinja2; run: {_install.command('chat')}") from error
         environment = _environment(dt.datetime.now().astimezone())
         try:
             self._compiled = environment.from_string(text)

@@ -18,7 +18,9 @@ from rlkit.errors import ConfigError, UnknownNameError
 
 __all__ = ["gem"]
 
-_INSTALL = "pip install --no-deps gem-llm==0.1.0 msgspec, and pip install reasoning-gym requests regex"
+_INSTALL = (
+    "pip install --no-deps --ignore-requires-python gem-llm==0.1.0 && pip install msgspec reasoning-gym requests regex"
+)
 _lock = threading.Lock()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.envs import calling
 from rlkit.envs._extras import package
 from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
@@ -21,7 +21,7 @@ from rlkit.errors import ConfigError, EnvBusy, EnvError, UnknownNameError
 
 __all__ = ["openreward"]
 
-_INSTALL = "pip install 'rlkit-lm[openreward]'"
+_INSTALL = _install.command("openreward")
 _BUSY = (429, 502, 503, 504)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.envs import _splits
 from rlkit.envs._extras import package
 from rlkit.envs._streams import Stream, shield
@@ -69,7 +69,7 @@ def reasoning_gym(
     >>> env.step(Action("So: <answer>2</answer>")).reward, env.step(Action("7")).reward
     (1.0, 0.0)
     """
-    factory = package("reasoning_gym", "reasoning_gym", "pip install 'rlkit-lm[reasoning-gym]'")
+    factory = package("reasoning_gym", "reasoning_gym", _install.command("reasoning-gym"))
     _check.integer("size", size, low=1, high=10**6)
     _check.integer("seed", seed, low=0)
     _check.choice("split", split, _splits.SPLITS)

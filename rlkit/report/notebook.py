@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.errors import ConfigError
 from rlkit.report import curves
 from rlkit.report.reading import RunFolder
@@ -141,7 +141,7 @@ def _picture(panels: Sequence[Mapping[str, Any]]) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "<br><i>pip install 'rlkit-lm[report]' shows the curves here</i>"
+        return f"<br><i>{html.escape(_install.command('report'))} shows the curves here</i>"
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.4 * columns, 2.2 * rows), layout="constrained", facecolor="white")

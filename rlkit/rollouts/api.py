@@ -181,7 +181,10 @@ def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
     """The plan with ``options`` in it."""
     if plan is not None and not isinstance(plan, Plan):
         raise ConfigError(_check.problem("plan", f"got {_check.shown(plan)}", "an rlkit.rollouts.Plan"))
-    return (plan or Plan()).with_options(**options)
+    if plan is not None:
+        return plan.with_options(**options)
+    _check.options("rollout", Plan, options)
+    return Plan(**options)
 
 
 def listed(tasks: Any) -> Iterable[Task]:

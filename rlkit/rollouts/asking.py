@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from rlkit.types import Sample, SamplingParams
 
 __all__ = ["Asker", "SamplerFailed", "Start", "attempts"]
 
+_log = logging.getLogger(__name__)
+
 
 class SamplerFailed(Exception):
     """The sampler does not work: the rollout ends with ``error``."""
@@ -28,38 +31,42 @@ class SamplerFailed(Exception):
         self.error = error
 
 
-def attempts(
+async def attempts(
     plan: Plan, listed: Callable[[Exception], bool], pauses: np.random.Generator, left: Callable[[], float]
-) -> AsyncIterable[Any]:
+) -> AsyncIterator[Attempt]:
     """Context managers, one per attempt, with pauses that double in between and have a random part of a half."""
-    if not plan.retry or plan.attempts == 1:
-        return _Once()
-    import stamina
-
     pause = plan.pause
+    for num in range(1, plan.attempts + 1):
+        attempt = Attempt(num, listed if num < plan.attempts else _never, pause * (1.0 + 0.5 * pauses.random()), left)
+        yield attempt
+        if attempt.failed is None:
+            return
+        kind = type(getattr(attempt.failed, "error", attempt.failed)).__name__
+        _log.warning("%s: attempt %d of %d follows in %.1f s", kind, num + 1, plan.attempts, attempt.wait)
+        await asyncio.sleep(attempt.wait)
+        pause = min(pause * 2.0, 30.0)
 
-    def pause_after(error: Exception) -> float | bool:
-        nonlocal pause
-        if not listed(error):
-            return False
-        wait, pause = pause * (1.0 + 0.5 * pauses.random()), min(pause * 2.0, 30.0)
-        return wait if wait < left() else False
 
-    found: AsyncIterable[Any] = stamina.retry_context(on=pause_after, attempts=plan.attempts, timeout=None)
-    return found
+class Attempt:
+    """Swallows an error after which there is another attempt, and keeps it in ``failed``."""
 
-
-class _Once:
-    """The only attempt."""
-
-    num = 1
+    def __init__(self, num: int, listed: Callable[[Exception], bool], wait: float, left: Callable[[], float]) -> None:
+        self.num = num
+        self.wait = wait  # seconds before the next one
+        self.failed: Exception | None = None
+        self._listed = listed
+        self._left = left
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception) and self._listed(error) and self.wait < self._left():
+            self.failed = error
+        return self.failed is not None
 
-    async def __aiter__(self) -> AsyncIterator[_Once]:
-        yield self
+
+def _never(error: Exception) -> bool:  # noqa: ARG001
+    return False
 
 
 class Asker:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.envs import Settings
 from rlkit.errors import ConfigError, EnvBusy
 from rlkit.types import SamplingParams
@@ -53,8 +53,7 @@ class Plan:
         close_timeout: seconds that closing an environment may take, > 0.
         max_observation: characters (or tokens) of one observation, >= 1; beyond, the episode has failed.
         retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``.
-        attempts: how often in all, >= 1. More than 1 needs the extra "rollouts" (stamina). An environment is made
-            anew and its episode begins again, with the same seeds.
+        attempts: how often in all, >= 1. An environment is made anew and its episode begins again, with the same seeds.
         pause: seconds before the second attempt, > 0; it doubles from one to the next, with a random part.
         refill: further episodes that a group may play in place of failed ones, >= 0.
         share: of all episodes, in (0, 1]: once so many have ended the rest is given up. Below 1 it prefers short
@@ -122,7 +121,8 @@ class Plan:
             what = f"got {_check.shown(self.tags)}"
             raise ConfigError(_check.problem("Plan.tags", what, "names with text, numbers or bools"))
         self._check_retry()
-        self._check_extras()
+        if self.progress and importlib.util.find_spec("rich") is None:
+            raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_install.command('rollouts')}")
         _ = self.settings  # the rest is checked there
 
     def _check_retry(self) -> None:
@@ -132,15 +132,6 @@ class Plan:
         for i, kind in enumerate(self.retry):
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise ConfigError(_check.problem(f"Plan.retry[{i}]", f"got {_check.shown(kind)}", expected))
-
-    def _check_extras(self) -> None:
-        for wanted, package, extra in (
-            (self.retry and self.attempts > 1, "stamina", "rollouts"),
-            (self.progress, "rich", "rollouts"),
-        ):
-            if wanted and importlib.util.find_spec(package) is None:
-                what = f"{package} is not installed; pip install 'rlkit-lm[{extra}]'"
-                raise ConfigError(f"Plan: {what}, or give attempts=1 and progress=False")
 
     @property
     def settings(self) -> Settings:

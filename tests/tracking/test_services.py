@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sqlite3
 import time
 
 import pytest
 
-from rlkit import ConfigError, Sample
+from rlkit import ConfigError, Sample, _install
 from rlkit.tracking import Several, registry
 from rlkit.trajectory import Group, Trajectory, Turn
 
@@ -40,7 +41,7 @@ def leaks(folder):
 @pytest.mark.parametrize(("name", "extra"), [(n, n) for n in ("wandb", "tensorboard", "trackio", "mlflow")])
 def test_a_missing_package_names_the_extra(monkeypatch, tmp_path, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'rlkit-lm\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=re.escape(_install.command(extra))):
         registry[name](str(tmp_path))
 
 

@@ -22,7 +22,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 
 __all__ = ["cache_folder", "model_path"]
@@ -130,7 +130,7 @@ def _convert_once(gguf: Path, target: Path, digest: str) -> None:
     missing = [name for name in ("gguf", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"converting {SMOLLM2} needs {' and '.join(missing)}"
-        raise UnsupportedError(f"{what}; run: pip install 'rlkit-lm[local,gguf]'")
+        raise UnsupportedError(f"{what}; run: {_install.command('local', 'gguf')}")
     from filelock import FileLock  # comes with transformers
 
     with FileLock(f"{target}.lock"):

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit.backends.tinker import faults, guard, secrets
 from rlkit.errors import BackendTimeout, ConfigError, RlkitError, UnsupportedError
 
@@ -31,7 +31,7 @@ def sdk() -> Any:
     try:
         return importlib.import_module("tinker")
     except ImportError as error:
-        raise ConfigError("connect('tinker') needs the package tinker: pip install 'rlkit-lm[tinker]'") from error
+        raise ConfigError(f"connect('tinker') needs the package tinker: {_install.command('tinker')}") from error
 
 
 def service_client(
@@ -177,7 +177,7 @@ def tokenizer_of(given: Any, client: Any, seconds: float) -> Any:
         try:
             transformers = importlib.import_module("transformers")
         except ImportError as error:
-            raise ConfigError("tokenizer: reading one needs transformers: pip install 'rlkit-lm[local]'") from error
+            raise ConfigError(f"tokenizer: reading one needs transformers: {_install.command('local')}") from error
         try:
             given = transformers.AutoTokenizer.from_pretrained(os.fspath(given))
         except (OSError, ValueError) as error:

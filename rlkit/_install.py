@@ -1,0 +1,47 @@
+"""The command that adds an extra to rlkit as it is installed here, for messages about packages that are missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+from functools import cache
+from pathlib import Path
+
+__all__ = ["command"]
+
+NAME = "rlkit-lm"  # of the distribution; "rlkit" on PyPI is another project
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def command(*extras: str) -> str:
+    """A ``pip install`` that works: from the working tree, archive or repository that rlkit came from, else by name.
+
+    >>> command("report").startswith("pip install ")
+    True
+    """
+    wanted = f"[{','.join(extras)}]" if extras else ""
+    if (ROOT / "pyproject.toml").is_file():  # a checkout, installed with -e or on the path
+        return f"pip install -e {shlex.quote(f'{ROOT}{wanted}')}"
+    source = _source()
+    return f"pip install {_quoted(f'{NAME}{wanted} @ {source}' if source else f'{NAME}{wanted}')}"
+
+
+def _source() -> str | None:
+    """Where pip found the distribution, as a requirement writes it (PEP 610); None: in an index."""
+    try:
+        text = importlib.metadata.distribution(NAME).read_text("direct_url.json")
+        found = json.loads(text) if text else None
+        url = str(found["url"]) if found else None
+        if found and url and "vcs_info" in found:
+            url = f"{found['vcs_info']['vcs']}+{url}@{found['vcs_info']['commit_id']}"
+        if found and "subdirectory" in found:
+            url = f"{url}#subdirectory={found['subdirectory']}"
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return url
+
+
+def _quoted(requirement: str) -> str:
+    return f"'{requirement}'" if "'" not in requirement else shlex.quote(requirement)

@@ -1,0 +1,132 @@
+"""Messages about a missing extra print a command that works for how rlkit was installed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rlkit import _install
+
+ROOT = Path(__file__).parents[1]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def command(monkeypatch, root, record, *extras):
+    """The command where rlkit lies in ``root`` and its distribution's direct_url.json is ``record``."""
+    text = record if isinstance(record, (str, type(None))) else json.dumps(record)
+    monkeypatch.setattr(_install, "ROOT", root)
+    found = types.SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
+    monkeypatch.setattr(_install.importlib.metadata, "distribution", lambda name: found)
+    return _install.command.__wrapped__(*extras)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (None, "pip install 'rlkit-lm[a,b]'"),
+        ("no JSON", "pip install 'rlkit-lm[a,b]'"),
+        ({}, "pip install 'rlkit-lm[a,b]'"),
+        ({"url": "file:///x/rlkit", "dir_info": {}}, "pip install 'rlkit-lm[a,b] @ file:///x/rlkit'"),
+        ({"url": "file:///x/r.whl", "archive_info": {}}, "pip install 'rlkit-lm[a,b] @ file:///x/r.whl'"),
+        (
+            {"url": "https://example.org/r.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
+            f"pip install 'rlkit-lm[a,b] @ git+https://example.org/r.git@{COMMIT}'",
+        ),
+        (
+            {"url": "https://example.org/r.zip", "archive_info": {}, "subdirectory": "python"},
+            "pip install 'rlkit-lm[a,b] @ https://example.org/r.zip#subdirectory=python'",
+        ),
+    ],
+)
+def test_as_it_was_installed(monkeypatch, tmp_path, record, expected):
+    """From an index by name; from a folder, wheel or repository by its address, which pip records."""
+    assert command(monkeypatch, tmp_path, record, "a", "b") == expected
+
+
+def test_a_checkout(monkeypatch, tmp_path):
+    """A working tree, installed with -e or only on the path, is installed with -e again; spaces are quoted."""
+    (tmp_path / "my tree").mkdir()
+    (tmp_path / "my tree" / "pyproject.toml").touch()
+    assert command(monkeypatch, tmp_path / "my tree", None, "a") == f"pip install -e '{tmp_path}/my tree[a]'"
+
+
+def test_not_installed(monkeypatch, tmp_path):
+    """Without a distribution there is the name."""
+
+    def missing(name):
+        raise _install.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(_install, "ROOT", tmp_path)
+    monkeypatch.setattr(_install.importlib.metadata, "distribution", missing)
+    assert _install.command.__wrapped__("a") == "pip install 'rlkit-lm[a]'"
+
+
+SOURCES = sorted([*(ROOT / "rlkit").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+
+
+def texts(path):
+    """(line, text) of the string constants that are no docstrings."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def test_no_message_names_a_distribution_that_is_nowhere():
+    """No text of the code says ``pip install rlkit-lm`` by hand: it would work only where rlkit came from an index."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in SOURCES
+        if path.name != "_install.py"
+        for line, text in texts(path)
+        if re.search(r"rlkit-lm\[|pip install ['\"]?rlkit", text)
+    ]
+    assert found == []
+
+
+def test_every_extra_that_is_named_exists():
+    """``_install.command("...")`` everywhere in the code names extras of pyproject.toml."""
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    named = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "_install.command":
+                named |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    assert len(named) > 6
+    assert named <= extras.keys()
+
+
+def test_rollouts_without_their_extra():
+    """Without rich, episodes are played with defaults and with options; ``progress=True`` is refused."""
+    program = """
+import sys
+sys.modules["rich"] = sys.modules["stamina"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in ("rich", "stamina") else find(name, *more)
+import rlkit
+from rlkit.rollouts import Plan, rollout_sync
+Plan(), Plan(attempts=1, progress=False), Plan().with_options(n=2)
+policy = rlkit.connect("toy", seed=0)
+tasks = rlkit.envs.function([{"prompt": "a"}], lambda text: 1.0)
+options = {"n": 2, "params": rlkit.SamplingParams(max_tokens=2)}
+for more in ({}, {"attempts": 1, "progress": False}, {"attempts": 2}):
+    assert len(rollout_sync(policy.sampler().result(), tasks, **options, **more)[0].trajectories) == 2
+try:
+    Plan(progress=True)
+except rlkit.ConfigError as error:
+    print(error)
+"""
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"Plan.progress: needs rich, which is not installed: {_install.command('rollouts')}"
