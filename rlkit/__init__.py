@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkit import errors
 from rlkit.backends import connect, sampler
@@ -31,43 +31,78 @@ __all__ = [  # noqa: PLE0604
     *_errors,
 ]
 
-_SUBMODULES = {
-    "advantages",
-    "answers",
-    "chat",
-    "corrections",
-    "critics",
-    "envs",
-    "evaluation",
-    "filters",
-    "losses",
-    "metrics",
-    "report",
-    "rewards",
-    "rollouts",
-    "runs",
-    "schedules",
-    "storage",
-    "testing",
-    "tools",
-    "tracking",
-    "trajectory",
-    "uploads",
-}  # imported on first use: losses needs torch
+if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
+    from rlkit import advantages as advantages
+    from rlkit import answers as answers
+    from rlkit import backends as backends
+    from rlkit import chat as chat
+    from rlkit import config as config
+    from rlkit import corrections as corrections
+    from rlkit import critics as critics
+    from rlkit import envs as envs
+    from rlkit import evaluation as evaluation
+    from rlkit import filters as filters
+    from rlkit import losses as losses
+    from rlkit import metrics as metrics
+    from rlkit import recipes as recipes
+    from rlkit import report as report
+    from rlkit import rewards as rewards
+    from rlkit import rollouts as rollouts
+    from rlkit import runs as runs
+    from rlkit import schedules as schedules
+    from rlkit import server as server
+    from rlkit import storage as storage
+    from rlkit import testing as testing
+    from rlkit import tools as tools
+    from rlkit import tracking as tracking
+    from rlkit import trajectory as trajectory
+    from rlkit import uploads as uploads
+    from rlkit.critics import critic as critic
+    from rlkit.evaluation import evaluate as evaluate
+    from rlkit.rollouts import rollout as rollout
+    from rlkit.runs import Run as Run
+    from rlkit.server import serve as serve
+else:
+    _SUBMODULES = (
+        "advantages",
+        "answers",
+        "chat",
+        "config",
+        "corrections",
+        "critics",
+        "envs",
+        "evaluation",
+        "filters",
+        "losses",
+        "metrics",
+        "recipes",
+        "report",
+        "rewards",
+        "rollouts",
+        "runs",
+        "schedules",
+        "server",
+        "storage",
+        "testing",
+        "tools",
+        "tracking",
+        "trajectory",
+        "uploads",
+    )
+    _NAMES = {
+        "Run": "rlkit.runs",
+        "critic": "rlkit.critics",
+        "evaluate": "rlkit.evaluation",
+        "rollout": "rlkit.rollouts",
+        "serve": "rlkit.server",
+    }
 
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            return getattr(importlib.import_module(_NAMES[name]), name)
+        if name in _SUBMODULES:
+            return importlib.import_module(f"rlkit.{name}")
+        raise AttributeError(f"module 'rlkit' has no attribute {name!r}")
 
-_NAMES = {
-    "Run": "rlkit.runs",
-    "critic": "rlkit.critics",
-    "evaluate": "rlkit.evaluation",
-    "rollout": "rlkit.rollouts",
-    "serve": "rlkit.server",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"rlkit.{name}")
-    raise AttributeError(f"module 'rlkit' has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return sorted({*__all__, *_NAMES, *_SUBMODULES, "backends"})

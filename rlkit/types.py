@@ -10,14 +10,35 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._forms import ArrayLike, Number
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["Adam", "Datum", "ForwardBackwardOutput", "Lora", "Sample", "SamplingParams"]
 
 
-def _given(value: Any) -> Any:
-    """What the caller gave, of any type; it is checked once all fields are there."""
+# What a caller may give, for type checkers; it is checked, and becomes an array, once all fields are there.
+
+
+def _tokens(value: Sequence[int | np.integer[Any]] | ArrayLike) -> np.ndarray:
+    return value  # type: ignore[return-value]
+
+
+def _numbers(value: Sequence[Number] | ArrayLike) -> np.ndarray:
+    return value  # type: ignore[return-value]
+
+
+def _inputs(value: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
     return value
+
+
+def _stops(
+    value: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None,
+) -> tuple[str, ...] | tuple[int, ...] | None:
+    return value  # type: ignore[return-value]
+
+
+def _names(value: tuple[str, ...] | list[str] | None) -> tuple[str, ...] | None:
+    return value  # type: ignore[return-value]
 
 
 _REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entropy")
@@ -48,9 +69,9 @@ class Datum:
     array([7, 8])
     """
 
-    tokens: np.ndarray = attrs.field(converter=_given)
-    mask: np.ndarray = attrs.field(converter=_given)
-    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict, converter=_given)
+    tokens: np.ndarray = attrs.field(converter=_tokens)
+    mask: np.ndarray = attrs.field(converter=_numbers)
+    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict, converter=_inputs)
     temperature: float = 1.0
     truncated: bool = False
 
@@ -126,9 +147,9 @@ class Sample:
         version: optimizer steps behind the sampler's snapshot.
     """
 
-    prompt: np.ndarray = attrs.field(converter=_given)
-    tokens: np.ndarray = attrs.field(converter=_given)
-    logprobs: np.ndarray = attrs.field(converter=_given)
+    prompt: np.ndarray = attrs.field(converter=_tokens)
+    tokens: np.ndarray = attrs.field(converter=_tokens)
+    logprobs: np.ndarray = attrs.field(converter=_numbers)
     stop_reason: Literal["stop", "length"] = "stop"
     temperature: float = 1.0
     top_p: float = 1.0
@@ -207,7 +228,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    stop: tuple[str, ...] | tuple[int, ...] | None = attrs.field(default=None, converter=_given)
+    stop: tuple[str, ...] | tuple[int, ...] | None = attrs.field(default=None, converter=_stops)
 
     def __attrs_post_init__(self) -> None:
         where = "SamplingParams."
@@ -269,7 +290,7 @@ class Lora:
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_given)
+    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_names)
 
     def __attrs_post_init__(self) -> None:
         _check.integer("Lora.rank", self.rank, low=1)

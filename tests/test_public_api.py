@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import rlkit
+from tests.without import printed
 
 HEAVY = ("torch", "transformers", "peft", "accelerate", "tinker", "reasoning_gym", "matplotlib", "rich", "pytest")
 PROBE = f"""
@@ -48,6 +51,44 @@ def test_submodules_are_imported_on_first_use():
     )
     found = subprocess.run([sys.executable, "-c", done], capture_output=True, text=True, check=True)
     assert found.stdout == "ppo\n"
+
+
+def test_tab_completion_shows_the_library():
+    """`dir(rlkit)` lists every public module and name, and nothing else."""
+    shown = set(dir(rlkit))
+    found = {module.name for module in pkgutil.iter_modules(rlkit.__path__) if not module.name.startswith("_")}
+    private = {"cli", "futures", "registry", "types"}  # the command line, and what the top level offers itself
+    assert shown == {*rlkit.__all__, *found - private, "Run", "critic", "evaluate", "rollout", "serve"}
+    for name in shown:
+        assert getattr(rlkit, name) is not None
+
+
+def test_every_module_is_there_without_an_import_of_its_own():
+    """`rlkit.config`, `rlkit.recipes` and `rlkit.server` are imported when they are first named."""
+    program = "import rlkit; print(*[f.__name__ for f in (rlkit.config.load, rlkit.recipes.load, rlkit.server.serve)])"
+    assert printed([], program) == "load load serve\n"
+
+
+def test_checkers_see_what_there_is():
+    """What the top level imports for type checkers is what it imports on first use."""
+    tree = ast.parse(Path(rlkit.__file__).read_text())
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    named = {alias.asname for node in guard.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert named == set(dir(rlkit)) - set(rlkit.__all__)
+
+
+def test_testing_needs_no_pytest():
+    """FakeTinker and faults are there without pytest; only the conformance suite needs it."""
+    program = """
+from rlkit.testing import Fault, FakeTinker
+import rlkit.testing
+assert "BackendConformance" in dir(rlkit.testing)
+try:
+    rlkit.testing.BackendConformance
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert printed(["pytest", "_pytest", "hypothesis"], program) == "pytest\n"
 
 
 def test_unknown_attribute_is_an_attribute_error():

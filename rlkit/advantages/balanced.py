@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -16,6 +17,7 @@ __all__ = ["rec"]
 
 
 @register("rec")
+@row_wise
 def rec(
     rewards: Any,
     *,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -15,6 +16,7 @@ __all__ = ["asymre", "gpg", "maxrl", "opmd", "opo", "reinforce"]
 
 
 @register("reinforce")
+@row_wise
 def reinforce(rewards: Any, *, normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> Any:
     """The rewards themselves, without a baseline; on demand normalised over the whole batch.
 
@@ -46,6 +48,7 @@ def reinforce(rewards: Any, *, normalize: bool = False, ddof: int = 1, eps: floa
 
 
 @register("opo")
+@row_wise
 def opo(rewards: Any, *, lengths: Any, singleton: str = "zero") -> Any:
     """Rewards minus the mean of their group weighted by length (optimal reward baseline).
 
@@ -77,6 +80,7 @@ def opo(rewards: Any, *, lengths: Any, singleton: str = "zero") -> Any:
 
 
 @register("gpg")
+@row_wise
 def gpg(rewards: Any, *, count: str = "rewards", f_norm: float = 1.0, singleton: str = "zero") -> Any:
     """Centred rewards, made larger where few of the batch carry signal (group policy gradient).
 
@@ -113,6 +117,7 @@ def gpg(rewards: Any, *, count: str = "rewards", f_norm: float = 1.0, singleton:
 
 
 @register("opmd")
+@row_wise
 def opmd(rewards: Any, *, baseline: str = "mean", tau: float = 1.0, singleton: str = "zero") -> Any:
     """Rewards minus the mean of their group, or minus its tempered log-mean-exp (online policy mirror descent).
 
@@ -149,6 +154,7 @@ def opmd(rewards: Any, *, baseline: str = "mean", tau: float = 1.0, singleton: s
 
 
 @register("asymre")
+@row_wise
 def asymre(rewards: Any, *, shift: float = -0.1, singleton: str = "zero") -> Any:
     """Rewards minus a baseline shifted away from the mean of their group (asymmetric REINFORCE).
 
@@ -178,6 +184,7 @@ def asymre(rewards: Any, *, shift: float = -0.1, singleton: str = "zero") -> Any
 
 
 @register("maxrl")
+@row_wise
 def maxrl(rewards: Any, *, singleton: str = "zero") -> Any:
     """Centred rewards divided by the mean of their group (maximum-likelihood reinforcement learning).
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise, two_row_wise
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -16,6 +17,7 @@ __all__ = ["gae", "lambda_returns", "length_adaptive_lambda", "n_step_returns", 
 
 
 @register("gae")
+@two_row_wise
 def gae(
     rewards: Any,
     *,
@@ -93,6 +95,7 @@ def length_adaptive_lambda(lengths: Any, *, alpha: float = 0.05) -> np.ndarray:
 
 
 @register("lambda_returns")
+@row_wise
 def lambda_returns(
     rewards: Any,
     *,
@@ -130,6 +133,7 @@ def lambda_returns(
 
 
 @register("n_step_returns")
+@row_wise
 def n_step_returns(
     rewards: Any,
     *,
@@ -168,6 +172,7 @@ def n_step_returns(
 
 
 @register("vtrace")
+@two_row_wise
 def vtrace(
     rewards: Any,
     *,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups, _scan
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -63,6 +64,7 @@ def step_wise_grpo(
 
 
 @register("gigpo")
+@row_wise
 def gigpo(
     rewards: Any,
     states: Any,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -15,6 +16,7 @@ __all__ = ["dr_grpo", "grpo", "rloo"]
 
 
 @register("grpo")
+@row_wise
 def grpo(rewards: Any, *, scale: str = "group", ddof: int = 1, eps: float = 1e-6, singleton: str = "zero") -> Any:
     """Rewards centred within their group and divided by a standard deviation (GRPO).
 
@@ -60,6 +62,7 @@ def grpo(rewards: Any, *, scale: str = "group", ddof: int = 1, eps: float = 1e-6
 
 
 @register("dr_grpo")
+@row_wise
 def dr_grpo(rewards: Any, *, singleton: str = "zero") -> Any:
     """Rewards minus the mean of their group, undivided (Dr. GRPO).
 
@@ -82,6 +85,7 @@ def dr_grpo(rewards: Any, *, singleton: str = "zero") -> Any:
 
 
 @register("rloo")
+@row_wise
 def rloo(rewards: Any, *, singleton: str = "zero") -> Any:
     """Each reward minus the mean of the others in its group (REINFORCE leave-one-out).
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -14,6 +15,7 @@ __all__ = ["loo_std"]
 
 
 @register("loo_std")
+@row_wise
 def loo_std(rewards: Any, *, eps: float = 1e-6, singleton: str = "zero") -> Any:
     """Each reward minus the mean of the others, divided by the standard deviation of the others.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -17,6 +18,7 @@ __all__ = ["pass_at_k", "pkpo"]
 
 
 @register("pass_at_k")
+@row_wise
 def pass_at_k(
     rewards: Any,
     *,
@@ -75,6 +77,7 @@ def pass_at_k(
 
 
 @register("pkpo")
+@row_wise
 def pkpo(rewards: Any, *, k: int, baseline: str = "loo_minus_one", singleton: str = "zero") -> Any:
     """Each sample's share in the best of k (Pass-at-k policy optimization, for real rewards).
 

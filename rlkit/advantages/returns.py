@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups, _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -15,6 +16,7 @@ __all__ = ["discounted_returns", "rebn"]
 
 
 @register("discounted_returns")
+@row_wise
 def discounted_returns(rewards: Any, *, gamma: float = 1.0, bootstrap_value: Any = 0.0, mask: Any = None) -> Any:
     """The discounted sum of the rewards from each step on.
 
@@ -50,6 +52,7 @@ def discounted_returns(rewards: Any, *, gamma: float = 1.0, bootstrap_value: Any
 
 
 @register("rebn")
+@row_wise
 def rebn(returns: Any, *, ddof: int = 1, eps: float = 1e-9, mask: Any = None) -> Any:
     """Returns normalised over the whole batch (return batch normalisation).
 

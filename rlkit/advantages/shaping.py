@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlkit import _check
+from rlkit._forms import row_wise
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
 
@@ -12,6 +13,7 @@ __all__ = ["potential_shaping"]
 
 
 @register("potential_shaping")
+@row_wise
 def potential_shaping(rewards: Any, *, potentials: Any, gamma: float = 1.0, mask: Any = None) -> Any:
     """Rewards plus the discounted rise of a potential.
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups, _scan
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -17,6 +18,7 @@ __all__ = ["reinforce_pp", "reinforce_pp_baseline", "remax"]
 
 
 @register("reinforce_pp")
+@row_wise
 def reinforce_pp(
     rewards: Any,
     *,
@@ -64,6 +66,7 @@ def reinforce_pp(
 
 
 @register("reinforce_pp_baseline")
+@row_wise
 def reinforce_pp_baseline(
     rewards: Any, *, lengths: Any, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero"
 ) -> Any:
@@ -98,6 +101,7 @@ def reinforce_pp_baseline(
 
 
 @register("remax")
+@row_wise
 def remax(rewards: Any, *, baseline: Any, gamma: float = 1.0, mask: Any = None) -> Any:
     """The discounted return of each token less the reward of the greedy completion (ReMax).
 

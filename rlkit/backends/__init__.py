@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
+from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
@@ -19,20 +20,44 @@ registry.update(
 )
 
 
+@overload
+def connect(name: Literal["toy"], **options: Unpack[ToyOptions]) -> TrainerBackend: ...
+
+
+@overload
+def connect(name: Literal["local"], **options: Unpack[LocalOptions]) -> TrainerBackend: ...
+
+
+@overload
+def connect(name: Literal["tinker"], **options: Unpack[TinkerOptions]) -> TrainerBackend: ...
+
+
+@overload
+def connect(name: str, **options: Any) -> TrainerBackend: ...
+
+
 def connect(name: str, **options: Any) -> TrainerBackend:
     """A trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
 
-    Common options, each backend's docstring has its own beside them:
-        model: what to train.
-        lora: ``rlkit.Lora``, None for its defaults.
-        seed: of everything random in it; None for a fresh one.
-        folder: where ``save`` writes.
-        resume_from: a saved path, weights and optimizer.
-        init_from: a saved path, weights only; the adapter's shape comes from there.
+    Args:
+        name: of the backend.
+        options: by name. All backends take:
+
+            - model: what to train.
+            - lora: ``rlkit.Lora``, None for its defaults.
+            - seed: of everything random in it; None for a fresh one.
+            - folder: where ``save`` writes.
+            - resume_from: a saved path, weights and optimizer.
+            - init_from: a saved path, weights only; the adapter's shape comes from there.
+
+            "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, max_rows, prefix_mb and
+            cuda_graphs too: see ``help(rlkit.backends.local.LocalBackend)``. "tinker" takes base_url, api_key, project,
+            client, tokenizer, max_length, deadline, off_temperature, server_losses, ttl, metadata, resend and
+            optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
 
     Raises:
         UnknownNameError: no such backend.
-        ConfigError: an option is unknown, of the wrong type or out of range.
+        ConfigError: an option is unknown, of the wrong type or out of range, or a package is missing.
 
     >>> with connect("toy", seed=0) as policy:
     ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))

@@ -74,7 +74,11 @@ def seed_of(settings: Settings) -> int | None:
 
 def _tinker(settings: Settings) -> dict[str, Any]:
     own = settings.model.tinker
-    flags = {"train_mlp": own.train_mlp, "train_attn": own.train_attn, "train_unembed": own.train_unembed}
+    flags: dict[str, Any] = {
+        "train_mlp": own.train_mlp,
+        "train_attn": own.train_attn,
+        "train_unembed": own.train_unembed,
+    }
     found: dict[str, Any] = {"lora": Lora(rank=own.rank, seed=own.seed, **flags)}
     if own.base_url is not None:
         found["base_url"] = own.base_url

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.errors import ConfigError, DataError
 
@@ -45,6 +46,7 @@ def reduction(rewards: Any, how: str = "sum") -> Any:
     return float(reduced[0]) if rows.form == "one" else reduced
 
 
+@row_wise
 def clamp(rewards: Any, *, low: float | None = None, high: float | None = None) -> Any:
     """Rewards moved into [low, high]; unscored ones stay NaN.
 
@@ -71,6 +73,7 @@ def clamp(rewards: Any, *, low: float | None = None, high: float | None = None) 
     return rows.restore(np.clip(rows.flat, low, high))
 
 
+@row_wise
 def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> Any:
     """Rewards of trajectories, with ``value`` for those that did not come to an end of their own.
 
@@ -93,6 +96,7 @@ def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> An
     return rows.restore(np.where(rows.like("finished", finished, boolean=True), rows.flat, value))
 
 
+@row_wise
 def affine(rewards: Any, *, scale: float = 1.0, bias: float = 0.0) -> Any:
     """Rewards times scale, plus bias; unscored ones stay NaN.
 
@@ -115,6 +119,7 @@ def affine(rewards: Any, *, scale: float = 1.0, bias: float = 0.0) -> Any:
     return rows.restore(scale * rows.flat + bias)
 
 
+@row_wise
 def mapping(rewards: Any, table: Mapping[float, float], *, default: float | None = None) -> Any:
     """Rewards looked up in a table; unscored ones stay NaN.
 
@@ -144,6 +149,7 @@ def mapping(rewards: Any, table: Mapping[float, float], *, default: float | None
     return rows.restore(np.where(known, values[index], np.where(np.isnan(rows.flat), np.nan, other)))
 
 
+@row_wise
 def whitening(rewards: Any, *, ddof: int = 1, eps: float = 1e-6) -> Any:
     """(R - mean) / (standard deviation + eps) over all scored rewards; unscored ones stay NaN.
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.errors import DataError
@@ -14,6 +15,7 @@ from rlkit.errors import DataError
 __all__ = ["efficiency_bonus", "length_cost", "overlong_penalty", "stop_properly"]
 
 
+@row_wise
 def overlong_penalty(lengths: Any, *, max_length: int, buffer: int, factor: float = 1.0) -> Any:
     """What is added to the reward of an answer that comes near the limit: 0 at first, then down to -factor (DAPO).
 
@@ -42,6 +44,7 @@ def overlong_penalty(lengths: Any, *, max_length: int, buffer: int, factor: floa
     return rows.restore(0.0 - factor * part)
 
 
+@row_wise
 def length_cost(lengths: Any, *, max_length: int, coef: float = 1.0) -> Any:
     """What is added to the reward for each token: -coef min(n / max_length, 1).
 
@@ -65,6 +68,7 @@ def length_cost(lengths: Any, *, max_length: int, coef: float = 1.0) -> Any:
     return rows.restore(0.0 - coef * np.minimum(rows.flat / max_length, 1.0))
 
 
+@row_wise
 def efficiency_bonus(rewards: Any, lengths: Any) -> Any:
     """Rewards of groups in which the best samples get up to twice their reward for being short.
 
@@ -95,6 +99,7 @@ def efficiency_bonus(rewards: Any, lengths: Any) -> Any:
     return groups.rows.restore(groups.rows.flat * (1.0 + bonus))
 
 
+@row_wise
 def stop_properly(rewards: Any, truncated: Any, *, coef: float = 0.0) -> Any:
     """Rewards of answers, made smaller or replaced where the answer was cut instead of ending by itself.
 

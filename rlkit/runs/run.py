@@ -8,11 +8,12 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 import numpy as np
 
 from rlkit import _check, backends
+from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import Storage, TrainerBackend
 from rlkit.errors import BackendError, CheckpointError, ConfigError
 from rlkit.runs import beginning
@@ -22,6 +23,9 @@ from rlkit.runs.record import Record
 from rlkit.runs.retention import Retention
 from rlkit.runs.signals import Stopper
 from rlkit.runs.state import capture, encode, restore
+
+if TYPE_CHECKING:
+    from rlkit.critics.protocol import Critic
 
 __all__ = ["Run"]
 
@@ -115,7 +119,23 @@ class Run:
             self._lock.release()
             raise
 
-    def connect(self, name: str, *, role: str = "policy", **options: Any) -> Any:
+    @overload
+    def connect(self, name: Literal["toy"], *, role: str = ..., **options: Unpack[ToyOptions]) -> TrainerBackend: ...
+
+    @overload
+    def connect(
+        self, name: Literal["local"], *, role: str = ..., **options: Unpack[LocalOptions]
+    ) -> TrainerBackend: ...
+
+    @overload
+    def connect(
+        self, name: Literal["tinker"], *, role: str = ..., **options: Unpack[TinkerOptions]
+    ) -> TrainerBackend: ...
+
+    @overload
+    def connect(self, name: str, *, role: str = ..., **options: Any) -> TrainerBackend: ...
+
+    def connect(self, name: str, *, role: str = "policy", **options: Any) -> TrainerBackend:
         """``rlkit.connect``, from the last checkpoint where there is one; it is closed with the run.
 
         Args:
@@ -123,13 +143,13 @@ class Run:
                 checkpoint yet. ``folder=`` is the run's, and ``seed=`` its own unless given.
             role: what it is called in checkpoints, where a loop has several.
         """
-        policy = self._opened(backends.connect, name, role, options)
+        policy: TrainerBackend = self._opened(backends.connect, name, role, options)
         for tracker in self.trackers:
             if hasattr(tracker, "speak"):
                 tracker.speak(policy.tokenizer)
         return policy
 
-    def critic(self, name: str, *, role: str = "critic", **options: Any) -> Any:
+    def critic(self, name: str, *, role: str = "critic", **options: Any) -> Critic:
         """``rlkit.critic``, from the last checkpoint where there is one; it is in every checkpoint from now on.
 
         Args:
@@ -138,7 +158,7 @@ class Run:
         """
         from rlkit.critics import critic
 
-        made = self._opened(critic, name, role, options)
+        made: Critic = self._opened(critic, name, role, options)
         self._critics[role] = made
         return made
 
@@ -169,13 +189,14 @@ class Run:
         """A generator of the run's own, whose state is kept."""
         return self.keep(f"rng/{_named('rng(name)', name)}", np.random.default_rng(self._stream(name)))
 
-    def value(self, name: str, make: Any) -> Any:
+    def value(self, name: str, make: Callable[[], T]) -> T:
         """What ``make()`` gave the first time: plain data, such as the path of a state that serves as a reference."""
         box = self.keep(f"value/{_named('value(name)', name)}", {})
         if "value" not in box:
             box["value"] = make()
             encode(name, box["value"])
-        return box["value"]
+        found: T = box["value"]
+        return found
 
     def batch(self, items: Sequence[T], size: int, *, name: str = "data") -> list[T]:
         """The items of this step: ``size`` of an endless row of epochs, each a shuffle of all items.

@@ -1,0 +1,59 @@
+"""Types for functions that give back the form that they were given: a row for a row, a list of rows for a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast, overload
+
+import numpy as np
+
+P = ParamSpec("P")
+Number: TypeAlias = float | np.number[Any] | np.bool_
+Row: TypeAlias = np.ndarray | Sequence[Number]
+
+
+class ArrayLike(Protocol):
+    """An array of numpy, or what can become one, such as a tensor or a column of a table."""
+
+    def __array__(self) -> Any: ...
+
+
+class RowWise(Protocol[P]):
+    """A function of rewards (or what else comes in rows), then of whatever ``P`` says."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, rewards: Sequence[Row], *args: P.args, **kwargs: P.kwargs) -> list[np.ndarray]: ...
+
+    @overload
+    def __call__(self, rewards: Sequence[Number] | ArrayLike, *args: P.args, **kwargs: P.kwargs) -> np.ndarray: ...
+
+
+class TwoRowWise(Protocol[P]):
+    """The same with two results."""
+
+    __name__: str
+
+    @overload
+    def __call__(
+        self, rewards: Sequence[Row], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]: ...
+
+    @overload
+    def __call__(
+        self, rewards: Sequence[Number] | ArrayLike, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def row_wise(function: Callable[Concatenate[Any, P], Any]) -> RowWise[P]:
+    """Decorator: ``function`` itself, and for type checkers one that gives an array for an array, a list for a list.
+
+    A list of numbers is a row, too, and gives an array.
+    """
+    return cast("RowWise[P]", function)
+
+
+def two_row_wise(function: Callable[Concatenate[Any, P], tuple[Any, Any]]) -> TwoRowWise[P]:
+    """Decorator: as ``row_wise``, of a function with two results."""
+    return cast("TwoRowWise[P]", function)

@@ -1,0 +1,58 @@
+"""The options of each backend, for type checkers and editors; what they mean stands at the backends themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from rlkit.types import Lora
+
+__all__ = ["LocalOptions", "Options", "TinkerOptions", "ToyOptions"]
+
+
+class Options(TypedDict, total=False):
+    """What every backend takes."""
+
+    model: str | None
+    lora: Lora | None
+    seed: int | None
+    folder: str | Path | None
+    resume_from: str | None
+    init_from: str | None
+
+
+class ToyOptions(Options, total=False):
+    """See ``rlkit.backends.toy.ToyBackend``."""
+
+    max_length: int
+
+
+class LocalOptions(Options, total=False):
+    """See ``rlkit.backends.local.LocalBackend``."""
+
+    dtype: str
+    device: str | None
+    merge: bool | Literal["auto"]
+    micro_batch_tokens: int
+    max_rows: int
+    prefix_mb: int
+    cuda_graphs: bool
+
+
+class TinkerOptions(Options, total=False):
+    """See ``rlkit.backends.tinker.TinkerBackend``."""
+
+    base_url: str | None
+    api_key: str | None
+    project: str | None
+    client: Any
+    tokenizer: Any
+    max_length: int | None
+    deadline: float
+    off_temperature: Literal["raise", "rescore", "keep"]
+    server_losses: Literal["own", "all", "never"]
+    ttl: int | None
+    metadata: Mapping[str, str] | None
+    resend: bool | None
+    optimizer: Any

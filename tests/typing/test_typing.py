@@ -1,0 +1,50 @@
+"""What a type checker makes of a user's program: right lines pass, and every wrong one is found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlkit
+from rlkit.backends import options, registry
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def found(file):
+    """The numbers of the lines that mypy has something against, with what it says."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    lines = re.findall(rf"{file.name}:(\d+): error: (.*)", done.stdout)
+    return {int(number): text for number, text in lines}
+
+
+@pytest.mark.timeout(900)  # without a cache it reads all of rlkit and numpy
+def test_right_lines_pass_and_wrong_ones_are_found():
+    """mypy says nothing of the right lines (their types are asserted there), and something of each wrong one."""
+    assert found(HERE / "right_lines.py") == {}
+    wrong = HERE / "wrong_lines.py"
+    marked = {i for i, line in enumerate(wrong.read_text().splitlines(), 1) if "# wrong" in line}
+    assert len(marked) >= 25
+    assert set(found(wrong)) == marked
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [("toy", options.ToyOptions), ("local", options.LocalOptions), ("tinker", options.TinkerOptions)],
+)
+def test_the_options_for_checkers_are_those_that_there_are(name, listed):
+    """Each backend's options are typed as its class has them, and `help(rlkit.connect)` names every one."""
+    import inspect
+
+    parameters = inspect.signature(registry.resolve(name)).parameters
+    assert set(parameters) == set(listed.__annotations__)
+    for option in parameters:
+        assert re.search(rf"\b{option}\b", rlkit.connect.__doc__), option
