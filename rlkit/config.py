@@ -32,7 +32,7 @@ T = TypeVar("T")
 _MAX_BYTES = 1_000_000
 _MAX_ALIASES = 100
 _ENV_LINE = re.compile(r"""([A-Za-z_]\w*)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\"']).*?))(?:\s+#.*)?""")
-_SECRET = "rlkit.secret"  # noqa: S105  # the name of a mark
+SECRET = "rlkit.secret"  # noqa: S105  # the name of a mark
 
 
 def secret(variable: str) -> Any:
@@ -40,7 +40,7 @@ def secret(variable: str) -> Any:
 
     It may not stand in a file or an override, is not shown, and is never written. None where the variable is not set.
     """
-    return attrs.field(default=None, repr=False, metadata={_SECRET: variable})
+    return attrs.field(default=None, repr=False, metadata={SECRET: variable})
 
 
 def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> T:
@@ -105,7 +105,7 @@ def dump(config: Any) -> dict[str, Any]:
     """
     plain: dict[str, Any] = {}
     for field in attrs.fields(type(config)):
-        if _SECRET not in field.metadata:
+        if SECRET not in field.metadata:
             plain[field.name] = _plain(getattr(config, field.name))
     return plain
 
@@ -207,12 +207,12 @@ def _built(kind: type[Any], given: Any, where: str) -> Any:
         field = fields.get(key)
         if field is None:
             raise ConfigError(f"{path}: there is no such setting{_check.near(str(key), fields)}")
-        if _SECRET in field.metadata:
-            raise ConfigError(f"{path}: is read from the environment alone, from {field.metadata[_SECRET]}")
+        if SECRET in field.metadata:
+            raise ConfigError(f"{path}: is read from the environment alone, from {field.metadata[SECRET]}")
         values[key] = _value(hints.get(key, Any), value, path)
     for name, field in fields.items():
-        if _SECRET in field.metadata:
-            values[name] = os.environ.get(field.metadata[_SECRET]) or None
+        if SECRET in field.metadata:
+            values[name] = os.environ.get(field.metadata[SECRET]) or None
         elif name not in values and field.default is attrs.NOTHING:
             raise ConfigError(f"{where}.{name}".lstrip(".") + ": is needed, and is not given")
     try:
@@ -282,7 +282,7 @@ def _rows(kind: type[Any], where: str) -> Any:
         if isinstance(hint, type) and attrs.has(hint):
             yield from _rows(hint, f"{key}.")
             continue
-        variable = field.metadata.get(_SECRET)
+        variable = field.metadata.get(SECRET)
         default = field.default
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             default = default.factory() if not default.takes_self else "..."

@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._disk import synced
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups
@@ -58,7 +59,7 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
                 torn = False
                 if file.write(data) != len(data):
                     raise OSError("the line was not written to its end")
-            os.fsync(file.fileno())
+        synced(where)
     except OSError as error:
         raise CheckpointError(f"{where}: can not be written: {error}") from error
     return len(lines)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check
+from rlkit._disk import owned, synced
 from rlkit.errors import CheckpointError, ConfigError
 
 __all__ = ["check_label", "read", "write"]
@@ -50,16 +51,16 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         checksums = {str(path.relative_to(temporary)): _digest(path) for path in files}
         for path in files:
-            path.chmod(0o600)
-            _sync(path)
+            owned(path)
+            synced(path)
         state = {"format": _FORMAT, **state, "sha256": checksums}
         state["state_sha256"] = _own_digest(state)
         (temporary / _STATE).write_text(_text(state))
-        (temporary / _STATE).chmod(0o600)
-        _sync(temporary / _STATE)
-        _sync(temporary)
+        owned(temporary / _STATE)
+        synced(temporary / _STATE)
+        synced(temporary)
         temporary.rename(final)
-        _sync(parent)
+        synced(parent)
     except OSError as error:
         raise CheckpointError(f"save: could not write {final}: {error}") from error
     finally:
@@ -121,11 +122,3 @@ def _digest(path: Path) -> str:
 
 def _own_digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

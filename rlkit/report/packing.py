@@ -7,16 +7,24 @@ import gzip
 import json
 from typing import Any
 
+from rlkit.tracking import values
+
 __all__ = ["packed", "unpacked"]
 
 
 def packed(value: Any) -> str:
     """``value`` as JSON, gzip and base64: letters, digits, "+", "/" and "=" only.
 
+    What is not finite, which a damaged or an old file may hold, becomes text: no page fails for one number.
+
     >>> unpacked(packed({"text": "</script>"}))
     {'text': '</script>'}
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
+    options: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":"), "default": str}
+    try:
+        text = json.dumps(value, **options)
+    except (ValueError, TypeError):  # seldom, and it takes a copy
+        text = json.dumps(values.plain(value), **options)
     data = text.encode("utf-8", errors="backslashreplace")  # a lone surrogate is no text
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 

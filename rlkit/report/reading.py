@@ -13,6 +13,7 @@ from rlkit import _check, storage
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.tracking import masked, read_metrics
 from rlkit.tracking.jsonl import FILES, lines
+from rlkit.tracking.values import plain
 from rlkit.tracking.vocabulary import read_vocabulary
 from rlkit.trajectory import Group
 
@@ -53,10 +54,10 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """The settings, keys masked; {} where there are none that can be read."""
         try:
-            found = json.loads((self.path / "config.json").read_text("utf-8"))
+            found = plain(masked(json.loads((self.path / "config.json").read_text("utf-8"))))
         except (OSError, ValueError, RecursionError):
             return {}
-        return masked(found) if isinstance(found, Mapping) else {"config": masked(found)}
+        return found if isinstance(found, dict) else {"config": found}
 
     def vocabulary(self) -> dict[str, str]:
         """Token id -> text, as far as it was kept."""

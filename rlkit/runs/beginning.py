@@ -17,8 +17,11 @@ from typing import Any
 import attrs
 
 from rlkit import _check
+from rlkit._disk import synced
 from rlkit.backends.sampling import entropy_of
+from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
+from rlkit.runs.record import Record
 
 __all__ = ["missing", "note_config", "seed_of", "withdraw"]
 
@@ -40,25 +43,44 @@ def withdraw(made: list[Path]) -> None:
                 folder.rmdir()
 
 
-def seed_of(folder: Path, seed: int | None) -> int:
+def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel: int) -> int:
     """The seed that the run in ``folder`` began with, or ``seed`` (None: a fresh one), written down.
+
+    A checkpoint has it too: where run.json is gone or damaged it is taken from there, with a warning.
 
     Raises:
         ConfigError: ``seed`` is another one than it began with.
-        CheckpointError: it can not be read or written.
+        CheckpointError: it cannot be read or written, or run.json is not that of the checkpoint.
     """
     path = folder / "run.json"
-    if path.exists():
-        try:
-            found = int(json.loads(path.read_text("utf-8"))["seed"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
-        if seed is not None and seed != found:
-            raise ConfigError(f"seed: got {seed}, but the run in {folder} began with {found}")
-        return found
-    chosen = entropy_of(seed)
-    _write(path, {"format": 1, "seed": chosen})
-    return chosen
+    saved = None if record is None else record.seed
+    found, problem = _noted(path)
+    if problem and saved is None and path.exists():
+        raise CheckpointError(f"{path} {problem}")
+    if problem and saved is not None:
+        warnings.warn(f"{path} {problem}; the seed is the checkpoint's", RuntimeWarning, stacklevel=stacklevel)
+        _write(path, {"format": 1, "seed": saved})
+        found = saved
+    if found is None:
+        found = entropy_of(seed)
+        _write(path, {"format": 1, "seed": found})
+    elif saved is not None and saved != found:
+        text = f"{path} has the seed {found}, but the checkpoint of step {record.step if record else 0} has {saved}"
+        raise CheckpointError(f"{text}: it is another run's; without it, the run goes on with the checkpoint's")
+    if seed is not None and seed != found:
+        raise ConfigError(f"seed: got {seed}, but the run in {folder} began with {found}")
+    return found
+
+
+def _noted(path: Path) -> tuple[int | None, str]:
+    """The seed in run.json, and what is wrong with it, if anything."""
+    try:
+        found = json.loads(path.read_text("utf-8"))["seed"]
+    except FileNotFoundError:
+        return None, "is missing"
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        return None, f"is damaged: {type(error).__name__}"
+    return (found, "") if type(found) is int and found >= 0 else (None, "is damaged: its seed is no integer >= 0")
 
 
 def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
@@ -69,23 +91,30 @@ def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
         CheckpointError: it can not be written.
     """
     from rlkit.tracking import masked
+    from rlkit.tracking.values import plain as as_json
 
     if config is None:
         return
-    plain = attrs.asdict(config) if attrs.has(type(config)) else config
+    plain = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
     if not isinstance(plain, Mapping):
         raise ConfigError(_check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object"))
-    plain = json.loads(json.dumps(masked(plain), default=str))
+    plain = as_json(masked(plain))
     path = folder / "config.json"
     if path.exists():
         try:
-            changed = ", ".join(_changes(json.loads(path.read_text("utf-8")), plain))
+            changed = ", ".join(_changes(as_json(json.loads(path.read_text("utf-8"))), plain))
             text = f"the config of {folder} has changed: {changed}" if changed else ""
-        except ValueError as error:  # nothing goes on from it, so it is written anew
+        except (ValueError, RecursionError) as error:  # nothing goes on from it, so it is written anew
             text = f"{path} is damaged, so whether the config has changed is not known: {error}"
         if text:
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
     _write(path, plain)
+
+
+def _no_secret(field: Any, value: Any) -> bool:
+    """Not what ``rlkit.config.secret`` took from the environment."""
+    del value
+    return SECRET not in field.metadata
 
 
 def _changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
@@ -103,15 +132,10 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+            json.dump(content, file, indent=1, allow_nan=False)
+        synced(temporary)
         temporary.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        synced(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"could not write {path}: {error}") from error

@@ -16,6 +16,7 @@ import attrs
 
 from rlkit.backends import saves
 from rlkit.errors import CheckpointError, RlkitError
+from rlkit.runs.state import decode
 
 __all__ = ["Record", "check", "is_run", "latest", "newest", "records", "remove", "write"]
 
@@ -45,6 +46,8 @@ class Record:
         policies: role -> the path that the backend's ``save`` returned; those within the run are relative to it.
         kept: name -> state of what the loop keeps.
         metrics: what ``Run.checkpoint(metrics=)`` was given.
+        seed: the run's.
+        logged: tracker -> where its logs ended, as its ``sync`` said.
     """
 
     path: Path
@@ -52,6 +55,8 @@ class Record:
     policies: Mapping[str, str] = attrs.field(factory=dict)
     kept: Mapping[str, Any] = attrs.field(factory=dict)
     metrics: Mapping[str, float] = attrs.field(factory=dict)
+    seed: int | None = None
+    logged: Mapping[str, Any] = attrs.field(factory=dict)
 
     def policy(self, role: str) -> str | None:
         """The path to resume that policy from; None where the checkpoint has none."""
@@ -81,13 +86,20 @@ def read(path: Path) -> Record:
     """
     _, state = saves.read(path, backend="run")
     step: Any = state.get("step")
-    rest: list[Any] = [state.get(name) for name in ("policies", "kept", "metrics")]
-    if not isinstance(step, int) or step < 0 or not all(isinstance(each, dict) for each in rest):
+    parts: list[Any] = [state.get(name, {}) for name in ("policies", "kept", "metrics", "logged")]
+    seed: Any = state.get("seed")
+    numbers = [step] if seed is None else [step, seed]
+    if not all(type(x) is int and x >= 0 for x in numbers) or not all(isinstance(each, dict) for each in parts):
         raise CheckpointError(f"{path} is not a run's checkpoint")
-    for role, policy in rest[0].items():
+    policies, kept, metrics, logged = parts
+    for role, policy in policies.items():
         if not isinstance(policy, str) or ("://" not in policy and not _inside(policy)):
             raise CheckpointError(f"{path} is damaged: its {role!r} is {policy!r}, which is no path in its run")
-    return Record(Path(path), step, *rest)
+    try:
+        metrics = {name: float(value) for name, value in decode(metrics).items()}
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its metrics are no numbers: {error}") from error
+    return Record(Path(path), step, policies, kept, metrics, seed, logged)
 
 
 def _inside(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -20,7 +21,7 @@ class Retention:
     Args:
         last: >= 1.
         every: >= 1, or None for none beside the last ones.
-        best: how many of those with the best ``metric``, >= 0.
+        best: how many of those with the best ``metric``, >= 0; NaN is never one.
         metric: its name, as given to ``Run.checkpoint(metrics=)``.
         lowest: whether the lowest is the best.
 
@@ -40,6 +41,8 @@ class Retention:
             _check.integer("Retention.every", self.every, low=1)
         _check.integer("Retention.best", self.best, low=0)
         _check.flag("Retention.lowest", self.lowest)
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise ConfigError(_check.problem("Retention.metric", f"got {_check.shown(self.metric)}", "a name"))
         if self.best and not self.metric:
             raise ConfigError("Retention.best: which metric is it by? give metric=")
 
@@ -49,7 +52,8 @@ class Retention:
         if self.every is not None:
             kept |= {record.path for record in records if record.step % self.every == 0}
         if self.best and self.metric is not None:
-            scored = [(record.metrics[self.metric], record) for record in records if self.metric in record.metrics]
+            values = [(record.metrics.get(self.metric, math.nan), record) for record in records]
+            scored = [pair for pair in values if not math.isnan(pair[0])]
             scored.sort(key=lambda pair: (pair[0] if self.lowest else -pair[0], -pair[1].step))
             kept |= {record.path for _, record in scored[: self.best]}
         return [record for record in records if record.path not in kept]

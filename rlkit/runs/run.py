@@ -16,13 +16,14 @@ from rlkit import _check, backends
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import Storage, TrainerBackend
 from rlkit.errors import BackendError, CheckpointError, ConfigError
-from rlkit.runs import beginning
+from rlkit.runs import beginning, logs
 from rlkit.runs import record as records
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record
 from rlkit.runs.retention import Retention
 from rlkit.runs.signals import Stopper
 from rlkit.runs.state import capture, encode, restore
+from rlkit.tracking import values
 
 if TYPE_CHECKING:
     from rlkit.critics.protocol import Critic
@@ -105,12 +106,12 @@ class Run:
             (self.folder / name).mkdir(exist_ok=True, mode=0o700)
         self._lock = Lock(self.folder)
         try:
-            self.seed = beginning.seed_of(self.folder, seed)
-            beginning.note_config(self.folder, config, stacklevel=4)
             self.record = records.latest(self.folder)
             self.step = 0 if self.record is None else self.record.step
-            self.trackers = _made(trackers, self.folder)
-            _rewind(self.trackers, self.step)
+            self.seed = beginning.seed_of(self.folder, seed, self.record, stacklevel=4)
+            beginning.note_config(self.folder, config, stacklevel=4)
+            self.trackers = logs.made(trackers, self.folder)
+            logs.rewind(self.trackers, self.record)
             from rlkit.tracking import Several
 
             self._several = Several(self.trackers) if self.trackers else None
@@ -266,8 +267,9 @@ class Run:
                 **({} if self.record is None else self.record.kept),
                 **{name: capture(name, kept) for name, kept in self._kept.items()},
             },
-            "metrics": encode("checkpoint(metrics)", dict(metrics or {})),
+            "metrics": encode("checkpoint(metrics)", values.checked(metrics or {}, after, "checkpoint")[0]),
             "seed": self.seed,
+            "logged": logs.positions(self.trackers),
         }
         saved = self._critics | saved if saved else self._policies
         futures = {role: x.save(f"step-{after:08d}") for role, x in saved.items()}
@@ -349,7 +351,7 @@ class Run:
         for name, kept in self._kept.items():
             if name in record.kept:
                 restore(name, kept, record.kept[name])
-        _rewind(self.trackers, record.step)
+        logs.rewind(self.trackers, record)
 
     def _remove_spent(self) -> None:
         """Removes what retention does not keep; what can not be removed now is no reason to end the run."""
@@ -382,23 +384,6 @@ class Run:
 
 
 def _named(where: str, name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise ConfigError(_check.problem(where, f"got {_check.shown(name)}", "a name that is not empty"))
+    if not isinstance(name, str) or not name or name.encode("utf-8", "replace").decode() != name:
+        raise ConfigError(_check.problem(where, f"got {_check.shown(name)}", "a name: text that is not empty"))
     return name
-
-
-def _made(trackers: Sequence[Any], folder: Path) -> list[Any]:
-    from rlkit import tracking
-
-    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-        what = f"got {_check.shown(trackers)}"
-        raise ConfigError(_check.problem("Run(trackers)", what, "a sequence of names and trackers"))
-    return [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
-
-
-def _rewind(trackers: Sequence[Any], step: int) -> None:
-    """Drops what was logged at ``step`` or later, which is done again."""
-    for tracker in trackers:
-        rewind = getattr(tracker, "rewind", None)
-        if rewind is not None:
-            rewind(step)

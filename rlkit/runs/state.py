@@ -1,11 +1,12 @@
 """Objects that a loop keeps between steps, as JSON and back, bit for bit.
 
-Floats are written so that reading gives the same float; arrays as base64 of their bytes.
+Floats are written so that reading gives the same float, infinities and NaN too; arrays as base64 of their bytes.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 import random
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -15,10 +16,12 @@ import numpy as np
 
 from rlkit import _check
 from rlkit.errors import CheckpointError, ConfigError
+from rlkit.tracking import values
 
 __all__ = ["Stateful", "capture", "decode", "encode", "restore"]
 
-_ARRAY, _TUPLE, _PAIRS = "__array__", "__tuple__", "__pairs__"
+_ARRAY, _SCALAR, _TUPLE, _PAIRS, _FLOAT = "__array__", "__scalar__", "__tuple__", "__pairs__", "__float__"
+_KINDS = "biufcmMSU"  # of arrays whose bytes are all there is to them
 
 
 @runtime_checkable
@@ -38,10 +41,10 @@ def capture(where: str, kept: Any) -> Any:
     Args:
         where: its name, for messages.
         kept: a numpy Generator, a ``random.Random``, an instance of a class made with ``attrs.define``, something with
-            ``state`` and ``restore``, or a dict or list of plain data.
+            ``state`` and ``restore``, or a dict or list of plain data. Fields of an attrs object may be any of these.
 
     Raises:
-        ConfigError: it is none of these, or holds what JSON can not.
+        ConfigError: it is none of these, or holds what cannot be written and read back as it is.
     """
     if isinstance(kept, np.random.Generator):
         return encode(where, kept.bit_generator.state)
@@ -50,11 +53,28 @@ def capture(where: str, kept: Any) -> Any:
     if isinstance(kept, Stateful):
         return encode(where, kept.state())
     if attrs.has(type(kept)):
-        return encode(where, {field.name: getattr(kept, field.name) for field in attrs.fields(type(kept))})
+        return {field.name: _field(where, kept, field.name) for field in attrs.fields(type(kept))}
     if isinstance(kept, (dict, list)):
         return encode(where, kept)
     expected = "a generator, an attrs object, a dict, a list, or something with state() and restore()"
     raise ConfigError(_check.problem(where, f"got {_check.shown(kept)}", expected))
+
+
+def _in_place(value: Any) -> bool:
+    """Whether a field holds something that is itself restored in place."""
+    return isinstance(value, (np.random.Generator, random.Random, Stateful)) or attrs.has(type(value))
+
+
+def _field(where: str, kept: Any, name: str) -> Any:
+    value = getattr(kept, name)
+    if _in_place(value):
+        return capture(f"{where}.{name}", value)
+    try:
+        setattr(kept, name, value)
+    except attrs.exceptions.FrozenError as error:
+        what = "is frozen, so a checkpoint could not be put back into it"
+        raise ConfigError(_check.problem(where, what, "a class made with attrs.define")) from error
+    return encode(f"{where}.{name}", value)
 
 
 def restore(where: str, kept: Any, state: Any) -> None:
@@ -76,14 +96,19 @@ def restore(where: str, kept: Any, state: Any) -> None:
             if not isinstance(plain, dict) or plain.keys() != names:
                 raise ValueError(f"it has the fields {sorted(plain)}, expected {sorted(names)}")
             for name, value in plain.items():
-                setattr(kept, name, value)
+                if _in_place(getattr(kept, name)):
+                    restore(f"{where}.{name}", getattr(kept, name), state[name])
+                else:
+                    setattr(kept, name, value)
         elif isinstance(kept, dict):
             fresh = dict(plain)
             kept.clear()
             kept.update(fresh)
         else:
             kept[:] = list(plain)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{where}: what was saved does not fit {_check.shown(kept)}: {error}") from error
 
 
@@ -95,17 +120,19 @@ def encode(where: str, value: Any) -> Any:
     """
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, (int, np.integer)):
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, (int, np.integer)) and not isinstance(value, np.timedelta64):
         return int(value)
-    if isinstance(value, (float, np.floating)):
-        if not np.isfinite(value):
-            raise ConfigError(f"{where} is {value}; what is not finite is not saved")
-        return float(value)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
-            raise ConfigError(f"{where} holds numbers that are not finite, which are not saved")
-        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": data}
+    if isinstance(value, (float, np.float16, np.float32)):
+        number = float(value)
+        return number if math.isfinite(number) else {_FLOAT: values.to_json(number)}
+    if isinstance(value, (np.ndarray, np.generic, complex)):
+        array = np.asarray(value)
+        if array.dtype.kind in _KINDS:
+            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+            name = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+            return {name: array.dtype.str, "shape": list(array.shape), "data": data}
     if isinstance(value, tuple):
         return {_TUPLE: [encode(f"{where}[{i}]", x) for i, x in enumerate(value)]}
     if isinstance(value, list):
@@ -115,9 +142,9 @@ def encode(where: str, value: Any) -> Any:
             return {key: encode(f"{where}[{key!r}]", x) for key, x in value.items()}
         pairs = [[encode(f"a key of {where}", k), encode(f"{where}[{k!r}]", x)] for k, x in value.items()]
         return {_PAIRS: pairs}
-    if attrs.has(type(value)):
-        return encode(where, attrs.asdict(value, recurse=False))
-    raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "numbers, texts, arrays, lists and dicts"))
+    why = "an object of its own is kept under a name of its own" if attrs.has(type(value)) else ""
+    expected = "numbers, texts, arrays, lists and dicts"
+    raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", expected, why))
 
 
 def decode(value: Any) -> Any:
@@ -130,12 +157,18 @@ def decode(value: Any) -> Any:
         return [decode(x) for x in value]
     if not isinstance(value, dict):
         return value
-    if _ARRAY in value:
-        dtype = np.dtype(value[_ARRAY])
-        if dtype.kind not in "biuf":
+    if _FLOAT in value:
+        number = values.from_json(value[_FLOAT])
+        if number is None:
+            raise ValueError(f"a number that is {_check.shown(value[_FLOAT])}")
+        return number
+    if _ARRAY in value or _SCALAR in value:
+        dtype = np.dtype(value.get(_ARRAY, value.get(_SCALAR)))
+        if dtype.kind not in _KINDS:
             raise ValueError(f"an array of dtype {dtype}")
         flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype)
-        return flat.reshape(value["shape"]).copy()
+        array = flat.reshape(value["shape"]).copy()
+        return array if _ARRAY in value else array[()]
     if _TUPLE in value:
         return tuple(decode(x) for x in value[_TUPLE])
     if _PAIRS in value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -14,8 +13,10 @@ from typing import Any
 import attrs
 
 from rlkit import _check, storage
+from rlkit._disk import synced
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.tracking import pertoken, values
+from rlkit.tracking.rewinding import record_of, rewound
 from rlkit.tracking.secrets import masked, redact
 from rlkit.tracking.vocabulary import Vocabulary
 from rlkit.trajectory import Group
@@ -65,6 +66,7 @@ class Jsonl:
             raise ConfigError(_check.problem("Jsonl(folder)", f"got {_check.shown(folder)}", "a path"))
         self.folder = Path(folder)
         self._clock = clock
+        self._synced: dict[str, int] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in FILES.values():
@@ -122,25 +124,56 @@ class Jsonl:
         append(self.folder / FILES["tokens"], extras)
         storage.append(self.folder / FILES["trajectories"], [_clean(group, step) for group in groups])
 
-    def rewind(self, step: int) -> int:
+    def sync(self) -> dict[str, int]:
+        """Makes what was logged so far outlast a power failure too; file -> bytes, for ``rewind(at=)``.
+
+        ``rlkit.Run`` calls it for each checkpoint, which then holds where the logs ended.
+
+        Raises:
+            CheckpointError: a file cannot be read or written.
+        """
+        found = {}
+        try:
+            for name in FILES.values():
+                path = self.folder / name
+                if path.exists():
+                    found[name] = path.stat().st_size
+                    if self._synced.get(name) != found[name]:
+                        synced(path)
+            if not self._synced and found:
+                synced(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot be synced: {error}") from error
+        self._synced = dict(found)
+        return found
+
+    def rewind(self, step: int, *, at: Mapping[str, int] | None = None) -> int:
         """Drops what was logged at or after ``step``, and lines that are not whole; how many of metrics.
 
         A run that resumes at ``step`` calls it once, so that each step is there once.
 
+        Args:
+            step: that is done next.
+            at: what ``sync`` gave when the checkpoint was made. What was logged before stays and is not read again;
+                where there is less than that, lines were lost, and a warning says so.
+
         Raises:
             ConfigError: the step is no integer >= 0.
-            CheckpointError: a file can not be read or written; it stays as it was.
+            CheckpointError: a file cannot be read or written; it stays as it was.
         """
         _check.integer("rewind(step)", step, low=0)
-        dropped = {name: _rewound(self.folder / FILES[name], step) for name in ("metrics", "tokens", "trajectories")}
+        self._synced = {}
+        dropped = {}
+        for name in ("metrics", "tokens", "trajectories"):
+            place = (at or {}).get(FILES[name], 0)
+            if type(place) is not int or place < 0:
+                raise CheckpointError(f"rewind(at): {FILES[name]} is {_check.shown(place)}; expected bytes")
+            dropped[name] = rewound(self.folder / FILES[name], step, place)
         return dropped["metrics"]
 
     def close(self) -> None:
         """Makes what was logged outlast a power failure too."""
-        for name in FILES.values():
-            path = self.folder / name
-            if path.exists():
-                _synced(path)
+        self.sync()
 
     def __repr__(self) -> str:
         return f"Jsonl({str(self.folder)!r})"
@@ -171,7 +204,7 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             for line in file:
-                record = _record(line)
+                record = record_of(line)
                 if record is not None:
                     yield record
     except FileNotFoundError:
@@ -201,14 +234,6 @@ def append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         raise CheckpointError(f"{path}: can not be written: {error}") from error
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def _clean(group: Group, step: int) -> Group:
     """The group under ``step``, without keys in its texts."""
     trajectories = [attrs.evolve(t, messages=masked(t.messages), tags=masked(t.tags)) for t in group.trajectories]
@@ -218,43 +243,3 @@ def _clean(group: Group, step: int) -> Group:
 
 def _created(path: Path) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o600))
-
-
-def _rewound(path: Path, step: int) -> int:
-    """Rewrites the file without the lines at or after ``step``; how many that were."""
-    dropped = broken = 0
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        if not path.exists():
-            return 0
-        temporary.unlink(missing_ok=True)
-        _created(temporary)
-        with path.open("rb") as old, temporary.open("ab") as new:
-            for line in old:
-                record = _record(line)
-                if record is None:
-                    broken += bool(line.strip())
-                elif not isinstance(record.get("step"), int) or record["step"] < step:
-                    new.write(line if line.endswith(b"\n") else line + b"\n")
-                else:
-                    dropped += 1
-        if dropped or broken:
-            _synced(temporary)
-            temporary.replace(path)
-            _synced(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path}: can not be rewound to step {step}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    if broken:
-        _log.warning("%s: %d lines were not whole; they were left out", path, broken)
-    return dropped
-
-
-def _synced(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,8 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 __all__ = ["masked", "redact", "redactor", "secret_name"]
 
 MASK = "***"
@@ -81,13 +83,22 @@ def masked(value: Any, name: str = "") -> Any:
 def _masked(value: Any, name: str, clean: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {clean(str(key)): _masked(each, str(key), clean) for key, each in value.items()}
-    if name and value not in (None, "", ()) and not isinstance(value, (bool, float)) and secret_name(name):
+    if name and secret_name(name) and _can_be_secret(value):
         return MASK
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_masked(each, name, clean) for each in value]
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "OSU":
+        return _masked(value.tolist(), name, clean)
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value).decode("utf-8", "backslashreplace")
     return clean(value) if isinstance(value, str) else value
+
+
+def _can_be_secret(value: Any) -> bool:
+    """Whether it says anything, and is not a number that no key can be."""
+    if value is None or isinstance(value, (bool, float, np.bool_, np.floating)):
+        return False
+    return not isinstance(value, (str, bytes, list, tuple, set, frozenset)) or len(value) > 0
 
 
 def redact(text: str) -> str:

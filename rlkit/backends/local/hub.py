@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check, _install
+from rlkit._disk import synced
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 
 __all__ = ["cache_folder", "model_path"]
@@ -208,8 +209,7 @@ def _seal(folder: Path, digest: str) -> None:
     """Flushes every file to disk and writes what ``_complete`` compares with."""
     files = {}
     for file in sorted(folder.iterdir()):
-        with file.open("rb+") as stream:
-            os.fsync(stream.fileno())
+        synced(file)
         files[file.name] = file.stat().st_size
     record = {"sha256": digest, "format": _FORMAT, "files": files}
     (folder / "source.json").write_text(json.dumps(record, indent=1), "utf-8")

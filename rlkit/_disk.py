@@ -1,0 +1,50 @@
+"""Making what was written outlast a power failure, as far as a file system can."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+
+__all__ = ["owned", "synced"]
+
+# What systems answer where there is no such thing as syncing, on network drives and some that are mounted by programs.
+_UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_warned: set[int] = set()  # devices
+
+
+def synced(path: Path) -> None:
+    """Syncs a file or a folder.
+
+    A file system that cannot do it is no reason to stop: of files it is warned once for each, of folders not at all,
+    as databases have it, since most that cannot sync a folder write names at once.
+
+    Raises:
+        OSError: it could be synced, and was not.
+    """
+    folder = path.is_dir()
+    if folder and os.name == "nt":  # which opens no folders
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+        device = os.fstat(descriptor).st_dev
+        if not folder and device not in _warned:
+            _warned.add(device)
+            text = f"the file system of {path} cannot sync: a power failure may cost what was written last"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+    finally:
+        os.close(descriptor)
+
+
+def owned(path: Path) -> None:
+    """Lets nobody but its owner read a file, where the file system knows owners."""
+    try:
+        path.chmod(0o600)
+    except OSError as error:
+        if error.errno not in _UNKNOWN | {errno.EPERM}:
+            raise

@@ -1,0 +1,188 @@
+"""What a checkpoint holds of the objects that a loop keeps: every number, every object that the package offers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import pkgutil
+
+import attrs
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.advantages import running_baseline, running_normalization
+from rlkit.config import secret
+from rlkit.losses.coefficients import adaptive_coefficient, adaptive_entropy, fixed
+from rlkit.runs import Retention, Run
+from rlkit.runs.state import decode, encode
+
+NUMBERS = [
+    *(True, 3, -(2**70), 0.1, 1e-320, -0.0, math.inf, -math.inf, math.nan),
+    *(np.bool_(True), np.bool_(False), np.int8(-3), np.uint64(2**64 - 1), np.float16(0.1), np.float32(np.inf)),
+    *(np.float64(np.nan), np.longdouble("1.1"), np.complex64(1j), 1 + 2j, np.str_("text"), np.bytes_(b"x")),
+    *(np.datetime64("2026-01-01"), np.timedelta64(3, "s")),
+]
+ARRAYS = [
+    *(np.array([]), np.array(0.5), np.array([[1.0, np.nan], [-np.inf, -0.0]]), np.arange(6, dtype=">i4").reshape(2, 3)),
+    *(np.zeros((0, 3), np.float32), np.array([True]), np.array(["a", "bcd"]), np.array([1j]), np.arange(9)[::2]),
+]
+
+
+def same(one, two):
+    """Bit for bit, where -0.0 is not 0.0 and NaN is NaN."""
+    if type(two) is int:
+        return one == two
+    one, two = np.asarray(one), np.asarray(two)
+    return one.shape == two.shape and one.tobytes() == two.astype(one.dtype).tobytes()
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, *ARRAYS], ids=repr)
+def test_every_number_comes_back(value):
+    """As strict JSON, on its own and inside of lists, tuples and dicts."""
+    for wrapped, inner in (
+        (value, lambda x: x),
+        ([value], lambda x: x[0]),
+        ((1, value), lambda x: x[1]),
+        ({"__float__": {"a": value}}, lambda x: x["__float__"]["a"]),
+    ):
+        text = json.dumps(encode("it", wrapped), allow_nan=False)
+        found = inner(decode(json.loads(text)))
+        assert same(found, value)
+        if isinstance(value, np.ndarray):
+            assert found.dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (running_baseline, lambda kept: kept.update([1.0, 2.0], ["a", ("b", 3)])),
+        (running_normalization, lambda kept: kept.update([1.0, 2.0])),
+        (lambda: fixed(0.1), lambda kept: kept.update(0.5)),
+        (lambda: adaptive_coefficient(coef=0.1, target=0.1, horizon=10), lambda kept: kept.update(0.9, 5)),
+        (adaptive_entropy, lambda kept: kept.update(0.1)),
+    ],
+)
+def test_what_the_package_offers_to_keep(tmp_path, make, use):
+    """Fresh, used, and used again after the run was resumed."""
+    for repeat in range(3):
+        with Run(tmp_path, seed=0, trackers=()) as run:
+            policy = run.connect("toy")
+            kept = run.keep("it", make())
+            if repeat:
+                assert kept == before  # noqa: F821
+            for _ in run.steps(repeat):
+                use(kept)
+            run.checkpoint(policy)
+            before = attrs.evolve(kept)  # noqa: F841
+
+
+def test_nothing_that_is_offered_is_missing_above():
+    """The objects with ``update`` in rlkit.advantages and rlkit.losses are the five above."""
+    found = set()
+    for package in (rlkit.advantages, rlkit.losses):
+        for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            for item in vars(importlib.import_module(info.name)).values():
+                if isinstance(item, type) and attrs.has(item) and hasattr(item, "update"):
+                    found.add(item.__name__)
+    assert found == {
+        *("RunningBaseline", "RunningNormalization", "FixedCoefficient", "AdaptiveCoefficient", "AdaptiveEntropy")
+    }
+
+
+@attrs.define
+class Nested:
+    baseline: object = attrs.field(factory=running_baseline)
+    draws: object = attrs.field(factory=lambda: np.random.default_rng(3))
+    best: float = -math.inf
+
+
+def test_objects_within_objects(tmp_path):
+    """An attrs object's fields come back as what they were: objects too, not dicts."""
+    with Run(tmp_path, seed=0, trackers=()) as run:
+        policy, kept = run.connect("toy"), run.keep("it", Nested())
+        kept.baseline.update([1.0])
+        kept.best = np.float32(0.5)
+        run.checkpoint(policy)
+        follow = kept.draws.normal()
+    with Run(tmp_path, trackers=()) as run:
+        again = run.keep("it", Nested())
+        assert (again.baseline, again.best, again.draws.normal()) == (kept.baseline, 0.5, follow)
+
+
+def test_metrics_of_a_checkpoint(tmp_path):
+    """Infinities and NaN are kept; NaN is never the best."""
+    with Run(tmp_path, trackers=(), retention=Retention(last=1, best=1, metric="score")) as run:
+        policy = run.connect("toy")
+        for score in (np.float32(0.5), math.nan, -math.inf, np.int64(0)):
+            run.checkpoint(policy, metrics={"score": score, "flag": np.bool_(True)})
+            run.step += 1
+        assert [record.metrics for record in rlkit.runs.records(tmp_path)] == [
+            {"score": 0.5, "flag": 1.0},
+            {"score": 0.0, "flag": 1.0},
+        ]
+        for bad in ({"score": "high"}, {3: 1.0}, {"score": [1.0]}, 3):
+            with pytest.raises(rlkit.DataError, match=r"checkpoint\(metrics\)"):
+                run.checkpoint(policy, metrics=bad)
+
+
+SETTINGS = {
+    "inf": math.inf,
+    "numpy": np.float64(1e-4),
+    "single": np.float32(0.5),
+    "flag": np.bool_(True),
+    "none": np.array([]),
+    "nan": [np.nan, {"deep": -np.inf}],
+    "array": np.array([[1.5, np.inf]]),
+    "api_key": np.array([1.0]),
+    "token": np.array([]),
+    "words": np.array(["sk-proj-abcdefghijklmnopqrst0123", "x"]),
+    "other": complex(1, 2),
+}
+
+
+def test_a_config_of_any_numbers(tmp_path):
+    """It is written as strict JSON, compared with itself without a warning, and shown by the report."""
+    from rlkit.report.packing import unpacked
+
+    for _ in range(2):
+        with Run(tmp_path, config=SETTINGS, trackers=("jsonl",)) as run:
+            run.log({"a": math.inf})
+    written = json.loads((tmp_path / "config.json").read_text(), parse_constant=pytest.fail)
+    assert written == {
+        "inf": "Infinity",
+        "numpy": 1e-4,
+        "single": 0.5,
+        "flag": True,
+        "none": [],
+        "array": [[1.5, "Infinity"]],
+        "nan": ["NaN", {"deep": "-Infinity"}],
+        "api_key": "***",
+        "token": "***",
+        "words": ["***", "x"],
+        "other": "(1+2j)",
+    }
+    page = run.report().read_text()
+    assert unpacked(page.partition('id="about">')[2].partition("<")[0])["config"] == written
+
+
+@pytest.mark.parametrize("text", ['{"clip": Infinity, "x": [NaN, 1e999]}', "3", "Infinity", "[" * 5000, "{", "\ud800"])
+def test_a_report_never_fails_for_a_setting(tmp_path, text):
+    """Whatever stands in config.json, which older versions wrote with infinities."""
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "metrics": {"a": 1e999, "b": 1.0}}\n')
+    assert rlkit.report.write(tmp_path).exists()
+
+
+def test_secrets_of_settings_are_not_written(tmp_path):
+    """A field that ``rlkit.config.secret`` fills has no place in config.json, whatever it is called."""
+
+    @attrs.frozen
+    class Settings:
+        rate: float = 1e-4
+        login: str | None = secret("SERVICE_LOGIN")
+
+    with Run(tmp_path, config=Settings(login="canary"), trackers=()):
+        pass
+    assert "canary" not in (tmp_path / "config.json").read_text()

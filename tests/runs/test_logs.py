@@ -1,0 +1,225 @@
+"""Metrics and trajectories of a run that is cut off: each step once, nothing lost without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+import rlkit
+from rlkit import Sample
+from rlkit.runs import Run
+from rlkit.tracking import Jsonl, read_metrics
+from rlkit.trajectory import Group, Trajectory, Turn
+
+GROUP = Group([Trajectory([Turn(Sample([65], [66, 67], [-0.5, -0.5]), 1.0)])])
+LOGS = ("metrics.jsonl", "tokens.jsonl", "trajectories.jsonl")
+
+
+def steps_of(folder):
+    """The steps of each log, in order."""
+    return {name: [json.loads(line).get("step") for line in (folder / name).read_text().splitlines()] for name in LOGS}
+
+
+def play(folder, total, *, cut=None, every=1, late=False, **options):
+    """Steps that log, before or after (``late``) their checkpoint; ``cut``: the step after whose logging it dies."""
+    run = Run(folder, seed=0, trackers=("jsonl",), **options)
+    policy = run.connect("toy")
+    for step in run.steps(total):
+        if late:
+            run.checkpoint(policy, every=every)
+        run.log({"train/loss": float(step)})
+        run.log_trajectories([GROUP], advantages=[1.0])
+        if step == cut:
+            run._lock.release()  # as the end of a process does, which closes nothing
+            return
+        if not late:
+            run.checkpoint(policy, every=every)
+    run.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_each_step_is_there_once(tmp_path, every, late):
+    """Wherever it is cut off, and whether a step logs before its checkpoint or after."""
+    for cut in (0, 1, 2, 4, 4, 5, 7):
+        play(tmp_path, 9, cut=cut, every=every, late=late)
+    play(tmp_path, 9, every=every, late=late)
+    assert steps_of(tmp_path) == {name: list(range(9)) for name in LOGS}
+
+
+def test_what_was_logged_before_a_checkpoint_stays(tmp_path):
+    """Under whatever step: a last evaluation is logged under the step after the last, which is not done again."""
+    for _ in range(3):
+        with Run(tmp_path, seed=0, trackers=("jsonl",)) as run:
+            policy = run.connect("toy")
+            for _step in run.steps(2):
+                run.log({"a": 1.0})
+                run.log({"eval": 1.0}, step=2)
+                run.checkpoint(policy, every=2)
+    assert steps_of(tmp_path)["metrics.jsonl"] == [0, 2, 1, 2]
+
+
+def test_resuming_reads_and_writes_nothing_that_stays(tmp_path, monkeypatch):
+    """However long the logs are: the file stays the same one, and only what is behind the checkpoint is read."""
+    play(tmp_path, 6, cut=5, every=5)
+    path = tmp_path / "trajectories.jsonl"
+    before, read = path.stat(), []
+    import rlkit.tracking.rewinding as module
+
+    whole = module.record_of
+    monkeypatch.setattr(module, "record_of", lambda line: read.append(line) or whole(line))
+    Run(tmp_path, trackers=("jsonl",)).close()
+    assert len(read) == 3  # a line of the step after the checkpoint in each of the files
+    assert path.stat().st_ino == before.st_ino
+    assert path.stat().st_size < before.st_size
+    assert steps_of(tmp_path) == {name: list(range(5)) for name in LOGS}
+
+
+def test_logs_are_synced_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
+    """All of them, and the record comes after."""
+    order, whole = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: order.append(str(Path(f"/proc/self/fd/{fd}").readlink())) or whole(fd))
+    with Run(tmp_path, seed=0, trackers=("jsonl",)) as run:
+        policy = run.connect("toy")
+        run.log({"a": 1.0})
+        run.log_trajectories([GROUP], advantages=[1.0])
+        order.clear()
+        record = run.checkpoint(policy)
+        names = [re.sub(r"\.partial.*", "", path.removeprefix(f"{tmp_path}/")) for path in order]
+        first = next(i for i, name in enumerate(names) if name.startswith("checkpoints"))
+        assert set(LOGS) | {"vocabulary.jsonl"} <= set(names[:first])
+        assert record.logged["Jsonl"] == {
+            name: (tmp_path / name).stat().st_size for name in [*LOGS, "vocabulary.jsonl"]
+        }
+        order.clear()
+        run.step += 1
+        run.checkpoint(policy)
+        assert not [path for path in order if path.endswith(".jsonl")]  # nothing new
+
+
+DAMAGES = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "emptied": lambda data: b"",
+    "zeroed": lambda data: bytes(len(data)),
+    "tail zeroed": lambda data: data[:-60] + bytes(60),
+    "last byte lost": lambda data: data[:-1],
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_lines_that_a_power_failure_took_are_warned_of(tmp_path, name, damage):
+    """A file that a checkpoint counted, and that is not there as it was. The run goes on; what is whole stays."""
+    play(tmp_path, 5)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(DAMAGES[damage](data))
+    with pytest.warns(RuntimeWarning, match=rf"{name}.*lines may be lost"):
+        run = Run(tmp_path, trackers=("jsonl",))
+    run.close()
+    left = steps_of(tmp_path)
+    assert left.pop(name) == list(range(len((tmp_path / name).read_text().splitlines())))
+    assert all(steps == list(range(5)) for steps in left.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        play(tmp_path, 6)
+    play(tmp_path, 7)  # the new checkpoint counts what there is, so it is not said again
+    assert steps_of(tmp_path)[name][-2:] == [5, 6]
+
+
+def test_going_back_to_an_older_checkpoint(tmp_path):
+    """Where the newest is damaged, its logs go with it."""
+    play(tmp_path, 4)
+    shutil.rmtree(rlkit.runs.records(tmp_path)[-1].path)
+    with Run(tmp_path, trackers=("jsonl",)) as run:
+        assert run.step == 3
+    assert steps_of(tmp_path) == {name: [0, 1, 2] for name in LOGS}
+
+
+class TestRewinding:
+    """``Jsonl.rewind`` without a place to begin at: all is read, as little as possible written."""
+
+    def test_lines_in_any_order(self, tmp_path):
+        tracker = Jsonl(tmp_path)
+        for step in (0, 3, 1, 2, 5, 1):
+            tracker.log({"a": float(step)}, step)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('\n{"torn')
+        assert tracker.rewind(2) == 3
+        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 1]
+        assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+    def test_a_line_without_its_end_stays_a_line(self, tmp_path):
+        tracker = Jsonl(tmp_path)
+        tracker.log({"a": 0.0}, 0)
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[:-1])
+        assert tracker.rewind(1) == 0
+        tracker.log({"a": 1.0}, 1)
+        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1]
+
+    @pytest.mark.parametrize("at", [{"metrics.jsonl": -1}, {"metrics.jsonl": "3"}, {"metrics.jsonl": 1.5}])
+    def test_places_that_are_none(self, tmp_path, at):
+        with pytest.raises(rlkit.CheckpointError, match=r"rewind\(at\)"):
+            Jsonl(tmp_path).rewind(0, at=at)
+
+    def test_a_tracker_of_ones_own_needs_no_place(self, tmp_path):
+        """One that knows steps alone is told the step."""
+
+        class Own:
+            told = None
+
+            def log(self, metrics, step): ...
+            def log_trajectories(self, groups, step): ...
+            def close(self): ...
+            def rewind(self, step):
+                self.told = step
+
+        for expected in (0, 2):
+            own = Own()
+            with Run(tmp_path, trackers=[own]) as run:
+                assert own.told == expected
+                for _ in run.steps(2):
+                    run.checkpoint(run._policies.get("policy") or run.connect("toy"))
+
+
+class TestSeed:
+    """The seed is in run.json, and in every checkpoint."""
+
+    @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"seed": 1e999}', '{"seed": 1.5}', "[" * 9000, "\ud800"])
+    def test_it_comes_from_the_checkpoint(self, tmp_path, text):
+        """Where run.json is missing or damaged; another one that is given is refused as ever."""
+        play(tmp_path, 2)
+        path = tmp_path / "run.json"
+        for options in ({}, {"seed": 0}):
+            path.unlink()
+            if text is not None:
+                path.write_bytes(text.encode("utf-8", "surrogatepass"))
+            with (
+                pytest.warns(RuntimeWarning, match="the seed is the checkpoint's"),
+                Run(tmp_path, trackers=(), **options) as run,
+            ):
+                assert (run.seed, run.step) == (0, 2)
+            assert json.loads(path.read_text())["seed"] == 0
+        path.unlink()
+        with pytest.warns(RuntimeWarning), pytest.raises(rlkit.ConfigError, match="began with 0"):
+            Run(tmp_path, seed=9, trackers=())
+
+    def test_another_runs_is_refused(self, tmp_path):
+        play(tmp_path, 2)
+        (tmp_path / "run.json").write_text('{"format": 1, "seed": 9}')
+        for options in ({}, {"seed": 0}, {"seed": 9}):
+            with pytest.raises(rlkit.CheckpointError, match="seed 9, but the checkpoint of step 2 has 0"):
+                Run(tmp_path, trackers=(), **options)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": 1e999}', '{"seed": -1}', '{"seed": true}', "[" * 9000])
+    def test_without_a_checkpoint_it_is_refused(self, tmp_path, text):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(rlkit.CheckpointError, match="damaged"):
+            Run(tmp_path, trackers=())
