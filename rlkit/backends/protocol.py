@@ -207,6 +207,14 @@ class Storage(Protocol):
 
 
 @runtime_checkable
+class SavedSamplers(Protocol):
+    """A backend that samples from saved states beside its own policy, without another trainer."""
+
+    def saved_sampler(self, path: str) -> Future[Sampler]:
+        """A sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
+
+
+@runtime_checkable
 class Capabilities(Protocol):
     """A backend that says what its service offers."""
 

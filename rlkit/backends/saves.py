@@ -17,7 +17,7 @@ from rlkit import _check
 from rlkit._disk import owned, synced
 from rlkit.errors import CheckpointError, ConfigError
 
-__all__ = ["check_label", "read", "write"]
+__all__ = ["check_label", "read", "remove", "write"]
 
 _LABEL = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _STATE = "state.json"
@@ -109,6 +109,25 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
                 f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}..."
             )
     return folder, state
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Removes what ``write`` wrote; nothing where it is gone already.
+
+    Raises:
+        CheckpointError: the folder is no saved state, or the system refused.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        return
+    if folder.is_symlink() or not (folder / _STATE).is_file():
+        raise CheckpointError(f"delete: {folder} is no saved state; it was left as it is")
+    gone = folder.with_name(f".{folder.name}.partial")  # from here on nobody finds half of it
+    try:
+        folder.rename(gone)
+        shutil.rmtree(gone)
+    except OSError as error:
+        raise CheckpointError(f"delete: could not remove {folder}: {error}") from error
 
 
 def _text(state: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlkit import losses
-from rlkit.backends.protocol import Sampler, TrainerBackend
+from rlkit.backends import saves
+from rlkit.backends.protocol import Sampler, SavedSamplers, Storage, TrainerBackend
 from rlkit.errors import UnsupportedError
 from rlkit.server.losses import Loss
 from rlkit.server.models import Outputs, Row
@@ -51,8 +52,17 @@ class BackendModels:
         """A saved policy; None is the base."""
         if handle is None:
             return BackendSnapshot(self._base.base_sampler().result(), self._base)
-        backend = self._connect(init_from=handle)
-        return BackendSnapshot(backend.sampler().result(), backend)
+        if isinstance(self._base, SavedSamplers):
+            return BackendSnapshot(self._base.saved_sampler(handle).result(), self._base)
+        backend = self._connect(init_from=handle)  # a trainer for each: the size of a model, as far as is known
+        return BackendSnapshot(backend.sampler().result(), backend, whole=True)
+
+    def delete(self, handle: str) -> None:
+        """Removes what ``save`` wrote."""
+        if isinstance(self._base, Storage):
+            self._base.delete(handle).result()
+        else:
+            saves.remove(handle)
 
     def close(self) -> None:
         """Ends the backend that samples from the base."""
@@ -60,11 +70,16 @@ class BackendModels:
 
 
 class BackendSnapshot:
-    """A sampler of a backend."""
+    """A sampler of a backend.
 
-    def __init__(self, sampler: Sampler, owner: TrainerBackend) -> None:
+    Attributes:
+        nbytes: memory that it keeps; None where that is a whole backend.
+    """
+
+    def __init__(self, sampler: Sampler, owner: TrainerBackend, *, whole: bool = False) -> None:
         self.sampler = sampler
         self._owner = owner  # kept: a sampler may end with its backend
+        self.nbytes: int | None = None if whole else getattr(sampler, "nbytes", 0)
 
     def distribution(self, tokens: np.ndarray) -> np.ndarray:
         """Not to be had through rlkit's protocol."""

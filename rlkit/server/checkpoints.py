@@ -1,26 +1,33 @@
-"""Saved states by name: ``tinker://<run>/<kind>/<name>``."""
+"""Saved states by name, ``tinker://<run>/<kind>/<name>``, and the runs that saved them."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
+from rlkit.errors import CheckpointError, RlkitError
 from rlkit.server.requests import ApiError
 from rlkit.types import Lora
 
-__all__ = ["KINDS", "Checkpoint", "Checkpoints", "Kind"]
+__all__ = ["KINDS", "Checkpoint", "Checkpoints", "Kind", "KnownRun", "checked_ttl"]
+
+_log = logging.getLogger(__name__)
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _INDEX = "tinker.json"
+_FORMAT = 2
+_RUNS = 1000  # of those without a saved state, as many are remembered
 
 
 @attrs.frozen(eq=False)
@@ -54,28 +61,51 @@ class Checkpoint:
         return self.path.split("/")[2]
 
 
+@attrs.frozen(eq=False)
+class KnownRun:
+    """What is remembered of a run when its model is gone: the fields of ``Run`` that are plain data."""
+
+    model_id: str
+    base_model: str
+    lora: Lora
+    metadata: Mapping[str, Any] | None = None
+    last_request: float = attrs.field(factory=time.time)
+
+
 class Checkpoints:
-    """All saved states of a service.
+    """All saved states of a service, and its runs.
+
+    A state that is deleted, overwritten or expired is first taken off the index, then removed. What a crash left in
+    between is removed by the next service on the folder.
 
     Args:
         folder: where the index is kept, so that another service on the same folder knows them; None: in memory. With
             a folder, handles are paths.
+        remove: removes what a handle stands for.
+
+    Raises:
+        CheckpointError: the folder's index is damaged.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, remove: Callable[[Any], None] = lambda _: None) -> None:
         self._lock = threading.RLock()
+        self._remove = remove
         self._reserved: set[str] = set()
         self._all: dict[str, Checkpoint] = {}
+        self._runs: dict[str, KnownRun] = {}
+        self._unwanted: list[Any] = []  # handles of states that are off the index and not removed yet
         self._index = None if folder is None else folder / _INDEX
         if self._index is not None and self._index.exists():
-            for item in json.loads(self._index.read_text("utf-8")):
-                self._all[item["path"]] = Checkpoint(**{**item, "lora": Lora(**item["lora"])})
+            self._read(self._index)
+            if self._unwanted:
+                self._clear()
+            self.prune()
 
     def reserve(self, run: str, kind: Kind, name: str, *, overwrite: bool = False) -> str:
         """The path of a state that is about to be saved.
 
         Raises:
-            ApiError: 400, the name can not stand in a path; 409, it is taken.
+            ApiError: 400, the name can not stand in a path, or is taken: the SDK would repeat a 409 for minutes.
         """
         if not _NAME.fullmatch(name):
             expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
@@ -83,7 +113,7 @@ class Checkpoints:
         path = f"tinker://{run}/{kind}/{name}"
         with self._lock:
             if (path in self._all and not overwrite) or path in self._reserved:
-                raise ApiError(409, f"the checkpoint {path} exists; names are used once, or overwritten on demand")
+                raise ApiError(400, f"the checkpoint {path} exists; names are used once, or overwritten on demand")
             self._reserved.add(path)
         return path
 
@@ -91,8 +121,11 @@ class Checkpoints:
         """A reserved state was saved."""
         with self._lock:
             self._reserved.discard(checkpoint.path)
+            old = self._all.get(checkpoint.path)
             self._all[checkpoint.path] = checkpoint
-            self._write()
+            if checkpoint.run in self._runs:
+                self._runs[checkpoint.run] = attrs.evolve(self._runs[checkpoint.run], last_request=time.time())
+            self._drop([] if old is None else [old])
 
     def release(self, path: str) -> None:
         """A reserved state could not be saved."""
@@ -109,10 +142,8 @@ class Checkpoints:
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
             raise ApiError(400, f"{path!r} is no checkpoint; expected tinker://<run>/weights|sampler_weights/<name>")
         with self._lock:
+            self.prune()
             found = self._all.get(path)
-            if found is not None and found.expires is not None and found.expires < time.time():
-                self.delete(path)
-                found = None
         if found is None:
             raise ApiError(404, f"there is no checkpoint {path}")
         if kind is not None and found.kind != kind:
@@ -127,24 +158,96 @@ class Checkpoints:
             self._write()
 
     def delete(self, path: str) -> None:
-        """Forgets the state at ``path``."""
+        """Removes the state at ``path``."""
         with self._lock:
-            del self._all[path]
+            self._drop([self._all.pop(path)])
+
+    def prune(self) -> None:
+        """Removes the states whose time is over."""
+        with self._lock:
+            now = time.time()
+            over = [x for x in self._all.values() if x.expires is not None and x.expires < now]
+            for checkpoint in over:
+                del self._all[checkpoint.path]
+            if over:
+                self._drop(over)
+
+    def note(self, run: KnownRun) -> None:
+        """Remembers a run that begins."""
+        with self._lock:
+            self._runs[run.model_id] = run
+            saved = {x.run for x in self._all.values()}
+            without = [name for name in self._runs if name not in saved]
+            for name in without[: max(0, len(without) - _RUNS)]:
+                del self._runs[name]
             self._write()
+
+    def runs(self) -> list[KnownRun]:
+        """The runs that are remembered, oldest first."""
+        with self._lock:
+            return list(self._runs.values())
 
     def all(self, run: str | None = None) -> list[Checkpoint]:
         """All states, of one run or of all, oldest first."""
         with self._lock:
+            self.prune()
             return [x for x in self._all.values() if run is None or x.run == run]
+
+    def _drop(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Writes the index, which has them no more, and removes them."""
+        self._unwanted += [x.handle for x in checkpoints]
+        self._write()
+        if self._unwanted:
+            self._clear()
+
+    def _clear(self) -> None:
+        left = []
+        for handle in self._unwanted:
+            try:
+                self._remove(handle)
+            except (RlkitError, OSError) as error:
+                _log.warning("a state that nobody can name any more was not removed: %s", error)
+                left.append(handle)
+        self._unwanted = left
+        self._write()
+
+    def _read(self, index: Path) -> None:
+        try:
+            found = json.loads(index.read_text("utf-8"))
+            if isinstance(found, list):  # format 1, which knew of no runs
+                found = {"format": _FORMAT, "states": found, "runs": [], "unwanted": []}
+            if found["format"] != _FORMAT:
+                raise ValueError(f"format {found['format']}")
+            states = [Checkpoint(**{**item, "lora": _lora(item)}) for item in found["states"]]
+            runs = [KnownRun(**{**item, "lora": _lora(item)}) for item in found["runs"]]
+            self._unwanted = [str(handle) for handle in found["unwanted"]]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            message = f"{index} is no index of saved states that this version reads, or is damaged: {error!r}"
+            raise CheckpointError(message) from error
+        self._all = {x.path: x for x in states}
+        self._runs = {x.model_id: x for x in runs}
 
     def _write(self) -> None:
         if self._index is None:
             return
-        items = [{**attrs.asdict(x, recurse=True), "handle": str(x.handle)} for x in self._all.values()]
+        states = [{**attrs.asdict(x, recurse=True), "handle": str(x.handle)} for x in self._all.values()]
+        runs = [attrs.asdict(x, recurse=True) for x in self._runs.values()]
+        text = json.dumps(
+            {"format": _FORMAT, "states": states, "runs": runs, "unwanted": [str(x) for x in self._unwanted]}, indent=1
+        )
         self._index.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._index.with_suffix(".partial")
-        temporary.write_text(json.dumps(items, indent=1), "utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self._index)
+
+
+def _lora(item: Mapping[str, Any]) -> Lora:
+    fields = dict(item["lora"])
+    targets = fields.get("target_modules")
+    return Lora(**{**fields, "target_modules": None if targets is None else tuple(targets)})
 
 
 def checked_ttl(ttl: int | None) -> float | None:

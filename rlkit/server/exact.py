@@ -45,6 +45,9 @@ class ExactModels:
         """A saved policy; None is the base."""
         return ExactSnapshot(self, self._base if handle is None else handle.value)
 
+    def delete(self, handle: State) -> None:
+        """The state goes with its last reference."""
+
     def close(self) -> None:
         """Nothing is held."""
 

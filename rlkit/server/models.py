@@ -48,7 +48,10 @@ class Outputs:
 
 
 class Snapshot(Protocol):
-    """A frozen policy."""
+    """A frozen policy.
+
+    It may have an attribute ``nbytes``: the memory that it keeps beside the base, None for as much as a model.
+    """
 
     @property
     def sampler(self) -> Sampler:
@@ -96,6 +99,9 @@ class Models(Protocol):
 
     def frozen(self, handle: Any) -> Snapshot:
         """A saved policy to sample from; None is the base."""
+
+    def delete(self, handle: Any) -> None:
+        """Removes what ``Model.save`` kept."""
 
     def close(self) -> None:
         """Frees what is held for all models."""

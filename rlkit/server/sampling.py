@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ def create_sampling_session(state: State, request: Request) -> Response:
             found = state.checkpoints.find(path, "sampler_weights")
             new_sampler(state, sampler_id, found.base_model, path, lambda: state.models.frozen(found.handle))
         elif base is not None:
-            new_sampler(state, sampler_id, state.base(base), None, lambda: state.models.frozen(None))
+            new_sampler(state, sampler_id, state.base(base), None, lambda: state.models.frozen(None), base=True)
         else:
             raise ApiError(400, "create_sampling_session has neither model_path nor base_model")
     return Response.json({"type": "create_sampling_session", "sampling_session_id": sampler_id})
@@ -46,17 +47,16 @@ def new_sampler(
     read: Callable[[], Snapshot],
     *,
     again: bool = True,
+    base: bool = False,
 ) -> None:
     """Keeps a sampler under ``sampler_id``, and lets go of those that were used longest ago."""
     session_id, _, number = sampler_id.partition(":sample:")
     with state.lock:
         word = int(number) * 2**20 + state.sessions[session_id].number
-        state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read, again)
+        state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read, again, base)
         kept = [s for s in state.samplers.values() if s.sampler_id.startswith(f"{session_id}:sample:")]
         for old in kept[: max(len(kept) - state.max_samplers, 0)]:
-            old.forget()
-            if not old.again:
-                del state.samplers[old.sampler_id]
+            state.let_go(old)
 
 
 @endpoints.add("GET", "samplers/{sampler_id}")
@@ -84,7 +84,9 @@ def asample(state: State, request: Request) -> Response:
     entry = state.futures.add(key, "sample", sample_sequence_ids=ids)
 
     def job() -> Response:
-        body = asked.answer(sampler.snapshot(), raw=state.raw_logprobs)
+        snapshot = sampler.snapshot()
+        state.trim()
+        body = asked.answer(snapshot, raw=state.raw_logprobs)
         state.done("sample", sampler.sampler_id, seq_id)
         return Response.proto(body)
 
@@ -164,7 +166,10 @@ def _sampler(state: State, sampler_id: str) -> SamplerSession:
     sampler = state.samplers.get(sampler_id)
     if sampler is None:
         state.session(sampler_id.partition(":sample:")[0])
-        what = f"is unknown, or was let go of: this server keeps the {state.max_samplers} that were used last"
+        what = (
+            f"is unknown, or was let go of: of a session this server keeps the {state.max_samplers} that were used "
+            f"last, and of all {state.sampler_bytes // 10**6} MB; save it under a name to have it read again"
+        )
         raise ApiError(404, f"sampler {sampler_id!r} {what}")
     state.samplers.move_to_end(sampler_id)
     return sampler
@@ -229,12 +234,12 @@ def _targets(fields: Fields, size: int) -> wire.Matrix | None:
     tensor = fields.object("target_prompt_logprobs", None)
     if tensor is None:
         return None
-    values, shape = np.array(tensor.items("data"), np.int64), tensor.items("shape")
-    rows, columns = tensor.items("sparse_crow_indices", None), tensor.items("sparse_col_indices", None)
     where = "asample: target_prompt_logprobs"
+    values, shape = _ints(where, tensor.items("data")), _ints(where, tensor.items("shape")).tolist()
+    rows, columns = tensor.items("sparse_crow_indices", None), tensor.items("sparse_col_indices", None)
     if rows is not None and columns is not None:
-        matrix = wire.Matrix.sparse(where, values, np.array(rows), np.array(columns), shape, fill=-1)
-    elif values.size == np.prod(shape):
+        matrix = wire.Matrix.sparse(where, values, _ints(where, rows), _ints(where, columns), shape, fill=-1)
+    elif min(shape, default=-1) >= 0 and values.size == math.prod(shape):
         matrix = wire.Matrix(values.reshape(shape))
     else:
         raise ApiError(400, f"{where} has {values.size} values for the shape {shape}")
@@ -242,6 +247,12 @@ def _targets(fields: Fields, size: int) -> wire.Matrix | None:
     if values.ndim != 2 or values.shape[0] != size - 1 or not (values >= 0).any() or values.min(initial=0) < -1:
         raise ApiError(400, f"{where} has shape {shape}; expected [{size - 1}, K] ids, -1 for none, at least one")
     return matrix
+
+
+def _ints(where: str, values: list[Any]) -> np.ndarray:
+    if not all(isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**62 for x in values):
+        raise ApiError(400, f"{where}: expected lists of integers")
+    return np.array(values, np.int64)
 
 
 def _top(rows: np.ndarray, k: int) -> wire.TopLogprobs:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from rlkit import _check
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import RlkitError
 from rlkit.server import sampling, sessions, storage, training
@@ -46,6 +47,8 @@ class Service:
         max_rank: of an adapter.
         max_samplers: policies that a session keeps to sample from. Beyond it the one that was used longest ago goes;
             named ones and the base are read again when they are needed, others are gone.
+        sampler_mb: megabytes at most of the policies that all sessions keep to sample from, in the same way; the one
+            that is sampled from is kept whatever its size.
         idle: seconds without a sign of life after which a session is ended and its models freed.
         dedupe: carry out a request that arrives twice once.
         patience: seconds that a request waits for one with a lower seq_id before it fails.
@@ -70,6 +73,7 @@ class Service:
         config: Mapping[str, Any] | None = None,
         max_rank: int = 128,
         max_samplers: int = 64,
+        sampler_mb: int = 2048,
         idle: float = 1800.0,
         dedupe: bool = True,
         patience: float = 30.0,
@@ -85,10 +89,11 @@ class Service:
             seeds=SeedStream(entropy_of(seed)),
             max_rank=max_rank,
             max_samplers=max_samplers,
+            sampler_bytes=_check.integer("Service(sampler_mb)", sampler_mb, low=1) * 10**6,
             idle=idle,
             raw_logprobs=raw_logprobs,
             futures=Futures(dedupe=dedupe, patience=patience),
-            checkpoints=Checkpoints(folder),
+            checkpoints=Checkpoints(folder, models.delete),
             pool=concurrent.futures.ThreadPoolExecutor(64, "rlkit-serve-sample"),
         )
         self._lock = self._state.lock
@@ -109,8 +114,9 @@ class Service:
             body: as it came.
         """
         lowered = {name.lower(): value for name, value in headers.items()}
+        request = None
         try:
-            self._check_key(lowered)
+            self.admit(lowered)
             request = _request(method, path, lowered, body)
             if request.path == _PREFIX + "retrieve_future":
                 return self._state.futures.retrieve(request.fields().text("request_id"))
@@ -121,12 +127,24 @@ class Service:
             with self._lock:
                 return endpoint.handler(self._state, request, **parts)
         except ApiError as error:
+            self._skip(request)
             return Response.error(error)
         except RlkitError as error:
+            self._skip(request)
             return Response.error(ApiError(400, str(error)))
         except Exception as error:  # noqa: BLE001  # one request may fail, the server goes on
             _log.exception("%s %s failed", method, path.partition("?")[0])
             return Response.error(ApiError(500, f"{type(error).__name__} in the server; its log says more"))
+
+    def _skip(self, request: Request | None) -> None:
+        """A request that is refused has had its turn, wherever it was refused: those behind it do not wait for it."""
+        try:
+            fields = {} if request is None else request.fields().values
+        except ApiError:
+            return  # protocol buffers, or nothing that has a number
+        run, seq_id = self._state.runs.get(str(fields.get("model_id"))), fields.get("seq_id")
+        if run is not None and isinstance(seq_id, int) and not isinstance(seq_id, bool):
+            run.line.skip(seq_id)
 
     def waits_for(self, path: str, body: bytes) -> tuple[concurrent.futures.Future[Response], float] | None:
         """What the request would have to wait for, and for how many seconds at most; None: it can be handled now."""
@@ -134,7 +152,7 @@ class Service:
             return None
         try:
             entry = self._state.futures.find(json.loads(body)["request_id"])
-        except (ValueError, TypeError, KeyError, ApiError):
+        except (ValueError, TypeError, KeyError, RecursionError, ApiError):
             return None  # handle() says what is wrong
         if entry.future.done():
             return None
@@ -155,7 +173,7 @@ class Service:
         if name == "retrieve_future":
             try:
                 return name, self._state.futures.find(json.loads(body)["request_id"]).operation
-            except (ValueError, TypeError, KeyError, ApiError):
+            except (ValueError, TypeError, KeyError, RecursionError, ApiError):
                 return name, None
         try:
             return Endpoints.find(_ENDPOINTS, request)[0].name, None
@@ -192,7 +210,19 @@ class Service:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _check_key(self, headers: Mapping[str, str]) -> None:
+    @property
+    def has_keys(self) -> bool:
+        """Whether it lets in only who has a key."""
+        return self._keys is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a client has a session."""
+        with self._lock:
+            return any(not session.finished for session in self._state.sessions.values())
+
+    def admit(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError 401 without one of the keys. ``headers`` have names in lower case."""
         if self._keys is None:
             return
         given = headers.get("x-api-key", "").encode()
@@ -221,7 +251,10 @@ async def wait(future: concurrent.futures.Future[Any], seconds: float) -> None:
 
 
 def _request(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Request:
-    parts = urllib.parse.urlsplit(path)
+    try:
+        parts = urllib.parse.urlsplit(path)
+    except ValueError as error:
+        raise ApiError(400, f"the path of the request cannot be read: {error}") from error
     start = parts.path.find(_PREFIX)
     plain = urllib.parse.unquote(parts.path[start:] if start >= 0 else parts.path)
     query = dict(urllib.parse.parse_qsl(parts.query))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rlkit.backends.tinker.guard import DEDUPLICATES
 from rlkit.backends.worker import Worker
+from rlkit.server.checkpoints import KnownRun
 from rlkit.server.futures import Line
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.state import Endpoints, Run, Session, State
 from rlkit.types import Lora
 
-__all__ = ["checked_optimizer", "ended", "endpoints", "new_run"]
+__all__ = ["checked_optimizer", "ended", "endpoints", "metadata_of", "new_run"]
 
 endpoints = Endpoints()
 
@@ -62,7 +64,8 @@ def create_session(state: State, request: Request) -> Response:
     key = request.headers.get("x-idempotency-key")
     if key is not None and key in state.answers and state.futures.dedupe:
         return state.answers[key]
-    taken = {*state.sessions, *(x.run.split(":train:")[0] for x in state.checkpoints.all())}
+    known = {x.run for x in state.checkpoints.all()} | {x.model_id for x in state.checkpoints.runs()}
+    taken = {*state.sessions, *(run.split(":train:")[0] for run in known)}
     number = len(state.sessions)
     while (session_id := f"{state.seed(0, number):016x}") in taken:
         number += 1
@@ -130,7 +133,7 @@ def create_model(state: State, request: Request) -> Response:
     name = state.base(fields.text("base_model"))
     checked_optimizer(fields.object("optimizer_config", None))
     lora = _lora(state, fields.object("lora_config", None))
-    run = new_run(state, session, number, name, lora, fields.get("user_metadata"))
+    run = new_run(state, session, number, name, lora, metadata_of(fields))
     entry = state.futures.add(("create_model", session.session_id, number), "create_model", model_id=run.model_id)
 
     def job() -> Response:
@@ -142,7 +145,15 @@ def create_model(state: State, request: Request) -> Response:
     return Response.json(entry.accepted)
 
 
-def new_run(state: State, session: Session, number: int, base_model: str, lora: Lora, metadata: Any) -> Run:
+def metadata_of(fields: Fields) -> Mapping[str, Any] | None:
+    """What the user keeps beside a run or a state."""
+    found = fields.object("user_metadata", None)
+    return None if found is None else dict(found.values)
+
+
+def new_run(
+    state: State, session: Session, number: int, base_model: str, lora: Lora, metadata: Mapping[str, Any] | None
+) -> Run:
     """A model's place, before it is made."""
     model_id = f"{session.session_id}:train:{number}"
     if model_id in state.runs:  # asked for twice, and repeats are not recognised
@@ -150,6 +161,7 @@ def new_run(state: State, session: Session, number: int, base_model: str, lora: 
     worker = Worker(f"serve-{model_id}")
     run = Run(model_id, base_model, lora, worker, Line(worker.submit), metadata=metadata)
     state.runs[model_id] = run
+    state.checkpoints.note(KnownRun(model_id, base_model, lora, metadata))
     return run
 
 

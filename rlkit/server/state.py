@@ -86,6 +86,7 @@ class SamplerSession:
         number: what tells its seeds from another sampler's.
         read: gives the policy.
         again: it can be read again; False for one that exists only here.
+        base: it is the base model, which costs nothing.
     """
 
     sampler_id: str
@@ -94,13 +95,20 @@ class SamplerSession:
     number: int
     read: Callable[[], Snapshot]
     again: bool = True
+    base: bool = False
     _snapshot: Snapshot | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def forget(self) -> None:
-        """Frees the policy; it is read again when it is needed."""
-        with self._lock:
+        """Frees the policy, unless it is being read; it is read again when it is needed."""
+        if self._lock.acquire(blocking=False):
             self._snapshot = None
+            self._lock.release()
+
+    @property
+    def kept(self) -> Snapshot | None:
+        """The policy, if it was read."""
+        return self._snapshot
 
     def snapshot(self) -> Snapshot:
         """The policy."""
@@ -121,6 +129,7 @@ class State:
     seeds: SeedStream
     max_rank: int
     max_samplers: int
+    sampler_bytes: int
     idle: float
     raw_logprobs: bool
     futures: Futures
@@ -161,6 +170,24 @@ class State:
         run.last_request = time.time()
         return run
 
+    def trim(self) -> None:
+        """Lets go of the policies that were sampled from longest ago, until the others fit into ``sampler_bytes``."""
+        with self.lock:
+            left = self.sampler_bytes
+            for i, sampler in enumerate(reversed(list(self.samplers.values()))):
+                if sampler.kept is None or sampler.base:
+                    continue
+                size = getattr(sampler.kept, "nbytes", 0)
+                left -= self.sampler_bytes // 4 if size is None else size
+                if left < 0 and i:  # the last one is in use
+                    self.let_go(sampler)
+
+    def let_go(self, sampler: SamplerSession) -> None:
+        """Frees a sampler's policy; one that exists only here is gone."""
+        sampler.forget()
+        if not sampler.again:
+            self.samplers.pop(sampler.sampler_id, None)
+
     def base(self, name: str) -> str:
         """``name``, if this service has that base model.
 
@@ -195,6 +222,10 @@ class Endpoint:
     handler: Handler
 
 
+def _part(found: re.Match[str]) -> str:
+    return f"(?P<{found[1]}>{'.+' if found[2] else '[^/]+'})"
+
+
 class Endpoints:
     """The endpoints that a module declares.
 
@@ -209,8 +240,11 @@ class Endpoints:
         self.all: list[Endpoint] = []
 
     def add(self, method: str, path: str) -> Callable[[Handler], Handler]:
-        """Decorator of ``handler(state, request, **parts)``; ``{part}`` in ``path`` is anything, slashes included."""
-        pattern = re.compile("/api/v1/" + re.sub(r"\{(\w+)\}", r"(?P<\1>.+)", path))
+        """Decorator of ``handler(state, request, **parts)``.
+
+        ``{part}`` in ``path`` is anything without a slash, ``{part:path}`` anything at all.
+        """
+        pattern = re.compile("/api/v1/" + re.sub(r"\{(\w+)(:path)?\}", _part, path))
 
         def added(handler: Handler) -> Handler:
             self.all.append(Endpoint(method, pattern, handler.__name__, handler))

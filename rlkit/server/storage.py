@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlkit.server.checkpoints import KINDS, Checkpoint, Kind, checked_ttl
+from rlkit.server.checkpoints import KINDS, Checkpoint, Kind, KnownRun, checked_ttl
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.sampling import new_sampler
-from rlkit.server.sessions import checked_optimizer, new_run
+from rlkit.server.sessions import checked_optimizer, metadata_of, new_run
 from rlkit.server.state import Endpoints, Run, State
 from rlkit.server.training import submitted
 
@@ -61,6 +61,8 @@ def save_weights_for_sampler(state: State, request: Request) -> Response:
                 snapshot = run.ready().snapshot()
                 sampler_id = f"{run.model_id.split(':train:')[0]}:sample:{number}"
                 new_sampler(state, sampler_id, run.base_model, None, lambda: snapshot, again=False)
+                state.samplers[sampler_id].snapshot()  # counted from now on
+                state.trim()
                 found["sampling_session_id"] = sampler_id
             state.done("save_weights_for_sampler", run.model_id, seq_id)
             return Response.json(found)
@@ -84,7 +86,7 @@ def load_weights(state: State, request: Request) -> Response:
         return Response.json(known.accepted)
     found, optimizer = _found(state, fields), fields.flag("optimizer")
     base = state.base(fields.text("base_model", found.base_model))
-    run = new_run(state, session, number, base, found.lora, fields.get("user_metadata"))
+    run = new_run(state, session, number, base, found.lora, metadata_of(fields))
     entry = state.futures.add(key, "load_weights", model_id=run.model_id)
 
     def job() -> Response:
@@ -130,11 +132,11 @@ def list_checkpoints(state: State, request: Request) -> Response:
 
 @endpoints.add("GET", "training_runs")
 def list_training_runs(state: State, request: Request) -> Response:
-    """All models in training, newest first."""
-    return _page(request, "training_runs", [_run_shown(state, run) for run in reversed(state.runs.values())])
+    """All models that were trained here, newest first."""
+    return _page(request, "training_runs", [_run_shown(state, run) for run in reversed(_runs(state).values())])
 
 
-@endpoints.add("PUT", "training_runs/{run_id}/checkpoints/{checkpoint_id}/ttl")
+@endpoints.add("PUT", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl")
 def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Sets when a saved state is dropped."""
     expires = checked_ttl(request.fields().integer("ttl_seconds", None))
@@ -142,7 +144,7 @@ def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> 
     return Response.json({})
 
 
-@endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id}")
+@endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
 def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Forgets a saved state."""
     del request
@@ -159,11 +161,21 @@ def list_run_checkpoints(state: State, request: Request, run_id: str) -> Respons
 
 @endpoints.add("GET", "training_runs/{run_id}")
 def get_training_run(state: State, request: Request, run_id: str) -> Response:
-    """One model in training."""
+    """One model that is or was trained here."""
     del request
-    if run_id not in state.runs:
+    return Response.json(_run_shown(state, _run(state, run_id)))
+
+
+def _runs(state: State) -> dict[str, Run | KnownRun]:
+    """Those of this process, and those of earlier ones on the folder."""
+    return {**{run.model_id: run for run in state.checkpoints.runs()}, **state.runs}
+
+
+def _run(state: State, run_id: str) -> Run | KnownRun:
+    run = _runs(state).get(run_id)
+    if run is None:
         raise ApiError(404, f"training run {run_id!r} is unknown")
-    return Response.json(_run_shown(state, state.runs[run_id]))
+    return run
 
 
 def _saved(
@@ -171,7 +183,7 @@ def _saved(
 ) -> Callable[[], str]:
     """What saves under a name that is reserved now, and returns the path."""
     expires = checked_ttl(fields.integer("ttl_seconds", None))
-    metadata = fields.object("user_metadata", None)
+    metadata = metadata_of(fields)
     path = state.checkpoints.reserve(run.model_id, kind, name, overwrite=overwrite)
 
     def save() -> str:
@@ -180,8 +192,7 @@ def _saved(
         except BaseException:
             state.checkpoints.release(path)
             raise
-        values = None if metadata is None else dict(metadata.values)
-        state.checkpoints.keep(Checkpoint(path, handle, run.base_model, run.lora, time.time(), expires, values))
+        state.checkpoints.keep(Checkpoint(path, handle, run.base_model, run.lora, time.time(), expires, metadata))
         return path
 
     return save
@@ -203,7 +214,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _run_shown(state: State, run: Run) -> dict[str, Any]:
+def _run_shown(state: State, run: Run | KnownRun) -> dict[str, Any]:
     found = state.checkpoints.all(run.model_id)
     last = {kind: next((_shown(x) for x in reversed(found) if x.kind == kind), None) for kind in KINDS}
     return {

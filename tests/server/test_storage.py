@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import json
+import time
 
 import numpy as np
 import pytest
 
 import rlkit
-from rlkit.server import BackendModels, Service
+from rlkit.server import BackendModels, Service, checkpoints
 from rlkit.testing import FakeTinker
 from tests.server.sdk import datum, prompt
 from tests.server.test_protocol import Client
@@ -108,7 +110,7 @@ def test_names(fake):
         return client.result(answer["request_id"])[1] if status == 200 else (status, answer["detail"])
 
     assert save(1, path="a")["path"] == f"tinker://{model}/weights/a"
-    assert save(2, path="a")[0] == 409
+    assert save(2, path="a")[0] == 400
     assert save(2, path="a", overwrite=True)["path"].endswith("/a")
     for name in ("", ".", "..", "../a", "/etc/x", "a/b", "a\0b", "a b", "a" * 101, ".hidden", "ä", "a\n"):
         status, message = save(3, path=name)
@@ -172,6 +174,152 @@ def test_expired_states_are_gone(fake, monkeypatch):
     assert client.post("weights_info", {"tinker_path": path})[0] == 404
 
 
+@contextlib.contextmanager
+def served(folder):
+    """A service over toy backends that keeps its states in ``folder``, as a fake with its clients."""
+    fake = FakeTinker()
+    fake.service.close()
+    fake.service = Service(
+        BackendModels(functools.partial(rlkit.connect, "toy", folder=folder)), names=["toy"], folder=folder, seed=0
+    )
+    with fake:
+        yield fake
+
+
+def folders(folder):
+    return sorted(path.name.rpartition("-")[0] for path in folder.iterdir() if path.is_dir())
+
+
+def saved_at(path, overwrite, training, fake):
+    """``save_state``, with the request's ``overwrite``, which the SDK's method does not have."""
+    client = Client(fake.service, {"x-api-key": fake.api_key})
+    run = fake.service._state.runs[training.model_id]
+    body = {"model_id": training.model_id, "path": path, "overwrite": overwrite, "seq_id": run.line._next}
+    status, answer = client.post("save_weights", body)
+    assert status == 200
+    return client.result(answer["request_id"])[1]["path"]
+
+
+def test_what_is_deleted_frees_its_disk(tmp_path, monkeypatch):
+    """So does what is overwritten, and what has expired; folders of others stay."""
+    other = rlkit.connect("toy", folder=tmp_path).save("other").result()
+    with served(tmp_path) as fake:
+        training, rest = fake.service_client().create_lora_training_client("toy").result(), fake.rest_client()
+        path = training.save_state("a").result().path
+        training.save_state("b", ttl_seconds=3600).result()
+        sampler = training.save_weights_for_sampler("s").result().path
+        assert folders(tmp_path) == ["a-000000", "b-000000", "other-000000", "s-000000"]
+        first = {x.name for x in tmp_path.iterdir()}
+        assert saved_at("a", True, training, fake) == path
+        assert folders(tmp_path) == ["a-000000", "b-000000", "other-000000", "s-000000"]
+        assert len({x.name for x in tmp_path.iterdir()} - first) == 1
+        rest.delete_checkpoint_from_tinker_path(sampler).result()
+        assert folders(tmp_path) == ["a-000000", "b-000000", "other-000000"]
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 4000)
+        assert [c.tinker_path for c in rest.list_checkpoints(training.model_id).result().checkpoints] == [path]
+        assert folders(tmp_path) == ["a-000000", "other-000000"]
+    with rlkit.connect("toy", resume_from=other) as policy:
+        assert policy.version == 0
+
+
+def test_states_that_expired_while_no_server_ran(tmp_path, monkeypatch):
+    with served(tmp_path) as fake:
+        training = fake.service_client().create_lora_training_client("toy").result()
+        training.save_state("a", ttl_seconds=3600).result()
+        training.save_state("b").result()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 4000)
+    with served(tmp_path):
+        assert folders(tmp_path) == ["b-000000"]
+
+
+def test_a_crash_between_the_index_and_the_folder(tmp_path, monkeypatch, caplog):
+    """Leaves nothing for good: the next service removes it; a handle that is no state of rlkit's is never removed."""
+    with served(tmp_path) as fake:
+        training, rest = fake.service_client().create_lora_training_client("toy").result(), fake.rest_client()
+        path = training.save_state("a").result().path
+        with monkeypatch.context() as broken:
+            broken.setattr(fake.service._state.checkpoints, "_remove", lambda _: _raise(OSError("the disk is gone")))
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        assert folders(tmp_path) == ["a-000000"]
+        with pytest.raises(tinker.NotFoundError):
+            rest.get_weights_info_by_tinker_path(path).result()
+    assert "the disk is gone" in caplog.text
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    index = json.loads((tmp_path / "tinker.json").read_text())
+    index["unwanted"].append(str(precious))
+    (tmp_path / "tinker.json").write_text(json.dumps(index))
+    with served(tmp_path):
+        assert folders(tmp_path) == [""]
+        assert precious.is_dir()
+    assert "precious is no saved state" in caplog.text
+
+
+def _raise(error):
+    raise error
+
+
+def test_runs_survive_a_restart(tmp_path):
+    """What they were, and what the user kept beside them: a state can be used without the server that made it."""
+    with served(tmp_path) as fake:
+        client = fake.service_client()
+        training = client.create_lora_training_client("toy", rank=3, user_metadata={"renderer": "plain"}).result()
+        path, run_id = training.save_state("a").result().path, training.model_id
+        before = fake.rest_client().get_training_run(run_id).result()
+    with served(tmp_path) as fake:
+        rest = fake.rest_client()
+        run = rest.get_training_run_by_tinker_path(path).result()
+        assert run.model_dump(exclude={"last_request_time"}) == before.model_dump(exclude={"last_request_time"})
+        assert (run.training_run_id, run.base_model, run.lora_rank) == (run_id, "toy", 3)
+        assert run.user_metadata == {"renderer": "plain"}
+        again = fake.service_client().create_training_client_from_state(path).result()
+        assert again.model_id != run_id
+        assert {r.training_run_id for r in rest.list_training_runs().result().training_runs} == {run_id, again.model_id}
+
+
+def test_runs_without_states_are_forgotten_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_RUNS", 2)
+    found = checkpoints.Checkpoints(tmp_path)
+    for k in range(5):
+        found.note(checkpoints.KnownRun(f"run-{k}", "toy", rlkit.Lora()))
+        if k == 1:
+            found.keep(checkpoints.Checkpoint("tinker://run-1/weights/a", "x", "toy", rlkit.Lora(), 0.0))
+    assert [x.model_id for x in checkpoints.Checkpoints(tmp_path).runs()] == ["run-1", "run-3", "run-4"]
+
+
+def test_an_index_of_the_first_format(tmp_path):
+    """A list of states, as servers wrote until 0.1."""
+    lora = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj"]}
+    state = {"path": "tinker://r/weights/a", "handle": "/x", "base_model": "toy", "lora": lora, "made": 1.0}
+    (tmp_path / "tinker.json").write_text(json.dumps([state]))
+    found = checkpoints.Checkpoints(tmp_path).all()
+    assert [(x.path, x.lora.target_modules) for x in found] == [("tinker://r/weights/a", ("q_proj",))]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "3", '{"format": 3}', '{"format": 2, "states": [{}], "runs": [], "unwanted": []}', "[1]"]
+)
+def test_a_damaged_index(tmp_path, text):
+    """Is a typed error that names the file, before anything is served or removed."""
+    (tmp_path / "tinker.json").write_text(text)
+    with pytest.raises(rlkit.CheckpointError, match=r"tinker\.json"):
+        checkpoints.Checkpoints(tmp_path)
+
+
+def test_a_name_used_twice_is_refused_at_once(fake):
+    """Within a second, by name, and the client's next calls go on."""
+    training = fake.service_client().create_lora_training_client("toy").result()
+    for save in (training.save_state, training.save_weights_for_sampler):
+        save("a").result()
+        start = time.monotonic()
+        with pytest.raises(tinker.BadRequestError, match="names are used once"):
+            save("a").result(timeout=5)
+        save("b").result(timeout=5)
+        assert time.monotonic() - start < 5
+
+
 def test_a_new_service_knows_the_folder(tmp_path):
     """States of a backend are on disk: another service on the folder resumes them, and samples from them."""
     losses, path, sampler = [], None, None
@@ -199,7 +347,7 @@ def test_a_new_service_knows_the_folder(tmp_path):
                 assert trained(training, 2) == losses
             fake.close()
     index = json.loads((tmp_path / "tinker.json").read_text())
-    assert [item["path"] for item in index] == [path, sampler]
+    assert [item["path"] for item in index["states"]] == [path, sampler]
 
 
 def test_writers_at_once(fake):

@@ -15,7 +15,14 @@ from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.local.body import body_of
-from rlkit.backends.local.checkpoint import lora_of, read_adapter, read_optimizer, write_adapter, write_optimizer
+from rlkit.backends.local.checkpoint import (
+    adapter_in,
+    lora_of,
+    read_adapter,
+    read_optimizer,
+    write_adapter,
+    write_optimizer,
+)
 from rlkit.backends.local.decoders import decoder_for
 from rlkit.backends.local.engine import Engine
 from rlkit.backends.local.head import Head
@@ -24,8 +31,10 @@ from rlkit.backends.local.sampler import LocalSampler
 from rlkit.backends.local.trainer import Trainer
 from rlkit.backends.local.weights import Snapshot, take_snapshot
 from rlkit.backends.outputs import output
+from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import CheckpointError, ConfigError
+from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 __all__ = ["LocalBackend"]
@@ -143,6 +152,18 @@ class LocalBackend(InProcessBackend):
 
     def _base(self) -> LocalSampler:
         return LocalSampler(self, self._empty, self._seeds, self._engine.submit)
+
+    def saved_sampler(self, path: str) -> Future[Sampler]:
+        """A sampler of a saved state of this model; beside the base it costs the adapter. See ``SavedSamplers``."""
+
+        def job() -> LocalSampler:
+            folder, state = saves.read(path, backend="local")
+            saved = lora_of(state, None)
+            adapter = adapter_in(folder, self.base.model, self.base.device)
+            snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
+            return LocalSampler(self, snapshot, self._seeds, self._engine.submit)
+
+        return self._submit("saved_sampler", job, trains=False)
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
         write_adapter(folder, self._peft)

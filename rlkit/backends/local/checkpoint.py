@@ -12,10 +12,20 @@ import torch
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Lora
 
-__all__ = ["ADAPTER", "check_finite", "lora_of", "read_adapter", "read_optimizer", "write_adapter", "write_optimizer"]
+__all__ = [
+    "ADAPTER",
+    "adapter_in",
+    "check_finite",
+    "lora_of",
+    "read_adapter",
+    "read_optimizer",
+    "write_adapter",
+    "write_optimizer",
+]
 
 ADAPTER = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
+_IN_PEFT = "base_model.model."  # what peft puts before the names of the base's modules
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -48,6 +58,38 @@ def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> 
         raise CheckpointError(f"{folder} holds the adapter of another model or other modules; they differ at {odd!r}")
     for name, parameter in parameters.items():
         _copy(parameter.data, found[names[name]], f"{folder}: {name}")
+
+
+def adapter_in(
+    folder: Path, model: torch.nn.Module, device: torch.device
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A saved adapter: full module name in the base -> (A [r, in], B [out, r]).
+
+    Raises:
+        CheckpointError: it is the adapter of another model.
+    """
+    from safetensors.torch import load_file
+
+    found = load_file(folder / ADAPTER, device=str(device))
+    modules: dict[str, Any] = dict(model.named_modules())
+    adapter = {}
+    for key in found:
+        name, _, part = key.removeprefix(_IN_PEFT).partition(".lora_")
+        if name in adapter:
+            continue
+        module, halves = modules.get(name), (f"{_IN_PEFT}{name}.lora_A.weight", f"{_IN_PEFT}{name}.lora_B.weight")
+        if not part or module is None or not all(half in found for half in halves):
+            raise CheckpointError(
+                f"{folder} holds the adapter of another model or other modules; they differ at {key!r}"
+            )
+        a, b = (found[half] for half in halves)
+        sizes = sorted(module.weight.shape)  # some libraries' modules keep [in, out]
+        if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or sorted((a.shape[1], len(b))) != sizes:
+            raise CheckpointError(f"{folder}: {key} has shape {tuple(found[key].shape)}, which does not fit the model")
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise CheckpointError(f"{folder}: {key} is not finite")
+        adapter[name] = (a.float(), b.float())
+    return adapter
 
 
 def write_optimizer(

@@ -74,6 +74,12 @@ class LocalSampler:
         self.close()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the snapshot keeps, 0 once it is closed."""
+        adapter = {} if self._snapshot is None else self._snapshot.adapter
+        return sum(x.numel() * x.element_size() for pair in adapter.values() for x in pair)
+
+    @property
     def snapshot(self) -> Snapshot:
         """The adapter that it samples from."""
         if self._snapshot is None:

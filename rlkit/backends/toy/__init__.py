@@ -14,12 +14,14 @@ import numpy as np
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
+from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features, Row, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.errors import ConfigError
+from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 __all__ = ["ByteTokenizer", "ToyBackend", "ToySampler"]
@@ -115,6 +117,17 @@ class ToyBackend(InProcessBackend):
 
     def _base(self) -> ToySampler:
         return self._sampler_of(self._base_weights, 0)
+
+    def saved_sampler(self, path: str) -> Future[Sampler]:
+        """A sampler of a saved state. See ``SavedSamplers``."""
+
+        def job() -> ToySampler:
+            folder, state = saves.read(path, backend="toy")
+            weights = Weights(State.started(self._base_weights))
+            weights.read(folder / "toy.npz", state, optimizer=False)
+            return self._sampler_of(weights.value, int(state.get("version", 0)))
+
+        return self._submit("saved_sampler", job, trains=False)
 
     def _sampler_of(self, weights: np.ndarray, version: int) -> ToySampler:
         return ToySampler(

@@ -61,6 +61,11 @@ class ToySampler:
             out[1:] = np.take_along_axis(row.logprobs, array[1:, None], 1)[:, 0]
         return Future.of(out)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the snapshot keeps, 0 once it is closed."""
+        return 0 if self._weights is None else self._weights.nbytes
+
     def close(self) -> None:
         """Frees the snapshot."""
         self._weights = None
