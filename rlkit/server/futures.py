@@ -188,7 +188,7 @@ class Line:
     def skip(self, seq_id: int | None) -> None:
         """A request that was refused has had its turn."""
         with self._lock:
-            if seq_id is not None and seq_id >= self._next:
+            if seq_id is not None and seq_id >= self._next and seq_id not in self._held:
                 self._held[seq_id] = None
                 self._refused.add(seq_id)
                 self._go_on()

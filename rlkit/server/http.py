@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import ipaddress
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,7 +21,13 @@ __all__ = ["Server"]
 
 _HEAD_LIMIT = 64 * 2**10
 _BODY_LIMIT = 256 * 2**20
+_FIRST_LIMIT = 64 * 2**20  # and while nobody has a session
+_READING_LIMIT = 512 * 2**20  # of all bodies at a time
+_CONNECTIONS = 4096  # at a time, and fewer where a process may not have as many files open
+_OTHER_FILES = 128
 _IDLE = 120.0  # seconds that a connection may be silent
+_FIRST = 20.0  # and before its first request
+_LINGER = 1.0  # seconds in which a refused client may go on sending, so that it reads the answer
 _LARGE = 256 * 2**10  # bodies above it are read in another thread, so that short requests are not held up
 _LEFT_OPEN = ("/client/config", "/telemetry")  # the SDK uses connections of their own for these, and forgets them
 _REASONS = {
@@ -29,6 +37,10 @@ _REASONS = {
     403: "Forbidden",
     404: "Not Found",
     408: "Request Timeout",
+    410: "Gone",
+    413: "Content Too Large",
+    422: "Unprocessable Content",
+    503: "Service Unavailable",
 }
 
 
@@ -49,6 +61,8 @@ class Server:
         self._thread.start()
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._closed = False
+        self._reading = 0  # bytes of the bodies that are held
+        self._most = _most_connections()
         try:
             self._server = asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop).result()
         except OSError as error:
@@ -101,10 +115,13 @@ class Server:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # a callback of start_server is a task
+        full, idle = len(self._connections) >= self._most, _FIRST
         self._connections[task] = writer
         try:
-            while not self._closed and await self._exchange(reader, writer):
-                pass
+            if full:
+                await _refuse(ApiError(503, f"this server has {self._most} connections already"), reader, writer)
+            while not full and not self._closed and await self._exchange(reader, writer, idle):
+                idle = _IDLE
         except (OSError, EOFError, TimeoutError):
             pass  # the client is gone, or the server closes
         finally:
@@ -113,24 +130,82 @@ class Server:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request and its answer; whether another may follow."""
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: float) -> bool:
+        """One request and its answer; whether another may follow. Nothing of a body is read before it is let in."""
+        size = 0
         try:
-            head = await _read_head(reader)
+            head = await _read_head(reader, idle)
             if head is None:
                 return False
-            body = await _read_body(head, reader, writer)
+            self._admit(head)
+            size = self._size(head)
+            self._reading += size
+            body = await _read_body(head, size, reader, writer)
+            answer = await self._answered(head, body)
+            del body
         except ApiError as error:
-            await _write(writer, Response.error(error), keep=False)
+            await _refuse(error, reader, writer)
             return False
-        arguments = (head.method, head.path, head.headers, body)
-        if len(body) > _LARGE:
-            answer = await asyncio.to_thread(self.service.handle, *arguments)
-        else:
-            answer = await self.service.answer(*arguments)
+        finally:
+            self._reading -= size
         keep = head.headers.get("connection", "").lower() != "close" and not head.path.endswith(_LEFT_OPEN)
         await _write(writer, answer, keep=keep)
         return keep
+
+    def _admit(self, head: _Head) -> None:
+        """Raises ApiError for a request of a web page, or without the key.
+
+        Without a key everybody on this machine is let in, and so would be a page whose name its owner had resolve to
+        this machine: the name it asks for gives it away.
+        """
+        if "origin" in head.headers or head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise ApiError(403, "requests of web pages are refused")
+        self.service.admit(head.headers)
+        if not self.service.has_keys and not _own_name(head.headers.get("host")):
+            raise ApiError(403, f"host is {head.headers['host']!r}; without a key, expected localhost or its address")
+
+    def _size(self, head: _Head) -> int:
+        """Bytes of the body. Raises ApiError for more than it may have."""
+        if "transfer-encoding" in head.headers or head.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(400, "the body is encoded; expected it plain, with a content-length")
+        length = head.headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit() and len(length) < 20):
+            raise ApiError(400, f"content-length is {length[:40]!r}; expected a number of bytes")
+        size, limit = int(length), _BODY_LIMIT if self.service.in_use else _FIRST_LIMIT
+        if size > limit:
+            raise ApiError(413, f"the body has {size} bytes; expected at most {limit}")
+        if self._reading + size > _READING_LIMIT:
+            raise ApiError(503, "this server is reading as much as it can; try again")
+        return size
+
+    async def _answered(self, head: _Head, body: bytes) -> Response:
+        arguments = (head.method, head.path, head.headers, body)
+        if len(body) > _LARGE:
+            return await asyncio.to_thread(self.service.handle, *arguments)
+        return await self.service.answer(*arguments)
+
+
+def _most_connections() -> int:
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:  # not a Unix
+        return _CONNECTIONS
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _CONNECTIONS if files < 0 else max(16, min(_CONNECTIONS, files - _OTHER_FILES))
+
+
+def _own_name(host: str | None) -> bool:
+    """Whether the header names this machine, by "localhost" or a loopback address; also where it is missing."""
+    if host is None:
+        return True
+    name = host.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 @attrs.frozen
@@ -140,10 +215,10 @@ class _Head:
     headers: dict[str, str]
 
 
-async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
+async def _read_head(reader: asyncio.StreamReader, idle: float) -> _Head | None:
     """Request line and headers; None where the client closed the connection."""
     try:
-        text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _IDLE)
+        text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), idle)
     except asyncio.IncompleteReadError:
         return None
     except asyncio.LimitOverrunError as error:
@@ -158,20 +233,23 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head | None:
         if not colon:
             raise ApiError(400, "a header has no colon")
         headers[name.strip().lower()] = value.strip()
-    if "origin" in headers:
-        raise ApiError(403, "requests of web pages are refused")
     return _Head(parts[0], parts[1], headers)
 
 
-async def _read_body(head: _Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    if "transfer-encoding" in head.headers or head.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(400, "the body is encoded; expected it plain, with a content-length")
-    length = head.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > _BODY_LIMIT:
-        raise ApiError(400, f"content-length is {length!r}; expected at most {_BODY_LIMIT} bytes")
+async def _read_body(head: _Head, size: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     if head.headers.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    return await asyncio.wait_for(reader.readexactly(int(length)), _IDLE)
+    return await asyncio.wait_for(reader.readexactly(size), _IDLE)
+
+
+async def _refuse(error: ApiError, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers, and throws away for a moment what is still sent: closing at once could lose the answer on its way."""
+    await _write(writer, Response.error(error), keep=False)
+    with contextlib.suppress(OSError, TimeoutError):
+        writer.write_eof()
+        async with asyncio.timeout(_LINGER):
+            while await reader.read(_HEAD_LIMIT):
+                pass
 
 
 async def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) -> None:

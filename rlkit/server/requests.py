@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class Request:
         """
         try:
             value = json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(422, f"{self.path}: the body is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise ApiError(422, f"{self.path}: the body is a JSON {type(value).__name__}; expected an object")
@@ -104,8 +104,8 @@ class Fields:
     def real(self, name: str, default: Any = ...) -> Any:
         """A finite number."""
         value = self._read(name, (int, float), "a finite number", default)
-        if value is not default and not math.isfinite(value):
-            raise self._wrong(name, f"is {value}", "a finite number")
+        if value is not default and not (abs(value) <= sys.float_info.max):  # NaN, too, and integers of any length
+            raise self._wrong(name, "is not, or too large", "a finite number")
         return value
 
     def flag(self, name: str, default: Any = ...) -> Any:

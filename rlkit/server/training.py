@@ -186,8 +186,7 @@ def _adam(fields: Fields) -> Adam:
     names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     values: dict[str, Any] = {}
     for name in names:
-        value = params.get(name) if name in params.values else getattr(_ADAM, name)
-        if value is None:
+        if name in params.values and params.get(name) is None:  # how NaN travels
             raise ApiError(400, f"optim_step: adam_params.{name} is not a finite number")
-        values[name] = float(params.real(name, value))
+        values[name] = float(params.real(name, getattr(_ADAM, name)))
     return Adam(**values)

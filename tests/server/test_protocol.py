@@ -139,6 +139,38 @@ def test_a_refused_request_has_had_its_turn(make):
     assert steps(client) == [2, 1]
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("save_weights_somewhere", {}),
+        ("optim_step", {"adam_params": 3}),
+        ("samplers/x", {}),
+        ("save_weights", {"path": "a/b"}),
+        ("load_weights", {"path": "tinker://a/weights/b", "optimizer": True}),
+        ("optim_step", {"adam_params": {"beta1": 7.0}}),
+    ],
+)
+def test_wherever_it_was_refused(make, path, more):
+    """What comes behind does not wait for it, be it that the endpoint is not there or that a field is wrong."""
+    client = make(patience=0.3)
+    model = client.model()
+    assert client.post(path, {"model_id": model, "seq_id": 1, **more})[0] in (400, 404, 405, 422)
+    answer = client.result(client.step(model, 2)[1]["request_id"])[1]
+    assert "metrics" in answer, answer
+    assert steps(client) == [2]
+
+
+def test_a_refused_copy_of_a_request_that_waits(make):
+    """Does not take its turn: another request under a number that is held is refused, and that one is carried out."""
+    client = make()
+    model = client.model()
+    waiting = client.step(model, 2)[1]["request_id"]
+    assert client.post("nothing", {"model_id": model, "seq_id": 2})[0] == 404
+    client.result(client.step(model, 1)[1]["request_id"])
+    assert "metrics" in client.result(waiting)[1]
+    assert steps(client) == [1, 2]
+
+
 def test_old_results_are_gone_and_never_repeated(make, monkeypatch):
     from rlkit.server import futures
 
@@ -174,6 +206,9 @@ def test_a_failed_call_adds_nothing(make):
         ("samplers/x", {}, 405, "takes GET"),
         ("optim_step", b"{", 422, "not JSON"),
         ("optim_step", [1], 422, "expected an object"),
+        ("optim_step", b"[" * 200_000, 422, "not JSON"),
+        ("retrieve_future", b'{"a":' * 200_000, 422, "not JSON"),
+        ("create_session", b"1" * 10_000, 422, "not JSON"),
         ("optim_step", {}, 422, "'model_id' is missing"),
         ("optim_step", {"model_id": 3}, 422, "'model_id' is a JSON int"),
         ("optim_step", {"model_id": "x"}, 404, "model 'x' is unknown"),
@@ -224,6 +259,9 @@ def test_refused(make, path, body, status, message):
         {"eps": 0.0},
         {"eps": "small"},
         {"grad_clip_norm": True},
+        {"learning_rate": 10**400},
+        {"learning_rate": -(10**400)},
+        {"learning_rate": float("inf")},
     ],
 )
 def test_bad_optimizer_settings(make, params):
