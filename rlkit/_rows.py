@@ -97,6 +97,12 @@ class Rows:
             expected = f"a number between -{LARGEST:g} and {LARGEST:g}" + (", or NaN for unscored" if nan else "")
             raise DataError(_check.problem(self.name(index, where), f"is {flat[index]}", expected))
 
+    def require(self, where: str, flat: np.ndarray, good: np.ndarray, expected: str) -> None:
+        """Raise for the first entry of ``flat`` [N], of the argument ``where``, that is not ``good``."""
+        if not good.all():
+            index = int(np.argmin(good))
+            raise DataError(_check.problem(self.name(index, where), f"is {flat[index]}", expected))
+
     def like(self, where: str, value: Any, *, boolean: bool = False) -> np.ndarray:
         """``value`` as a flat array, required to have the layout of these rows; its entries are not checked."""
         other = parse(where, value, boolean=boolean, empty=True)

@@ -118,6 +118,45 @@ def test_whitening(rows: list[list[float]]) -> None:
     assert (rewards.whitening(np.full(9, np.float32(0.1))) == 0.0).all()
 
 
+def test_cosine_length() -> None:
+    """The paper's form: from the first value at length 0 to the last at the limit, and what exceeds it."""
+    paper = {"max_length": 10, "right": (2.0, 1.0), "wrong": (-10.0, 0.0), "exceeded": -7.0}
+    found = rewards.cosine_length([[True] * 4, [False] * 4], [[0, 2, 9, 10]] * 2, **paper)
+    quarter, late = np.cos(np.pi * np.array([0.2, 0.9]))
+    expected = [
+        [2.0, 1 + (1 + quarter) / 2, 1 + (1 + late) / 2, -7.0],
+        [-10.0, -5 * (1 + quarter), -5 * (1 + late), -7.0],
+    ]
+    np.testing.assert_allclose(found, expected)
+    kept = rewards.cosine_length([True, False], [10, 99], max_length=10)  # beyond the limit as at it
+    np.testing.assert_allclose(kept, [0.5, -0.5])
+    lengths = np.arange(11)
+    assert (np.diff(rewards.cosine_length([True] * 11, lengths, max_length=10)) < 0).all()
+    assert (np.diff(rewards.cosine_length([False] * 11, lengths, max_length=10)) > 0).all()
+
+
+@laws
+@given(st.lists(st.lists(st.integers(0, 3), max_size=8), min_size=1, max_size=4), st.integers(1, 4))
+def test_repetition_penalty(tokens: list[list[int]], n: int) -> None:
+    """The share of n-grams that stood before, as a loop; arrays and lists give the same."""
+    for array in (tokens, [np.array(row, np.int64) for row in tokens]):
+        found = rewards.repetition_penalty(array, ngram=n, factor=0.5)
+        for value, row in zip(found, tokens, strict=True):
+            grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
+            again = sum(gram in grams[:i] for i, gram in enumerate(grams))
+            assert value == pytest.approx(-0.5 * again / len(grams) if grams else 0.0)
+
+
+def test_think_format() -> None:
+    """One block at the beginning; where the prompt opened it, the answer may not open it again."""
+    good = ["<think>a</think>b", "<think></think>", "<think>a\nb</think>\nc", "<think>a</think>b</think>"]
+    bad = ["", "<think>a", "a</think>", " <think>a</think>", "<think><think>a</think>", "<think>a</think><think>"]
+    assert rewards.think_format(good + bad).tolist() == [1.0] * len(good) + [0.0] * len(bad)
+    opened = rewards.think_format(["a</think>b", "</think>", "<think>a</think>", "a"], opened=True)
+    assert opened.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert rewards.think_format(["[a]b"], tags=("[", "]")).tolist() == [1.0]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "settings", "error", "message"),
     [
@@ -144,6 +183,22 @@ def test_whitening(rows: list[list[float]]) -> None:
         ("overlong_penalty", ([1],), {"max_length": 9, "buffer": 3, "factor": -1.0}, ConfigError, "factor"),
         ("length_cost", ([1],), {"max_length": 9, "coef": -1.0}, ConfigError, "coef"),
         ("length_cost", ([NAN],), {"max_length": 9}, DataError, r"lengths\[0\]"),
+        ("cosine_length", ([2.0], [1]), {"max_length": 9}, DataError, "correct"),
+        ("cosine_length", ([True], [-1]), {"max_length": 9}, DataError, r"lengths\[0\]"),
+        ("cosine_length", ([True], [1, 2]), {"max_length": 9}, DataError, "lengths"),
+        ("cosine_length", ([True], [1]), {"max_length": 0}, ConfigError, "max_length"),
+        ("cosine_length", ([True], [1]), {"max_length": 9, "right": 1.0}, ConfigError, "right"),
+        ("cosine_length", ([True], [1]), {"max_length": 9, "wrong": (0.0, NAN)}, ConfigError, r"wrong\[1\]"),
+        ("cosine_length", ([True], [1]), {"max_length": 9, "exceeded": INF}, ConfigError, "exceeded"),
+        ("repetition_penalty", ("aaa",), {}, DataError, "tokens"),
+        ("repetition_penalty", ([1, 2, 3],), {}, DataError, "tokens"),
+        ("repetition_penalty", ([],), {}, DataError, "tokens"),
+        ("repetition_penalty", ([[1]],), {"ngram": 0}, ConfigError, "ngram"),
+        ("repetition_penalty", ([[1]],), {"factor": -1.0}, ConfigError, "factor"),
+        ("think_format", ("<think>",), {}, DataError, "texts"),
+        ("think_format", ([["a"]],), {}, DataError, r"texts\[0\]"),
+        ("think_format", (["a"],), {"tags": "<>"}, ConfigError, "tags"),
+        ("think_format", (["a"],), {"opened": 1}, ConfigError, "opened"),
         ("efficiency_bonus", ([1.0, 2.0], [1]), {}, DataError, "lengths"),
         ("efficiency_bonus", ([1.0], [0.5]), {}, DataError, r"lengths\[0\]"),
         ("stop_properly", ([1.0], [False]), {"coef": 1.5}, ConfigError, "coef"),
@@ -169,13 +224,16 @@ def test_defaults_and_public_names() -> None:
     assert found == {
         "affine": {"scale": 1.0, "bias": 0.0},
         "clamp": {"low": None, "high": None},
+        "cosine_length": {"right": (1.0, 0.5), "wrong": (-1.0, -0.5), "exceeded": None},
         "efficiency_bonus": {},
         "length_cost": {"coef": 1.0},
         "mapping": {"default": None},
         "nonterminal_reward": {"value": 0.0},
         "overlong_penalty": {"factor": 1.0},
         "reduction": {"how": "sum"},
+        "repetition_penalty": {"ngram": 3, "factor": 1.0},
         "stop_properly": {"coef": 0.0},
+        "think_format": {"tags": ("<think>", "</think>"), "opened": False},
         "whitening": {"ddof": 1, "eps": 1e-6},
     }
     assert all(">>>" in getattr(rewards, name).__doc__ for name in rewards.__all__)

@@ -15,6 +15,7 @@ from rlkit.advantages.episodes import gigpo, hierarchical_grpo, step_wise_grpo
 from rlkit.advantages.group import dr_grpo, grpo, rloo
 from rlkit.advantages.labelled import by_group
 from rlkit.advantages.leave_one_out import loo_std
+from rlkit.advantages.optimal_token import optimal_token_baseline
 from rlkit.advantages.passk import pass_at_k, pkpo
 from rlkit.advantages.returns import discounted_returns, rebn
 from rlkit.advantages.running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
@@ -48,6 +49,7 @@ __all__ = [
     "on_policy_distillation",
     "opmd",
     "opo",
+    "optimal_token_baseline",
     "pass_at_k",
     "pkpo",
     "potential_shaping",

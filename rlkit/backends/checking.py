@@ -13,7 +13,10 @@ from rlkit.types import Datum
 if TYPE_CHECKING:
     from rlkit.losses.prepare import PreparedLoss
 
-__all__ = ["checked_call", "checked_data"]
+__all__ = ["OF_DISTRIBUTION", "checked_call", "checked_data"]
+
+# What a backend that has the full distribution p gives per token: its entropy, and the sums of p^2 and of p^2 log p.
+OF_DISTRIBUTION = ("entropy", "sum_p2", "sum_p2_logp")
 
 
 def checked_call(

@@ -17,7 +17,7 @@ import attrs
 
 from rlkit import _check
 from rlkit.backends import saves
-from rlkit.backends.checking import checked_call
+from rlkit.backends.checking import OF_DISTRIBUTION, checked_call
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer
 from rlkit.backends.worker import Background, Worker
 from rlkit.errors import BackendError, ConfigError, TrainerFailed
@@ -229,7 +229,7 @@ class InProcessBackend(ABC):
     def _checked(
         self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
     ) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
-        size, wanted = self.tokenizer.vocab_size, ("entropy",)
+        size, wanted = self.tokenizer.vocab_size, OF_DISTRIBUTION
         return checked_call(self._name, data, loss, config, want, wanted, vocab_size=size, max_length=self.max_length)
 
     def _submit(self, call: str, job: Callable[[], Any], *, trains: bool) -> Future[Any]:

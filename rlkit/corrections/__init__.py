@@ -1,7 +1,8 @@
-"""Off-policy corrections: weights and masks from the trainer's and the sampler's logprobs of the same tokens."""
+"""Weights and masks per token: off-policy corrections from two policies' logprobs, and masks from entropies."""
 
 from __future__ import annotations
 
+from rlkit.corrections.entropy import clip_b, clip_v, top_entropy
 from rlkit.corrections.masks import (
     divergence_rejection,
     geometric_sequence_mask,
@@ -14,6 +15,8 @@ from rlkit.corrections.weights import batch_normalized, clamp, icepop, sequence_
 __all__ = [
     "batch_normalized",
     "clamp",
+    "clip_b",
+    "clip_v",
     "divergence_rejection",
     "geometric_sequence_mask",
     "icepop",
@@ -22,6 +25,7 @@ __all__ = [
     "sequence_tis",
     "token_mask",
     "token_tis",
+    "top_entropy",
 ]
 
 for _name in __all__:

@@ -14,39 +14,53 @@ from rlkit import _check, _ratios
 __all__ = ["batch_normalized", "clamp", "icepop", "sequence_tis", "token_tis"]
 
 
-def token_tis(*, trainer_logprobs: Any, sampling_logprobs: Any, clip_high_threshold: float = 2.0) -> Any:
-    """Truncated importance weights: min(w, clip_high_threshold) for each token.
+def token_tis(
+    *,
+    trainer_logprobs: Any,
+    sampling_logprobs: Any,
+    clip_low_threshold: float = 0.0,
+    clip_high_threshold: float = 2.0,
+) -> Any:
+    """Truncated importance weights: w clipped to [clip_low_threshold, clip_high_threshold] for each token.
 
     Args:
         trainer_logprobs, sampling_logprobs: of the policy's own tokens: [n], [B, n] or a list of [n_i], of one shape,
             finite and at most 0, but for rounding up to 0.1; a sequence may be empty.
-        clip_high_threshold: >= 0, a bound on the ratio itself.
+        clip_low_threshold, clip_high_threshold: >= 0, bounds on the ratio itself that do not cross.
 
     Returns:
         float64 in the form of the logprobs.
 
     Raises:
         DataError: shapes differ, or an entry is no logprob.
-        ConfigError: the bound is out of range.
+        ConfigError: a bound is out of range, or they cross.
 
     >>> import math
-    >>> p, q = [math.log(0.05), math.log(0.6)], [math.log(0.2), math.log(0.2)]
+    >>> p, q = [math.log(0.05), math.log(0.6)], [math.log(0.2), math.log(0.2)]  # ratios 0.25 and 3
     >>> token_tis(trainer_logprobs=p, sampling_logprobs=q).round(6)
     array([0.25, 2.  ])
+    >>> token_tis(trainer_logprobs=p, sampling_logprobs=q, clip_low_threshold=0.5).round(6)
+    array([0.5, 2. ])
 
     Source: IMPALA, arXiv:1802.01561; "Your efficient RL framework secretly brings you off-policy RL training" (2025).
-    Peers: the bound is 2 in verl, 3 in TRL; slime has a lower bound too.
+    Peers: the upper bound is 2 in verl, 3 in TRL; TRL and slime have a lower bound too, off by default as here.
     """
-    high = _check.real("clip_high_threshold", clip_high_threshold, low=0.0, why="a bound on the ratio itself")
+    low, high = _ratios.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
-    return rows.restore(np.minimum(_ratios.ratios(d), high))
+    return rows.restore(np.clip(_ratios.ratios(d), low, high))
 
 
-def sequence_tis(*, trainer_logprobs: Any, sampling_logprobs: Any, clip_high_threshold: float = 2.0) -> Any:
-    """Truncated importance weights of sequences: min(product of w, clip_high_threshold) at each of their tokens.
+def sequence_tis(
+    *,
+    trainer_logprobs: Any,
+    sampling_logprobs: Any,
+    clip_low_threshold: float = 0.0,
+    clip_high_threshold: float = 2.0,
+) -> Any:
+    """Truncated importance weights of sequences: the product of w, clipped to the bounds, at each of their tokens.
 
     Args:
-        trainer_logprobs, sampling_logprobs, clip_high_threshold: as for ``token_tis``.
+        trainer_logprobs, sampling_logprobs, clip_low_threshold, clip_high_threshold: as for ``token_tis``.
 
     Raises:
         DataError, ConfigError: as for ``token_tis``.
@@ -58,9 +72,9 @@ def sequence_tis(*, trainer_logprobs: Any, sampling_logprobs: Any, clip_high_thr
 
     Source: as for ``token_tis``. Peers: verl's sequence level.
     """
-    high = _check.real("clip_high_threshold", clip_high_threshold, low=0.0, why="a bound on the ratio itself")
+    low, high = _ratios.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
-    return rows.restore(rows.spread(np.minimum(_ratios.ratios(rows.sum(d)), high)))
+    return rows.restore(rows.spread(np.clip(_ratios.ratios(rows.sum(d)), low, high)))
 
 
 def icepop(

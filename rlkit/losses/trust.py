@@ -98,32 +98,42 @@ def dppo_tv(
     divergence_low: float = 0.2,
     divergence_high: float = 0.2,
     ratio_cap: float = 20.0,
+    squared_coef: float = 0.0,
 ) -> Tensor:
     """-sum w sg[min(r, cap)] A lp, without the tokens whose probability has moved too far in A's direction.
 
     Dropped are A > 0 with p - p_q > divergence_high, and A <= 0 with p_q - p > divergence_low: the total variation
-    between the sampled token and all others, where PPO looks at the ratio, which is large for rare tokens.
+    between the sampled token and all others, where PPO looks at the ratio, which is large for rare tokens. With
+    squared_coef, w squared_coef (lp - q)^2 is added for every token, the dropped ones too, and pulls them back.
 
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
         divergence_low, divergence_high: >= 0, differences of probabilities (not ratios).
         ratio_cap: > 0, bound on the importance weight.
+        squared_coef: >= 0, of the squared log-ratio; 0 leaves it out.
 
     Raises:
-        ConfigError: a divergence is negative, or ``ratio_cap`` is not above 0.
+        ConfigError: a divergence or ``squared_coef`` is negative, or ``ratio_cap`` is not above 0.
 
     >>> import torch
     >>> lp, q = torch.tensor([0.5, 0.02]).log(), torch.tensor([0.2, 0.01]).log()  # moved by 0.3 and by 0.01
     >>> dppo_tv(lp, q, torch.ones(2)).item()  # 2 ln 50
     7.8240...
+    >>> dppo_tv(lp, q, torch.zeros(2), squared_coef=1.0).item()  # ln(2.5)^2 + ln(2)^2
+    1.3200...
 
-    Source: arXiv:2602.04879. Peers: verl's documented cap of 20 is never reached, its clip_ratio_c of 3 cuts before.
+    Source: arXiv:2602.04879; the squared log-ratio: Kimi K2.5, arXiv:2602.02276. Peers: prime-rl's default loss is
+    both, with squared_coef 1e-3; verl's documented cap of 20 is never reached, its clip_ratio_c of 3 cuts before.
     """
     _divergences(divergence_low, divergence_high, ratio_cap)
+    _check.real("squared_coef", squared_coef, low=0.0)
     moved = logprobs.detach().exp() - sampling_logprobs.exp()
     too_far = ((advantages > 0) & (moved > divergence_high)) | ((advantages <= 0) & (moved < -divergence_low))
-    return _gated(logprobs, sampling_logprobs, advantages, weights, ratio_cap, too_far)
+    total = _gated(logprobs, sampling_logprobs, advantages, weights, ratio_cap, too_far)
+    if squared_coef:  # or a token that the sampler finds impossible would make 0 times infinity
+        total = total + squared_coef * (weights * (logprobs - sampling_logprobs) ** 2).sum()
+    return total
 
 
 @register("dppo_kl")

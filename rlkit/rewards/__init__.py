@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from rlkit.rewards.basic import affine, clamp, mapping, nonterminal_reward, reduction, whitening
-from rlkit.rewards.length import efficiency_bonus, length_cost, overlong_penalty, stop_properly
+from rlkit.rewards.length import cosine_length, efficiency_bonus, length_cost, overlong_penalty, stop_properly
+from rlkit.rewards.text import repetition_penalty, think_format
 
 __all__ = [
     "affine",
     "clamp",
+    "cosine_length",
     "efficiency_bonus",
     "length_cost",
     "mapping",
     "nonterminal_reward",
     "overlong_penalty",
     "reduction",
+    "repetition_penalty",
     "stop_properly",
+    "think_format",
     "whitening",
 ]
 

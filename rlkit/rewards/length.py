@@ -10,9 +10,9 @@ from rlkit import _check, _rows
 from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
-from rlkit.errors import DataError
+from rlkit.errors import ConfigError
 
-__all__ = ["efficiency_bonus", "length_cost", "overlong_penalty", "stop_properly"]
+__all__ = ["cosine_length", "efficiency_bonus", "length_cost", "overlong_penalty", "stop_properly"]
 
 
 @row_wise
@@ -66,6 +66,52 @@ def length_cost(lengths: Any, *, max_length: int, coef: float = 1.0) -> Any:
     coef = _check.real("coef", coef, low=0.0)
     rows = _lengths(lengths)
     return rows.restore(0.0 - coef * np.minimum(rows.flat / max_length, 1.0))
+
+
+@row_wise
+def cosine_length(
+    correct: Any,
+    lengths: Any,
+    *,
+    max_length: int,
+    right: tuple[float, float] = (1.0, 0.5),
+    wrong: tuple[float, float] = (-1.0, -0.5),
+    exceeded: float | None = None,
+) -> Any:
+    """Rewards that pay right answers more the shorter they are, and charge wrong ones less the longer they are.
+
+    last + (first - last) (1 + cos(pi min(n, L) / L)) / 2, with (first, last) those of right or of wrong answers
+
+    Args:
+        correct: whether each answer is right: booleans [N], [B, G] or a list of [G_i].
+        lengths: tokens of each answer, shaped like ``correct``; numbers >= 0.
+        max_length: L >= 1.
+        right, wrong: the rewards at length 0 and at L.
+        exceeded: the reward of an answer of L tokens or more, right or wrong; None: that at L.
+
+    Returns:
+        float64 in the form of ``correct``.
+
+    Raises:
+        DataError: correct are no booleans, lengths are negative or shaped differently.
+        ConfigError: a setting is out of range.
+
+    >>> cosine_length([True, True, False, False], [0, 50, 0, 100], max_length=100)
+    array([ 1.  ,  0.75, -1.  , -0.5 ])
+
+    Source: "Demystifying long chain-of-thought reasoning", arXiv:2502.03373, appendix C.1, where right is (2, 1), wrong
+    (-10, 0) and exceeded -10. Peers: the defaults are open-r1's, which has no ``exceeded``.
+    """
+    max_length = _check.integer("max_length", max_length, low=1)
+    ends = np.array([_ends("wrong", wrong), _ends("right", right)])  # [2, 2], by correct
+    rows = _rows.parse("correct", correct, boolean=True)
+    n = rows.like("lengths", lengths)
+    rows.require("lengths", n, (n >= 0) & (n <= _rows.LARGEST), "a number >= 0")
+    first, last = ends[rows.flat.astype(np.int64)].T
+    worth = last + (first - last) * (1.0 + np.cos(np.pi * np.minimum(n / max_length, 1.0))) / 2.0
+    if exceeded is not None:
+        worth = np.where(n >= max_length, _check.real("exceeded", exceeded), worth)
+    return rows.restore(worth)
 
 
 @row_wise
@@ -127,10 +173,15 @@ def stop_properly(rewards: Any, truncated: Any, *, coef: float = 0.0) -> Any:
     return rows.restore(np.where(cut, worth, rows.flat))
 
 
+def _ends(where: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ConfigError(
+            _check.problem(where, f"got {_check.shown(value)}", "two numbers, at length 0 and at the limit")
+        )
+    return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
+
+
 def _lengths(lengths: Any) -> _rows.Rows:
     rows = _rows.parse("lengths", lengths)
-    good = (rows.flat >= 0) & (rows.flat <= _rows.LARGEST)
-    if not good.all():
-        index = int(np.argmin(good))
-        raise DataError(_check.problem(rows.name(index), f"is {rows.flat[index]}", "a number >= 0"))
+    rows.require("lengths", rows.flat, (rows.flat >= 0) & (rows.flat <= _rows.LARGEST), "a number >= 0")
     return rows

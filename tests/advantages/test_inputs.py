@@ -161,6 +161,7 @@ NEEDS: dict[str, dict[str, Any]] = {  # what an estimator can not do without, be
     "n_step_returns": {"values": TWO},
     "on_policy_distillation": {"teacher_logprobs": [-1.0], "sampling_logprobs": [-1.0]},
     "opo": {"lengths": [1, 2]},
+    "optimal_token_baseline": {"logprobs": [-1.0, -1.0], "sum_p2": [0.5, 0.5]},
     "pkpo": {"k": 2},
     "potential_shaping": {"potentials": TWO},
     "rebn": {"returns": TWO},
@@ -416,6 +417,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "on_policy_distillation": {"coef": 1.0, "clip": None, "gamma": 0.0, "mask": None},
     "opmd": {"baseline": "mean", "tau": 1.0, "singleton": "zero"},
     "opo": {"singleton": "zero"},
+    "optimal_token_baseline": {"importance": None, "groups": None, "singleton": "raw"},
     "pass_at_k": {
         "method": "max_second",
         "k": None,

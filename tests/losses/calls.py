@@ -24,6 +24,7 @@ VARIANTS = [
     *[(n, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}) for n in ("gspo", "gspo_token", "luspo")],
     ("gmpo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.1}),
     ("dppo_tv", {"divergence_low": 0.02, "divergence_high": 0.05, "ratio_cap": 1.2}),
+    ("dppo_tv", {"divergence_low": 0.02, "divergence_high": 0.05, "squared_coef": 0.3}),
     ("dppo_kl", {"divergence_low": 0.005, "divergence_high": 0.01, "ratio_cap": 1.2}),
     ("sapo", {"tau_pos": 2.0, "tau_neg": 0.6}),
     ("vespo", {"k_pos": 1.5, "lambda_pos": 0.5, "k_neg": 0.7, "lambda_neg": 2.5}),

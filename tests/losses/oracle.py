@@ -138,9 +138,10 @@ def vespo(t, x, at, d, s):
 @tokens
 def dppo_tv(t, x, at, d, s):
     a, p, q = d["advantages"][t], math.exp(at[t]), math.exp(d["sampling_logprobs"][t])
+    pull = s["squared_coef"] * (x[t] - d["sampling_logprobs"][t]) ** 2
     if (a > 0 and p - q > s["divergence_high"]) or (a <= 0 and q - p > s["divergence_low"]):
-        return 0.0
-    return -min(p / q, s["ratio_cap"]) * a * x[t]
+        return pull
+    return pull - min(p / q, s["ratio_cap"]) * a * x[t]
 
 
 @tokens

@@ -26,7 +26,7 @@ DEFAULTS = {
     "gmpo": {"clip_low_threshold": math.exp(-0.4), "clip_high_threshold": math.exp(0.4)},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
-    "dppo_tv": {"divergence_low": 0.2, "divergence_high": 0.2, "ratio_cap": 20.0},
+    "dppo_tv": {"divergence_low": 0.2, "divergence_high": 0.2, "ratio_cap": 20.0, "squared_coef": 0.0},
     "dppo_kl": {"divergence_low": 0.05, "divergence_high": 0.05, "ratio_cap": 20.0},
     "dro": {"beta": 0.05},
     "topr": {},

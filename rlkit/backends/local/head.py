@@ -48,7 +48,8 @@ class Head:
 
         Args:
             batch: a micro-batch.
-            wanted: "logprobs" -> ids [n], "target_logprobs" -> ids [n, K] with -1 for none, "entropy" -> None.
+            wanted: "logprobs" -> ids [n], "target_logprobs" -> ids [n, K] with -1 for none; "entropy",
+                "sum_p2" and "sum_p2_logp" -> None.
             temperatures: float32 [n], or None where all are 1.
 
         Returns:
@@ -126,11 +127,19 @@ def _read(
         return (-F.cross_entropy(logits, ids[0], reduction="none"),)
     logprobs = torch.log_softmax(logits, dim=-1)
     out = []
-    for which in ids:
+    for name, which in zip(names, ids, strict=True):
         if which is None:
-            out.append(-(logprobs.exp() * logprobs).sum(-1))
+            out.append(_of_distribution(name, logprobs))
         elif which.ndim == 1:
             out.append(logprobs.gather(1, which[:, None])[:, 0])
         else:
             out.append(logprobs.gather(1, which.clamp(min=0)).masked_fill(which < 0, 0.0))
     return tuple(out)
+
+
+def _of_distribution(name: str, logprobs: torch.Tensor) -> torch.Tensor:
+    """[n] from all logprobs [n, V]."""
+    if name == "entropy":
+        return -(logprobs.exp() * logprobs).sum(-1)
+    squares = (2.0 * logprobs).exp()
+    return squares.sum(-1) if name == "sum_p2" else (squares * logprobs).sum(-1)

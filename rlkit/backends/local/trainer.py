@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rlkit.backends.checking import OF_DISTRIBUTION
 from rlkit.backends.local.head import Head
 from rlkit.backends.local.packing import Batch, pack
 from rlkit.errors import BackendError
@@ -159,7 +160,7 @@ class Trainer:
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
         """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""
-        if name in ("entropy", "values"):
+        if name == "values" or name in OF_DISTRIBUTION:
             return None
         arrays = [datum.tokens if name == "logprobs" else datum.inputs["target_tokens"] for datum in data]
         return self._tensor(np.concatenate([a[datum.mask] for a, datum in zip(arrays, data, strict=True)]))

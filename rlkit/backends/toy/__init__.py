@@ -98,7 +98,7 @@ class ToyBackend(InProcessBackend):
                 gradient += row.gradient(data[i], loss.driver, found.driver[i].numpy(), extra)
         if backward:
             self._weights.add(gradient)
-        extras = {"entropy": [row.entropy for row in rows]} if "entropy" in want else {}
+        extras = {name: [getattr(row, name) for row in rows] for name in want}
         return output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [found])
 
     def _forward(self, datum: Datum) -> Row:

@@ -57,6 +57,16 @@ class Row:
         self._features = features
         self._temperature = temperature
 
+    @property
+    def sum_p2(self) -> np.ndarray:
+        """[n], the sum of p^2 over the vocabulary."""
+        return np.asarray((self._probs**2).sum(-1))
+
+    @property
+    def sum_p2_logp(self) -> np.ndarray:
+        """[n], the sum of p^2 log p over the vocabulary."""
+        return np.asarray((self._probs**2 * self.logprobs).sum(-1))
+
     def chosen(self, datum: Datum) -> np.ndarray:
         """float32 [n], the logprobs of the datum's own tokens."""
         return np.take_along_axis(self.logprobs, datum.tokens[datum.mask][:, None], 1)[:, 0].astype(np.float32)

@@ -109,10 +109,10 @@ class InputTests(Harness):
             assert len(sampler.sample([1], PARAMS).result()) == 1
 
     def test_entropy_is_exact(self, policy: Any) -> None:
-        """``want=("entropy",)`` and a loss that names entropy get the distribution's own, with its gradient."""
+        """``want`` gives the distribution's own entropy and sums, and a loss that names entropy its gradient."""
         data = self.data(policy)
         try:
-            output = policy.forward(data, want=("entropy",)).result()
+            output = policy.forward(data, want=("entropy", "sum_p2", "sum_p2_logp")).result()
         except rlkit.UnsupportedError:
             pytest.skip("this backend has no exact entropies, and says so")
         datum = data[0]
@@ -120,7 +120,10 @@ class InputTests(Harness):
         with policy.sampler().result() as sampler:
             futures = [sampler.logprobs(np.append(datum.tokens[:place], t)) for t in range(policy.tokenizer.vocab_size)]
             lps = np.array([future.result()[-1] for future in futures], np.float64)
-        assert output.outputs["entropy"][0][place] == pytest.approx(-(np.exp(lps) * lps).sum(), rel=1e-3)
+        of = {name: values[0][place] for name, values in output.outputs.items()}
+        assert of["entropy"] == pytest.approx(-(np.exp(lps) * lps).sum(), rel=1e-3)
+        assert of["sum_p2"] == pytest.approx(np.exp(2 * lps).sum(), rel=1e-3)
+        assert of["sum_p2_logp"] == pytest.approx((np.exp(2 * lps) * lps).sum(), rel=1e-3)
         before = sum(float(h.sum()) for h in output.outputs["entropy"])
         policy.forward_backward(data, lambda logprobs, entropy: -entropy.sum() + 0 * logprobs.sum())
         self.after(policy, data)
