@@ -231,3 +231,13 @@ def test_defaults_and_public_names() -> None:
         "token_mask": bounds(0.5, 2.0),
         "token_tis": bounds(0.0, 2.0),
     }
+
+
+def test_levels_tell_sums_means_and_the_largest_apart() -> None:
+    """Two tokens that both diverge, by 2 and 0.5: their sum, mean and largest are three numbers."""
+    p, q = [[-3.0, -2.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0, -1.0]]
+    kept = {"sequence-sum": 2.5, "sequence-mean": 1.25, "sequence-max": 2.0}
+    for level, divergence in kept.items():
+        for threshold, keep in ((divergence - 0.01, 0.0), (divergence, 1.0)):
+            found = call("divergence_rejection", p, q, threshold=threshold, level=level, estimator="k2")
+            np.testing.assert_array_equal(found, [[keep] * 2, [1.0] * 2])

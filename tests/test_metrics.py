@@ -241,3 +241,13 @@ def test_defaults_and_public_names() -> None:
         parameters = inspect.signature(getattr(metrics, name)).parameters.values()
         assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
     assert all(">>>" in getattr(metrics, name).__doc__ for name in metrics.__all__)
+
+
+def test_a_ratio_on_a_bound_is_not_clipped() -> None:
+    """Ratios of exactly 0.5 and 2 lie within bounds of 0.5 and 2."""
+    lp = [math.log(0.25), math.log(0.5), math.log(0.25)]
+    q = [math.log(0.5), math.log(0.25), math.log(0.5) + 1e-9]
+    found = metrics.clip_fraction(
+        trainer_logprobs=lp, sampling_logprobs=q, clip_low_threshold=0.5, clip_high_threshold=2.0
+    )
+    assert found == {"low": pytest.approx(1 / 3), "high": 0.0}

@@ -466,3 +466,26 @@ def test_running_states_of_one_number_and_of_the_largest() -> None:
     """States at the ends of their ranges are accepted."""
     assert adv.RunningNormalization(count=1, mean=2.0, lowest=2.0, highest=2.0).update([2.0]).tolist() == [0.0]
     assert adv.RunningBaseline(baselines={"": 1e150}).update([1e150]).tolist() == [0.0]
+
+
+def test_a_prompt_without_tokens_is_no_prompt() -> None:
+    """Prompts whose samples are all empty do not shrink the weights of the others."""
+    np.testing.assert_array_equal(adv.token_weights([2, 0], "prompt-mean", groups=["a", "b"]), [0.5, 0.0])
+    np.testing.assert_array_equal(adv.token_weights([1, 1, 0], "prompt-mean", groups=["a", "b", "c"]), [0.5, 0.5, 0.0])
+
+
+@laws
+@given(st.floats(-2, 2), st.floats(-2, 2))
+def test_gigpo_divides_both_parts_alike(a: float, b: float) -> None:
+    """Two episodes of one step from one state: both parts are the same whitening, whatever ddof is."""
+    assume(abs(a - b) > 1e-3)
+    for ddof in (0, 1):
+        found = np.ravel(adv.gigpo([[a], [b]], [["s"], ["s"]], ddof=ddof, eps=0.0))
+        np.testing.assert_allclose(found, 2 * adv.grpo([a, b], ddof=ddof, eps=0.0))
+
+
+def test_unscored_rewards_are_not_held_against_the_baseline() -> None:
+    """NaN gets 0, also where a baseline has been learned."""
+    baseline = adv.RunningBaseline(decay=0.5)
+    baseline.update([4.0], ["a"])
+    np.testing.assert_array_equal(baseline.update([NAN, 3.0], ["a", "a"]), [0.0, 1.0])

@@ -142,6 +142,24 @@ def test_merged_and_unmerged_agree(connect, kind):
     assert np.abs(base - a).max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_merged_copy_follows_what_is_sampled(connect, kind):
+    """Base, policy, base, a later policy: each sampler has its own weights, whichever was merged before."""
+    policy = connect(kind, merge=True)
+    tokens = np.arange(3, 23)
+    datum = rlkit.Datum.supervised(tokens[:1], tokens[1:])
+    base = policy.base_sampler().result()
+    seen = [base.logprobs(tokens).result()]
+    for _ in range(2):
+        train(policy)
+        expected = policy.forward([datum]).result().logprobs[0]
+        found = policy.sampler().result().logprobs(tokens).result()
+        assert np.abs(found - expected).max() < 1e-4
+        assert np.abs(found - seen[-1]).max() > 1e-3
+        seen.append(found)
+        assert np.array_equal(base.logprobs(tokens).result(), seen[0])
+
+
 @pytest.mark.parametrize("change", ["replaced", "moved"])
 def test_weights_that_were_replaced_are_noticed(tiny, tmp_path, change):
     """Several weights are read as one tensor, so a model that was changed by hand is refused, not misread."""

@@ -305,3 +305,19 @@ def test_many_datums_are_packed_fast_enough(share):
     ]
     batches = pack(data, 16384, share=share)
     assert sorted(i for batch in batches for i in batch.members) == list(range(10**4))
+
+
+@given(batches_of_data(), st.integers(4, 60))
+@settings(max_examples=60, deadline=None)
+def test_rows_of_pairs_stay_within_the_budget(data, budget):
+    """Padded rows count, also where the first of a pair is the longer one."""
+    data = [datum for datum in data if datum.mask.any()]
+    data = data[: len(data) // 2 * 2]
+    for batch in pack(data, budget, pairs=True, share=False):
+        assert len(batch.members) == 2 or batch.rows()[0].size <= budget
+
+
+def test_the_longer_of_a_pair_counts():
+    """Pairs of 9 and 1 tokens: two pairs are four rows of 9, not of 1."""
+    data = [rlkit.Datum.supervised([3], np.arange(4, 4 + n)) for n in (9, 1, 9, 1)]
+    assert [len(batch.members) for batch in pack(data, 20, pairs=True, share=False)] == [2, 2]

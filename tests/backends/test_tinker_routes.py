@@ -209,3 +209,29 @@ def test_the_table_of_routes_is_whole():
     """Every loss of the registry is tried above."""
     assert {name for name, _ in VARIANTS} >= set(NAMES)
     assert set(HOSTED) <= {name for name in NAMES if needs(name)[0] == "logprobs"}
+
+
+def test_gspo_with_weights_that_differ(service):
+    """The hosted token form is another loss where weights differ within a datum, though the advantages do not."""
+    data = []
+    for datum in episodes("gspo", constant=True):
+        weights = np.linspace(0.5, 2.0, int(datum.mask.sum()))
+        data.append(datum.with_inputs(weights=weights))
+    route = check_equal(connect(service), data, "gspo")
+    assert route.kind == "server"
+    assert "token form" in route.why
+
+
+def test_topr_with_negative_weights(service):
+    """The advantage decides in which call a token counts, not the sign of its weight."""
+    data = [d.with_inputs(weights=-0.5) for d in episodes("topr")]
+    assert check_equal(connect(service), data, "topr").kind == "composed"
+
+
+def test_mix_without_mu(service):
+    """The share of the expert has one default, in the policy's part and in the expert's."""
+    data = []
+    for i, datum in enumerate(episodes("mix")):
+        inputs = {k: datum.select(v) if v.ndim else v for k, v in datum.inputs.items() if k != "mu"}
+        data.append(rlkit.Datum(datum.tokens, datum.mask, {**inputs, "expert": float(i % 2)}))
+    assert check_equal(connect(service), data, "mix").kind == "composed"

@@ -445,3 +445,19 @@ def test_one_number_is_the_same_number_for_each_token(name):
     assert value == pytest.approx(expected, rel=1e-12)
     for a, b in zip(gradients, others, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
+def test_gmpo_takes_the_upper_bound_for_a_zero_advantage():
+    """A token with A = 0 counts in the geometric mean, clipped from above."""
+    inputs = {"sampling_logprobs": [np.full(2, -3.0)], "advantages": [np.array([0.0, -1.0])]}
+    driver = [np.array([-1.0, -3.0])]  # ratios e^2, beyond the bound, and 1
+    value, _, _ = call("gmpo", driver, inputs, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
+    assert value == pytest.approx(math.sqrt(2.0))
+
+
+def test_sppo_has_two_bounds():
+    """Bounds that are not each other's inverse: each drops what lies beyond it, and nothing else."""
+    ratios = np.log([0.55, 0.65, 1.35, 1.45])
+    inputs = {"sampling_logprobs": [np.full(4, -2.0)], "advantages": [np.ones(4)]}
+    _, (gradient,), _ = call("sppo", [ratios - 2.0], inputs, {"clip_low_threshold": 0.6, "clip_high_threshold": 1.4})
+    np.testing.assert_array_equal(gradient, [0.0, -1.0, -1.0, 0.0])

@@ -671,3 +671,27 @@ def test_coefficient_inputs_have_names_of_their_own(name):
     """A coefficient named after another input would silently be that input."""
     with pytest.raises(rlkit.ConfigError, match=name):
         rlkit.losses.with_kl("ppo", coef=name)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("changed", "match"), [({"temperature": 0.0}, "greedily"), ({"truncated": True}, "top_p")])
+def test_every_datum_is_looked_at(place, changed, match):
+    """A sample without usable probabilities is found wherever it stands."""
+    data, _ = datums(*example("ppo", np.random.default_rng(0), sizes=(2, 3, 1)))
+    data[place] = attrs.evolve(data[place], **changed)
+    with pytest.raises(DataError, match=rf"data\[{place}\] was sampled .*{match}"):
+        prepare("ppo").check(data)
+
+
+def test_each_of_a_pair_has_its_own_default():
+    """A default that is a tuple holds the chosen one's value and the rejected one's."""
+
+    @loss(level="pair")
+    def lopsided(logprobs, scale=(2.0, 3.0)):
+        return scale[0] * logprobs[0].sum() + scale[1] * logprobs[1].sum()
+
+    data, leaves = datums([np.array([-1.0]), np.array([-1.0])], {})
+    first, second = (d.with_inputs(scale=7.0) for d in data)
+    for some, expected in (([first, data[1]], (7.0, 3.0)), ([data[0], second], (2.0, 7.0))):
+        found = prepare(lopsided).gradient(leaves, some).driver
+        assert [g.item() for g in found] == list(expected)
