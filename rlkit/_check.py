@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.errors import ConfigError, DataError, RlkitError
+from rlkit import _aliases
+from rlkit.errors import ArgumentError, ConfigError, DataError, RlkitError
 
 _SHOWN = 60
 
@@ -44,12 +45,14 @@ def near(name: str, known: Iterable[str]) -> str:
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" There are: {', '.join(known) or 'none'}"
 
 
-def options(where: str, make: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a keyword that ``make`` does not take."""
+def options(where: str, make: Callable[..., Any], given: Mapping[str, Any], *, kind: str = "") -> None:
+    """Raises ArgumentError for a keyword that ``make`` does not take; ``kind`` is whose aliases are known."""
     known = inspect.signature(make).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        for name in given.keys() - known.keys():
-            raise ConfigError(f"{where}: no option {name!r}{near(name, known)}")
+        for name in given:
+            if name not in known:
+                hint = _aliases.answer(kind, name, known) or near(name, known)
+                raise ArgumentError(f"{where}: no option {name!r}{hint}")
 
 
 def integer(

@@ -7,6 +7,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast, overl
 
 import numpy as np
 
+from rlkit._calls import answered
+
 P = ParamSpec("P")
 Number: TypeAlias = float | np.number[Any] | np.bool_
 Row: TypeAlias = np.ndarray | Sequence[Number]
@@ -47,13 +49,13 @@ class TwoRowWise(Protocol[P]):
 
 
 def row_wise(function: Callable[Concatenate[Any, P], Any]) -> RowWise[P]:
-    """Decorator: ``function`` itself, and for type checkers one that gives an array for an array, a list for a list.
+    """Decorator: ``answered``, and for type checkers a function that gives an array for an array, a list for a list.
 
     A list of numbers is a row, too, and gives an array.
     """
-    return cast("RowWise[P]", function)
+    return cast("RowWise[P]", answered(function, kind="estimators"))
 
 
 def two_row_wise(function: Callable[Concatenate[Any, P], tuple[Any, Any]]) -> TwoRowWise[P]:
     """Decorator: as ``row_wise``, of a function with two results."""
-    return cast("TwoRowWise[P]", function)
+    return cast("TwoRowWise[P]", answered(function, kind="estimators"))

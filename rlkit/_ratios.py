@@ -51,10 +51,20 @@ def ratios(log_ratio: np.ndarray) -> np.ndarray:
 
 
 def check_bounds(low: float, high: float) -> tuple[float, float]:
-    """Bounds on a ratio, which do not cross."""
-    low = _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself")
-    high = _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself")
-    if low > high:
-        what = f"is {low}, above clip_high_threshold={high}"
-        raise ConfigError(_check.problem("clip_low_threshold", what, "bounds that do not cross"))
+    """Bounds on a ratio: 0 <= low <= 1 <= high, so that a policy that has not moved lies within.
+
+    Raises:
+        ConfigError: they are others, such as the distances from 1 that other libraries take.
+    """
+    low = _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself, 1 - 0.2 for a clip of 0.2")
+    high = _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself, 1 + 0.2 for one of 0.2")
+    if low > 1.0:
+        raise ConfigError(_bound("clip_low_threshold", low, "at most 1"))
+    if high < 1.0:
+        raise ConfigError(_bound("clip_high_threshold", high, "at least 1"))
     return low, high
+
+
+def _bound(name: str, value: float, expected: str) -> str:
+    why = "it bounds the ratio itself: for a clip of 0.2 write 1 - 0.2 and 1 + 0.2"
+    return _check.problem(name, f"is {value}", expected, why)

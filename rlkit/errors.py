@@ -7,6 +7,7 @@ through unchanged. All of them can be pickled.
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "BackendError",
     "BackendTimeout",
     "CheckpointError",
@@ -33,6 +34,10 @@ class DataError(RlkitError, ValueError):
 
 class ConfigError(RlkitError, ValueError):
     """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
+
+
+class ArgumentError(ConfigError, TypeError):
+    """A call has an argument that the function does not take, or lacks one; a name known from elsewhere is answered."""
 
 
 class UnknownNameError(RlkitError, LookupError):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rlkit import _check
-from rlkit.errors import BackendTimeout
+from rlkit.errors import ArgumentError, BackendTimeout
 
 __all__ = ["Future"]
 
+_HINT = "it stands for a value that is on its way: call .result(), or await it, and use what that gives"
+
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 class Future(Generic[T]):
@@ -21,6 +22,9 @@ class Future(Generic[T]):
 
     There is no ``cancel()``: cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the
     waiting and never the work, so that a training call can not be lost from the middle of a sequence.
+
+    ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and
+    ``TaskGroup.create_task`` want a coroutine, which ``async def value(): return await future`` makes of it.
 
     >>> Future.of(3).result()
     3
@@ -105,6 +109,31 @@ class Future(Generic[T]):
             self._inner.add_done_callback(from_worker)
             yield from waiter
         return self.result()
+
+    if not TYPE_CHECKING:  # a checker has to go on refusing what is answered here
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):  # asked for by copy, pickle and the like
+                raise AttributeError(f"'Future' object has no attribute {name!r}")
+            what = "cannot be cancelled, so that no training call is lost" if name == "cancel" else f"has no {name!r}"
+            raise AttributeError(f"a Future {what}; {_HINT}")
+
+        def __getitem__(self, item: object) -> NoReturn:
+            raise ArgumentError(f"a Future is not the list itself; {_HINT}")
+
+        def __iter__(self) -> NoReturn:
+            raise ArgumentError(f"a Future cannot be iterated; {_HINT}")
+
+        def __len__(self) -> NoReturn:
+            raise ArgumentError(f"a Future has no length; {_HINT}")
+
+        def __enter__(self) -> NoReturn:
+            raise ArgumentError(f"a Future is no context manager; {_HINT}")
+
+        def __exit__(self, *exc: object) -> None: ...
+
+        def __bool__(self) -> bool:
+            return True  # and not a matter of its length
 
     def __repr__(self) -> str:
         if not self.done():

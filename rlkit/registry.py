@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+import attrs
+
 from rlkit import _check
 from rlkit.errors import ConfigError, UnknownNameError
 
@@ -35,22 +37,38 @@ class Registry(dict[str, Any]):
     rlkit.errors.UnknownNameError: no colour named 'rad'; did you mean 'red'? There are: red
     """
 
-    def __init__(self, kind: str, *, entry_point_group: str | None = None) -> None:
+    def __init__(
+        self, kind: str, *, entry_point_group: str | None = None, elsewhere: Callable[[str], str] | None = None
+    ) -> None:
+        """An empty registry.
+
+        Args:
+            kind: what it holds, for messages.
+            entry_point_group: of packages that add to it.
+            elsewhere: a name that is missing -> where it is to be found instead, "" where that is not known.
+        """
         super().__init__()
         self.kind = kind
+        self._elsewhere = elsewhere
         self._group = entry_point_group
 
     def register(self, name: str) -> Callable[[F], F]:
         """Decorator that adds a function or class under ``name``.
 
+        One of the same module and name takes the place of the old one, as when a cell of a notebook runs again.
+
         Raises:
-            ConfigError: ``name`` is no non-empty string, or taken by something else.
+            ConfigError: ``name`` is no non-empty string, or taken by something else, or it is no function or class.
         """
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"a {self.kind} is registered under a non-empty name; got {name!r}")
+            raise ConfigError(f'a {self.kind} is registered under a non-empty name, @register("name"); got {name!r}')
 
         def add(implementation: F) -> F:
-            if dict.get(self, name, implementation) is not implementation:
+            if not (callable(implementation) or attrs.has(type(implementation))):
+                what = f"got {_check.shown(implementation)}"
+                raise ConfigError(_check.problem(f"{self.kind} {name!r}", what, "a function or a class"))
+            there = dict.get(self, name, implementation)
+            if there is not implementation and not _redefined(there, implementation):
                 raise ConfigError(f"a {self.kind} named {name!r} exists already; delete it from the registry first")
             self[name] = implementation
             return implementation
@@ -87,6 +105,9 @@ class Registry(dict[str, Any]):
         self._load_entry_points()
         if name in self:
             return super().__getitem__(str(name))
+        elsewhere = self._elsewhere(str(name)) if self._elsewhere is not None else ""
+        if elsewhere:
+            raise UnknownNameError(f"no {self.kind} named {name!r}: {elsewhere}")
         raise UnknownNameError(f"no {self.kind} named {name!r}{_check.near(str(name), sorted(self))}")
 
     def values(self) -> Any:
@@ -102,3 +123,11 @@ class Registry(dict[str, Any]):
         if group is not None:
             for point in entry_points(group=group):
                 self.setdefault(point.name, point.value)
+
+
+def _redefined(old: Any, new: Any) -> bool:
+    """Whether ``new`` is what a module now has under the name that ``old`` had there."""
+    if attrs.has(type(new)) and old == new:
+        return True
+    one, two = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (old, new)]
+    return one == two and None not in one and "<lambda>" not in str(one[1])

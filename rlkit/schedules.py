@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import ConfigError
 
 __all__ = ["chord_schedule", "constant", "cosine", "linear", "lr_for", "piecewise", "warmup", "wsd"]
@@ -18,6 +19,7 @@ __all__ = ["chord_schedule", "constant", "cosine", "linear", "lr_for", "piecewis
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
 
+@answered
 def constant(step: int, *, value: float) -> float:
     """The same value at every step.
 
@@ -35,6 +37,7 @@ def constant(step: int, *, value: float) -> float:
     return _check.real("value", value)
 
 
+@answered
 def linear(step: int, *, start: float, end: float, steps: int) -> float:
     """A straight line from start at step 0 to end at step ``steps``, and end from then on.
 
@@ -53,6 +56,7 @@ def linear(step: int, *, start: float, end: float, steps: int) -> float:
     return _check.real("start", start) * (1.0 - part) + _check.real("end", end) * part
 
 
+@answered
 def cosine(step: int, *, start: float, end: float = 0.0, steps: int) -> float:
     """Half a cosine from start at step 0 to end at step ``steps``, and end from then on.
 
@@ -76,6 +80,7 @@ def cosine(step: int, *, start: float, end: float = 0.0, steps: int) -> float:
     return end if part == 1.0 else end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * part))
 
 
+@answered
 def warmup(step: int, *, steps: int) -> float:
     """A factor for another schedule that rises to 1: min((step + 1) / steps, 1).
 
@@ -93,6 +98,7 @@ def warmup(step: int, *, steps: int) -> float:
     return min((step + 1) / max(_check.integer("steps", steps, low=0), 1), 1.0)
 
 
+@answered
 def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_steps: int, end: float = 0.0) -> float:
     """Warm-up, a plateau at peak, and a straight line to end over the last ``decay_steps`` of ``steps``.
 
@@ -128,6 +134,7 @@ def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_step
     return linear(step - (steps - decay_steps), start=peak, end=end, steps=decay_steps)
 
 
+@answered
 def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) -> float:
     """Constant pieces: values[i] before boundaries[i], the last value after all of them.
 
@@ -152,6 +159,7 @@ def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) 
     return levels[sum(step >= edge for edge in edges)]
 
 
+@answered
 def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:
     """The share of the supervised loss in CHORD: up to peak in a straight line, then down to valley by a cosine.
 
@@ -181,6 +189,7 @@ def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: floa
     return cosine(step - warmup_steps, start=peak, end=valley, steps=decay_steps)
 
 
+@answered
 def lr_for(model: Any, *, hidden_size: int, lora: bool = True) -> float:
     """A first guess at Adam's learning rate for a model, to start a search from.
 

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit._forms import ArrayLike, Number
 from rlkit.errors import ConfigError, DataError
 
@@ -44,6 +45,7 @@ def _names(value: tuple[str, ...] | list[str] | None) -> tuple[str, ...] | None:
 _REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entropy")
 
 
+@answered
 @attrs.frozen(eq=False, repr=False)
 class Datum:
     """A sequence of tokens, which of them the policy chose, and what a loss wants to know about those.
@@ -133,6 +135,7 @@ class Datum:
         return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
 
 
+@answered
 @attrs.frozen(eq=False, repr=False)
 class Sample:
     """What a sampler returns for one completion.
@@ -205,6 +208,7 @@ class Sample:
         return f"Sample(P={self.prompt.size}, n={self.tokens.size}, stop_reason={self.stop_reason!r})"
 
 
+@answered
 @attrs.frozen
 class SamplingParams:
     r"""How to sample.
@@ -245,6 +249,7 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
 
+@answered
 @attrs.frozen
 class Adam:
     """One step of AdamW (decoupled weight decay, arXiv:1711.05101); every number may change from step to step.
@@ -272,6 +277,7 @@ class Adam:
         _check.real("Adam.eps", self.eps, above=0.0)
 
 
+@answered
 @attrs.frozen
 class Lora:
     """A low-rank adapter (arXiv:2106.09685): W + (alpha / rank) B A, B = 0 at first, no dropout.

@@ -194,7 +194,7 @@ def test_bad_logprobs(name: str) -> None:
         ("sequence_tis", {"clip_high_threshold": INF}, "clip_high_threshold"),
         ("icepop", {"clip_low_threshold": 6.0}, "clip_low_threshold"),
         ("token_mask", {"clip_low_threshold": 3.0}, "clip_low_threshold"),
-        ("sequence_mask", {"clip_high_threshold": 0.1}, "clip_low_threshold"),
+        ("sequence_mask", {"clip_high_threshold": 0.1}, "clip_high_threshold"),
         ("geometric_sequence_mask", {"clip_low_threshold": None}, "clip_low_threshold"),
         ("outlier_veto", {"clip_high_threshold": NAN}, "clip_high_threshold"),
         ("clamp", {"bound": 0.0}, "bound"),

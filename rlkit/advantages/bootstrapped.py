@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import estimator
 from rlkit._forms import row_wise, two_row_wise
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
@@ -63,6 +64,7 @@ def gae(
 
 
 @register("length_adaptive_lambda")
+@estimator
 def length_adaptive_lambda(lengths: Any, *, alpha: float = 0.05) -> np.ndarray:
     """The lambda of GAE for each trajectory, nearer to 1 for longer ones (VAPO).
 

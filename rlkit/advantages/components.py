@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import estimator
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -16,6 +17,7 @@ __all__ = ["gdpo"]
 
 
 @register("gdpo")
+@estimator
 def gdpo(rewards: Any, *, weights: Any = None, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero") -> Any:
     """The weighted sum of each component's GRPO advantages, normalised over the batch.
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import estimator
 from rlkit._forms import row_wise
 from rlkit.advantages import _groups, _scan
 from rlkit.advantages._groups import Groups
@@ -20,6 +21,7 @@ __all__ = ["gigpo", "hierarchical_grpo", "step_wise_grpo"]
 
 
 @register("step_wise_grpo")
+@estimator
 def step_wise_grpo(
     rewards: Any, steps: Any, *, step_norm: bool = False, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero"
 ) -> Any:
@@ -112,6 +114,7 @@ def gigpo(
 
 
 @register("hierarchical_grpo")
+@estimator
 def hierarchical_grpo(rewards: Any, roles: Any, groups: Any, *, singleton: str = "zero") -> Any:
     """Rewards minus the mean of those with the same role in the same group, for episodes that several roles play.
 

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import answered
 from rlkit.advantages import baselines, group
 from rlkit.advantages._registry import registry
 from rlkit.advantages.balanced import rec
@@ -28,6 +29,7 @@ _FLAT = (  # these take the groups as they are stored, so that no list of them i
 _PER_SAMPLE = ("lengths",)  # settings that hold one number per reward, and are regrouped with them
 
 
+@answered
 def by_group(estimator: str | Callable[..., Any], rewards: Any, groups: Any, **settings: Any) -> Any:
     """The advantages of a group estimator for flat rewards with group labels.
 

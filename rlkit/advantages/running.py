@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import answered
 from rlkit.advantages import _groups
 from rlkit.advantages._groups import Groups
 from rlkit.advantages._registry import register
@@ -17,6 +18,7 @@ from rlkit.errors import ConfigError
 __all__ = ["RunningBaseline", "RunningNormalization", "running_baseline", "running_normalization"]
 
 
+@answered
 @attrs.define
 class RunningBaseline:
     """An exponential moving average of the rewards of each role, as their baseline (role-conditioned advantages).
@@ -67,6 +69,7 @@ class RunningBaseline:
         return np.where(groups.scored, groups.rewards - before, 0.0)
 
 
+@answered
 @attrs.define
 class RunningNormalization:
     """Rewards normalised by the mean and the deviation of all rewards seen so far, those of the call included.
@@ -135,6 +138,7 @@ class RunningNormalization:
 
 
 @register("running_baseline")
+@answered
 def running_baseline(*, decay: float = 0.95) -> RunningBaseline:
     """A fresh moving-average baseline per role (see ``RunningBaseline``).
 
@@ -145,6 +149,7 @@ def running_baseline(*, decay: float = 0.95) -> RunningBaseline:
 
 
 @register("running_normalization")
+@answered
 def running_normalization(*, ddof: int = 1, eps: float = 1e-6) -> RunningNormalization:
     """A fresh running normalisation (see ``RunningNormalization``).
 

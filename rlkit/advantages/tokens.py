@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _ratios, _rows
+from rlkit._calls import estimator
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -19,6 +20,7 @@ _LARGEST_DISTANCE = 1e75  # beyond it coef d^2 could overflow
 
 
 @register("on_policy_distillation")
+@estimator
 def on_policy_distillation(
     *,
     teacher_logprobs: Any,
@@ -64,6 +66,7 @@ def on_policy_distillation(
 
 
 @register("jsd")
+@estimator
 def jsd(
     *, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0, mask: Any = None
 ) -> Any:
@@ -99,6 +102,7 @@ def jsd(
 
 
 @register("jsd_gradient")
+@estimator
 def jsd_gradient(
     *, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0, mask: Any = None
 ) -> Any:
@@ -134,6 +138,7 @@ def jsd_gradient(
 
 
 @register("kl_penalty")
+@estimator
 def kl_penalty(
     *,
     sampling_logprobs: Any,
@@ -186,6 +191,7 @@ def kl_penalty(
 
 
 @register("entropy_bonus")
+@estimator
 def entropy_bonus(*, sampling_logprobs: Any, coef: float = 0.01, mask: Any = None) -> Any:
     """What is added to per-token advantages to keep the policy's entropy up.
 

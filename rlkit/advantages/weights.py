@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import answered
 from rlkit.advantages._registry import register
 from rlkit.errors import ConfigError, DataError
 
@@ -23,6 +24,7 @@ _MODES = (
 
 
 @register("token_weights")
+@answered
 def token_weights(lengths: Any, mode: str = "token-mean", *, constant: float | None = None, groups: Any = None) -> Any:
     """The weight of each token of a sequence, so that a plain sum over tokens is the wanted mean over the batch.
 

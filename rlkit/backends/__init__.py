@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.errors import ConfigError
@@ -36,6 +37,7 @@ def connect(name: Literal["tinker"], **options: Unpack[TinkerOptions]) -> Traine
 def connect(name: str, **options: Any) -> TrainerBackend: ...
 
 
+@answered
 def connect(name: str, **options: Any) -> TrainerBackend:
     """A trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
 
@@ -64,11 +66,12 @@ def connect(name: str, **options: Any) -> TrainerBackend:
     'hello'
     """
     make = registry.resolve(name)
-    _check.options(f"connect({name!r})", make, options)
+    _check.options(f"connect({name!r})", make, options, kind="connect")
     backend: TrainerBackend = make(**options)
     return backend
 
 
+@answered
 def sampler(name: str, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
     """A frozen policy without a trainer: a teacher, a reference, a finished policy.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 import attrs
 import numpy as np
 
+from rlkit._calls import answered
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
 
@@ -151,6 +152,7 @@ class TrainerBackend(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+@answered
 @attrs.frozen
 class Route:
     """How a loss reaches a service.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.control import ControlText
 from rlkit.chat.templates import Template
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Chat"]
 
 
+@answered
 class Chat:
     """Turns what environments say into prompts, and what the policy sampled into actions.
 

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _ratios, _rows
+from rlkit._calls import answered
 
 __all__ = ["clip_b", "clip_v", "top_entropy"]
 
 _FLAT = 1e-12  # a deviation below it is rounding; peers use the same number
 
 
+@answered
 def top_entropy(*, entropy: Any, fraction: float = 0.2) -> Any:
     """1 for the given fraction of the batch's tokens that have the highest entropy, 0 for the others.
 
@@ -47,6 +49,7 @@ def top_entropy(*, entropy: Any, fraction: float = 0.2) -> Any:
     return rows.restore((rows.flat >= np.quantile(rows.flat, 1.0 - fraction)).astype(np.float64))
 
 
+@answered
 def clip_b(*, entropy: Any, logprobs: Any, advantages: Any, mu: float = 2.5) -> Any:
     """0 for tokens with a negative advantage that would change the entropy most, by their score within the batch.
 
@@ -79,6 +82,7 @@ def clip_b(*, entropy: Any, logprobs: Any, advantages: Any, mu: float = 2.5) -> 
     return rows.restore(1.0 - ((a < 0) & (score - score.mean() < -mu * score.std())))
 
 
+@answered
 def clip_v(
     *,
     entropy: Any,

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _ratios
+from rlkit._calls import answered
 
 __all__ = ["divergence_rejection", "geometric_sequence_mask", "outlier_veto", "sequence_mask", "token_mask"]
 
 _LEVELS = ("token", "sequence-sum", "sequence-mean", "sequence-max")
 
 
+@answered
 def token_mask(
     *,
     trainer_logprobs: Any,
@@ -29,14 +31,14 @@ def token_mask(
     Args:
         trainer_logprobs, sampling_logprobs: of the policy's own tokens: [n], [B, n] or a list of [n_i], of one shape,
             finite and at most 0, but for rounding up to 0.1; a sequence may be empty.
-        clip_low_threshold, clip_high_threshold: >= 0, bounds on the ratio itself that do not cross.
+        clip_low_threshold, clip_high_threshold: >= 0, bounds on the ratio itself, with 1 between them.
 
     Returns:
         float64 in the form of the logprobs.
 
     Raises:
         DataError: shapes differ, or an entry is no logprob.
-        ConfigError: a bound is out of range, or they cross.
+        ConfigError: a bound is out of range, or 1 is not between them.
 
     >>> import math
     >>> token_mask(trainer_logprobs=[-1.0, math.log(0.3)], sampling_logprobs=[-1.0, math.log(0.1)])  # 1 and 3
@@ -49,6 +51,7 @@ def token_mask(
     return rows.restore(_within(d, low, high))
 
 
+@answered
 def sequence_mask(
     *,
     trainer_logprobs: Any,
@@ -77,6 +80,7 @@ def sequence_mask(
     return rows.restore(rows.spread(_within(rows.sum(d), low, high)))
 
 
+@answered
 def geometric_sequence_mask(
     *,
     trainer_logprobs: Any,
@@ -107,6 +111,7 @@ def geometric_sequence_mask(
     return rows.restore(rows.spread(_within(means, low, high)))
 
 
+@answered
 def outlier_veto(
     *,
     trainer_logprobs: Any,
@@ -134,6 +139,7 @@ def outlier_veto(
     return rows.restore(rows.spread(rows.reduce(np.minimum, _within(d, low, high), empty=1.0)))
 
 
+@answered
 def divergence_rejection(
     *,
     trainer_logprobs: Any,

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _ratios
+from rlkit._calls import answered
 
 __all__ = ["batch_normalized", "clamp", "icepop", "sequence_tis", "token_tis"]
 
 
+@answered
 def token_tis(
     *,
     trainer_logprobs: Any,
@@ -33,7 +35,7 @@ def token_tis(
 
     Raises:
         DataError: shapes differ, or an entry is no logprob.
-        ConfigError: a bound is out of range, or they cross.
+        ConfigError: a bound is out of range, or 1 is not between them.
 
     >>> import math
     >>> p, q = [math.log(0.05), math.log(0.6)], [math.log(0.2), math.log(0.2)]  # ratios 0.25 and 3
@@ -50,6 +52,7 @@ def token_tis(
     return rows.restore(np.clip(_ratios.ratios(d), low, high))
 
 
+@answered
 def sequence_tis(
     *,
     trainer_logprobs: Any,
@@ -77,6 +80,7 @@ def sequence_tis(
     return rows.restore(rows.spread(np.clip(_ratios.ratios(rows.sum(d)), low, high)))
 
 
+@answered
 def icepop(
     *,
     trainer_logprobs: Any,
@@ -90,10 +94,10 @@ def icepop(
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``token_tis``.
-        clip_low_threshold, clip_high_threshold: >= 0, bounds on the ratio itself that do not cross.
+        clip_low_threshold, clip_high_threshold: >= 0, bounds on the ratio itself, with 1 between them.
 
     Raises:
-        DataError, ConfigError: as for ``token_tis``; the bounds cross.
+        DataError, ConfigError: as for ``token_tis``; 1 is not between the bounds.
 
     >>> import math
     >>> p, q = [math.log(0.05), math.log(0.6)], [math.log(0.2), math.log(0.2)]
@@ -109,6 +113,7 @@ def icepop(
     return rows.restore(np.where((w >= low) & (w <= high), w, 0.0))
 
 
+@answered
 def batch_normalized(*, trainer_logprobs: Any, sampling_logprobs: Any) -> Any:
     """Importance weights divided by their mean over the batch's tokens, so that they average 1.
 
@@ -131,6 +136,7 @@ def batch_normalized(*, trainer_logprobs: Any, sampling_logprobs: Any) -> Any:
     return rows.restore(w / w.mean())
 
 
+@answered
 def clamp(*, trainer_logprobs: Any, sampling_logprobs: Any, bound: float = 20.0) -> Any:
     """Importance weights whose log-ratio is clamped: exp(clip(trainer - sampling, -bound, bound)).
 

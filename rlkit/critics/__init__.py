@@ -43,6 +43,6 @@ def critic(name: str, *, tokenizer: Any, **options: Any) -> Critic:
     [0.0, 1.0, 1.0]
     """
     make = registry.resolve(name)
-    _check.options(f"critic({name!r})", make, options)
+    _check.options(f"critic({name!r})", make, options, kind="connect")
     made: Critic = make(tokenizer=tokenizer, **options)
     return made

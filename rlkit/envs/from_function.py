@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.envs._checked import observation
 from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks
 from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
@@ -19,6 +20,7 @@ __all__ = ["function"]
 _FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
 
 
+@answered
 def function(
     prompts: Any,
     reward: Callable[..., Any],

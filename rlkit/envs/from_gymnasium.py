@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.envs import _splits
 from rlkit.envs.protocol import Action, Settings, StepResult, Tasks
 from rlkit.errors import ConfigError, EnvError
@@ -15,6 +16,7 @@ from rlkit.errors import ConfigError, EnvError
 __all__ = ["gymnasium"]
 
 
+@answered
 def gymnasium(
     make: Callable[[], Any],
     *,

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from rlkit import _check, _install
+from rlkit._calls import answered
 from rlkit.envs import calling
 from rlkit.envs._extras import package
 from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
@@ -25,6 +26,7 @@ _INSTALL = _install.command("openreward")
 _BUSY = (429, 502, 503, 504)
 
 
+@answered
 def openreward(
     name: str,
     *,

@@ -8,12 +8,14 @@ from typing import overload
 import attrs
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.envs.protocol import Settings, Task, TaskSource, check_name
 from rlkit.errors import ConfigError
 
 __all__ = ["Mixture", "mixture"]
 
 
+@answered
 def mixture(
     parts: Mapping[str, TaskSource],
     *,

@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import ConfigError
 
 __all__ = ["Action", "Env", "Message", "Observation", "Settings", "StepResult", "Task", "TaskSource", "Tasks"]
@@ -63,6 +64,7 @@ class Action(str):
         return make, (str(self),)
 
 
+@answered
 @attrs.frozen
 class StepResult:
     """What an environment answers to an action.
@@ -101,6 +103,7 @@ class Env(Protocol):
         """Frees what the episode holds; called once, whatever happened before."""
 
 
+@answered
 @attrs.frozen
 class Settings:
     """How the episodes of an environment are played and scored; None leaves it to the rollout.
@@ -154,6 +157,7 @@ class Settings:
         return attrs.evolve(defaults, **own)
 
 
+@answered
 @attrs.frozen
 class Task:
     """One problem. A group is ``n`` episodes of one task.
@@ -203,6 +207,7 @@ class TaskSource(Protocol):
         """The tasks at ``step * size`` and the ``size - 1`` places after it."""
 
 
+@answered
 class Tasks(Sequence[Task]):
     """The tasks of one environment and split.
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.advantages._groups import Groups
 from rlkit.errors import ConfigError
 from rlkit.filters.selection import Selection, select
@@ -14,6 +15,7 @@ from rlkit.filters.selection import Selection, select
 __all__ = ["difficulty_band", "dynamic_sampling", "zero_variance"]
 
 
+@answered
 def zero_variance(rewards: Any, *, threshold: float = 0.0) -> Selection:
     """Drops groups whose rewards do not differ, since they teach a relative estimator nothing.
 
@@ -42,6 +44,7 @@ def zero_variance(rewards: Any, *, threshold: float = 0.0) -> Selection:
     return select("zero_variance", keep)
 
 
+@answered
 def dynamic_sampling(
     rewards: Any, *, correct: float = 1.0, needed: int | None = None, keep_when_insufficient: bool = False
 ) -> Selection:
@@ -81,6 +84,7 @@ def dynamic_sampling(
     return select("dynamic_sampling", keep)
 
 
+@answered
 def difficulty_band(rewards: Any, *, low: float = 0.1, high: float = 0.95) -> Selection:
     """Keeps groups whose mean reward lies in [low, high].
 

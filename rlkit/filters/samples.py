@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import answered
 from rlkit.errors import DataError
 from rlkit.filters.selection import Selection, select
 
 __all__ = ["duplicates", "failed", "overlong", "stale", "truncated", "unscored"]
 
 
+@answered
 def truncated(stop_reasons: Sequence[str]) -> Selection:
     """Drops samples that were cut at the limit of tokens.
 
@@ -33,6 +35,7 @@ def truncated(stop_reasons: Sequence[str]) -> Selection:
     return select("truncated", np.array([reason != "length" for reason in stop_reasons], bool))
 
 
+@answered
 def overlong(lengths: Any, *, max_length: int) -> Selection:
     """Drops samples of more than ``max_length`` tokens.
 
@@ -51,6 +54,7 @@ def overlong(lengths: Any, *, max_length: int) -> Selection:
     return select("overlong", _counts("lengths", lengths) <= max_length)
 
 
+@answered
 def duplicates(sequences: Sequence[Any]) -> Selection:
     """Keeps the first of equal token sequences.
 
@@ -72,6 +76,7 @@ def duplicates(sequences: Sequence[Any]) -> Selection:
     return select("duplicates", np.array(keep, bool))
 
 
+@answered
 def failed(failures: Sequence[Any]) -> Selection:
     """Drops rollouts that failed for reasons that are not the policy's, such as a sandbox that died.
 
@@ -93,6 +98,7 @@ def failed(failures: Sequence[Any]) -> Selection:
     return select("failed", np.array(keep, bool))
 
 
+@answered
 def stale(versions: Any, *, current: int, max_lag: int) -> Selection:
     """Drops samples whose policy is more than ``max_lag`` optimizer steps old.
 
@@ -120,6 +126,7 @@ def stale(versions: Any, *, current: int, max_lag: int) -> Selection:
     return select("stale", lag <= max_lag)
 
 
+@answered
 def unscored(rewards: Any) -> Selection:
     """Drops samples whose reward is NaN.
 

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import DataError
 
 __all__ = ["Selection", "select"]
@@ -36,6 +37,7 @@ def _counts(dropped: Any) -> Mapping[str, int]:
     return MappingProxyType(counts)
 
 
+@answered
 @attrs.frozen(eq=False)
 class Selection:
     """What a filter keeps.
@@ -91,6 +93,7 @@ class Selection:
         return Selection(self.keep & other.keep, dropped)
 
 
+@answered
 def select(name: str, keep: np.ndarray) -> Selection:
     """What the filter ``name`` keeps."""
     return Selection(keep, {name: int((~keep).sum())})

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from rlkit import _check
-from rlkit.errors import ConfigError
+from rlkit._ratios import check_bounds
 
 __all__ = ["bounds", "one_weight"]
 
 
 def bounds(low: float, high: float, *, above_zero: bool = False) -> None:
-    """Raises ConfigError unless 0 <= low <= high (0 < low with ``above_zero``)."""
-    _check.real("clip_low_threshold", low, low=0.0, why="a bound on the ratio itself, 0.8 for 1 - 0.2")
+    """Raises ConfigError unless 0 <= low <= 1 <= high (0 < low with ``above_zero``)."""
+    check_bounds(low, high)
     if above_zero:
         _check.real("clip_low_threshold", low, above=0.0, why="its logarithm is taken")
-    _check.real("clip_high_threshold", high, low=0.0, why="a bound on the ratio itself, 1.2 for 1 + 0.2")
-    if low > high:
-        raise ConfigError(f"clip_low_threshold {low} is above clip_high_threshold {high}")
 
 
 def one_weight(weights: Any) -> Any:

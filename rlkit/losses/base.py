@@ -16,7 +16,28 @@ __all__ = ["Level", "Marks", "loss", "marks", "register", "registry"]
 F = TypeVar("F", bound=Callable[..., Any])
 Level = Literal["datum", "pair", "batch"]
 
-registry = Registry("loss", entry_point_group="rlkit.losses")
+_AS_LOSSES = {
+    "dapo": "DAPO is 'ppo' with clip_high_threshold=1.28, and weights of token_weights(mode='token-mean')",
+    "bnpo": "it is 'ppo' with weights of rlkit.advantages.token_weights(mode='token-mean')",
+    "sft": "it is 'cross_entropy'",
+    "nll": "it is 'cross_entropy'",
+    "kl": "rlkit.losses.with_kl(loss, coef=...) adds one to a loss",
+}
+
+
+def _elsewhere(name: str) -> str:
+    from rlkit.advantages import registry as estimators
+
+    if name.lower() in estimators:
+        estimator = name.lower()
+        return (
+            f"{estimator} is an estimator (rlkit.advantages.{estimator}); give its advantages to the loss 'ppo', or to "
+            "another policy loss"
+        )
+    return _AS_LOSSES.get(name.lower(), "")
+
+
+registry = Registry("loss", entry_point_group="rlkit.losses", elsewhere=_elsewhere)
 register = registry.register
 
 

@@ -42,12 +42,12 @@ def clip_cov(
         weights: one () or [n] per datum, multiplies each token's term.
         fraction: in [0, 1]; 0 leaves none out.
         cov_low, cov_high: cov_low <= cov_high.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
         seed: of the draw; give another at each step. The draw depends on the order of the datums, not on how they
             are split up.
 
     Raises:
-        ConfigError: bounds cross, or a number is out of range.
+        ConfigError: 1 is not between the bounds, or a number is out of range.
 
     >>> import torch
     >>> lp, a = [torch.tensor([-2.0, -0.5])], [torch.tensor([-1.0, 3.0])]  # c is 1.5 for both

@@ -8,6 +8,7 @@ from __future__ import annotations
 import attrs
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import ConfigError
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 
+@answered
 @attrs.define
 class FixedCoefficient:
     """A coefficient that stays what it is, with the ``update`` of ``AdaptiveCoefficient``.
@@ -42,6 +44,7 @@ class FixedCoefficient:
         return self.coef
 
 
+@answered
 @attrs.define
 class AdaptiveCoefficient:
     """A coefficient of a KL term that rises where the measured KL is above its target, and falls where it is below.
@@ -80,6 +83,7 @@ class AdaptiveCoefficient:
         return self.coef
 
 
+@answered
 @attrs.define
 class AdaptiveEntropy:
     """A coefficient of an entropy bonus that rises by steps while entropy is low, and is 0 while it is not.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import ConfigError
 from rlkit.losses import kl
 from rlkit.losses._settings import one_weight
@@ -22,6 +23,7 @@ Loss: TypeAlias = Callable[..., Any]
 _Parameter = inspect.Parameter
 
 
+@answered
 def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = "k3") -> Loss:
     """The loss + coef sum w KL(policy || reference), by an estimator per token.
 
@@ -67,6 +69,7 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
     return composed
 
 
+@answered
 def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
     """The loss - coef sum w H, H the exact entropy of the policy's distribution at each token.
 

@@ -32,11 +32,11 @@ def decoupled_ppo(
         logprobs, sampling_logprobs, advantages: [n].
         old_logprobs: [n], of the proximal policy: the trainer's own before the first step on this data.
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
         behaviour_cap: b is at most this, > 0; None is off.
 
     Raises:
-        ConfigError: the bounds cross, or ``behaviour_cap`` <= 0.
+        ConfigError: 1 is not between the bounds, or ``behaviour_cap`` <= 0.
 
     >>> import torch
     >>> lp, old, q = torch.tensor([1.5]).log(), torch.zeros(1), torch.tensor([0.5]).log()
@@ -72,10 +72,10 @@ def opsm(
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
         delta: >= 0; how far the sequence may have drifted, in nats per token, before its negative tokens are left out.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
 
     Raises:
-        ConfigError: the bounds cross, or ``delta`` is negative or not finite.
+        ConfigError: 1 is not between the bounds, or ``delta`` is negative or not finite.
 
     >>> import torch
     >>> lp, q = torch.tensor([-1.0, -1.5]), torch.tensor([-1.0, -1.0])  # drift 0.25

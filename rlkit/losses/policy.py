@@ -54,11 +54,11 @@ def ppo(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high. DAPO's clip-higher is 0.8, 1.28.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high. DAPO's clip-higher is 0.8, 1.28.
         dual_clip: c > 1: where A < 0 a token's loss is at most -c A, and has no gradient beyond; None is off.
 
     Raises:
-        ConfigError: the bounds cross, or ``dual_clip`` <= 1.
+        ConfigError: 1 is not between the bounds, or ``dual_clip`` <= 1.
 
     >>> import torch
     >>> r = torch.tensor([1.0, 1.5, 0.5])
@@ -96,11 +96,11 @@ def cispo(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high; absolute, not 1 +- epsilon.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high; absolute, not 1 +- epsilon.
         unified_mask: drop the tokens that PPO would not train (A > 0 and r > high, or A < 0 and r < low).
 
     Raises:
-        ConfigError: the bounds cross.
+        ConfigError: 1 is not between the bounds.
 
     >>> import torch
     >>> lp = torch.tensor([0.5, 0.125]).log()

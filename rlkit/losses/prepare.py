@@ -15,7 +15,8 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit import _check
+from rlkit import _aliases, _check
+from rlkit._calls import answered
 from rlkit.errors import BackendError, ConfigError, DataError
 from rlkit.losses.base import Level, marks, registry
 from rlkit.types import Datum
@@ -239,6 +240,7 @@ class PreparedLoss:
         return torch.tensor(near[datum.mask]) if near is not None and near.ndim else _constant(datum, -1.0)
 
 
+@answered
 def prepare(loss: str | Callable[..., Any], config: Mapping[str, Any] | None = None) -> PreparedLoss:
     """A loss, by name or as a function, with its settings bound.
 
@@ -295,7 +297,8 @@ def _bound(name: str, settings: dict[str, Any], config: Mapping[str, Any] | None
     for key in config or {}:
         if key not in settings:
             there = ", ".join(sorted(settings)) or "none"
-            raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting; it has: {there}")
+            hint = _aliases.answer("losses", str(key), settings)
+            raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting; it has: {there}{hint}")
     settings = {**settings, **(config or {})}
     for key, value in settings.items():
         if value is inspect.Parameter.empty:

@@ -44,7 +44,7 @@ def rec(
         clip_mode: which tokens stay. "none": all. "two-side": low <= r <= high. "one-side": A >= 0 and r <= high, or
             A <= 0 and r >= low. "ring": as two-side, and A >= 0 with r <= ring low, or A <= 0 with r >= ring high.
         weight: v = 1 ("none"), r ("importance_sampling"), or exp(A / temperature) ("advantage").
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
         ring_low_threshold, ring_high_threshold: 0 <= ring low <= low, high <= ring high; used by "ring" alone.
         temperature: > 0, used by the weight "advantage" alone.
         regularizer: adds regularizer_coef times "k2": (lp - q)^2, "forward-kl": -lp, for each token, dropped or not.

@@ -30,10 +30,10 @@ def gspo(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on s, 0 <= low <= high; s strays less than a token's ratio.
+        clip_low_threshold, clip_high_threshold: bounds on s, 0 <= low <= 1 <= high; s strays less than a token's ratio.
 
     Raises:
-        ConfigError: the bounds cross.
+        ConfigError: 1 is not between the bounds.
 
     >>> import torch
     >>> lp = torch.tensor([2.0, 0.5]).log()  # the ratios 2 and 1/2 make s = 1
@@ -66,10 +66,10 @@ def luspo(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on s, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on s, 0 <= low <= 1 <= high.
 
     Raises:
-        ConfigError: the bounds cross.
+        ConfigError: 1 is not between the bounds.
 
     >>> import torch
     >>> luspo(torch.tensor([2.0, 0.5]).log(), torch.zeros(2), torch.ones(2))
@@ -106,10 +106,10 @@ def gspo_token(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on s, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on s, 0 <= low <= 1 <= high.
 
     Raises:
-        ConfigError: the bounds cross.
+        ConfigError: 1 is not between the bounds.
 
     >>> import torch
     >>> gspo_token(torch.tensor([2.0, 0.5]).log(), torch.zeros(2), torch.tensor([1.0, 3.0]))
@@ -140,11 +140,11 @@ def gmpo(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's advantage.
-        clip_low_threshold, clip_high_threshold: bounds on the ratio itself, 0 < low <= high; the defaults are
+        clip_low_threshold, clip_high_threshold: bounds on the ratio itself, 0 < low <= 1 <= high; the defaults are
             exp(-0.4) and exp(0.4).
 
     Raises:
-        ConfigError: the bounds cross, or the lower one is 0.
+        ConfigError: 1 is not between the bounds, or the lower one is 0.
 
     >>> import torch
     >>> lp = torch.tensor([4.0, 1.0]).log()

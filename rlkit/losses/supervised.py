@@ -93,11 +93,11 @@ def mix(
         weights: () or [n], multiplies both terms.
         mu: () in [0, 1]; an input of each datum and not a setting, so that a schedule
             (``rlkit.schedules.chord_schedule``) can change it from step to step.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
         phi: whether to weigh the expert's tokens as ``sft_phi`` does.
 
     Raises:
-        ConfigError: the bounds cross, or ``phi`` is no bool.
+        ConfigError: 1 is not between the bounds, or ``phi`` is no bool.
 
     >>> import torch
     >>> lp, zero = torch.tensor([-2.0, -4.0]), torch.zeros(2)

@@ -68,11 +68,11 @@ def sppo(
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= high; a paper's epsilon is 1 / (1 + epsilon)
-            and 1 + epsilon.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high; a paper's epsilon is
+            1 / (1 + epsilon) and 1 + epsilon.
 
     Raises:
-        ConfigError: the bounds cross.
+        ConfigError: 1 is not between the bounds.
 
     >>> import torch
     >>> sppo(torch.tensor([1.25, 2.0]).log(), torch.zeros(2), torch.ones(2)).item()  # -ln 1.25

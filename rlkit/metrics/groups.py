@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import answered
 from rlkit.advantages._groups import Groups
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["group_informativeness", "pass_at_k"]
 
 
+@answered
 def group_informativeness(rewards: Any, *, low: float = 0.0, high: float = 1.0) -> dict[str, float]:
     """The fractions of groups that teach nothing: constant, all right, all wrong.
 
@@ -45,6 +47,7 @@ def group_informativeness(rewards: Any, *, low: float = 0.0, high: float = 1.0) 
     return {name: float(part[some].mean()) for name, part in parts.items()}
 
 
+@answered
 def pass_at_k(n: Any, c: Any, k: int) -> Any:
     """The probability that at least one of k samples is right, estimated from n samples of which c are.
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _ratios
+from rlkit._calls import answered
 
 __all__ = [
     "chi2",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@answered
 def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     """The mean of sampling - trainer: the unbiased estimate of KL(sampler || trainer), which may be negative.
 
@@ -45,6 +47,7 @@ def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     return float(-_ratios.log_ratios(trainer_logprobs, sampling_logprobs)[1].mean())
 
 
+@answered
 def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     """Half the mean square of the log-ratio: a biased estimate of the KL with a small variance, never negative.
 
@@ -63,6 +66,7 @@ def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     return float(0.5 * (d * d).mean())
 
 
+@answered
 def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     """The mean of r - 1 - log r: unbiased for KL(sampler || trainer), never negative.
 
@@ -82,6 +86,7 @@ def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     return float((np.expm1(_ratios.bounded(d)) - d).mean())
 
 
+@answered
 def entropy_estimate(*, sampling_logprobs: Any) -> float:
     """The mean of -log q over the sampled tokens: an unbiased estimate of the policy's entropy per token, in nats.
 
@@ -100,6 +105,7 @@ def entropy_estimate(*, sampling_logprobs: Any) -> float:
     return float(-rows.flat.mean())
 
 
+@answered
 def clip_fraction(
     *,
     trainer_logprobs: Any,
@@ -111,8 +117,8 @@ def clip_fraction(
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``kl_v1``.
-        clip_low_threshold: >= 0, a bound on the ratio itself: 1 - epsilon.
-        clip_high_threshold: above the low one: 1 + epsilon.
+        clip_low_threshold: in [0, 1], a bound on the ratio itself: 1 - epsilon.
+        clip_high_threshold: >= 1: 1 + epsilon.
 
     Raises:
         DataError: as for ``kl_v1``.
@@ -128,6 +134,7 @@ def clip_fraction(
     return {"low": float((ratios < low).mean()), "high": float((ratios > high).mean())}
 
 
+@answered
 def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     """1 / mean((w / mean w)^2) over tokens: the fraction of the batch that importance weights leave, in (0, 1].
 
@@ -150,6 +157,7 @@ def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> f
     return float(w.sum() ** 2 / (w.size * (w @ w)))
 
 
+@answered
 def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token") -> float:
     """The mean of w^2, less 1: the chi-squared divergence of the trainer from the sampler.
 
@@ -178,6 +186,7 @@ def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token")
     return float(np.exp(2.0 * _ratios.bounded(d)).mean() - 1.0)
 
 
+@answered
 def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[str, float]:
     """Smallest, largest, mean and unbiased standard deviation of the tokens' ratios.
 
@@ -200,6 +209,7 @@ def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[s
     return {"min": float(w.min()), "max": float(w.max()), "mean": float(w.mean()), "std": std}
 
 
+@answered
 def perplexity_difference(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
     """Log perplexity under the trainer less that under the sampler, the mean over sequences.
 

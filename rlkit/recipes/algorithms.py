@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check, advantages
+from rlkit._calls import answered
 from rlkit.registry import Registry
 
 __all__ = ["Recipe", "best_of_group", "register", "registry"]
@@ -26,6 +27,7 @@ def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(value))
 
 
+@answered
 @attrs.frozen
 class Recipe:
     """One algorithm.

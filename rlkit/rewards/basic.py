@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._calls import answered
 from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.errors import ConfigError, DataError
@@ -17,6 +18,7 @@ __all__ = ["affine", "clamp", "mapping", "nonterminal_reward", "reduction", "whi
 _REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
+@answered
 def reduction(rewards: Any, how: str = "sum") -> Any:
     """One number for each trajectory from the rewards of its steps.
 

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["repetition_penalty", "think_format"]
 
 
+@answered
 def repetition_penalty(tokens: Sequence[Any], *, ngram: int = 3, factor: float = 1.0) -> np.ndarray:
     """What is added to the reward of answers that repeat themselves: -factor (1 - unique / all of their n-grams).
 
@@ -41,6 +43,7 @@ def repetition_penalty(tokens: Sequence[Any], *, ngram: int = 3, factor: float =
     return np.array([0.0 - factor * _repeated(row, ngram) for row in rows])
 
 
+@answered
 def think_format(
     texts: Sequence[str], *, tags: tuple[str, str] = ("<think>", "</think>"), opened: bool = False
 ) -> np.ndarray:

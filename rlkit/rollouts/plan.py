@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rlkit import _check, _install
+from rlkit._calls import answered
 from rlkit.envs import Settings
 from rlkit.errors import ConfigError, EnvBusy
 from rlkit.types import SamplingParams
@@ -28,6 +29,7 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, type) else tuple(value) if isinstance(value, list) else value
 
 
+@answered
 @attrs.frozen(kw_only=True)
 class Plan:
     """How episodes are played.
@@ -153,5 +155,5 @@ class Plan:
         Raises:
             ConfigError: there is no such field, or as for the class.
         """
-        _check.options("rollout", Plan, options)
+        _check.options("rollout", Plan, options, kind="Plan")
         return attrs.evolve(self, **options)

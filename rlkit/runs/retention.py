@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import attrs
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import ConfigError
 from rlkit.runs.record import Record
 
 __all__ = ["Retention"]
 
 
+@answered
 @attrs.frozen
 class Retention:
     """Keeps the latest ``last`` checkpoints, every ``every``-th step's, and the ``best`` by a metric.

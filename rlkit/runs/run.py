@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 import numpy as np
 
 from rlkit import _check, backends
+from rlkit._calls import answered
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import Storage, TrainerBackend
 from rlkit.errors import BackendError, CheckpointError, ConfigError
@@ -33,6 +34,7 @@ __all__ = ["Run"]
 T = TypeVar("T")
 
 
+@answered
 class Run:
     """A training run on disk, for a loop that stays the user's own.
 

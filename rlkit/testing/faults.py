@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import attrs
 
 from rlkit import _check
+from rlkit._calls import answered
 
 __all__ = ["Fault", "Faults", "Kind"]
 
@@ -34,6 +35,7 @@ Kind: TypeAlias = Literal[
 _KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
 
 
+@answered
 @attrs.frozen
 class Fault:
     """One way in which a server fails.

@@ -7,9 +7,12 @@ from typing import Any
 
 import attrs
 
+from rlkit._calls import answered
+
 __all__ = ["Malformed", "Parsed", "ToolCall"]
 
 
+@answered
 @attrs.frozen
 class ToolCall:
     """A call that could be read.
@@ -27,6 +30,7 @@ class ToolCall:
     position: int = 0
 
 
+@answered
 @attrs.frozen
 class Malformed:
     """A call that could not be read, or must not be made.
@@ -61,6 +65,7 @@ class Malformed:
         return f"{call} was not made: {self.problem}.{where}\nExpected: {self.expected}."
 
 
+@answered
 @attrs.frozen
 class Parsed:
     """A text, taken apart.

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered
 from rlkit.errors import DataError
 from rlkit.rewards import reduction
 from rlkit.types import Sample
@@ -29,6 +30,7 @@ def _read_only(value: Any) -> Any:
     return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
 
 
+@answered
 @attrs.frozen(eq=False, repr=False)
 class Turn:
     """One action of the policy, with the prompt that it answered and the reward that it got.
@@ -90,6 +92,7 @@ class Turn:
         return f"Turn(P={self.prompt.size}, n={self.tokens.size}, reward={self.reward:g})"
 
 
+@answered
 @attrs.frozen(eq=False, repr=False)
 class Trajectory:
     """One episode.
@@ -189,6 +192,7 @@ class Trajectory:
         return f"{text}, reward={self.reward:g}, ended={self.ended!r})"
 
 
+@answered
 @attrs.frozen
 class Failure:
     """An episode that could not be carried through, for reasons that are not the policy's.
@@ -210,6 +214,7 @@ class Failure:
     member: int = 0
 
 
+@answered
 @attrs.frozen(eq=False, repr=False)
 class Group:
     """Episodes of one task by one policy: what an estimator compares.

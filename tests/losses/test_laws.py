@@ -122,17 +122,6 @@ ONE = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
         ("cispo", {**ONE, "unified_mask": True}),
         ("rec", {**ONE, "clip_mode": "one-side"}),
         ("rec", {**ONE, "clip_mode": "two-side"}),
-        ("rec", {"clip_mode": "ring", "clip_low_threshold": 2, "clip_high_threshold": 2, "ring_low_threshold": 1}),
-        (
-            "rec",
-            {
-                "clip_mode": "ring",
-                "clip_low_threshold": 0,
-                "clip_high_threshold": 0,
-                "ring_low_threshold": 0,
-                "ring_high_threshold": 1,
-            },
-        ),
         ("dppo_tv", {"divergence_low": 0.0, "divergence_high": 0.0}),
         ("dppo_kl", {"divergence_low": 0.0, "divergence_high": 0.0}),
         ("opsm", {"delta": 0.0}),
@@ -141,10 +130,20 @@ ONE = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
 def test_bounds_are_inside(name, options):
     """A token that stands exactly on a bound is still trained."""
     lp, a = np.array([-1.0, -2.0, -0.5]), np.array([1.0, -2.0, 0.0])
-    if options.get("clip_mode") == "ring":  # on the ring's bound: at or beyond it only tokens of one sign stay
-        a = np.abs(a) if options["clip_low_threshold"] else -np.abs(a)
     gradient = call(name, [lp], {"sampling_logprobs": [lp], "advantages": [a]}, options)[1][0]
     np.testing.assert_allclose(gradient, -a)
+
+
+@pytest.mark.parametrize(("distance", "sign", "bound"), [(-0.5, 1.0, "ring_low"), (0.5, -1.0, "ring_high")])
+def test_the_bounds_of_a_ring_are_inside(distance, sign, bound):
+    """Beyond the clip bounds a ring keeps tokens of one sign, from its own bound on."""
+    lp, a = np.array([-1.0, -2.0, -0.5]), sign * np.array([1.0, 2.0, 0.5])
+    inputs = {"sampling_logprobs": [lp - distance], "advantages": [a]}
+    on = torch.tensor(distance, dtype=torch.float64).exp().item()
+    for beyond, kept in ((0.0, True), (1e-6 if bound == "ring_high" else -1e-6, False)):
+        options = {"clip_mode": "ring", f"{bound}_threshold": on + beyond}
+        gradient = call("rec", [lp], inputs, options)[1][0]
+        np.testing.assert_allclose(gradient, -a if kept else 0 * a)
 
 
 def test_a_divergence_on_its_bound_is_inside():

@@ -119,6 +119,12 @@ BAD = [
         for n in DEFAULTS
         if "clip_low_threshold" in DEFAULTS[n]
     ],
+    *[
+        (n, bounds, next(iter(bounds)))
+        for n in DEFAULTS
+        if "clip_low_threshold" in DEFAULTS[n]
+        for bounds in ({"clip_high_threshold": 0.2, "clip_low_threshold": 0.2}, {"clip_high_threshold": 0.28})
+    ],
     *[(n, {"clip_low_threshold": -0.1}, "clip_low_threshold") for n in DEFAULTS if "clip_low_threshold" in DEFAULTS[n]],
     *[
         (n, {"clip_low_threshold": -0.3, "clip_high_threshold": -0.1}, "clip_low_threshold")
@@ -190,7 +196,7 @@ def test_bad_settings(name, settings, where):
 
 EDGES = [
     *[
-        (n, {"clip_low_threshold": 1.2, "clip_high_threshold": 1.2})
+        (n, {"clip_low_threshold": 1, "clip_high_threshold": 1.0})
         for n in DEFAULTS
         if "clip_low_threshold" in DEFAULTS[n]
     ],

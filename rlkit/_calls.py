@@ -1,0 +1,85 @@
+"""Calls with arguments that there are not, answered in words."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rlkit import _aliases, _check
+from rlkit.errors import ArgumentError
+
+__all__ = ["answered", "estimator"]
+
+T = TypeVar("T")
+
+
+def answered(thing: T, *, kind: str | None = None) -> T:
+    """Decorator of a function or class: a call that does not fit its signature raises an ArgumentError that helps.
+
+    Args:
+        thing: the function, or the class, whose ``__init__`` is wrapped.
+        kind: whose names of other libraries are known (``_aliases``); None: those of ``thing`` itself.
+
+    >>> @answered
+    ... def area(width, *, height=1.0): return width * height
+    >>> area(2.0, heigth=3.0)
+    Traceback (most recent call last):
+    rlkit.errors.ArgumentError: area: no argument 'heigth'; did you mean 'height'? There are: width, height
+    """
+    target: Any = thing
+    function: Callable[..., Any] = target.__init__ if inspect.isclass(target) else target
+    name = str(target.__name__)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            text = _misfit(function, args, kwargs, name if kind is None else kind)
+            if text:
+                raise ArgumentError(f"{name}: {text}") from None
+            raise  # it comes from inside
+
+    if inspect.isclass(target):
+        target.__init__ = call  # type: ignore[method-assign]
+        return thing
+    return call  # type: ignore[return-value]
+
+
+def estimator(function: T) -> T:
+    """Decorator: ``answered``, with what other libraries call the settings of estimators."""
+    return answered(function, kind="estimators")
+
+
+def _misfit(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], kind: str) -> str:
+    """What about the call does not fit; "" where it fits."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        problem = str(error)
+    else:
+        return ""
+    known = {key: p for key, p in signature.parameters.items() if key != "self"}
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for key in kwargs:
+            if key not in known:
+                return f"no argument {key!r}" + (_aliases.answer(kind, key, known) or _check.near(key, known))
+    ordered = [key for key, p in known.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = len(args) - ("self" in signature.parameters)
+    if given > len(ordered):
+        named = [f"{key}=" for key, p in known.items() if p.kind is p.KEYWORD_ONLY]
+        named += [key for key, p in known.items() if p.kind is p.VAR_KEYWORD]
+        rest = f"; by name only: {', '.join(named)}" if named else ""
+        return f"got {given} positional arguments; it takes {', '.join(ordered) or 'none'}{rest}"
+    lacking = [
+        key
+        for i, (key, p) in enumerate(known.items())
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and key not in kwargs
+        and (key not in ordered or i >= given)
+    ]
+    return f"lacks {', '.join(f'{key}=' for key in lacking)}" if lacking else problem

@@ -1,0 +1,217 @@
+"""Wrong calls that a new user makes, what each is answered with, and that nothing was changed by it.
+
+A row is a call and words of the answer. Every error is one of rlkit's own, in one sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit import advantages, envs, losses
+from rlkit.errors import ArgumentError, ConfigError, RlkitError
+from rlkit.rollouts import Plan
+
+SAMPLE = rlkit.Sample([65], [66, 67], [-1.0, -2.0])
+DATA = [SAMPLE.datum(1.0)]
+PARAMS = rlkit.SamplingParams(max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    with rlkit.connect("toy", seed=0) as policy:
+        yield policy
+
+
+@pytest.fixture(scope="module")
+def sampler(policy):
+    return policy.sampler().result()
+
+
+def answer(call, *arguments):
+    """The error of a call, which is of rlkit's own and says something."""
+    with pytest.raises(RlkitError) as caught:
+        call(*arguments)
+    text = str(caught.value)
+    assert text
+    assert "\n" not in text
+    return text
+
+
+# Names from other libraries.
+NAMES = [
+    (lambda: rlkit.Adam(lr=1e-4), "Adam: no argument 'lr'; write learning_rate="),
+    (lambda: rlkit.Adam(betas=(0.9, 0.95)), "write beta1= and beta2="),
+    (lambda: rlkit.Adam(max_grad_norm=1.0), "write grad_clip_norm="),
+    (lambda: rlkit.Adam(learning_rat=1e-4), "did you mean 'learning_rate'"),
+    (lambda: rlkit.SamplingParams(max_new_tokens=8), "write max_tokens="),
+    (lambda: rlkit.SamplingParams(max_length=8), "write max_tokens="),
+    (lambda: rlkit.SamplingParams(n=8), "sampler.sample(prompt, params, n=8)"),
+    (lambda: rlkit.SamplingParams(num_generations=8), "sampler.sample(prompt, params, n=8)"),
+    (lambda: rlkit.Lora(r=8), "write rank="),
+    (lambda: rlkit.Lora(lora_alpha=16), "write alpha="),
+    (lambda: rlkit.Lora(lora_dropout=0.1), "no dropout"),
+    (lambda: rlkit.connect("local", "model"), "connect: got 2 positional arguments; it takes name; by name only"),
+    (lambda: rlkit.connect("toy", sead=3), "did you mean 'seed'"),
+    (lambda: rlkit.connect("toy", lr=3), "policy.optim_step(rlkit.Adam(learning_rate=...))"),
+    (lambda: rlkit.connect("toy", lora_rank=3), "write lora=rlkit.Lora(rank=..., alpha=...)"),
+    (lambda: rlkit.connect("toy", base_model="x"), "write model="),
+    (lambda: rlkit.connect(), "lacks name="),
+    (lambda: rlkit.connect("toi"), "did you mean 'toy'"),
+    (lambda: advantages.grpo([1.0, 0.0], num_generations=2), "rlkit.advantages.by_group"),
+    (lambda: advantages.grpo([1.0, 0.0], epsilon=1e-4), "write eps="),
+    (lambda: advantages.grpo(), "grpo: lacks rewards="),
+    (lambda: advantages.gae([1.0], values=[0.0], discount=0.9), "write gamma="),
+    (lambda: advantages.jsd([-1.0], [-1.0]), "by name only: teacher_logprobs="),
+    (lambda: advantages.rloo([1.0, 0.0], beta=0.1), "rlkit.losses.with_kl"),
+    (lambda: envs.Settings(max_turn=3), "did you mean 'max_turns'"),
+    (lambda: envs.StepResult(done=True), "write terminated="),
+    (lambda: Plan(num_generations=4), "write n="),
+    (lambda: Plan(temperature=1.0), "params=rlkit.SamplingParams(...)"),
+    (lambda: rlkit.Run("somewhere", sed=3), "did you mean 'seed'"),
+    (lambda: rlkit.Datum([1, 2]), "Datum: lacks mask="),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), NAMES)
+def test_names_from_elsewhere(call, words):
+    """A setting under another library's name, or misspelt, is answered with the name that it has here."""
+    assert words in answer(call)
+
+
+LOSSES = [
+    ("grpo", {}, "grpo is an estimator (rlkit.advantages.grpo); give its advantages to the loss 'ppo'"),
+    ("GRPO", {}, "grpo is an estimator"),
+    ("dapo", {}, "clip_high_threshold=1.28"),
+    ("sft", {}, "it is 'cross_entropy'"),
+    ("pppo", {}, "did you mean 'ppo'"),
+    ("ppo", {"clip_eps": 0.2}, "clip_low_threshold=1 - 0.2 and clip_high_threshold=1 + 0.2"),
+    ("ppo", {"epsilon": 0.2}, "clip_low_threshold=1 - 0.2 and clip_high_threshold=1 + 0.2"),
+    ("ppo", {"clip_ratio_high": 0.28}, "clip_high_threshold=1 + 0.2"),
+    ("ppo", {"beta": 0.1}, "rlkit.losses.with_kl(loss, coef=...)"),
+    ("ppo", {"delta": 3.0}, "write dual_clip="),
+    ("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}, "write 1 - 0.2 and 1 + 0.2"),
+    ("ppo", {"clip_high_threshold": 0.28}, "write 1 - 0.2 and 1 + 0.2"),
+    ("cispo", {"clip_low_threshold": 1.5}, "clip_low_threshold: is 1.5; expected at most 1"),
+]
+
+
+@pytest.mark.parametrize(("loss", "config", "words"), LOSSES)
+def test_losses_and_their_settings(policy, loss, config, words):
+    """An estimator given as a loss, and settings of other libraries, are answered; no gradient is left behind."""
+    assert words in answer(lambda: policy.forward_backward(DATA, loss, config=config))
+    with pytest.raises(rlkit.BackendError, match="no gradient"):
+        policy.optim_step(rlkit.Adam())
+
+
+def test_every_estimator_is_known_where_losses_are_looked_up():
+    """Each name of an estimator that is no loss is answered with where it belongs; a loss's name alike."""
+    for name in advantages.registry:
+        if name not in losses.registry:
+            assert f"rlkit.advantages.{name}" in answer(losses.registry.resolve, name)
+    assert "forward_backward(data, 'ppo')" in answer(advantages.registry.resolve, "ppo")
+
+
+FUTURES = [
+    lambda future: future[0],
+    lambda future: list(future),
+    lambda future: len(future),
+    lambda future: dict(future),
+    lambda future: print(*future),
+    lambda future: future.__enter__(),
+]
+
+
+@pytest.mark.parametrize("call", FUTURES)
+def test_a_future_that_is_used_as_its_value(policy, call):
+    """Who forgets ``.result()`` is told so; it stays a TypeError for who expects one."""
+    future = policy.sampler()
+    assert "call .result(), or await it" in answer(call, future)
+    with pytest.raises(TypeError):
+        call(future)
+
+
+def test_attributes_of_a_future(policy):
+    """A missing attribute stays an AttributeError, so that hasattr and copy work; it names the remedy."""
+    import copy
+
+    future = policy.sampler()
+    with pytest.raises(AttributeError, match=r"no 'sample'.*call \.result\(\), or await it"):
+        future.sample([1], PARAMS)
+    with pytest.raises(AttributeError, match="cannot be cancelled"):
+        future.cancel()
+    assert not hasattr(future, "__deepcopy__")
+    assert bool(future) is True
+    assert copy.copy(future).result() is future.result()
+
+
+MODULES = ["advantages", "rewards", "corrections", "filters", "metrics", "schedules", "envs", "trajectory"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_function_answers_an_argument_that_it_does_not_take(name):
+    """All public functions and data classes of these modules refuse an unknown keyword with their own names."""
+    module = importlib.import_module(f"rlkit.{name}")
+    looked = 0
+    for public in module.__all__:
+        value = getattr(module, public)
+        if not (inspect.isfunction(value) or hasattr(value, "__attrs_attrs__")):
+            continue
+        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values()):
+            continue
+        with pytest.raises(ArgumentError, match=f"^{public}: no argument 'nonsense'"):
+            value(nonsense=1)
+        looked += 1
+    assert looked
+
+
+def test_an_error_from_inside_passes_through():
+    """A TypeError that the function itself raises is not taken for a wrong call."""
+    from rlkit._calls import answered
+
+    @answered
+    def broken(x):
+        return x + "text"
+
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        broken(3)
+    assert not isinstance(caught.value, ConfigError)
+
+
+class TestRegistering:
+    """What a cell of a notebook does again and again."""
+
+    def test_the_same_function_takes_the_place_of_the_old_one(self):
+        def define(factor):
+            @losses.register("mine_again")
+            def mine(logprobs, weights=1.0):
+                return -factor * (weights * logprobs).sum()
+
+            return mine
+
+        try:
+            define(1.0)
+            second = define(2.0)
+            assert losses.registry["mine_again"] is second
+            assert "exists already" in answer(losses.register("mine_again"), len)
+        finally:
+            losses.registry.pop("mine_again", None)
+
+    def test_lambdas_are_not_the_same(self):
+        try:
+            losses.register("mine_again")(lambda logprobs: logprobs.sum())
+            assert "exists already" in answer(losses.register("mine_again"), lambda logprobs: -logprobs.sum())
+        finally:
+            losses.registry.pop("mine_again", None)
+
+    @pytest.mark.parametrize("wrong", [3, "text", None, [len], np.zeros(3)])
+    def test_what_is_no_function_is_refused(self, wrong):
+        assert "a function or a class" in answer(losses.register("mine_again"), wrong)
+        assert "mine_again" not in losses.registry
+
+    def test_without_a_name(self):
+        assert '@register("name")' in answer(losses.register, len)
