@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
-import re
-import threading
 import time
 import traceback
-import urllib.parse
 from typing import Any
+
+from rlkit._keys import MASK
+from rlkit._secrets import hide, redact
 
 __all__ = ["clean", "hide", "last_warning", "redact", "watch_logs"]
 
 _LOGGERS = ("tinker", "httpx", "httpcore")
 _HEADERS = ("x-api-key", "authorization", "cf-access-client-secret")
-_MASK = "***"
-# What a key looks like, wherever it comes from: the service's own prefix, a JWT, and the values of headers that carry
-# one.
-_SHAPES = re.compile(
-    r"tml-[A-Za-z0-9_.\-]+"
-    r"|\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_.\-]+"
-    r"|(?i:(?<=bearer )[A-Za-z0-9_.\-=+/]{8,})"
-    r"|(?i:(?<=x-api-key: )\S+)"
-)
-_lock = threading.Lock()
-_hidden: set[str] = set()
 _warned: tuple[float, str] | None = None
-
-
-def hide(secret: str | None) -> None:
-    """Has ``redact`` mask ``secret`` from now on, also where it is written in base64 or as part of a URL."""
-    if not secret or len(secret) < 6:
-        return
-    raw = secret.encode()
-    forms = {secret, urllib.parse.quote(secret, safe=""), repr(secret)[1:-1]}
-    # In base64 a string looks different at each of three offsets, and its first and last characters mix with what
-    # stands beside it.
-    for offset in range(3):
-        text = base64.b64encode(b"\0" * offset + raw).decode().rstrip("=")
-        for form in (text, text.translate(str.maketrans("+/", "-_"))):
-            forms.add(form[(offset * 8 + 5) // 6 : -1])
-    with _lock:
-        _hidden.update(form for form in forms if len(form) >= 6)
-
-
-def redact(text: str) -> str:
-    """``text`` with every key masked.
-
-    >>> redact("X-API-Key: tml-abc123, next")
-    'X-API-Key: ***, next'
-    """
-    with _lock:
-        known = sorted(_hidden, key=len, reverse=True)
-    for form in known:
-        text = text.replace(form, _MASK)
-    return _SHAPES.sub(_MASK, text)
 
 
 def clean(error: BaseException) -> None:
@@ -113,7 +72,7 @@ def _clean_headers(owner: Any) -> None:
         headers = owner.request.headers
         names = [name for name, value in headers.items() if name in _HEADERS or redact(value) != value]
         for name in names:
-            headers[name] = _MASK
+            headers[name] = MASK
     except (AttributeError, RuntimeError, TypeError):
         return  # it has none
 
