@@ -9,6 +9,9 @@ from pathlib import Path
 
 import rlkit
 from rlkit.recipes import algorithms, keys
+from rlkit.recipes.differences import NAMES, differences, notes
+from rlkit.recipes.learning import Algorithm
+from rlkit.recipes.method import Method, resolved
 from rlkit.recipes.settings import Settings
 
 PAGE = Path(__file__).with_name("recipes.md")
@@ -37,10 +40,37 @@ def recipe(name: str, row: algorithms.Recipe) -> str:
         "mixed": f"{row.repeat_times}, rows",
     }
     needs = "".join(f", {need}" for need in row.needs) + ("" if row.select == "all" else f", {row.select}")
-    loss = f"`{named[1]}`" + "".join(f" {key} {value:g}" for key, value in row.loss_args.items())
+    loss = f"`{named[1]}`" + "".join(f" {said(key, value)}" for key, value in row.loss_args.items())
     weights = "" if row.data == "pairs" else row.weights
     estimator = f"`{named[0]}`" if named[0] else ""
     return f"| `{name}` | {estimator} | {loss} | {weights} | {beside[row.data]}{needs} | {row.source} |"
+
+
+def said(key: str, value: object) -> str:
+    """A setting."""
+    return key if value is True else f"{key} {value:g}"
+
+
+def defaults() -> str:
+    """What each algorithm of Trinity's has there where nothing is set, beside what it has here."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name in NAMES:
+        given = Algorithm(algorithm_type=name)
+        method = resolved(given)
+        told = [f"`{key}` {theirs} / {shown(ours)}" for key, (ours, theirs) in differences(given, method).items()]
+        names.setdefault(("; ".join(told) or "none", words(given, method)), []).append(f"`{name}`")
+    rows = (f"| {', '.join(mine)} | {told} | {said} |" for (told, said), mine in names.items())
+    return table("| name | setting: there / here | in words |", rows)
+
+
+def words(given: Algorithm, method: Method) -> str:
+    """What no setting changes."""
+    return "; ".join(line.partition(": ")[2] for line in notes(given, method) if line.startswith("not as"))
+
+
+def shown(value: object) -> str:
+    """A default of ours."""
+    return "off" if value is None else str(value)
 
 
 def settings(*kinds: str) -> str:
@@ -81,6 +111,7 @@ def page(text: str) -> str:
     """The page with its tables made anew."""
     parts = {
         "algorithms": recipes(),
+        "defaults": defaults(),
         "mapped": settings("mapped"),
         "own": settings("rlkit's own"),
         "refused": settings("refused"),

@@ -23,7 +23,14 @@ __all__ = ["gigpo", "hierarchical_grpo", "step_wise_grpo"]
 @register("step_wise_grpo")
 @estimator
 def step_wise_grpo(
-    rewards: Any, steps: Any, *, step_norm: bool = False, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero"
+    rewards: Any,
+    steps: Any,
+    *,
+    step_norm: bool = False,
+    scale: str = "group",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
 ) -> Any:
     """The GRPO advantage of each trajectory's last reward, given to each of its steps.
 
@@ -31,7 +38,7 @@ def step_wise_grpo(
         rewards: the reward of each trajectory's last step, as for ``grpo``.
         steps: shaped like ``rewards``: how many steps each trajectory has, integers >= 1.
         step_norm: whether to divide by the number of steps.
-        ddof, eps, singleton: as for ``grpo``.
+        scale, ddof, eps, singleton: as for ``grpo``.
 
     Returns:
         For one group a list of float64 arrays, one per trajectory, as long as it has steps; for several groups a
@@ -54,7 +61,8 @@ def step_wise_grpo(
     if bad.size:
         name = groups.rows.name(int(bad[0]), "steps")
         raise DataError(_check.problem(name, f"is {counts[bad[0]]}", "an integer >= 1"))
-    advantages = groups.apply_singleton(groups.whitened(ddof, eps), singleton)
+    scored = grpo(rewards, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
+    advantages = groups.rows.like("rewards", scored)
     if step_norm:
         advantages = advantages / counts
     lengths = counts.astype(np.int64)
@@ -100,7 +108,7 @@ def gigpo(
     >>> gigpo([[0.0, 1.0], [0.0]], [["start", "end"], ["start"]], scale="none")  # episodes +-0.5, "start" +-0.5
     [array([1. , 0.5]), array([-1.])]
 
-    Source: arXiv:2505.10978. Peers: Trinity, ROLL; Trinity's defaults are the same.
+    Source: arXiv:2505.10978. Peers: Trinity, ROLL; Trinity's default is scale="none".
     """
     omega = _check.real("omega", omega, low=0.0)
     gamma = _check.real("gamma", gamma, low=0.0, high=1.0)

@@ -150,7 +150,8 @@ def kl_penalty(
 ) -> Any:
     """What is added to per-token rewards or advantages to stay near a reference policy.
 
-    -coef kl_t with d = sampling - reference and kl = d ("k1"), d^2 / 2 ("k2"), e^-d - 1 + d ("k3") or |d| ("abs")
+    -coef kl_t with d = sampling - reference and kl = d ("k1"), d^2 / 2 ("k2"), e^-d - 1 + d ("k3"), |d| ("abs"), or k3
+    of d clipped to +-20, at most 10 ("clamped")
 
     Args:
         sampling_logprobs, reference_logprobs: of the sampled tokens: [n], [B, n] or a list of [n_i]; finite and at
@@ -169,10 +170,10 @@ def kl_penalty(
     array([-0.25,  0.25])
 
     Source: arXiv:1909.08593 (KL in the reward); Schulman, "Approximating KL divergence" (2020). Peers:
-    tinker-cookbook centres over the batch; verl clamps k3 to [-10, 10].
+    tinker-cookbook centres over the batch; "clamped" is low_var_kl in verl and Trinity.
     """
     coef = _check.real("coef", coef, low=0.0, high=_rows.LARGEST)
-    _check.choice("estimator", estimator, ("k1", "k2", "k3", "abs"))
+    _check.choice("estimator", estimator, ("k1", "k2", "k3", "abs", "clamped"))
     center = _check.flag("center", center)
     steps, reference, sampling = _pair("reference_logprobs", reference_logprobs, sampling_logprobs, mask)
     d = sampling - reference
@@ -182,6 +183,9 @@ def kl_penalty(
         kl = 0.5 * np.square(np.clip(d, -_LARGEST_DISTANCE, _LARGEST_DISTANCE))
     elif estimator == "k3":
         kl = np.expm1(np.minimum(-d, _LARGEST_LOG_RATIO)) + d
+    elif estimator == "clamped":
+        near = np.clip(d, -20.0, 20.0)
+        kl = np.minimum(np.expm1(-near) + near, 10.0)
     else:
         kl = np.abs(d)
     penalty = -coef * kl

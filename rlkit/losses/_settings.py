@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from rlkit import _check
 from rlkit._ratios import check_bounds
 
-__all__ = ["bounds", "one_weight"]
+__all__ = ["bounds", "one_weight", "surrogate"]
 
 
 def bounds(low: float, high: float, *, above_zero: bool = False) -> None:
@@ -21,3 +23,12 @@ def one_weight(weights: Any) -> Any:
     """The one weight of a whole sequence or pair: a number, or the mean over the tokens; of a pair the chosen's."""
     first = weights[0] if isinstance(weights, (tuple, list)) else weights
     return first if isinstance(first, (int, float)) else first.mean()
+
+
+def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None) -> Tensor:
+    """min(r A, clip(r, low, high) A), and with ``dual_clip`` c not below c A where A < 0."""
+    found = (ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+    if dual_clip is None:
+        return found
+    _check.real("dual_clip", dual_clip, above=1.0, why="a bound on the ratio where the advantage is negative")
+    return found.maximum(dual_clip * advantages).where(advantages < 0, found)

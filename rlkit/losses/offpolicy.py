@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit import _check
-from rlkit.losses._settings import bounds
+from rlkit.losses._settings import bounds, surrogate
 from rlkit.losses.base import loss, register
 
 __all__ = ["decoupled_ppo", "opsm"]
@@ -65,6 +65,7 @@ def opsm(
     delta: float = 0.1,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """-sum w m min(r A, clip(r, low, high) A), m = 1 where A >= 0 or mean(q - lp) <= delta: PPO, less stale failures.
 
@@ -73,9 +74,10 @@ def opsm(
         weights: () or [n], multiplies each token's term.
         delta: >= 0; how far the sequence may have drifted, in nats per token, before its negative tokens are left out.
         clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
+        dual_clip: as for ``ppo``.
 
     Raises:
-        ConfigError: 1 is not between the bounds, or ``delta`` is negative or not finite.
+        ConfigError: 1 is not between the bounds, ``dual_clip`` <= 1, or ``delta`` is negative or not finite.
 
     >>> import torch
     >>> lp, q = torch.tensor([-1.0, -1.5]), torch.tensor([-1.0, -1.0])  # drift 0.25
@@ -87,8 +89,6 @@ def opsm(
     _check.real("delta", delta, low=0.0, why="below 0 it would drop tokens on-policy")
     bounds(clip_low_threshold, clip_high_threshold)
     distance = logprobs - sampling_logprobs
-    ratio = distance.exp()
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
     dropped = (advantages < 0) & (-distance.mean().detach() > delta)
-    surrogate = (ratio * advantages).minimum(clipped * advantages)
-    return -(weights * surrogate.masked_fill(dropped, 0.0)).sum()
+    bounded = surrogate(distance.exp(), advantages, clip_low_threshold, clip_high_threshold, dual_clip)
+    return -(weights * bounded.masked_fill(dropped, 0.0)).sum()

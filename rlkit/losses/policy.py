@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit import _check
-from rlkit.losses._settings import bounds
+from rlkit.losses._settings import bounds, surrogate
 from rlkit.losses.base import loss, register
 
 __all__ = ["cispo", "dro", "importance_sampling", "ppo"]
@@ -70,13 +70,7 @@ def ppo(
     """
     bounds(clip_low_threshold, clip_high_threshold)
     ratio = (logprobs - sampling_logprobs).exp()
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    surrogate = (ratio * advantages).minimum(clipped * advantages)
-    if dual_clip is not None:
-        _check.real("dual_clip", dual_clip, above=1.0, why="a bound on the ratio where the advantage is negative")
-        bounded = surrogate.maximum(dual_clip * advantages)
-        surrogate = bounded.where(advantages < 0, surrogate)
-    return -(weights * surrogate).sum()
+    return -(weights * surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold, dual_clip)).sum()
 
 
 @register("cispo")

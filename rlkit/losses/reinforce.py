@@ -55,12 +55,18 @@ def opmd(logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, tau: float
 
 @register("topr")
 @loss(elementwise=True)
-def topr(logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0) -> Tensor:
-    """-sum w sg[a] A lp with a = 1 where A > 0, else clip(r, 0, 1): bad samples lose their say as they fade.
+def topr(
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, threshold: float = 0.0
+) -> Tensor:
+    """-sum w sg[a] A lp with a = 1 where A > threshold, else clip(r, 0, 1): bad samples lose their say as they fade.
 
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
+        threshold: advantages up to it count as bad.
+
+    Raises:
+        ConfigError: ``threshold`` is not finite.
 
     >>> import torch
     >>> lp = torch.tensor([-1.0, -2.0])
@@ -71,5 +77,6 @@ def topr(logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weight
     Source: arXiv:2503.14286, with ratios per token. Peers: ROLL decides by the sign of the raw reward, Trinity, as
     here, by that of the advantage.
     """
+    threshold = _check.real("threshold", threshold)
     ratio = (logprobs - sampling_logprobs).exp().detach().clamp(max=1.0)
-    return -(weights * ratio.masked_fill(advantages > 0, 1.0) * advantages * logprobs).sum()
+    return -(weights * ratio.masked_fill(advantages > threshold, 1.0) * advantages * logprobs).sum()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkit import _check
-from rlkit.losses._settings import bounds
+from rlkit.losses._settings import bounds, surrogate
 from rlkit.losses.base import loss, register
 
 __all__ = ["cross_entropy", "mix", "sft_is", "sft_phi"]
@@ -79,6 +79,7 @@ def mix(
     *,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
+    dual_clip: float | None = None,
     phi: bool = False,
 ) -> Tensor:
     """(1 - mu) PPO on the policy's own datums, mu times cross entropy on the expert's: learning from both at once.
@@ -94,10 +95,11 @@ def mix(
         mu: () in [0, 1]; an input of each datum and not a setting, so that a schedule
             (``rlkit.schedules.chord_schedule``) can change it from step to step.
         clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high.
+        dual_clip: as for ``ppo``.
         phi: whether to weigh the expert's tokens as ``sft_phi`` does.
 
     Raises:
-        ConfigError: 1 is not between the bounds, or ``phi`` is no bool.
+        ConfigError: 1 is not between the bounds, ``dual_clip`` <= 1, or ``phi`` is no bool.
 
     >>> import torch
     >>> lp, zero = torch.tensor([-2.0, -4.0]), torch.zeros(2)
@@ -112,9 +114,8 @@ def mix(
     learnt = logprobs * _phi(logprobs) if phi else logprobs
     from_expert = expert != 0
     ratio = (logprobs - logprobs.detach().where(from_expert, sampling_logprobs)).exp()
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    surrogate = (ratio * advantages).minimum(clipped * advantages)
-    return -(weights * (mu * learnt).where(from_expert, (1.0 - mu) * surrogate)).sum()
+    own = surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold, dual_clip)
+    return -(weights * (mu * learnt).where(from_expert, (1.0 - mu) * own)).sum()
 
 
 def _phi(logprobs: Tensor) -> Tensor:

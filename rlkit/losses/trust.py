@@ -25,31 +25,39 @@ def sapo(
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
+    detached: bool = False,
 ) -> Tensor:
     """-sum w (4 / tau) sigmoid(tau (r - 1)) A: a gate that closes smoothly as the ratio leaves 1, on both sides.
 
     The gradient's weight is 4 p (1 - p) r with p the sigmoid: 1 on-policy. tau = tau_pos where A > 0, else tau_neg.
+    ``detached``: -sum w sg[(4 / tau) p] A lp instead, whose gradient's weight is 4 p / tau: 2 / tau on-policy, and
+    it grows with the ratio.
 
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
         tau_pos, tau_neg: > 0; larger closes faster.
+        detached: whether the gate is a constant weight.
 
     Raises:
-        ConfigError: a temperature is not above 0.
+        ConfigError: a temperature is not above 0, or ``detached`` is no bool.
 
     >>> import torch
     >>> sapo(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, 2.0]), tau_neg=9.0)  # 4 * 0.5 * (1 + 2)
     tensor(-6.)
 
-    Source: arXiv:2511.20347. Peers: Trinity-RFT detaches the gate, so that its weight grows with the ratio.
+    Source: arXiv:2511.20347. Peers: Trinity-RFT detaches the gate.
     """
     _check.real("tau_pos", tau_pos, above=0.0)
     _check.real("tau_neg", tau_neg, above=0.0)
+    _check.flag("detached", detached)
     offset = (logprobs - sampling_logprobs).exp() - 1.0
     positive = (tau_pos * offset).sigmoid() * (4.0 / tau_pos)
     negative = (tau_neg * offset).sigmoid() * (4.0 / tau_neg)
-    return -(weights * positive.where(advantages > 0, negative) * advantages).sum()
+    gate = positive.where(advantages > 0, negative)
+    if detached:
+        return -(weights * gate.detach() * advantages * logprobs).sum()
+    return -(weights * gate * advantages).sum()
 
 
 @register("sppo")

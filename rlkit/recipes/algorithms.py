@@ -15,6 +15,7 @@ import numpy as np
 
 from rlkit import _check, advantages
 from rlkit._calls import answered
+from rlkit.recipes.names import DEFAULTS, OF_ESTIMATORS
 from rlkit.registry import Registry
 
 __all__ = ["Recipe", "best_of_group", "register", "registry"]
@@ -118,37 +119,38 @@ def register(name: str, recipe: Recipe) -> Recipe:
 
 
 _SUM_NORM = "seq-mean-token-sum-norm"
+_CHORD = {"mu_warmup_steps": 0, "mu_decay_steps": 100, "mu_peak": 0.9, "mu_valley": 0.05}
 _ROWS = {
     "grpo": Recipe("arXiv:2402.03300"),
     "dr_grpo": Recipe("arXiv:2503.20783", advantage="dr_grpo", weights=_SUM_NORM),
     "dapo": Recipe("arXiv:2503.14476", loss_args={"clip_high_threshold": 1.28}, select="informative"),
     "rloo": Recipe("arXiv:2402.14740", advantage="rloo"),
-    "reinforceplusplus": Recipe("arXiv:2501.03262", advantage="reinforce_pp", level="token"),
+    "reinforceplusplus": Recipe(
+        "arXiv:2501.03262",
+        advantage="reinforce_pp",
+        level="token",
+        advantage_args=OF_ESTIMATORS["reinforce_pp"],
+    ),
     "remax": Recipe("arXiv:2310.10505", advantage="remax", level="token"),
     "opmd": Recipe("arXiv:2501.12599", advantage="opmd", loss="opmd"),
-    "asymre": Recipe("arXiv:2506.20520", advantage="asymre", loss="reinforce"),
-    "topr": Recipe("arXiv:2503.14286; advantages of either sign", advantage="dr_grpo", loss="topr"),
-    "cispo": Recipe("arXiv:2506.13585", loss="cispo"),
+    "asymre": Recipe("arXiv:2506.20520, half the gradient", advantage="asymre", loss="opmd"),
+    "topr": Recipe("arXiv:2503.14286", advantage="reinforce", loss="topr"),
+    "cispo": Recipe("arXiv:2506.13585", loss="cispo", loss_args=DEFAULTS["cispo"]),
     "gspo": Recipe("arXiv:2507.18071", loss="gspo", weights="seq-mean-token-mean"),
-    "sapo": Recipe("arXiv:2511.20347", loss="sapo", weights="seq-mean-token-mean"),
+    "sapo": Recipe("arXiv:2511.20347, the gate a constant", loss="sapo", loss_args=DEFAULTS["sapo"]),
     "sppo": Recipe("arXiv:2108.05828", advantage="opmd", loss="sppo"),
     "rec": Recipe("arXiv:2509.24203", advantage="rec", loss="rec"),
-    "gigpo": Recipe("arXiv:2505.10978", advantage="gigpo", level="turn"),
+    "gigpo": Recipe("arXiv:2505.10978", advantage="gigpo", level="turn", advantage_args=OF_ESTIMATORS["gigpo"]),
     "multi_step_grpo": Recipe("GRPO's advantage at every turn", advantage="step_wise_grpo", level="turn"),
-    "ppo": Recipe("arXiv:1707.06347", advantage="gae", level="token"),
-    "on_policy_distill": Recipe(
-        "arXiv:2306.13649",
-        advantage="on_policy_distillation",
-        level="token",
-        loss="importance_sampling",
-    ),
-    "jsd": Recipe("arXiv:2306.13649", advantage="jsd_gradient", level="token", loss="importance_sampling"),
+    "ppo": Recipe("arXiv:1707.06347", advantage="gae", level="token", advantage_args=OF_ESTIMATORS["gae"]),
+    "on_policy_distill": Recipe("arXiv:2306.13649", advantage="on_policy_distillation", level="token"),
+    "jsd": Recipe("arXiv:2306.13649", advantage="jsd_gradient", level="token"),
     "sft": Recipe("likelihood", data="demonstrations", advantage=None, loss="cross_entropy"),
     "raft": Recipe("arXiv:2304.06767", advantage=best_of_group, loss="reinforce", select="best"),
     "dpo": Recipe("arXiv:2305.18290", data="pairs", advantage=None, loss="dpo"),
-    "mix": Recipe("arXiv:2508.11408, with a fixed mu", data="mixed", loss="mix"),
-    "chord": Recipe("arXiv:2508.11408, with its schedule of mu", data="mixed", loss="mix"),
+    "mix": Recipe("arXiv:2508.11408, with a fixed mu", data="mixed", loss="mix", loss_args=DEFAULTS["mix"]),
+    "chord": Recipe("arXiv:2508.11408, with its schedule of mu", data="mixed", loss="mix", loss_args=_CHORD),
+    "mix_chord": Recipe("arXiv:2508.11408, with phi", data="mixed", loss="mix", loss_args=DEFAULTS["mix_chord"]),
 }
 registry.update(_ROWS)
 registry["grpo_verl"] = registry["grpo"]
-registry["mix_chord"] = registry["chord"]

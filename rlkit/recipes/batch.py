@@ -113,7 +113,7 @@ def weighted(method: Method, items: Sequence[Item], *, constant: float, mu: floa
     for expert in (False, True):
         places = [i for i, item in enumerate(items) if item.expert == expert]
         if places:
-            mode = method.recipe.weights
+            mode = method.expert_weights if expert else method.recipe.weights
             extra: dict[str, Any] = {"constant": constant} if mode.endswith("-norm") else {}
             extra |= {"groups": [items[i].group for i in places]} if mode == "prompt-mean" else {}
             found[places] = token_weights([items[i].length for i in places], mode, **extra)

@@ -89,18 +89,20 @@ def _per_group(method: Method, batch: _Batch) -> list[np.ndarray]:
 
 def _per_turn(method: Method, batch: _Batch) -> list[np.ndarray]:
     rewards = [_turn_rewards(t, p) for t, p in zip(batch.trajectories, batch.penalty, strict=True)]
-    found: list[np.ndarray] = []
-    for group in batch.groups:
-        mine = rewards[len(found) : len(found) + len(group)]
-        if "steps" in _parameters(method):
-            beside: Any = [r.size for r in mine]
-            mine = [r.sum() for r in mine]
-        else:
-            beside = [turn_states(t) for t in group.trajectories]
-        per_turn = method.estimator(mine, beside, **method.recipe.advantage_args)
-        for trajectory, values in zip(group.trajectories, per_turn, strict=True):
-            found.append(np.repeat(values, [turn.tokens.size for turn in trajectory.turns]))
-    return found
+    ends = np.cumsum([len(group) for group in batch.groups]).tolist()
+    groups = [rewards[end - len(group) : end] for group, end in zip(batch.groups, ends, strict=True)]
+    args = method.recipe.advantage_args
+    if "steps" in _parameters(method):  # one call, since a deviation may be that of the batch
+        sums = [np.array([r.sum() for r in mine]) for mine in groups]
+        per_turn = method.estimator(sums, [np.array([r.size for r in mine]) for mine in groups], **args)
+    else:
+        states = [[turn_states(t) for t in group.trajectories] for group in batch.groups]
+        per_turn = [method.estimator(mine, said, **args) for mine, said in zip(groups, states, strict=True)]
+    flat = [values for mine in per_turn for values in mine]
+    return [
+        np.repeat(values, [turn.tokens.size for turn in trajectory.turns])
+        for trajectory, values in zip(batch.trajectories, flat, strict=True)
+    ]
 
 
 def _per_token(method: Method, batch: _Batch) -> Any:

@@ -13,7 +13,7 @@ import attrs
 from rlkit import _check, schedules, storage, tracking
 from rlkit.envs import TaskSource
 from rlkit.errors import ConfigError
-from rlkit.recipes import keys, models, rows, tasks
+from rlkit.recipes import differences, keys, models, rows, tasks
 from rlkit.recipes.inputs import Experience, Format
 from rlkit.recipes.method import Method, resolved
 from rlkit.recipes.settings import Settings
@@ -104,6 +104,10 @@ def prepared(settings: Settings) -> Job:
     if mode == "serve":
         raise ConfigError(_check.problem("mode", "is 'serve'", "both, explore, train or bench", "rlkit serve serves"))
     method, buffer = resolved(settings.algorithm), settings.buffer
+    for text in method.unused:
+        logger.info("without effect here: %s", text)
+    for text in differences.notes(settings.algorithm, method):
+        logger.info("%s", text)
     size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
     _check_names(settings)
     _check_numbers(settings)

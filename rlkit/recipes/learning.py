@@ -53,7 +53,9 @@ class Algorithm:
     entropy_loss_fn: str | None = mapped(None, "default: the sampled estimate; exact: needs the whole distribution")
     entropy_loss_fn_args: Mapping[str, Any] | None = mapped(None, "entropy_coef, 0 unless given")
     loss_agg_mode: str | None = mapped(None, "a mode of rlkit.advantages.token_weights, over each optimizer step")
-    bypass_old_logprobs: bool = mapped(True, "false: PPO's ratio is to the policy before the step's first update")
+    bypass_old_logprobs: bool = mapped(
+        True, "false: ratios are to the policy before the step's first update; of decoupled_ppo too if it is named"
+    )
     rollout_correction: Any = refused("a loop of your own can use rlkit.corrections")
     sample_strategy: Literal["default", "mix"] | None = mapped(None, "what the algorithm says")
     sample_strategy_args: Mapping[str, Any] | None = mapped(None, "expert_data_ratio, of mix and chord")

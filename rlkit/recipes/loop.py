@@ -88,7 +88,7 @@ class _Loop:
         play = functools.partial(self._play, job.tasks)
         ahead = Ahead(policy, play, end=job.total, offset=sync.sync_offset, interval=sync.sync_interval)
         self.ahead = run.keep("ahead", ahead) if job.tasks is not None else None
-        if pairs and self.rows and reference is not None:
+        if self.rows and reference is not None:
             self.rows = self._with_reference(self.rows)
 
     def evaluation(self, step: int) -> dict[str, float]:
@@ -135,8 +135,8 @@ class _Loop:
     def updated(self, step: int, items: Sequence[Item]) -> dict[str, float]:
         """Trains, in as many optimizer steps as minibatches and epochs say; means over these."""
         adam = self.job.adam(step)
-        if self.method.old_logprobs and items:
-            items = self._with_old(items)
+        if self.method.old_logprobs is not None and items:
+            items = self._with_old(items, self.method.old_logprobs)
         found: list[Mapping[str, float]] = [self._update(step, chunk, adam) for chunk in self._chunks(step, items)]
         names = sorted({name for each in found for name in each})
         means = {name: float(np.mean([each[name] for each in found if name in each])) for name in names}
@@ -175,11 +175,11 @@ class _Loop:
         update = self.policy.optim_step(adam)  # sent before the other is read
         return {**found, **train_metrics(data, output.result(), update.result())}
 
-    def _with_old(self, items: Sequence[Item]) -> list[Item]:
-        """The items, with the policy's own logprobs before the first update."""
+    def _with_old(self, items: Sequence[Item], name: str) -> list[Item]:
+        """The items, with the policy's own logprobs before the first update as an input of this name."""
         flat = [datum for item in items for datum in item.data]
         found = iter(self.policy.forward(flat).result().selected)
-        return [attrs.evolve(item, data=[d.with_inputs(old_logprobs=next(found)) for d in item.data]) for item in items]
+        return [attrs.evolve(item, data=[d.with_inputs(**{name: next(found)}) for d in item.data]) for item in items]
 
     def _with_reference(self, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The rows, with the reference's logprobs, which are asked for once."""

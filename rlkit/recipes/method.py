@@ -12,23 +12,11 @@ from rlkit import advantages
 from rlkit.errors import ConfigError
 from rlkit.recipes import algorithms
 from rlkit.recipes.algorithms import Recipe
-from rlkit.recipes.arguments import (
-    check_settings,
-    coefficients,
-    contradiction,
-    estimator_args,
-    expert_ratio,
-    keywords,
-    loss_args,
-    share,
-)
+from rlkit.recipes.arguments import check_settings, coefficients, estimator_args, expert_ratio, keywords, share
 from rlkit.recipes.learning import Algorithm
+from rlkit.recipes.names import DEFAULTS, ESTIMATORS, KL, LOSSES, OF_ESTIMATORS, contradiction, loss_names
 
 __all__ = ["Method", "resolved"]
-
-ESTIMATORS = {"reinforceplusplus": "reinforce_pp", "on_policy_distill": "on_policy_distillation", "ppo": "gae"}
-LOSSES = {"sft": "cross_entropy", "mix_chord": "mix", "vanilla": "reinforce"}
-KL = {"low_var_kl": "clamped", "corrected_k3": "ratio_corrected"}
 
 
 @attrs.frozen(eq=False)
@@ -43,10 +31,13 @@ class Method:
         kl_loss, kl_penalty, entropy: coefficients; 0 is off.
         penalty: estimator of the KL penalty.
         threshold: groups whose rewards' deviation is not above it do not train; None: all do.
-        old_logprobs: whether the policy scores the batch before its first update.
+        old_logprobs: the input that the policy's own logprobs before its first update become; None: they are not
+            asked for.
         expert_ratio: share of demonstrations in a mixed batch.
+        expert_weights: the mode of token weights of demonstrations in a mixed batch.
         mu: step -> the share of the supervised term; None where the loss has none.
         inputs: names of what the loss reads.
+        unused: arguments that have no effect, with the reason.
     """
 
     recipe: Recipe
@@ -58,10 +49,12 @@ class Method:
     penalty: str
     entropy: float
     threshold: float | None
-    old_logprobs: bool
+    old_logprobs: str | None
     expert_ratio: float
+    expert_weights: str
     mu: Callable[[int], float] | None
     inputs: Sequence[str]
+    unused: Sequence[str]
 
     @property
     def wants_reference(self) -> bool:
@@ -82,56 +75,91 @@ def resolved(settings: Algorithm) -> Method:
     """
     from rlkit import losses
 
-    recipe = algorithms.registry[settings.algorithm_type]
-    own: dict[str, Any] = {"repeat_times": settings.repeat_times, "weights": settings.loss_agg_mode}
-    own |= {"advantage": ESTIMATORS.get(settings.advantage_fn or "", settings.advantage_fn)}
-    own |= {"loss": LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn)}
-    if own["advantage"] not in (None, recipe.advantage):
-        own |= {"advantage_args": {}, "level": _level(own["advantage"])}
-        if recipe.advantage is None:
-            raise contradiction("advantage_fn", settings.advantage_fn, f"{settings.algorithm_type} has no advantages")
-    if own["loss"] not in (None, recipe.loss):
-        own |= {"loss_args": {}}
-    recipe = attrs.evolve(recipe, **{name: value for name, value in own.items() if value is not None})
-    given_args = dict(settings.policy_loss_fn_args or {})
-    mode, schedule = given_args.pop("loss_agg_mode", None), share(settings.algorithm_type, given_args)
-    if mode is not None:
-        if settings.loss_agg_mode not in (None, mode):
-            raise contradiction("policy_loss_fn_args.loss_agg_mode", mode, f"loss_agg_mode={settings.loss_agg_mode}")
-        recipe = attrs.evolve(recipe, weights=mode)
+    recipe, given, weights = _row(settings)
+    schedule = None
+    if recipe.loss == "mix":
+        own = dict(recipe.loss_args)
+        schedule = share(own, given)
+        recipe = attrs.evolve(recipe, loss_args=own)
+    loss, translated, names, more = loss_names(recipe.loss, given, lambda name: keywords(losses.registry.resolve(name)))
+    recipe = attrs.evolve(recipe, loss=loss, loss_args=recipe.loss_args if loss == recipe.loss else {})
     _weights(recipe)
     estimator = None if recipe.advantage is None else advantages.registry.resolve(recipe.advantage)
-    given, threshold = estimator_args(settings, estimator)
+    estimator_settings, threshold, idle = estimator_args(settings, estimator)
     kl, penalty, entropy = coefficients(settings, recipe)
-    loss, extra = _composed(losses, settings, recipe, kl, entropy)
-    args = {**recipe.loss_args, **loss_args(given_args)}
-    check_settings("algorithm.policy_loss_fn_args", losses.registry.resolve(recipe.loss), args)
-    prepared = losses.prepare(loss, {**args, **extra})
+    function = losses.registry.resolve(recipe.loss)
+    check_settings("algorithm.policy_loss_fn_args", function, translated, names)
+    args = {**recipe.loss_args, **translated}
+    composed, extra = _composed(losses, settings, recipe, kl, entropy)
+    prepared = losses.prepare(composed, {**args, **extra})
     _fits(settings, recipe, prepared)
+    all_settings = {**recipe.advantage_args, **estimator_settings}
     compared = recipe.advantage in ("gigpo", "step_wise_grpo") or (
-        "singleton" in keywords(estimator or _none)
-        and {**recipe.advantage_args, **given}.get("singleton", "zero") == "zero"
+        "singleton" in keywords(estimator or _none) and all_settings.get("singleton", "zero") == "zero"
     )
-    if recipe.repeat_times == 1 and compared:
+    if recipe.repeat_times == 1 and compared and recipe.advantage != "reinforce":
         raise contradiction("repeat_times", 1, "a group of one has no baseline, and its advantages are 0")
-    sampled = entropy if settings.entropy_loss_fn != "exact" else 0.0
-    if not settings.bypass_old_logprobs and recipe.loss != "ppo":
-        raise contradiction("bypass_old_logprobs", value=False, why=f"the loss is {recipe.loss}, not ppo")
     return Method(
-        recipe=attrs.evolve(recipe, advantage_args={**recipe.advantage_args, **given}),
-        loss=loss,
+        recipe=attrs.evolve(recipe, advantage_args=all_settings),
+        loss=composed,
         loss_args={**args, **extra},
         estimator=estimator or _none,
         kl_loss=kl,
         kl_penalty=penalty,
-        penalty=settings.kl_penalty_fn or "k1",
-        entropy=sampled,
+        penalty=_penalty(settings.kl_penalty_fn),
+        entropy=entropy if settings.entropy_loss_fn != "exact" else 0.0,
         threshold=threshold,
-        old_logprobs=not settings.bypass_old_logprobs,
+        old_logprobs=_old(settings, prepared),
         expert_ratio=expert_ratio(settings),
-        mu=schedule if recipe.loss == "mix" else None,
+        expert_weights=weights,
+        mu=schedule,
         inputs=tuple(prepared.inputs),
+        unused=(*more, *idle),
     )
+
+
+def _row(settings: Algorithm) -> tuple[Recipe, dict[str, Any], str]:
+    """The algorithm's row with what the settings change in it, the loss's arguments, and the weights of experts."""
+    recipe = algorithms.registry[settings.algorithm_type]
+    own: dict[str, Any] = {"repeat_times": settings.repeat_times}
+    own |= {"advantage": ESTIMATORS.get(settings.advantage_fn or "", settings.advantage_fn)}
+    own |= {"loss": LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn)}
+    if own["advantage"] not in (None, recipe.advantage):
+        own |= {"advantage_args": OF_ESTIMATORS.get(own["advantage"], {}), "level": _level(own["advantage"])}
+        if recipe.advantage is None:
+            raise contradiction("advantage_fn", settings.advantage_fn, f"{settings.algorithm_type} has no advantages")
+    named = settings.policy_loss_fn or ""
+    if own["loss"] not in (None, recipe.loss) or (named in DEFAULTS and named != "mix"):
+        own |= {"loss_args": DEFAULTS.get(named, {})}
+    given = dict(settings.policy_loss_fn_args or {})
+    mode = settings.loss_agg_mode
+    if given.get("loss_agg_mode") is not None:
+        if mode not in (None, given["loss_agg_mode"]):
+            raise contradiction("policy_loss_fn_args.loss_agg_mode", given["loss_agg_mode"], f"loss_agg_mode={mode}")
+        mode = given["loss_agg_mode"]
+    given.pop("loss_agg_mode", None)
+    mixed = (own["loss"] or recipe.loss) == "mix"
+    mode = (given.pop("grpo_loss_agg_mode", None) if mixed else None) or mode
+    expert = (given.pop("sft_loss_agg_mode", None) if mixed else None) or mode or recipe.weights
+    own |= {"weights": mode}
+    recipe = attrs.evolve(recipe, **{name: value for name, value in own.items() if value is not None})
+    _weights(attrs.evolve(recipe, weights=expert))
+    return recipe, given, expert
+
+
+def _penalty(name: str | None) -> str:
+    """The estimator of the KL penalty; of an older policy there is nothing to correct by, so it is k3."""
+    return {"corrected_k3": "k3", "none": "k1"}.get(name or "k1", KL.get(name or "k1", name or "k1"))
+
+
+def _old(settings: Algorithm, prepared: Any) -> str | None:
+    """Which input the policy's logprobs before its first update become."""
+    if settings.bypass_old_logprobs:
+        return None
+    for name in ("old_logprobs", "sampling_logprobs"):
+        if name in prepared.inputs:
+            return name
+    raise contradiction("bypass_old_logprobs", value=False, why="the loss takes no ratio")
 
 
 def _none(*_: Any, **__: Any) -> Any:
@@ -158,8 +186,7 @@ def _composed(
     losses: Any, settings: Algorithm, recipe: Recipe, kl: float, entropy: float
 ) -> tuple[Any, dict[str, Any]]:
     """The loss with its terms, and the terms' coefficients."""
-    loss: Any = "decoupled_ppo" if not settings.bypass_old_logprobs and recipe.loss == "ppo" else recipe.loss
-    losses.registry.resolve(loss)
+    loss: Any = recipe.loss
     estimator = KL.get(settings.kl_loss_fn or "k2", settings.kl_loss_fn or "k2")
     if estimator != "none":
         losses.kl.registry.resolve(estimator)

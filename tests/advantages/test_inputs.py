@@ -130,6 +130,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gigpo", {"states": ["a", "b"], "omega": -1.0}, "omega"),
     ("gigpo", {"states": ["a", "b"], "scale": "batch"}, "scale"),
     ("step_wise_grpo", {"steps": [1, 1], "step_norm": "yes"}, "step_norm"),
+    ("step_wise_grpo", {"steps": [1, 1], "scale": "task"}, "scale"),
 ]
 
 
@@ -330,7 +331,7 @@ def test_logprobs_are_not_positive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*TOKEN_PAIRS, "entropy_bonus"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "clamped"])
 def test_largest_coefficient(name: str, estimator: str) -> None:
     """The largest coefficient on the largest logprobs stays finite; beyond it is a ConfigError."""
     given = {other: [-1e150, -1.0] for other in ["sampling_logprobs"]}
@@ -437,7 +438,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rloo": {"singleton": "zero"},
     "running_baseline": {"decay": 0.95},
     "running_normalization": {"ddof": 1, "eps": 1e-6},
-    "step_wise_grpo": {"step_norm": False, "ddof": 1, "eps": 1e-6, "singleton": "zero"},
+    "step_wise_grpo": {"step_norm": False, "scale": "group", "ddof": 1, "eps": 1e-6, "singleton": "zero"},
     "token_weights": {"mode": "token-mean", "constant": None, "groups": None},
     "vtrace": {
         "bootstrap_value": 0.0,

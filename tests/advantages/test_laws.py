@@ -360,6 +360,14 @@ def test_step_wise_grpo_of_a_batch() -> None:
     assert result[0][0].tolist() == [adv.grpo([1.0, 0.0])[0]] * 2
 
 
+def test_step_wise_grpo_by_the_deviation_of_the_batch() -> None:
+    """Which deviation divides is said as for GRPO."""
+    rewards = [[1.0, 0.0], [0.0, 3.0, 0.5]]
+    result = adv.step_wise_grpo(rewards, [[1, 1], [1, 1, 1]], scale="batch")
+    flat = [[float(a[0]) for a in group] for group in result]
+    assert flat == [group.tolist() for group in adv.grpo(rewards, scale="batch")]
+
+
 def test_gigpo_singletons() -> None:
     """A state met once, and a single episode, contribute nothing."""
     np.testing.assert_array_equal(adv.gigpo([[1.0, 2.0]], [["a", "b"]]), [[0.0, 0.0]])

@@ -175,6 +175,12 @@ def test_token_functions() -> None:
     flat = np.concatenate(q) - np.concatenate(t)
     k3 = np.concatenate(adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="k3"))
     np.testing.assert_allclose(k3, -0.3 * (np.exp(-flat) - 1 + flat), rtol=1e-9)
+    bounded = np.concatenate(adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="clamped"))
+    np.testing.assert_allclose(bounded, k3, rtol=1e-12, atol=0)  # nothing is as far as its bounds
+    far = adv.kl_penalty(
+        sampling_logprobs=[-1.0, -40.0], reference_logprobs=[-40.0, -1.0], coef=1.0, estimator="clamped"
+    )
+    assert far.tolist() == [-10.0, -10.0]
     absolute = adv.kl_penalty(sampling_logprobs=q, reference_logprobs=t, coef=0.3, estimator="abs", center=True)
     np.testing.assert_allclose(np.concatenate(absolute), -0.3 * (np.abs(flat) - np.abs(flat).mean()), atol=1e-12)
     distilled = adv.on_policy_distillation(teacher_logprobs=t, sampling_logprobs=q, coef=2.0, clip=1.0, gamma=0.5)

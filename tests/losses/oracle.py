@@ -51,6 +51,10 @@ def clipped(r, a, s):
     return -min(r * a, clip(r, s["clip_low_threshold"], s["clip_high_threshold"]) * a)
 
 
+def dual_clipped(r, a, s):
+    return min(clipped(r, a, s), -s["dual_clip"] * a) if s["dual_clip"] and a < 0 else clipped(r, a, s)
+
+
 @tokens
 def reinforce(t, x, at, d, s):
     return -d["advantages"][t] * x[t]
@@ -68,9 +72,7 @@ def importance_sampling(t, x, at, d, s):
 
 @tokens
 def ppo(t, x, at, d, s):
-    a = d["advantages"][t]
-    value = clipped(ratio(x[t], d, t), a, s)
-    return min(value, -s["dual_clip"] * a) if s["dual_clip"] and a < 0 else value
+    return dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
 
 
 @tokens
@@ -83,7 +85,7 @@ def decoupled_ppo(t, x, at, d, s):
 def opsm(x, at, d, s):
     drift = mean([d["sampling_logprobs"][t] - at[t] for t in range(len(x))])
     return math.fsum(
-        weight(d, t) * clipped(ratio(x[t], d, t), d["advantages"][t], s)
+        weight(d, t) * dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
         for t in range(len(x))
         if d["advantages"][t] >= 0 or drift <= s["delta"]
     )
@@ -124,6 +126,8 @@ def gmpo(x, at, d, s):
 def sapo(t, x, at, d, s):
     a = d["advantages"][t]
     tau = s["tau_pos"] if a > 0 else s["tau_neg"]
+    if s["detached"]:
+        return -4 / tau * sigmoid(tau * (ratio(at[t], d, t) - 1)) * a * x[t]
     return -4 / tau * sigmoid(tau * (ratio(x[t], d, t) - 1)) * a
 
 
@@ -161,7 +165,7 @@ def dro(t, x, at, d, s):
 @tokens
 def topr(t, x, at, d, s):
     a = d["advantages"][t]
-    return -(1.0 if a > 0 else clip(ratio(at[t], d, t), 0, 1)) * a * x[t]
+    return -(1.0 if a > s["threshold"] else clip(ratio(at[t], d, t), 0, 1)) * a * x[t]
 
 
 @tokens
@@ -250,7 +254,7 @@ def sft_phi(t, x, at, d, s):
 def mix(t, x, at, d, s):
     if d["expert"]:
         return d.get("mu", 0.1) * (sft_phi if s["phi"] else cross_entropy)([x[t]], [at[t]], {}, s)
-    return (1 - d.get("mu", 0.1)) * clipped(ratio(x[t], d, t), d["advantages"][t], s)
+    return (1 - d.get("mu", 0.1)) * dual_clipped(ratio(x[t], d, t), d["advantages"][t], s)
 
 
 def topk(term):

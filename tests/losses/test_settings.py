@@ -24,12 +24,12 @@ DEFAULTS = {
     "gspo_token": GSPO,
     "luspo": GSPO,
     "gmpo": {"clip_low_threshold": math.exp(-0.4), "clip_high_threshold": math.exp(0.4)},
-    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "detached": False},
     "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     "dppo_tv": {"divergence_low": 0.2, "divergence_high": 0.2, "ratio_cap": 20.0, "squared_coef": 0.0},
     "dppo_kl": {"divergence_low": 0.05, "divergence_high": 0.05, "ratio_cap": 20.0},
     "dro": {"beta": 0.05},
-    "topr": {},
+    "topr": {"threshold": 0.0},
     "sppo": {"clip_low_threshold": 1 / 1.3, "clip_high_threshold": 1.3},
     "rec": {
         "clip_mode": "none",
@@ -42,13 +42,13 @@ DEFAULTS = {
         "regularizer_coef": 0.0,
     },
     "opmd": {"tau": 1.0},
-    "opsm": {"delta": 0.1, **PPO},
+    "opsm": {"delta": 0.1, **PPO, "dual_clip": None},
     "clip_cov": {"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0, **PPO, "seed": 0},
     "kl_cov": {"fraction": 2e-4, "coef": 1.0},
     "cross_entropy": {},
     "sft_is": {},
     "sft_phi": {},
-    "mix": {**PPO, "phi": False},
+    "mix": {**PPO, "dual_clip": None, "phi": False},
     "topk_forward_kl": {},
     "topk_reverse_kl": {},
     "topk_jsd": {"beta": 0.5},
@@ -106,7 +106,7 @@ def test_every_loss_says_what_it_is(name):
 
 
 NUMBERS = [(name, key) for name in NAMES for key, value in DEFAULTS[name].items() if isinstance(value, float)]
-OPTIONAL = [("ppo", "dual_clip"), ("decoupled_ppo", "behaviour_cap")]
+OPTIONAL = [*[(name, "dual_clip") for name in ("ppo", "opsm", "mix")], ("decoupled_ppo", "behaviour_cap")]
 RING = {"clip_mode": "ring"}
 BAD = [
     *[
@@ -131,8 +131,7 @@ BAD = [
         for n in ("ppo", "gspo", "gmpo")
     ],
     ("ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": -0.1}, "clip_high_threshold"),
-    ("ppo", {"dual_clip": 1.0}, "dual_clip"),
-    ("ppo", {"dual_clip": 0.5}, "dual_clip"),
+    *[(name, {"dual_clip": bad}, "dual_clip") for name in ("ppo", "opsm", "mix") for bad in (1.0, 0.5)],
     ("decoupled_ppo", {"behaviour_cap": 0.0}, "behaviour_cap"),
     ("gmpo", {"clip_low_threshold": 0.0}, "clip_low_threshold"),
     ("sapo", {"tau_pos": 0.0}, "tau_pos"),
@@ -159,6 +158,7 @@ BAD = [
     ("rec", {**RING, "ring_low_threshold": 0.81}, "ring_low_threshold"),
     ("rec", {**RING, "ring_high_threshold": 1.19}, "ring_high_threshold"),
     ("mix", {"phi": 1}, "phi"),
+    ("sapo", {"detached": 1}, "detached"),
     ("cispo", {"unified_mask": 1}, "unified_mask"),
     *[(name, {"fraction": bad}, "fraction") for name in ("clip_cov", "kl_cov") for bad in (-0.1, 1.1)],
     ("clip_cov", {"cov_low": 6.0}, "cov_low"),

@@ -20,7 +20,7 @@ def test_all_are_there():
     assert set(wanted.split()) == set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mix_chord"])
 def test_on_the_toy(name, tmp_path):
     """Four steps make its objective better."""
     found = table.cell(name, "toy", tmp_path, steps=4)
@@ -33,6 +33,15 @@ def test_through_the_service(name, tmp_path):
     pytest.importorskip("tinker", reason="needs the extra tinker")
     found = table.cell(name, "fake", tmp_path, steps=3)
     assert found["better"], found
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "mix", "mix_chord", "ppo", "jsd"])
+def test_with_a_kl_term(name, tmp_path):
+    """What is read, and not played, is scored by the reference too."""
+    (_, first), (_, second) = curve(
+        played(tmp_path, "algorithm.kl_loss_fn_args.kl_coef=0.1", algorithm=name, steps=2), "train/loss"
+    )
+    assert first["train/loss"] != second["train/loss"]
 
 
 KEEP = ("env/write/reward", "train/grad_norm", "train/kl_reference", "eval/held/mean", "train/updates")

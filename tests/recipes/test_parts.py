@@ -142,7 +142,31 @@ NAMES = [
         {"ring_low_threshold": 0.4, "temperature": 2.0},
     ),
     ({"algorithm_type": "chord", "policy_loss_fn_args": {"enable_phi_function": True}}, "mix", {"phi": True}),
-    ({"bypass_old_logprobs": False}, "decoupled_ppo", {}),
+    ({"bypass_old_logprobs": False, "policy_loss_fn": "decoupled_ppo"}, "decoupled_ppo", {}),
+    ({"policy_loss_fn": "cispo"}, "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28}),
+    ({"policy_loss_fn": "sapo"}, "sapo", {"detached": True}),
+    (
+        {"policy_loss_fn_args": {"enable_sequence_masking": True, "delta_sequence_masking": 0.2, "clip_ratio_c": 3.0}},
+        "opsm",
+        {"delta": 0.2, "dual_clip": 3.0},
+    ),
+    ({"policy_loss_fn_args": {"fallback_to_policy_gradient": True, "clip_range": 0.2}}, "reinforce", {}),
+    ({"policy_loss_fn_args": {"fallback_to_policy_gradient": False, "delta_sequence_masking": 0.1}}, "ppo", {}),
+    (
+        {"policy_loss_fn": "cispo", "policy_loss_fn_args": {"enable_mask_clip": True, "mask_clip_range_high": 0.28}},
+        "cispo",
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28, "unified_mask": True},
+    ),
+    (
+        {"algorithm_type": "topr", "policy_loss_fn_args": {"advantage_threshold": 0.5}},
+        "topr",
+        {"threshold": 0.5},
+    ),
+    (
+        {"algorithm_type": "rec", "policy_loss_fn_args": {"clip_mode": "ring"}},
+        "rec",
+        {"clip_mode": "ring", "ring_low_threshold": 0.6, "ring_high_threshold": 1.4},
+    ),
 ]
 
 

@@ -115,7 +115,7 @@ WRONG = {  # override: what the message says
     "algorithm.loss_agg_mode=mean": "mode: got 'mean'",
     "algorithm.optimizer.lr=-1": "algorithm.optimizer.lr: got -1",
     "algorithm.optimizer.betas=[0.9]": "algorithm.optimizer.betas: has 1 entries",
-    "algorithm.bypass_old_logprobs=false algorithm.policy_loss_fn=cispo": "algorithm.bypass_old_logprobs",
+    "algorithm.bypass_old_logprobs=false algorithm.policy_loss_fn=reinforce": "algorithm.bypass_old_logprobs",
     "trainer.total_steps=9": "trainer.total_steps: is 9; expected buffer.total_steps, 3",
     "algorithm.optimizer.clip_grad=2 trainer.grad_clip=3": "clip_grad: is 2.0; expected trainer.grad_clip, 3.0",
     "synchronizer.explorer_sync_interval=3": "synchronizer.explorer_sync_interval: is 3",

@@ -165,15 +165,15 @@ def _gspo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Par
 
 
 def _topr(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
-    """Where A > 0 the ratio has no say; elsewhere it is clipped to [0, 1]. A token counts in one of the two calls."""
-    del settings
+    """Above the threshold the ratio has no say; elsewhere it is clipped to [0, 1]. A token counts in one call."""
+    threshold = np.float32(settings["threshold"])
 
     def positive(datum: Datum) -> Arrays | None:
-        chosen = _input(datum, "advantages") > 0
+        chosen = _input(datum, "advantages") > threshold
         return {"weights": np.where(chosen, _folded(datum), np.float32(0))} if chosen.any() else None
 
     def other(datum: Datum) -> Arrays | None:
-        chosen = _input(datum, "advantages") <= 0
+        chosen = _input(datum, "advantages") <= threshold
         if not chosen.any():
             return None
         advantages = np.where(chosen, _folded(datum), np.float32(0))
@@ -188,6 +188,8 @@ def _mix(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part
     """The expert's tokens as cross entropy with weights w mu, the policy's own as ppo with A := w (1 - mu) A."""
     if settings["phi"]:
         return "its weights depend on the policy's own probabilities"
+    if settings["dual_clip"] is not None:
+        return "the hosted ppo has no dual clip"
     if _negative(data):
         return "a minimum does not let negative weights through"
 

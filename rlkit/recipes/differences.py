@@ -1,0 +1,85 @@
+"""Where rlkit's defaults of an algorithm are not those of Trinity-RFT under the same name, as the lines a run logs.
+
+What is set is never spoken of: a setting that a file has means what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlkit.recipes.algorithms import Recipe
+from rlkit.recipes.learning import Algorithm
+from rlkit.recipes.method import Method
+from rlkit.recipes.names import LOSSES
+
+__all__ = ["NAMES", "VERSION", "differences", "notes"]
+
+VERSION = "0.6.0"
+_WITH_KL = (
+    "grpo rloo reinforceplusplus opmd topr cispo gspo sapo rec gigpo multi_step_grpo ppo mix mix_chord dpo grpo_verl"
+)
+_WITHOUT_KL = "dapo asymre sppo on_policy_distill jsd sft raft"
+NAMES: Mapping[str, str] = {
+    **dict.fromkeys(_WITH_KL.split(), "k2"),
+    **dict.fromkeys(_WITHOUT_KL.split(), "none"),
+}
+"""Trinity's algorithms -> the KL loss that each has unless told otherwise."""
+_CLIPS = ("clip_range", "clip_range_high", "clip_high_threshold")
+_NOTES = {
+    "dapo": "other tasks take the place of groups whose rewards are all alike; there an operator leaves them out",
+    "raft": "the best of each group is imitated; there every episode is, unless an operator leaves some out",
+    "dpo": "each pair has its own term; there the logprobs of a micro-batch's pairs are added up first",
+}
+_KL_NOTES = {
+    "dpo": "a KL loss is a sum over a pair's tokens; there it is a mean over the batch's",
+    "mix": "a KL loss is a mean over rollouts plus one over rows; there it is one mean over both",
+    "mix_chord": "a KL loss is a mean over rollouts plus one over rows; there it is one mean over both",
+}
+
+
+def differences(settings: Algorithm, method: Method) -> dict[str, tuple[Any, Any]]:
+    """Keys of the section algorithm that are not set -> (what rlkit has, what Trinity has)."""
+    name, row = settings.algorithm_type, method.recipe
+    if name not in NAMES:
+        return {}
+    found: dict[str, tuple[Any, Any]] = {}
+    if settings.repeat_times is None and row.rolls_out:
+        found["repeat_times"] = (row.repeat_times, 1)
+    for part, kind in (("kl_loss_fn", settings.kl_loss_fn or NAMES[name]), ("kl_penalty_fn", settings.kl_penalty_fn)):
+        if kind not in (None, "none") and "kl_coef" not in (getattr(settings, f"{part}_args") or {}):
+            found[f"{part}_args.kl_coef"] = (0.0, 0.001)
+    if settings.advantage_fn is None and name == "jsd":
+        found["advantage_fn"] = ("jsd_gradient", "jsd")
+    if settings.loss_agg_mode is None and name == "gspo" and settings.policy_loss_fn_args is None:
+        found["loss_agg_mode"] = (row.weights, "token-mean")
+    return found | dict(_of_loss(settings, row, settings.policy_loss_fn_args or {}))
+
+
+def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    where, loss = "policy_loss_fn_args.", row.loss
+    own = LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn) in (None, loss)
+    if settings.algorithm_type == "dapo" and own and not any(key in given for key in _CLIPS):
+        yield f"{where}clip_range_high", (0.28, 0.2)
+    if loss in ("ppo", "mix", "opsm") and not {"clip_ratio_c", "dual_clip"} & {*given, *row.loss_args}:
+        yield f"{where}clip_ratio_c", (None, 3.0)
+    if "loss_agg_mode" in given and settings.loss_agg_mode is None and given["loss_agg_mode"] != "token-mean":
+        yield "loss_agg_mode", (f"that of {where[:-1]}, {given['loss_agg_mode']}", "token-mean")
+
+
+def notes(settings: Algorithm, method: Method) -> list[str]:
+    """All differences, a line each."""
+    found = [
+        f"algorithm.{key} is not set: here it is {_said(ours)}, in Trinity-RFT {VERSION} {_said(theirs)}"
+        for key, (ours, theirs) in differences(settings, method).items()
+    ]
+    name = settings.algorithm_type
+    told = [_NOTES[name]] if name in _NOTES else []
+    told += [_KL_NOTES[name]] if method.kl_loss > 0 and name in _KL_NOTES else []
+    if method.recipe.weights.endswith("-norm") and name in NAMES:
+        told += ["sums are divided by model.max_response_tokens and the number of episodes, there by the batch's width"]
+    return found + [f"not as in Trinity-RFT {VERSION}: {text}" for text in told]
+
+
+def _said(value: Any) -> str:
+    return "off" if value is None else str(value)

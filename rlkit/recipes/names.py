@@ -1,0 +1,187 @@
+"""Trinity-RFT's names of estimators, losses and their arguments, as rlkit's.
+
+``DEFAULTS`` of losses and ``OF_ESTIMATORS`` are Trinity's defaults where rlkit's own functions have others: what is
+named as there has the numbers that it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+
+__all__ = ["DEFAULTS", "ESTIMATORS", "KL", "LOSSES", "OF_ESTIMATORS", "contradiction", "estimator_names", "loss_names"]
+
+ESTIMATORS = {
+    "reinforceplusplus": "reinforce_pp",
+    "on_policy_distill": "on_policy_distillation",
+    "ppo": "gae",
+    "grpo_verl": "grpo",
+    "opmd_verl": "opmd",
+    "asymre_verl": "asymre",
+}
+LOSSES = {"sft": "cross_entropy", "mix_chord": "mix", "vanilla": "reinforce"}
+KL = {"low_var_kl": "clamped", "corrected_k3": "ratio_corrected"}
+OF_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "gae": {"lam": 1.0},
+    "gigpo": {"scale": "none"},
+    "reinforce_pp": {"eps": 1e-8},
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28},
+    "sapo": {"detached": True},
+    "mix": {"mu": 0.1},
+    "mix_chord": {
+        "phi": True,
+        "dual_clip": 3.0,
+        "mu_warmup_steps": 0,
+        "mu_decay_steps": 0,
+        "mu_peak": 0.1,
+        "mu_valley": 0.1,
+    },
+}
+
+_RENAMED = {
+    "epsilon": "eps",
+    "std_cal_level": "scale",
+    "std_normalize": "normalize",
+    "fnorm": "scale",
+    "opmd_baseline": "baseline",
+    "baseline_shift": "shift",
+    "kl_coef": "coef",
+    "lambda_coef": "beta",
+    "enable_step_norm": "step_norm",
+}
+_OF_LOSSES = {
+    "clip_ratio_c": "dual_clip",
+    "temp": "temperature",
+    "enable_phi_function": "phi",
+    "advantage_threshold": "threshold",
+    "delta_sequence_masking": "delta",
+    "enable_mask_clip": "unified_mask",
+}
+_BATCHES = (
+    "use_dynamic_bsz",
+    "ppo_mini_batch_size",
+    "ppo_micro_batch_size_per_gpu",
+    "ngpus_trainer",
+    "train_batch_size_usual",
+    "train_batch_size_expert",
+)
+_UNUSED = {
+    **dict.fromkeys(_BATCHES, "rollouts and rows are each a mean over their own, in any micro-batches"),
+    "chunk_size": "nothing is large enough to be cut",
+    "step_reward_key": "turns have their rewards",
+    "env_state_hash_key": "what a turn was told is its state",
+}
+_NEUTRAL: Mapping[str, tuple[Any, str]] = {
+    "rank_penalty": (None, "a loop of your own can shape rewards by ranks"),
+    "duplicate_experiences": (
+        False,
+        "algorithm dapo plays further tasks in the place of groups that are left out",
+    ),
+    "temperature": (1.0, "model.temperature is that of the policy and of the teacher"),
+    "cutoff_prob": (1.0, "a loss of your own can bound the logprobs"),
+    "fallback_to_policy_gradient": (False, "only the losses ppo and mix have it"),
+    "enable_sequence_masking": (False, "only the loss ppo has it"),
+}
+
+
+def contradiction(name: str, value: Any, why: str) -> ConfigError:
+    """The error for a setting that contradicts others."""
+    return ConfigError(_check.problem(f"algorithm.{name}", f"is {value!r}", "a setting that fits the others", why))
+
+
+def estimator_names(given: Mapping[str, Any], known: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """An estimator's settings by rlkit's names, rlkit's name -> the one that was given, and what has no effect."""
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    unused: list[str] = []
+    for name, value in given.items():
+        if name not in known and _passed("advantage_fn_args", name, value, unused):
+            continue
+        new = name if name in known else _RENAMED.get(name, name)
+        if new in found:
+            raise contradiction(f"advantage_fn_args.{name}", value, f"{names[new]} says the same")
+        names[new], found[new] = name, {"none": "none", "std": "group"}.get(value, value) if name == "fnorm" else value
+    return found, names, unused
+
+
+def loss_names(
+    loss: Any, given: Mapping[str, Any], known: Callable[[Any], Sequence[str]]
+) -> tuple[Any, dict[str, Any], dict[str, str], list[str]]:
+    """The loss that these arguments turn it into, and as for ``estimator_names``. Bounds are on the ratio itself."""
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    unused: list[str] = []
+    given = dict(given)
+    if loss == "ppo" and given.pop("enable_sequence_masking", False):
+        loss = "opsm"
+    elif loss == "ppo" and "delta_sequence_masking" in given:
+        del given["delta_sequence_masking"]
+        unused.append("algorithm.policy_loss_fn_args.delta_sequence_masking (enable_sequence_masking is off)")
+    if loss in ("ppo", "opsm") and given.pop("fallback_to_policy_gradient", False):
+        # the ratio is exp(lp - sg[lp]) = 1, so that no bound is ever met
+        return "reinforce", {}, {}, [f"algorithm.policy_loss_fn_args.{name} (no ratio is taken)" for name in given]
+    _mask_bounds(given)
+    for name, value in given.items():
+        where = f"algorithm.policy_loss_fn_args.{name}"
+        made = _bounds(where, name, value)
+        if made is None:
+            if name not in known(loss) and _passed("policy_loss_fn_args", name, value, unused):
+                continue
+            made = {name if name in known(loss) else _OF_LOSSES.get(name, name): value}
+            if str(value).startswith("gspo"):
+                raise contradiction(f"policy_loss_fn_args.{name}", value, "the loss gspo has one ratio for a sequence")
+        found |= made
+        names |= dict.fromkeys(made, name)
+    if loss == "rec" and found.get("clip_mode") == "ring":
+        found = {
+            "ring_low_threshold": 0.6,
+            "ring_high_threshold": 1.4,
+            **found,
+        }  # its bounds once any argument is given
+    return loss, found, names, unused
+
+
+def _passed(where: str, name: str, value: Any, unused: list[str]) -> bool:
+    """Whether an argument may be there without being passed on: it has no effect here, or asks for nothing."""
+    if name in _UNUSED:
+        unused.append(f"algorithm.{where}.{name} ({_UNUSED[name]})")
+        return True
+    if name not in _NEUTRAL:
+        return False
+    neutral, why = _NEUTRAL[name]
+    if value != neutral:
+        raise ConfigError(_check.problem(f"algorithm.{where}.{name}", f"is {value!r}", f"{neutral!r}", why))
+    return True
+
+
+def _bounds(where: str, name: str, value: Any) -> dict[str, Any] | None:
+    """Bounds on the ratio from a distance to 1; None where it is none."""
+    kind = {"clip_range": "both", "epsilon": "inverse", "clip_range_low": "low", "epsilon_low": "low"}.get(name)
+    kind = kind or {"clip_range_high": "high", "epsilon_high": "high"}.get(name)
+    ring = {"epsilon_low_prime": ("ring_low_threshold", -1), "epsilon_high_prime": ("ring_high_threshold", 1)}
+    if name in ring:
+        key, sign = ring[name]
+        return {key: 1 + sign * _check.real(where, value, low=0.0)}
+    if kind is None or value is None:
+        return None if kind is None else {}
+    number = _check.real(where, value, low=0.0)
+    low = 1 / (1 + number) if kind == "inverse" else max(0.0, 1 - number)
+    found = {} if kind == "high" else {"clip_low_threshold": low}
+    return found if kind == "low" else {**found, "clip_high_threshold": 1 + number}
+
+
+def _mask_bounds(given: dict[str, Any]) -> None:
+    """Takes out the bounds of CISPO's mask, which here are those of its ratio."""
+    for side, default in (("low", 1.0), ("high", 0.28)):
+        name = f"mask_clip_range_{side}"
+        value, own = given.pop(name, None), given.get(f"clip_range_{side}", default)
+        masked = given.get("enable_mask_clip", False)
+        if masked and (default if value is None else value) != own:
+            raise contradiction(
+                f"policy_loss_fn_args.{name}", value, f"the mask's bounds are those of clip_range_{side}"
+            )
