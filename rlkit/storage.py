@@ -23,7 +23,7 @@ from rlkit.types import Sample
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
 
 FORMAT = "rlkit.group"
-VERSION = 1
+VERSION = 2  # 1: nonterminal_reward stood in the place of an episode's rewards
 
 
 class TornLine(UserWarning):
@@ -131,12 +131,14 @@ def from_record(record: Any, *, where: str = "record") -> Group:
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
         raise DataError(_check.problem(where, "is not of this format", f"{FORMAT!r}"))
     version = record.get("version")
-    if version != VERSION:
+    if version not in (1, VERSION):
         what = f"is of version {version!r}"
-        raise DataError(_check.problem(where, what, f"{VERSION}", "an rlkit as new as the one that wrote it reads it"))
+        raise DataError(
+            _check.problem(where, what, f"1 or {VERSION}", "an rlkit as new as the one that wrote it reads it")
+        )
     try:
         return Group(
-            [_read_trajectory(each) for each in record["trajectories"]],
+            [_read_trajectory(each, version) for each in record["trajectories"]],
             failures=[Failure(**each) for each in record["failures"]],
             env=record["env"],
             index=record["index"],
@@ -158,6 +160,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
         turns.append(
             {
                 "reward": _number(turn.reward),
+                "rewards": None if turn.rewards is None else [_number(reward) for reward in turn.rewards],
                 "stop_reason": sample.stop_reason,
                 "version": sample.version,
                 "temperature": sample.temperature,
@@ -180,6 +183,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "seed": trajectory.seed,
         "reduction": trajectory.reduction,
         "nonterminal_reward": trajectory.nonterminal_reward,
+        "nonterminal_override": trajectory.nonterminal_override,
         "tags": dict(trajectory.tags),
         "metrics": dict(trajectory.metrics),
         "messages": [dict(message) for message in trajectory.messages],
@@ -187,7 +191,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _read_trajectory(record: Mapping[str, Any]) -> Trajectory:
+def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
     before = np.zeros(0, np.int64)
     turns = []
     for each in record["turns"]:
@@ -195,11 +199,14 @@ def _read_trajectory(record: Mapping[str, Any]) -> Trajectory:
         added = np.asarray(each["prompt"]["added"], dtype=np.int64)
         drawn = {name: each[name] for name in ("stop_reason", "version", "temperature", "top_p", "top_k")}
         sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
-        reward = math.nan if each["reward"] is None else each["reward"]
-        turns.append(Turn(sample, reward, each["metrics"]))
+        reward, several = _reward(each["reward"]), each["rewards"] if version > 1 else None
+        several = None if several is None else [_reward(x) for x in several]
+        turns.append(Turn(sample, reward, each["metrics"], rewards=several))
         before = np.concatenate([sample.prompt, sample.tokens])
-    names = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction", "nonterminal_reward", "tags")
-    return Trajectory(turns, metrics=record["metrics"], messages=record["messages"], **{n: record[n] for n in names})
+    names = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction", "tags", "metrics", "messages")
+    ends = ("nonterminal_reward", "nonterminal_override")
+    given = {n: record[n] for n in ends} if version > 1 else {ends[1]: record[ends[0]]}
+    return Trajectory(turns, **{n: record[n] for n in names}, **given)
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:
@@ -211,6 +218,10 @@ def _common(one: np.ndarray, two: np.ndarray) -> int:
 
 def _floats(values: Sequence[float]) -> np.ndarray:
     return np.asarray(values, dtype=np.float64).astype(np.float32)
+
+
+def _reward(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _number(value: float) -> float | None:

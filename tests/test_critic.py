@@ -280,8 +280,10 @@ def test_token_rewards():
     second, third = (Turn(rlkit.Sample([1], [2, 3], [-1, -1]), reward=r) for r in (2.0, 4.0))
     assert token_rewards(Trajectory([first, second, third])).tolist() == [1, 2, 0, 4]
     assert token_rewards(Trajectory([second, third], reduction="mean")).tolist() == [0, 0, 0, 3]
-    cut = {"nonterminal_reward": -1.0, "truncated": True}
-    assert token_rewards(Trajectory([second, third], **cut)).tolist() == [0, 0, 0, -1]
+    for end, expected in (("reward", [0, 2, 0, 3]), ("override", [0, 0, 0, -1])):
+        cut = {f"nonterminal_{end}": -1.0, "truncated": True}
+        assert token_rewards(Trajectory([second, third], **cut)).tolist() == expected
+        assert token_rewards(Trajectory([second, third], **cut)).sum() == Trajectory([second, third], **cut).reward
     assert token_rewards(Trajectory([first])).size == 0
 
 

@@ -30,7 +30,8 @@ def test_reference_values(case: Case) -> None:
 @given(ragged)
 def test_reduction(rows: list[list[float]]) -> None:
     """Each trajectory gives the sum, mean, largest or smallest of its rewards."""
-    for how, function in {"sum": sum, "mean": np.mean, "max": max, "min": min}.items():
+    reductions = {"sum": sum, "mean": np.mean, "max": max, "min": min, "last": lambda row: row[-1]}
+    for how, function in reductions.items():
         np.testing.assert_allclose(rewards.reduction(rows, how), [function(row) for row in rows], atol=1e-9)
         assert rewards.reduction(rows[0], how) == pytest.approx(function(rows[0]))
     assert type(rewards.reduction(rows[0])) is float
@@ -49,9 +50,31 @@ def test_unscored_stays_unscored() -> None:
         rewards.efficiency_bonus(r, [1, 1]),
     ):
         assert np.isnan(result).tolist() == [False, True]
-    for how in ("sum", "mean", "max", "min"):
-        assert np.isnan(rewards.reduction([[1.0, NAN], [1.0, 2.0]], how)).tolist() == [True, False]
-    np.testing.assert_array_equal(rewards.nonterminal_reward([1.0, NAN], [True, False]), [1.0, 0.0])
+    for how in ("sum", "mean", "max", "min", "last"):
+        assert np.isnan(rewards.reduction([[1.0, NAN], [NAN, 2.0], [1.0, 2.0]], how)).tolist() == [True, True, False]
+    np.testing.assert_array_equal(rewards.nonterminal_override([1.0, NAN], [True, False]), [1.0, 0.0])
+
+
+@laws
+@given(st.lists(st.lists(st.none() | numbers, min_size=1, max_size=5), min_size=1, max_size=5))
+def test_none_is_no_reward(rows: list[list[float | None]]) -> None:
+    """A step without a reward changes no reduction, wherever it stands; nothing but such steps is unscored."""
+    for how in ("sum", "mean", "max", "min", "last"):
+        given_ones = [[x for x in row if x is not None] for row in rows]
+        expected = [rewards.reduction(row, how) if row else NAN for row in given_ones]
+        np.testing.assert_array_equal(rewards.reduction(rows, how), expected)
+        np.testing.assert_array_equal(rewards.reduction(rows[0], how), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "expected"), [("sum", 0.0, 0.6), ("sum", -1.0, -0.4), ("max", 0.0, 0.3), ("mean", 0.0, 0.2)]
+)
+def test_a_nonterminal_reward_joins_the_others(how: str, end: float, expected: float) -> None:
+    """A cut trajectory that earned .3 and .3 keeps that; one that came to its own end gets nothing more."""
+    assert rewards.reduction(rewards.nonterminal_reward([0.3, 0.3], False, value=end), how) == pytest.approx(expected)
+    joined = rewards.nonterminal_reward([[0.3, 0.3], [], [0.3]], [True, False, False], value=end)
+    assert [row.tolist() for row in joined] == [[0.3, 0.3], [end], [0.3, end]]
+    assert rewards.nonterminal_override([0.6], [False], value=end).tolist() == [end]
 
 
 @laws
@@ -162,13 +185,18 @@ def test_think_format() -> None:
     [
         ("reduction", ([1.0, INF],), {}, DataError, r"rewards\[1\]"),
         ("reduction", ([],), {}, DataError, "rewards"),
-        ("reduction", ([1.0],), {"how": "last"}, ConfigError, "how"),
+        ("reduction", ([1.0],), {"how": "first"}, ConfigError, "how"),
+        ("reduction", ([None, [1.0]],), {}, DataError, r"rewards"),
         ("clamp", ([1.0],), {}, ConfigError, "low"),
         ("clamp", ([1.0],), {"low": 1.0, "high": 0.0}, ConfigError, "low"),
         ("clamp", ([1.0],), {"low": NAN}, ConfigError, "low"),
-        ("nonterminal_reward", ([1.0, 2.0], [True]), {}, DataError, "finished"),
-        ("nonterminal_reward", ([1.0], [2]), {}, DataError, r"finished\[0\]"),
-        ("nonterminal_reward", ([1.0], [True]), {"value": INF}, ConfigError, "value"),
+        ("nonterminal_override", ([1.0, 2.0], [True]), {}, DataError, "finished"),
+        ("nonterminal_override", ([1.0], [2]), {}, DataError, r"finished\[0\]"),
+        ("nonterminal_override", ([1.0], [True]), {"value": INF}, ConfigError, "value"),
+        ("nonterminal_reward", ([[1.0], [2.0]], [True]), {}, DataError, "finished"),
+        ("nonterminal_reward", ([1.0], 2), {}, DataError, r"finished\[0\]"),
+        ("nonterminal_reward", ([[1.0], [INF]], [True, False]), {}, DataError, r"rewards\[1\]\[0\]"),
+        ("nonterminal_reward", ([1.0], True), {"value": INF}, ConfigError, "value"),
         ("affine", ([1.0],), {"scale": NAN}, ConfigError, "scale"),
         ("affine", ([None],), {}, DataError, r"rewards\[0\]"),
         ("mapping", ([1.0], {}), {}, ConfigError, "table"),
@@ -228,6 +256,7 @@ def test_defaults_and_public_names() -> None:
         "efficiency_bonus": {},
         "length_cost": {"coef": 1.0},
         "mapping": {"default": None},
+        "nonterminal_override": {"value": 0.0},
         "nonterminal_reward": {"value": 0.0},
         "overlong_penalty": {"factor": 1.0},
         "reduction": {"how": "sum"},

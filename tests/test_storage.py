@@ -40,6 +40,7 @@ def equal(one, two):
             "seed",
             "reduction",
             "nonterminal_reward",
+            "nonterminal_override",
             "tags",
             "metrics",
         ):
@@ -47,6 +48,8 @@ def equal(one, two):
         assert [dict(m) for m in s.messages] == [dict(m) for m in t.messages]
         for u, v in zip(s.turns, t.turns, strict=True):
             assert u.metrics == v.metrics
+            assert (u.rewards is None) == (v.rewards is None)
+            np.testing.assert_array_equal(u.rewards or (), v.rewards or ())
             assert (
                 np.array([u.reward]).tobytes() == np.array([v.reward]).tobytes() or np.isnan([u.reward, v.reward]).all()
             )
@@ -81,6 +84,8 @@ def odd():
     turns = [
         Turn(Sample([5], [6], [-1e-30], "length", temperature=0.7, top_p=0.9, top_k=5, version=3), float("nan")),
         Turn(Sample([5], [], []), -0.1 - 0.2, {"score": 1 / 3}),
+        Turn(Sample([5], [6], [-1.0]), rewards=(0.1, 0.2, float("nan"))),
+        Turn(Sample([5], [6], [-1.0]), rewards=()),
     ]
     trajectory = Trajectory(
         turns,
@@ -92,12 +97,25 @@ def odd():
         reduction="max",
         nonterminal_reward=0.1,
     )
-    return Group([trajectory, Trajectory([])], env="e", failures=[Failure("e", "timeout", "late", "step", 2, 1)])
+    override = Trajectory(turns[:1], nonterminal_override=-0.5)
+    return Group(
+        [trajectory, override, Trajectory([])], env="e", failures=[Failure("e", "timeout", "late", "step", 2, 1)]
+    )
 
 
 def test_everything_comes_back(tmp_path):
     append(tmp_path / "a", [odd()])
     assert equal(odd(), next(read(tmp_path / "a")))
+
+
+def test_lines_of_version_1():
+    """There a nonterminal reward stood in the place of all others, and each turn had one reward."""
+    turn = Turn(Sample([5], [6], [-1.0]), 0.5)
+    for terminated, reward in ((True, 0.5), (False, -1.0)):
+        record = to_record(Group([Trajectory([turn], nonterminal_reward=-1.0, terminated=terminated)]))
+        (old,) = record["trajectories"]
+        del old["nonterminal_override"], old["turns"][0]["rewards"]
+        assert from_record(record | {"version": 1}).rewards.tolist() == [reward]
 
 
 def test_a_line_can_be_read_by_people_and_is_linear(tmp_path):
@@ -166,7 +184,7 @@ def test_several_processes_append(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r | {"version": 2}, "version 2"),
+        (lambda r: r | {"version": 3}, "version 3"),
         (lambda r: r | {"format": "other"}, "format"),
         (lambda r: [r], "format"),
         (lambda r: {k: v for k, v in r.items() if k != "env"}, "damaged: KeyError"),

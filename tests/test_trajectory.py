@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -239,11 +240,34 @@ def test_weights_of_a_batch_count_trajectories():
 def test_rewards_are_reduced(reduction, expected):
     turns = two_turns().turns
     assert Trajectory(turns, reduction=reduction).reward == expected
-    assert Trajectory(turns, reduction=reduction, nonterminal_reward=-1.0).reward == -1
-    assert Trajectory(turns, reduction=reduction, nonterminal_reward=-1.0, terminated=True).reward == expected
+    for end in ("nonterminal_reward", "nonterminal_override"):
+        assert Trajectory(turns, reduction=reduction, **{end: -1.0}, terminated=True).reward == expected
+    assert Trajectory(turns, reduction=reduction, nonterminal_override=-1.0).reward == -1
+    joined = {"sum": -0.25, "mean": -0.25 / 3, "max": 0.5, "min": -1.0, "last": -1.0}[reduction]
+    assert Trajectory(turns, reduction=reduction, nonterminal_reward=-1.0).reward == pytest.approx(joined)
     assert Trajectory([], reduction=reduction).reward == 0
+    assert Trajectory([], reduction=reduction, nonterminal_reward=-1.0).reward == -1
     unscored = [Turn(turns[0].sample, reward=float("nan")), Turn(turns[1].sample, reward=float("nan"))]
     assert np.isnan(Trajectory(unscored, reduction=reduction).reward)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", 1.3), ("mean", 0.65), ("max", 1.0), ("min", 0.3), ("last", 1.0)]
+)
+def test_rewards_are_reduced_one_by_one(reduction, expected):
+    """Look (no reward), peek (.3) and open (1) in two turns: what got none counts for nothing, and calls, not turns."""
+    first, second = (turn.sample for turn in two_turns().turns)
+    episodes = (
+        [Turn(first, rewards=()), Turn(second, rewards=(0.3, 1.0))],
+        [Turn(first, rewards=[0.3]), Turn(second, 1.0)],
+    )
+    for turns in episodes:
+        assert Trajectory(turns, reduction=reduction).reward == pytest.approx(expected)
+    assert Trajectory(episodes[0]).rewards.tolist() == [0.0, 1.3]
+    nothing = Trajectory([Turn(first, rewards=())], reduction=reduction)
+    assert np.isnan(nothing.reward)
+    assert nothing.all_rewards.size == 0
+    assert attrs.evolve(episodes[0][1], reward=0.0, rewards=(2.0,)).reward == 2.0
 
 
 def test_versions_and_starts_of_a_group():
@@ -260,6 +284,9 @@ def test_versions_and_starts_of_a_group():
         (lambda: Turn([1]), r"Turn\.sample"),
         (lambda: Turn(Sample([1], [2], [0.0]), reward="1"), r"Turn\.reward"),
         (lambda: Turn(Sample([1], [2], [0.0]), reward=float("inf")), r"Turn\.reward"),
+        (lambda: Turn(Sample([1], [2], [0.0]), rewards=[1.0, None]), r"Turn\.rewards\[1\]"),
+        (lambda: Turn(Sample([1], [2], [0.0]), rewards="1"), r"Turn\.rewards"),
+        (lambda: Turn(Sample([1], [2], [0.0]), reward=0.5, rewards=[1.0]), r"Turn\.reward: is 0.5"),
         (lambda: Turn(Sample([1], [2], [0.0]), metrics={"a": float("nan")}), r"Turn\.metrics\['a'\]"),
         (lambda: Turn(Sample([1], [2], [0.0]), metrics=[1]), r"Turn\.metrics"),
         (lambda: Trajectory([1]), r"Trajectory\.turns\[0\]"),
@@ -269,6 +296,8 @@ def test_versions_and_starts_of_a_group():
         (lambda: Trajectory([], tags={"a": []}), r"Trajectory\.tags\['a'\]"),
         (lambda: Trajectory([], index=-1), r"Trajectory\.index"),
         (lambda: Trajectory([], nonterminal_reward=float("nan")), r"Trajectory\.nonterminal_reward"),
+        (lambda: Trajectory([], nonterminal_override=float("nan")), r"Trajectory\.nonterminal_override"),
+        (lambda: Trajectory([], nonterminal_override=0.0, nonterminal_reward=0.0), "one of the two"),
         (lambda: Group([1]), r"Group\.trajectories\[0\]"),
         (lambda: Group([], failures=[1]), r"Group\.failures\[0\]"),
         (lambda: Group([], step=-1), r"Group\.step"),

@@ -90,8 +90,9 @@ def gae_datums(
 def token_rewards(trajectory: Trajectory) -> np.ndarray:
     """float64 [token_count]: each turn's reward at its last token, NaN where it is unscored.
 
-    Where the episode's reward is not the sum of its turns' (another reduction, or a nonterminal reward), it stands at
-    the last token of all. The reward of a turn without tokens goes to the token before it.
+    A nonterminal reward is added to the last token of all. Where the episode's reward is not the sum of what it got
+    (another reduction, or a nonterminal override), it stands there alone. The reward of a turn without tokens goes to
+    the token before it.
 
     >>> from rlkit import Sample
     >>> from rlkit.trajectory import Trajectory, Turn
@@ -103,10 +104,12 @@ def token_rewards(trajectory: Trajectory) -> np.ndarray:
     rewards = np.zeros(trajectory.token_count)
     if not rewards.size:
         return rewards
-    summed = trajectory.reduction == "sum" and (trajectory.nonterminal_reward is None or trajectory.terminated)
-    if not summed:
+    cut = not trajectory.terminated
+    if trajectory.reduction != "sum" or (cut and trajectory.nonterminal_override is not None):
         rewards[-1] = trajectory.reward
         return rewards
     ends = np.cumsum([turn.tokens.size for turn in trajectory.turns]) - 1
     np.add.at(rewards, np.maximum(ends, 0), trajectory.rewards)
+    if cut and trajectory.nonterminal_reward is not None:
+        rewards[-1] += trajectory.nonterminal_reward
     return rewards

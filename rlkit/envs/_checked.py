@@ -67,13 +67,29 @@ def step_result(value: Any, *, where: str, max_chars: int) -> StepResult:
     if not isinstance(info, Mapping):
         raise EnvError(_check.problem(f"{where}: info", f"got {shown(info)}", "a mapping"))
     last = "" if (terminated or truncated) and value.observation is None else value.observation
+    total, several = _rewards(value, where)
     return StepResult(
         observation(last, where=where, max_chars=max_chars),
-        reward(value.reward, where=where),
+        total,
         terminated,
         truncated,
         MappingProxyType(dict(info)),
+        rewards=several,
     )
+
+
+def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | None]:
+    """The step's reward, and its parts where it is not one."""
+    given = value.rewards
+    if given is None:
+        return (0.0, ()) if value.reward is None else (reward(value.reward, where=where), None)
+    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
+        raise EnvError(_check.problem(f"{where}: rewards", f"got {shown(given)}", "a sequence of numbers"))
+    several = tuple(reward(x, where=f"{where}: rewards[{i}]") for i, x in enumerate(given) if x is not None)
+    if value.reward not in (None, 0.0) and not np.isclose(reward(value.reward, where=where), sum(several)):
+        what = f"is {shown(value.reward)}, and rewards add up to {sum(several):g}"
+        raise EnvError(_check.problem(f"{where}: reward", what, "their sum", "give rewards alone"))
+    return float(sum(several)), several
 
 
 def reward(value: Any, *, where: str) -> float:

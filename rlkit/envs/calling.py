@@ -129,11 +129,11 @@ class Running:
         return self.outcome.result()
 
 
-async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None = None) -> list[float]:
-    """The rewards that ``task.score`` gives a group, one for each of the last actions of its episodes.
+async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None = None) -> list[float | None]:
+    """The rewards that ``task.score`` gives a group, one for each of the last actions of its episodes; None is none.
 
     Raises:
-        EnvError: they are not as many as the actions, or one is no finite number.
+        EnvError: they are not as many as the actions, or one is neither a finite number nor None.
         EnvTimeout: not in time.
     """
     where = f"environment {task.name!r}: score"
@@ -142,7 +142,7 @@ async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None
     found = await call(task.score, list(actions), timeout=timeout, where=where)
     if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(actions):
         raise EnvError(_check.problem(where, f"got {shown(found)}", f"{len(actions)} rewards, one per episode"))
-    return [reward(number, where=f"{where}[{i}]") for i, number in enumerate(found)]
+    return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(found)]
 
 
 class _Abandoned:

@@ -36,7 +36,8 @@ def function(
         prompts: rows: anything with a length and an index. A row is a prompt (text, chat messages, or token ids) or a
             mapping with a ``"prompt"`` and whatever the reward needs besides. Or a mapping from splits to rows.
         reward: called with the ``Action`` (a string that knows its tokens and why it ended), and by keyword with those
-            of the row's fields that it names; ``async`` or not, and plain ones run in threads. Gives a finite number.
+            of the row's fields that it names; ``async`` or not, and plain ones run in threads. Gives a finite number;
+            None: it can not tell, and the episode counts as failed.
         split: which rows to take, where ``prompts`` has several splits.
         group: the reward is called once for a group, when all its answers are there: with a list of actions, and it
             gives a list of rewards. For rewards that compare answers, and for models that score batches.
@@ -96,7 +97,7 @@ class _Prompt:
         return self._prompt
 
     def step(self, action: Action) -> Any:
-        value = 0.0 if self._reward is None else self._reward(action)
+        value = None if self._reward is None else self._reward(action)  # None: the group's is to come
         return _later(value) if inspect.isawaitable(value) else StepResult("", value, terminated=True)
 
     def close(self) -> None:

@@ -45,9 +45,10 @@ def openreward(
     """The tasks of one split of an environment that an OpenReward server holds. Asks the server how many there are.
 
     The environment's tools are in ``env.tools``, for the prompt. A turn may call several; they are called in order, and
-    what they give is what the policy is told, as messages of the role "tool". The turn's reward is the sum of theirs. A
-    call that cannot be read, or whose arguments do not fit, is answered by what is wrong with it. A turn without a call
-    is the last one: its text goes to the environment's terminal tool, if it has one.
+    what they give is what the policy is told, as messages of the role "tool". Their rewards are passed on one by one,
+    so that an episode's is reduced over calls, not over turns; a call that gives None has no reward. A call that cannot
+    be read, or whose arguments do not fit, is answered by what is wrong with it. A turn without a call is the last one:
+    its text goes to the environment's terminal tool, if it has one.
 
     Args:
         name: "owner/name", or what a server of your own calls it.
@@ -201,13 +202,13 @@ class _Env:
                 messages.append(error_message(Malformed(str(refused), "another call", name=found.name, id=found.id)))
                 continue
             messages.append(tool_message(found, _text(output.blocks)))
-            rewards.append(output.reward or 0.0)
+            rewards.append(output.reward)
             metadata.append(dict(output.metadata or {}))
             if output.finished:
                 finished = True
                 break
         info = {"tool_calls": len(rewards), "malformed_calls": len(messages) - len(rewards), "metadata": metadata}
-        return StepResult(messages, sum(rewards), terminated=finished, info=info)
+        return StepResult(messages, terminated=finished, info=info, rewards=rewards)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -221,10 +222,10 @@ class _Env:
         if answers:
             output = await self._called(self._session.call_terminal_tool(text))
             info = {"metadata": [dict(output.metadata or {})]}
-            return StepResult(_text(output.blocks), output.reward or 0.0, terminated=True, info=info)
+            return StepResult(_text(output.blocks), output.reward, terminated=True, info=info)
         if self._reminder is None:
-            return StepResult(truncated=True, info={"reason": "no tool was called"})
-        return StepResult(self._reminder)
+            return StepResult(reward=None, truncated=True, info={"reason": "no tool was called"})
+        return StepResult(self._reminder, reward=None)
 
     async def _called(self, call: Any) -> Any:
         errors = package("openreward", "openreward.api.errors", _INSTALL)

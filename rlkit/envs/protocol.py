@@ -26,6 +26,7 @@ Message: TypeAlias = Mapping[str, Any]
 Observation: TypeAlias = str | Sequence[Message] | np.ndarray
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "last")
+_ENDS = ("nonterminal_reward", "nonterminal_override")
 
 
 class Action(str):
@@ -72,17 +73,21 @@ class StepResult:
     Attributes:
         observation: text (it becomes a user message), chat messages to append, or token ids [T] to append as they
             are; of no consequence once the episode is over.
-        reward: of this step, finite.
+        reward: of this step, finite; None: it has none, which is not the same as 0 where an episode's reward is a mean,
+            a minimum or the last one. An episode that gets no reward at all has failed.
         terminated: the episode came to an end of its own.
         truncated: the environment cut it off.
         info: anything worth a look later.
+        rewards: of this step one by one, where there are several, such as one per tool call; None among them is no
+            reward. ``reward`` is then left out, and becomes their sum.
     """
 
     observation: Observation = ""
-    reward: float = 0.0
+    reward: float | None = 0.0
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}))
+    rewards: Sequence[float | None] | None = attrs.field(default=None, kw_only=True)
 
 
 @runtime_checkable
@@ -116,8 +121,11 @@ class Settings:
         max_turns: per episode, >= 1.
         max_total_tokens: the policy's own in an episode, >= 1.
         deadline: seconds from the episode's start, > 0.
-        reduction: an episode's reward from those of its steps: "sum", "mean", "max", "min" or "last".
-        nonterminal_reward: what an episode gets that did not come to an end of its own; finite.
+        reduction: an episode's reward from all that it got: "sum", "mean", "max", "min" or "last".
+        nonterminal_reward: one more reward, after those of the steps, for an episode that did not come to an end of its
+            own; finite. As OpenReward's setting of that name.
+        nonterminal_override: what the reward of such an episode is instead of all that; finite, and not with
+            ``nonterminal_reward``.
 
     Raises:
         ConfigError: a value is out of range.
@@ -135,6 +143,7 @@ class Settings:
     deadline: float | None = None
     reduction: Literal["sum", "mean", "max", "min", "last"] | None = None
     nonterminal_reward: float | None = None
+    nonterminal_override: float | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("n", "min_n", "max_tokens", "max_turns", "max_total_tokens"):
@@ -148,12 +157,18 @@ class Settings:
             _check.real("Settings.deadline", self.deadline, above=0.0, why="seconds")
         if self.reduction is not None:
             _check.choice("Settings.reduction", self.reduction, _REDUCTIONS)
-        if self.nonterminal_reward is not None:
-            _check.real("Settings.nonterminal_reward", self.nonterminal_reward)
+        for name in _ENDS:
+            if getattr(self, name) is not None:
+                _check.real(f"Settings.{name}", getattr(self, name))
+        if self.nonterminal_reward is not None and self.nonterminal_override is not None:
+            what = "is given, and nonterminal_override too"
+            raise ConfigError(_check.problem("Settings.nonterminal_reward", what, "one of the two"))
 
     def over(self, defaults: Settings) -> Settings:
         """These settings, with ``defaults`` where they say nothing."""
         own = attrs.asdict(self, filter=lambda _, value: value is not None)
+        if own.keys() & set(_ENDS):  # one of the two, so not the other of the defaults
+            own = dict.fromkeys(_ENDS) | own
         return attrs.evolve(defaults, **own)
 
 

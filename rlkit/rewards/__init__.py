@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlkit.rewards.basic import affine, clamp, mapping, nonterminal_reward, reduction, whitening
+from rlkit.rewards.basic import affine, clamp, mapping, nonterminal_override, nonterminal_reward, reduction, whitening
 from rlkit.rewards.length import cosine_length, efficiency_bonus, length_cost, overlong_penalty, stop_properly
 from rlkit.rewards.text import repetition_penalty, think_format
 
@@ -13,6 +13,7 @@ __all__ = [
     "efficiency_bonus",
     "length_cost",
     "mapping",
+    "nonterminal_override",
     "nonterminal_reward",
     "overlong_penalty",
     "reduction",

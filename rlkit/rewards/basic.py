@@ -13,7 +13,7 @@ from rlkit._forms import row_wise
 from rlkit.advantages import _groups
 from rlkit.errors import ConfigError, DataError
 
-__all__ = ["affine", "clamp", "mapping", "nonterminal_reward", "reduction", "whitening"]
+__all__ = ["affine", "clamp", "mapping", "nonterminal_override", "nonterminal_reward", "reduction", "whitening"]
 
 _REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -23,11 +23,13 @@ def reduction(rewards: Any, how: str = "sum") -> Any:
     """One number for each trajectory from the rewards of its steps.
 
     Args:
-        rewards: per step: one trajectory [T], [B, T] or a list of [T_i]; finite, or NaN for unscored.
-        how: "sum", "mean", "max" or "min".
+        rewards: per step: one trajectory [T], [B, T] or a list of [T_i]; finite, or NaN for unscored. In lists None is
+            a step without a reward, and counts for nothing.
+        how: "sum", "mean", "max", "min" or "last".
 
     Returns:
-        float64 [B], or a float for one trajectory. A trajectory with an unscored step is unscored: NaN.
+        float64 [B], or a float for one trajectory. A trajectory with an unscored step is unscored: NaN. So is one
+        without a single reward.
 
     Raises:
         DataError: rewards are empty, infinite or no numbers.
@@ -35,17 +37,31 @@ def reduction(rewards: Any, how: str = "sum") -> Any:
 
     >>> reduction([[0.0, 1.0], [0.5]], "mean")
     array([0.5, 0.5])
-    >>> reduction([0.0, 1.0, 0.5])
-    1.5
+    >>> reduction([None, 0.5, 1.0], "mean")
+    0.75
 
     Source: none needed. Peers: OpenReward's reward_reduction.
     """
-    _check.choice("how", how, tuple(_REDUCTIONS))
-    rows = _parse(rewards)
-    reduced = rows.reduce(_REDUCTIONS[how], rows.flat)  # NaN spreads in all four
+    _check.choice("how", how, (*_REDUCTIONS, "last"))
+    rows = _parse(_given(rewards))
+    if how == "last":
+        reduced = np.where(np.isnan(rows.reduce(np.add, rows.flat)), np.nan, rows.flat[rows.ends - 1])
+    else:
+        reduced = rows.reduce(_REDUCTIONS[how], rows.flat)  # NaN spreads in all four
     if how == "mean":
         reduced = reduced / rows.lengths
     return float(reduced[0]) if rows.form == "one" else reduced
+
+
+def _given(rewards: Any) -> Any:
+    """Without the Nones of trajectories; one of nothing else is unscored."""
+    if not isinstance(rewards, (list, tuple)):
+        return rewards
+    if any(isinstance(row, (list, tuple, np.ndarray)) for row in rewards):
+        return [_given(row) for row in rewards]
+    if not any(reward is None for reward in rewards):
+        return rewards
+    return [reward for reward in rewards if reward is not None] or [float("nan")]
 
 
 @row_wise
@@ -75,9 +91,42 @@ def clamp(rewards: Any, *, low: float | None = None, high: float | None = None) 
     return rows.restore(np.clip(rows.flat, low, high))
 
 
-@row_wise
 def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> Any:
-    """Rewards of trajectories, with ``value`` for those that did not come to an end of their own.
+    """Rewards of steps, with ``value`` after the others of a trajectory that did not come to an end of its own.
+
+    Args:
+        rewards: per step: one trajectory [T], [B, T] or a list of [T_i]; a trajectory may have none.
+        finished: one per trajectory, or one for one: False where a limit of turns, tokens or time cut it.
+        value: one more reward for such a trajectory, finite.
+
+    Returns:
+        A list of [T_i] or [T_i + 1], or an array for one trajectory: what ``reduction`` takes.
+
+    Raises:
+        DataError: as for ``reduction``, or there are not as many flags as trajectories.
+        ConfigError: value is not finite.
+
+    >>> reduction(nonterminal_reward([[0.3, 0.3], [1.0]], [False, True], value=-1.0))
+    array([-0.4,  1. ])
+
+    Source: none needed. Peers: OpenReward's nonterminal_reward, which joins the rewards before they are reduced.
+    """
+    value = _check.real("value", value, low=-_rows.LARGEST, high=_rows.LARGEST)
+    rows = _rows.parse("rewards", rewards, empty=True)
+    rows.check_finite(rows.flat, nan=True)
+    one = rows.form == "one"
+    flags = _rows.parse("finished", [finished] if one else finished, boolean=True)
+    if flags.form != "one" or flags.flat.size != rows.lengths.size:
+        what = f"has {flags.flat.size} entries"
+        raise DataError(_check.problem("finished", what, f"{rows.lengths.size}", "one per trajectory"))
+    parts = np.split(rows.flat, rows.ends[:-1])
+    joined = [part if end else np.append(part, value) for part, end in zip(parts, flags.flat, strict=True)]
+    return joined[0] if one else joined
+
+
+@row_wise
+def nonterminal_override(rewards: Any, finished: Any, *, value: float = 0.0) -> Any:
+    """Rewards of trajectories, with ``value`` in the place of those that did not come to an end of their own.
 
     Args:
         rewards: one per trajectory: [N], [B, G] or a list of [G_i].
@@ -88,10 +137,10 @@ def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> An
         DataError: as for ``reduction``, or shapes differ.
         ConfigError: value is not finite.
 
-    >>> nonterminal_reward([1.0, 0.3], [True, False])
+    >>> nonterminal_override([1.0, 0.3], [True, False])
     array([1., 0.])
 
-    Source: none needed. Peers: OpenReward's nonterminal_reward.
+    Source: none needed. ``nonterminal_reward`` adds to what such a trajectory got instead.
     """
     value = _check.real("value", value, low=-_rows.LARGEST, high=_rows.LARGEST)
     rows = _parse(rewards)

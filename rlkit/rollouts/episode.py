@@ -19,6 +19,7 @@ from rlkit.rollouts.asking import Asker, SamplerFailed, Start, attempts
 from rlkit.rollouts.counters import Counters, numeric
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
+from rlkit.rollouts.scoring import rewarded
 from rlkit.trajectory import Failure, Trajectory, Turn
 from rlkit.types import Sample, SamplingParams
 
@@ -104,7 +105,7 @@ class Episode:
             return Failure(self._task.name, fault.kind, text, fault.where, len(self._turns), self._member)
         if trajectory is None:  # pragma: no cover  # the last attempt returns or raises
             raise AssertionError
-        return trajectory
+        return trajectory if self._task.score is not None else rewarded(trajectory, self._member)
 
     def _listed(self, error: Exception) -> bool:
         return isinstance(error, _Fault) and isinstance(error.error, self._shared.plan.retry)
@@ -161,7 +162,8 @@ class Episode:
                     )
                 async with self._within("step"):
                     result = await env.step(action, timeout=self._call())
-                self._turns.append(Turn(sample, result.reward, numeric(result.info)))
+                turn = Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards)
+                self._turns.append(turn)
                 ended = "terminated" if result.terminated else "truncated" if result.truncated else self._over()
                 if ended:
                     async with self._within("chat"):
@@ -261,6 +263,7 @@ class Episode:
             seed=self._seed,
             reduction=settings.reduction or "sum",
             nonterminal_reward=settings.nonterminal_reward,
+            nonterminal_override=settings.nonterminal_override,
             tags=self._shared.plan.tags,
             messages=messages,
         )

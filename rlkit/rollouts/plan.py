@@ -42,11 +42,13 @@ class Plan:
         params: how each turn is sampled; ``params.max_tokens`` is per turn.
         chat: how observations become prompts; None: ``rlkit.chat.Chat`` with the sampler's tokenizer.
         seed: >= 0, of environments and sampling.
-        max_turns: per episode, >= 1.
+        max_turns: per episode, >= 1; None: as many as there is room for.
         max_total_tokens: the policy's own tokens in an episode, >= 1; None: what the context holds.
         max_length: prompt and action together, in tokens, >= 2; None: the sampler's context.
-        reduction: an episode's reward from those of its turns: "sum", "mean", "max", "min" or "last".
-        nonterminal_reward: what an episode gets that did not come to an end of its own; None: as the others.
+        reduction: an episode's reward from all that it got: "sum", "mean", "max", "min" or "last".
+        nonterminal_reward: one more reward, after those of its turns, for an episode that did not come to an end of its
+            own; None: none.
+        nonterminal_override: what the reward of such an episode is instead of all that; None: it stays what it is.
         concurrency: episodes played at the same time, >= 1.
         deadline: seconds from the start of an episode, > 0. An episode that reaches it is truncated, not failed. A
             sampler's first request, which may load and merge a model, counts; closing comes on top.
@@ -77,11 +79,12 @@ class Plan:
     params: SamplingParams = attrs.field(factory=SamplingParams)
     chat: Chat | None = None
     seed: int = 0
-    max_turns: int = 16
+    max_turns: int | None = 16
     max_total_tokens: int | None = None
     max_length: int | None = None
     reduction: str = "sum"
     nonterminal_reward: float | None = None
+    nonterminal_override: float | None = None
     concurrency: int = 128
     deadline: float = 1800.0
     call_timeout: float | None = None
@@ -97,13 +100,13 @@ class Plan:
     progress: bool | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("n", "max_turns", "concurrency", "max_observation", "attempts"):
+        for name in ("n", "concurrency", "max_observation", "attempts"):
             _check.integer(f"Plan.{name}", getattr(self, name), low=1)
         _check.integer("Plan.seed", self.seed, low=0)
         _check.integer("Plan.refill", self.refill, low=0)
         if self.min_n is not None:
             _check.integer("Plan.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
-        for name, low in (("max_total_tokens", 1), ("max_length", 2)):
+        for name, low in (("max_turns", 1), ("max_total_tokens", 1), ("max_length", 2)):
             if getattr(self, name) is not None:
                 _check.integer(f"Plan.{name}", getattr(self, name), low=low)
         for name in ("deadline", "close_timeout", "pause", "call_timeout"):
@@ -147,6 +150,7 @@ class Plan:
             deadline=self.deadline,
             reduction=self.reduction,  # type: ignore[arg-type]
             nonterminal_reward=self.nonterminal_reward,
+            nonterminal_override=self.nonterminal_override,
         )
 
     def with_options(self, **options: Any) -> Plan:

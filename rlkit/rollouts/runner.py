@@ -21,7 +21,7 @@ from rlkit.rollouts.episode import Episode, Shared
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.progress import Progress
-from rlkit.rollouts.scoring import scored
+from rlkit.rollouts.scoring import rewarded, scored
 from rlkit.trajectory import Failure, Group, Trajectory
 
 __all__ = ["Runner"]
@@ -226,8 +226,13 @@ class Runner:
                 turns = len(trajectory.turns)
                 self._fail(gathering, Failure(task.name, kind, str(error)[:500], "score", turns, member), error)
             gathering.trajectories = {}
-        for trajectory in gathering.trajectories.values():
-            self._counters.trajectory(trajectory)
+        for member, trajectory in list(gathering.trajectories.items()):
+            outcome = rewarded(trajectory, member)
+            if isinstance(outcome, Failure):
+                self._fail(gathering, outcome, None)
+                del gathering.trajectories[member]
+            else:
+                self._counters.trajectory(trajectory)
 
     async def _complete(self, gathering: _Gathering) -> None:
         """Hands a group over, if enough of it is there."""

@@ -1,4 +1,4 @@
-"""Rewards that compare: a group's episodes are scored together, once all of them have ended."""
+"""What an ended episode is worth: rewards that compare the episodes of a group, and episodes without any."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ import attrs
 
 from rlkit.envs import Task
 from rlkit.envs.calling import call, scores
-from rlkit.trajectory import Trajectory
+from rlkit.trajectory import Failure, Trajectory, Turn
 
-__all__ = ["scored"]
+__all__ = ["rewarded", "scored"]
+
+
+def rewarded(trajectory: Trajectory, member: int) -> Trajectory | Failure:
+    """The trajectory, or the failure that it is where no reward was given in all of it.
+
+    Nothing says what such an episode was worth; 0 would be made up.
+    """
+    cut = trajectory.nonterminal_override is not None and not trajectory.terminated
+    if trajectory.all_rewards.size or cut:
+        return trajectory
+    text = f"environment {trajectory.env!r}: gave no reward in the whole episode (None is none); expected one"
+    return Failure(trajectory.env, "no_reward", text, "step", len(trajectory.turns), member)
 
 
 async def scored(task: Task, members: Mapping[int, Trajectory], chat: Any, *, timeout: float) -> dict[int, Trajectory]:
-    """The trajectories, with what ``task.score`` gives for their last actions added to the reward of their last turns.
+    """The trajectories, with what ``task.score`` gives for their last actions added to the last rewards of their turns.
 
     Raises:
         EnvError: the scores are not one finite number per trajectory.
@@ -26,8 +38,16 @@ async def scored(task: Task, members: Mapping[int, Trajectory], chat: Any, *, ti
     actions = [await call(chat.action, turn.tokens, turn.stop_reason, where="chat") for turn in last]
     rewards = await scores(task, actions, timeout=timeout)
     return {
-        member: attrs.evolve(
-            trajectory, turns=(*trajectory.turns[:-1], attrs.evolve(turn, reward=turn.reward + reward))
-        )
+        member: attrs.evolve(trajectory, turns=(*trajectory.turns[:-1], _with(turn, reward)))
         for (member, trajectory), turn, reward in zip(members.items(), last, rewards, strict=True)
     }
+
+
+def _with(turn: Turn, reward: float | None) -> Turn:
+    """The turn with a reward added to its last one, or as its only one; None is no reward."""
+    if reward is None:
+        return turn
+    if turn.rewards is None:
+        return attrs.evolve(turn, reward=turn.reward + reward)
+    last = turn.rewards[-1] if turn.rewards else 0.0
+    return attrs.evolve(turn, reward=0.0, rewards=(*turn.rewards[:-1], last + reward))

@@ -40,6 +40,8 @@ class Turn:
             logprobs, stop_reason, how they were drawn, and the policy's version. An action may be empty.
         reward: finite, or NaN where it could not be scored.
         metrics: name -> finite number, such as what the environment said about the step.
+        rewards: what the turn got one by one, where that was not one reward: several, as of several tool calls, or
+            none, (). ``reward`` is their sum. None: ``reward`` alone.
 
     Raises:
         DataError: naming the field.
@@ -53,11 +55,15 @@ class Turn:
     sample: Sample
     reward: float = attrs.field(default=0.0, converter=_given)
     metrics: Mapping[str, float] = attrs.field(factory=dict, converter=_read_only)
+    rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=_given)
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.sample, Sample):
             raise DataError(_check.problem("Turn.sample", f"got {_check.shown(self.sample)}", "an rlkit.Sample"))
         object.__setattr__(self, "reward", _reward("Turn.reward", self.reward))
+        if self.rewards is not None:
+            object.__setattr__(self, "rewards", _several(self.rewards, self.reward))
+            object.__setattr__(self, "reward", float(sum(self.rewards)))
         _numbers("Turn.metrics", self.metrics)
 
     @property
@@ -106,7 +112,9 @@ class Trajectory:
         index: which item of the environment's set, or None.
         seed: what the environment was reset with, or None.
         reduction: how the turns' rewards become ``reward``: "sum", "mean", "max", "min" or "last".
-        nonterminal_reward: what ``reward`` is for an episode that was not ``terminated``; None: as for the others.
+        nonterminal_reward: one more reward, after all others, for an episode that was not ``terminated``; None: none.
+        nonterminal_override: what ``reward`` is instead for an episode that was not ``terminated``; not with
+            ``nonterminal_reward``. None: it stays what it is.
         tags: name -> text, number or bool; yours.
         metrics: name -> finite number, about the whole episode.
         messages: the conversation as text, for people; not trained.
@@ -131,6 +139,7 @@ class Trajectory:
     seed: int | None = attrs.field(default=None, kw_only=True)
     reduction: str = attrs.field(default="sum", kw_only=True)
     nonterminal_reward: float | None = attrs.field(default=None, kw_only=True)
+    nonterminal_override: float | None = attrs.field(default=None, kw_only=True)
     tags: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, converter=_read_only)
     metrics: Mapping[str, float] = attrs.field(factory=dict, kw_only=True, converter=_read_only)
     messages: Sequence[Mapping[str, Any]] = attrs.field(factory=tuple, kw_only=True, converter=_given)
@@ -145,26 +154,45 @@ class Trajectory:
             if getattr(self, name) is not None:
                 _check.integer(f"Trajectory.{name}", getattr(self, name), low=0, error=DataError)
         _check.choice("Trajectory.reduction", self.reduction, REDUCTIONS, error=DataError)
-        if self.nonterminal_reward is not None:
-            _check.real("Trajectory.nonterminal_reward", self.nonterminal_reward, error=DataError)
+        for name in ("nonterminal_reward", "nonterminal_override"):
+            if getattr(self, name) is not None:
+                _check.real(f"Trajectory.{name}", getattr(self, name), error=DataError)
+        if self.nonterminal_reward is not None and self.nonterminal_override is not None:
+            what = "is given, and nonterminal_override too"
+            raise DataError(_check.problem("Trajectory.nonterminal_reward", what, "one of the two"))
         _numbers("Trajectory.metrics", self.metrics)
         _tags("Trajectory.tags", self.tags)
         object.__setattr__(self, "messages", _items("Trajectory.messages", self.messages, Mapping))
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64 [turns]."""
+        """float64 [turns]; 0 for a turn that got none."""
         return np.array([turn.reward for turn in self.turns], np.float64)
 
     @property
-    def reward(self) -> float:
-        """The turns' rewards, reduced; NaN where one is unscored, 0 where there are no turns."""
+    def all_rewards(self) -> np.ndarray:
+        """float64 [R]: every reward of the episode in order, for ``reduction``; turns may have several or none.
+
+        >>> from rlkit import Sample
+        >>> look = Turn(Sample([5], [7], [-0.5]), rewards=())
+        >>> act = Turn(Sample([5, 7, 1], [8], [-1.0]), rewards=(0.3, 1.0))
+        >>> Trajectory([look, act], nonterminal_reward=-1.0).all_rewards
+        array([ 0.3,  1. , -1. ])
+        """
+        found = [x for turn in self.turns for x in ((turn.reward,) if turn.rewards is None else turn.rewards)]
         if self.nonterminal_reward is not None and not self.terminated:
-            return float(self.nonterminal_reward)
-        rewards = self.rewards
+            found.append(self.nonterminal_reward)
+        return np.array(found, np.float64)
+
+    @property
+    def reward(self) -> float:
+        """All rewards, reduced; NaN where one is unscored or turns got none at all, 0 where there are no turns."""
+        if self.nonterminal_override is not None and not self.terminated:
+            return float(self.nonterminal_override)
+        rewards = self.all_rewards
         if not rewards.size:
-            return 0.0
-        return float(rewards[-1]) if self.reduction == "last" else float(reduction(rewards, self.reduction))
+            return float("nan") if self.turns else 0.0
+        return float(reduction(rewards, self.reduction))
 
     @property
     def token_count(self) -> int:
@@ -199,7 +227,8 @@ class Failure:
 
     Attributes:
         env: name of the environment.
-        kind: the exception's class name, "timeout", or "context" where the first prompt already did not fit.
+        kind: the exception's class name, "timeout", "context" where the first prompt already did not fit, or
+            "no_reward" where the environment gave none in the whole episode.
         message: what it said, shortened.
         where: "make", "reset", "step", "score", "chat" or "sampler".
         turns: how many turns had been made.
@@ -293,6 +322,17 @@ def _reward(where: str, value: Any) -> float:
     if isinstance(value, (float, np.floating)) and np.isnan(value):
         return float("nan")
     return _check.real(where, value, error=DataError, why="or NaN for unscored")
+
+
+def _several(value: Any, total: float) -> tuple[float, ...]:
+    """The rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise DataError(_check.problem("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers"))
+    rewards = tuple(_reward(f"Turn.rewards[{i}]", reward) for i, reward in enumerate(value))
+    if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
+        what = f"is {total:g}, and rewards add up to {sum(rewards):g}"
+        raise DataError(_check.problem("Turn.reward", what, "their sum", "give rewards alone"))
+    return rewards
 
 
 def _text(where: str, value: Any) -> None:

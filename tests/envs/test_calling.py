@@ -140,7 +140,6 @@ FAULTS = {  # what step does -> (the error it leads to, a part of its message)
     "NaN reward": (giving(StepResult("", float("nan"))), rlkit.EnvError, "reward: got nan"),
     "infinite reward": (giving(StepResult("", np.float32("inf"))), rlkit.EnvError, "reward: got inf"),
     "reward beyond floats": (giving(StepResult("", 10**400)), rlkit.EnvError, "reward"),
-    "no reward": (giving(StepResult("", None)), rlkit.EnvError, "reward: got None"),
     "reward in text": (giving(StepResult("", "1")), rlkit.EnvError, "reward"),
     "several rewards": (giving(StepResult("", np.ones(2))), rlkit.EnvError, "reward"),
     "terminated in numbers": (giving(StepResult("", 0.0, 1)), rlkit.EnvError, "terminated"),
@@ -494,6 +493,27 @@ def test_forms_of_a_reward(reward, number):
     assert found == StepResult("", number, True, False, {})
     assert type(found.reward) is float
     assert type(found.terminated) is bool
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "several"),
+    [
+        (StepResult("", None), 0.0, ()),
+        (("", None, False, False, {}), 0.0, ()),
+        (StepResult("", rewards=[None, 1, np.float32(0.5)]), 1.5, (1.0, 0.5)),
+        (StepResult("", 1.5, rewards=(1.0, 0.5)), 1.5, (1.0, 0.5)),
+        (StepResult("", 0.0), 0.0, None),
+    ],
+)
+def test_none_and_several_as_a_reward(given, total, several):
+    """None is no reward, several are kept one by one; a reward of 0 is one."""
+
+    async def scene():
+        env = await Guarded.opened(Task(lambda: Stub(giving(given))))
+        return await env.step(Action("x"))
+
+    found = asyncio.run(scene())
+    assert (found.reward, found.rewards) == (total, several)
 
 
 def test_a_tensor_as_a_reward():

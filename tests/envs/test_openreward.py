@@ -98,7 +98,7 @@ def test_an_answer_ends_the_episode(url, value, reward):
 
 
 def test_several_calls_in_a_turn(url):
-    """Their rewards add up; what comes after the end is not called."""
+    """Their rewards are passed on one by one; what comes after the end is not called."""
     turn = "Let me see." + "".join(
         [
             tool_call("look", text="a"),
@@ -109,8 +109,19 @@ def test_several_calls_in_a_turn(url):
     )
     _, (result,), _ = played(openreward("sums", base_url=url), turn, index=1)
     assert contents(result) == ["you said a", "you said b", "noted"]
-    assert (result.reward, result.terminated) == (1.5, True)
+    assert (result.reward, result.rewards, result.terminated) == (1.5, (0.25, 0.25, 1.0), True)
     assert result.info["tool_calls"] == 3
+
+
+def test_a_call_without_a_reward_has_none(url):
+    """So do a call that can not be made, and a turn without a call."""
+    turns = [
+        tool_call("sleep", value=0) + tool_call("look", text="a"),
+        tool_call("sleep", value=0),
+        tool_call("nothing"),
+    ]
+    _, results, _ = played(openreward("sums", base_url=url, reminder="Call a tool."), *turns, "It is 9.")
+    assert [result.rewards for result in results] == [(0.25,), (), (), ()]
 
 
 def test_what_is_wrong_with_a_call_is_told(url):
@@ -166,7 +177,7 @@ def test_formats(url):
 def test_a_turn_without_a_call(url):
     """It ends the episode, cut off, or is answered by a reminder."""
     _, (result,), _ = played(openreward("sums", base_url=url), "I think it is 9.")
-    assert (result.terminated, result.truncated, result.reward) == (False, True, 0.0)
+    assert (result.terminated, result.truncated, result.rewards) == (False, True, ())
     _, results, _ = played(
         openreward("sums", base_url=url, reminder="Call a tool."), "It is 9.", tool_call("answer", value=0)
     )

@@ -95,7 +95,8 @@ def test_tools_over_several_turns(settings, tmp_path, caller):
     assert [step for step, _ in rows] == list(range(3, 6))
     played = [t for group in read(tmp_path / "run/trajectories.jsonl") for t in group.trajectories]
     assert min(len(t.turns) for t in played if t.terminated) == 3
-    assert {t.reward for t in played if not t.terminated} <= {-1.0}
+    opened = {round(3 * (t.reward + 1), 6) for t in played if not t.terminated}
+    assert opened <= {0, 1, 2}, "a cut episode keeps what its doors were worth"
     assert max(len(t.turns) for t in played) > 3, "a call that can not be read is answered, and made again"
     assert np.mean(rewards(rows, "doors")) > 0.6
     assert any("train/loss" in metrics for _, metrics in rows)
@@ -225,7 +226,7 @@ def test_trajectories_are_uploaded_and_kept(settings, tmp_path, uploads, capsys)
 def test_secrets_come_from_the_environment(settings, tmp_path, monkeypatch):
     """The environment's tools have them, the settings and the run do not."""
     monkeypatch.setenv("JUDGE_KEY", "canary-judge")
-    path = settings("keys", secrets={"judge_key": ["judge.example"]})
+    path = settings("keys", secrets={"judge_key": ["judge.example"]}, nonterminal_reward=0.0)
     run(path, tmp_path / "run", "backend=toy", "max_steps=1", "batch_size=1")
     assert not any(b"canary-judge" in file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file())
     refused(program, arguments(settings("keys", secrets={"other": None}), tmp_path / "x"), "variable OTHER is not set")

@@ -132,7 +132,7 @@ def test_the_same_seed_gives_the_same_episodes_whatever_arrives_first():
 
 def test_a_task_may_have_its_own_seed_and_settings():
     own = Settings(
-        n=3, temperature=0.5, max_tokens=2, max_turns=1, reduction="last", nonterminal_reward=-5.0, deadline=9.0
+        n=3, temperature=0.5, max_tokens=2, max_turns=1, reduction="last", nonterminal_override=-5.0, deadline=9.0
     )
     sampler = RandomSampler()
     groups = run([Task(Counted, "a", seed=123, settings=own), Task(Counted, "b")], sampler, n=2)
