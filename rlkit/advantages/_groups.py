@@ -150,6 +150,8 @@ def whiten(
         return np.zeros_like(values if centred is None else centred)
     deviations = values - lowest
     unit = deviations @ times / times.sum()  # how far the lowest lies below the mean, and no other N times farther
+    if unit == 0.0:  # the smallest of all floats, halved
+        return np.zeros_like(values if centred is None else centred)
     deviations -= unit
     with np.errstate(over="ignore"):  # of those that do not count, and of eps / unit
         deviations /= unit
