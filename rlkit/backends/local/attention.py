@@ -2,7 +2,8 @@
 
 What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
 as many rows as ``rows_alike`` asks for. Keys past a token's own are masked before the softmax, where they add exact
-zeros, and the sum over keys is taken ``KEYS`` at a time, because a longer one would be split by its length.
+zeros; how many queries are multiplied and how many keys are summed at once is measured (``tile_of``), because libraries
+split a sum by its length, each in its own way.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rlkit.backends.local.cache import Slots
+from rlkit.backends.local.tiles import KEYS, Tile, tile_of
 
 __all__ = ["ATTENTION", "Shared", "SlotAttention", "kernel_attention", "matmul_attention"]
 
 ATTENTION = "rlkit_matmul"
-NARROW = 64  # heads up to this width need 4 rows of queries, wider ones 16
-KEYS = 256
 
 
 @attrs.frozen
@@ -80,22 +80,44 @@ def matmul_attention(
     padded, heads, length, width = query.shape
     rows, key_heads = key.shape[:2]
     stacked = query[:rows].reshape(rows, key_heads, heads // key_heads * length, width)
-    count = stacked.shape[2]
-    missing = -count % (4 if width <= NARROW else 16)
-    stacked = torch.nn.functional.pad(stacked, (0, 0, 0, missing)) if missing else stacked
+    scaling = width**-0.5 if scaling is None else scaling
+    each = attention_mask
+    if each is not None and length > 1:
+        each = each.repeat(1, 1, heads // key_heads, 1)
+    tile = Tile()
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        tile = tile_of(_attended, width, value.shape[-1])
+    out = _attended(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, shared=shared)
+    out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
+
+
+def _attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    tile: Tile,
+    *,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+    shared: Shared | None = None,
+) -> torch.Tensor:
+    """[B, H, C, D] by keys and values [B, H, S, D], with a mask [B, 1, 1 or C, S]: [B, H, C, D]."""
+    count = query.shape[2]
+    missing = -count % tile.queries
+    stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
     wide = torch.promote_types(query.dtype, torch.float32)  # scores of 20 have two digits in bfloat16
-    scores = _scores(stacked.to(wide), key, shared).mul_(width**-0.5 if scaling is None else scaling)
+    scores = _scores(stacked.to(wide), key, shared).mul_(scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is not None:
-        each = attention_mask if length == 1 else attention_mask.repeat(1, 1, heads // key_heads, 1)
-        scores[:, :, :count] += each
+    if mask is not None:
+        scores[:, :, :count] += mask
     weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    out = _weighted(weights, value, 0, shared)
-    for start in range(KEYS, value.shape[2], KEYS):
-        out += _weighted(weights, value, start, shared)
-    out = out[:, :, :count].reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
-    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
+    out = _weighted(weights, value, 0, tile.keys, shared)
+    for start in range(tile.keys, value.shape[2], tile.keys):
+        out += _weighted(weights, value, start, tile.keys, shared)
+    return out[:, :, :count]
 
 
 def kernel_attention(
@@ -132,9 +154,9 @@ def _scores(queries: torch.Tensor, key: torch.Tensor, shared: Shared | None) -> 
     return scores
 
 
-def _weighted(weights: torch.Tensor, value: torch.Tensor, start: int, shared: Shared | None) -> torch.Tensor:
-    """The part [B, H, C, D] of the sum over keys that begins at ``start``."""
-    weights, value = weights[..., start : start + KEYS], value[..., start : start + KEYS, :]
+def _weighted(weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: Shared | None) -> torch.Tensor:
+    """The part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
+    weights, value = weights[..., start : start + keys], value[..., start : start + keys, :]
     if shared is None or start >= shared.length:
         return weights @ value
     out = weights.new_empty(*weights.shape[:3], value.shape[3])

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from rlkit.backends.local.tiles import LENGTHS
 from rlkit.backends.sampling import rounded_up
 
 __all__ = ["Slots"]
-
-LENGTHS = 16
 
 
 class Slots(Cache):
