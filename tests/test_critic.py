@@ -154,13 +154,17 @@ def test_gradients_do_not_depend_on_micro_batches(tiny):
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-def test_it_learns_its_targets(make):
-    """A few steps bring the values to the returns."""
-    critic, data = make(), some([(3, 3), (4, 2)])
-    for _ in range(150):
+@pytest.mark.parametrize("seed", range(3))
+def test_it_learns_its_targets(make, seed):
+    """The values come to the returns, from any start, at a rate that falls to 0 as convergence asks for.
+
+    At a constant one AdamW goes on to swing around them, as far as the rounding of the day has it.
+    """
+    critic, data, steps = make(seed=seed), some([(3, 3), (4, 2)], seed=seed), 150
+    for step in range(steps):
         fb = critic.forward_backward(data, config={"clip": 10.0})
-        critic.optim_step(rlkit.Adam(learning_rate=0.02)).result()
-    assert fb.result().metrics["loss:sum"] < 0.02
+        critic.optim_step(rlkit.Adam(learning_rate=0.005 * (1 - step / steps))).result()
+    assert fb.result().metrics["loss:sum"] < 1e-3
     assert fb.result().logprobs == ()
     np.testing.assert_array_equal(fb.result().outputs["values"][0] != 0, data[0].mask)
 
