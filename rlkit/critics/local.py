@@ -14,6 +14,7 @@ from torch import nn
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.local import adapter_seed, device_of
+from rlkit.backends.local.adapters import with_adapter
 from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import (
     ADAPTER,
@@ -24,7 +25,8 @@ from rlkit.backends.local.checkpoint import (
     write_optimizer,
 )
 from rlkit.backends.local.head import Head
-from rlkit.backends.local.model import load_base, with_adapter
+from rlkit.backends.local.hub import located
+from rlkit.backends.local.model import load_base
 from rlkit.backends.local.packing import Batch
 from rlkit.backends.local.trainer import Trainer
 from rlkit.backends.sampling import entropy_of
@@ -87,8 +89,8 @@ class LocalCritic(InProcessCritic):
         base = load_base(model, dtype, device_of(device))
         check_tokenizer(tokenizer, base.tokenizer)
         self._lora = lora
-        self._settings = {"model": model, "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
-        peft = with_adapter(base.tree(), lora, adapter_seed(lora, entropy_of(seed)))
+        self._settings = {"model": located(model), "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
+        peft = with_adapter(base, lora, adapter_seed(lora, entropy_of(seed)), fresh=saved is None)
         peft.value_head = _value_head(peft, base.device)
         self._trainer = Trainer(
             peft, base.device, micro_batch_tokens, ValueHead(peft, body_of(peft, base, lora.alpha / lora.rank))

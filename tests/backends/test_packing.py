@@ -112,9 +112,8 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
-    own, plain = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model))
+    own, plain = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
     assert own.body.shares
-    plain.body._shares = False
     for loss, data in ((loss, random_tree(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
         near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
         data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
@@ -140,7 +139,7 @@ def test_gradients_in_float32(tiny, kind):
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
     data, found = random_tree(rng), []
-    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model))
+    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
     for trainer._head in heads:
         policy.forward_backward(data, "cross_entropy").result()
         found.append([p.grad.clone() for p in trainer.parameters.values()])
@@ -171,7 +170,7 @@ def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
     data = random_tree(rng)
     found = []
-    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model))
+    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
     for trainer._head in heads:
         policy.forward_backward(data, "importance_sampling").result()
         found.append([p.grad.clone() for p in trainer.parameters.values()])

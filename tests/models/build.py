@@ -15,7 +15,7 @@ def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
     import torch
     import transformers as tf
 
-    size = _tokenizer(folder)
+    size = tokenizer(folder)
     ids = {"vocab_size": size, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": max_length}
@@ -51,7 +51,8 @@ def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
     return folder
 
 
-def _tokenizer(folder: Path) -> int:
+def tokenizer(folder: Path) -> int:
+    """Writes a small tokenizer with a chat template; the size of its vocabulary."""
     import transformers as tf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

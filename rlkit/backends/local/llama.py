@@ -11,7 +11,7 @@ from torch import nn
 from rlkit.backends.local.layer import Attention, Layer, run_layer
 from rlkit.backends.local.linear import Adapter, Fused, fuse, joined, wide
 
-__all__ = ["Llama", "fuse_layers", "is_llama", "plain_attention"]
+__all__ = ["Llama", "fuse_layers", "is_llama"]
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 TOGETHER = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
@@ -24,13 +24,6 @@ def is_llama(model: Any) -> bool:
         return False
     linear = [m for name, m in model.named_modules() if name.endswith("_proj")]  # none of them quantised
     return all(type(m) is nn.Linear and m.weight.dtype == model.dtype for m in linear) and model.dtype.is_floating_point
-
-
-def plain_attention(config: Any) -> bool:
-    """Whether every layer sees all earlier tokens, as far as the config tells."""
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    return all(kind == "full_attention" for kind in kinds) if kinds else window is None
 
 
 def fuse_layers(model: Any) -> None:

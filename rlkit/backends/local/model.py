@@ -4,39 +4,52 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 import weakref
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import nn
 
 from rlkit.backends.local.hub import model_path
+from rlkit.backends.local.lengths import context, indexed, plain_attention
 from rlkit.backends.local.linear import wide
-from rlkit.backends.local.llama import Llama, fuse_layers, is_llama, plain_attention
+from rlkit.backends.local.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.logprobs import Unembedding
+from rlkit.backends.local.probe import FAILURES, Probe, causal, logits_at, probe_of, reached
 from rlkit.backends.local.tokenizer import LocalTokenizer
 from rlkit.backends.local.tree import Run, TreeAttention
-from rlkit.errors import ConfigError, UnsupportedError
-from rlkit.types import Lora
+from rlkit.errors import ConfigError
 
-__all__ = ["Base", "load_base", "lora_targets", "with_adapter"]
+__all__ = ["Base", "load_base"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
 class Base:
-    """A frozen model and its tokenizer; every backend and sampler of this process on the same model shares it."""
+    """A frozen model and its tokenizer; every backend and sampler of this process on the same model shares it.
+
+    Attributes:
+        max_length: tokens at most of a sequence that is trained or sampled.
+        probe: tokens that ways to compute it are compared on.
+        llama: whether ``Llama`` computes what the library does.
+        linear: names of the linear modules that an adapter on has its effect.
+        known: what was found out about it once, by whoever asked first.
+    """
 
     path: str
     model: nn.Module
     tokenizer: LocalTokenizer
     max_length: int
     device: torch.device
-    llama: bool  # whether ``Llama`` computes what the library does
+    probe: Probe
+    llama: bool
+    linear: frozenset[str]
+    known: dict[str, Any] = attrs.field(factory=dict)
 
     def tree(self, attention: str | None = None) -> nn.Module:
         """A copy of the module tree whose tensors are the base's own, so that it costs no memory.
@@ -49,7 +62,6 @@ class Base:
         config: Any = tree.config
         if attention is not None:
             config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
-        config.pad_token_id = None  # rows are padded on the right and read by length; no warning about it
         return tree.eval()
 
     @cached_property
@@ -65,57 +77,92 @@ class Base:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
 
-_bases: weakref.WeakValueDictionary[tuple[str, str, str], Base] = weakref.WeakValueDictionary()
+_Key = tuple[str, tuple[tuple[str, int, int], ...], str, str]
+
+_bases: weakref.WeakValueDictionary[_Key, Base] = weakref.WeakValueDictionary()
 _loading = threading.Lock()
 
 
 def load_base(model: str, dtype: str, device: str) -> Base:
-    """The base model, from disk or shared with whoever has it already."""
-    import transformers
+    """The base model, from disk or shared with whoever has it already.
 
+    Raises:
+        ConfigError: it cannot be loaded, or computes something else than a causal language model does.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
-    path = model_path(model)
+    path, place = model_path(model), placed(device)
     with _loading:
-        found = _bases.get((path, dtype, device))
-        if found is not None:
-            return found
-        try:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model {model!r} can not be loaded as a causal language model: {error}") from error
-        loaded = loaded.to(device).eval().requires_grad_(False)
-        config = loaded.config.get_text_config()
-        embedding = loaded.get_input_embeddings()
-        base = Base(
-            path=path,
-            model=loaded,
-            tokenizer=LocalTokenizer(
-                tokenizer, vocab_size=embedding.num_embeddings, eos_ids=_eos_ids(loaded, tokenizer)
-            ),
-            max_length=int(getattr(config, "max_position_embeddings", None) or 2**20),
-            device=torch.device(device),
-            llama=_computes_alike(loaded),
+        key = (*_on_disk(path), dtype, str(place))
+        found = _bases.get(key)
+        if found is None:
+            found = _bases[key] = _loaded(model, path, dtype, place)
+        return found
+
+
+def placed(device: str) -> torch.device:
+    """The device of that name, which then has one name alone: "cuda" is "cuda:0", or whichever is the current one."""
+    given = torch.device(device)
+    if given.type == "cpu":
+        return torch.device("cpu")
+    if given.index is None and given.type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return given
+
+
+def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
+    """What identifies the model behind ``path``: the directory, and size and time of each file of it."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path, ()
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    return str(folder.resolve()), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
+
+
+def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        hf = transformers.AutoTokenizer.from_pretrained(path)
+        model = model.to(device).eval().requires_grad_(False)
+        size = model.get_input_embeddings().num_embeddings
+        tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
+        max_length = context(model.config.get_text_config())
+    except Exception as error:  # libraries raise whatever they like
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason}") from error
+    probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
+    try:
+        linear = reached(model, probe)
+        right = causal(model, probe) and not indexed(model.config.get_text_config(), max_length)
+    except FAILURES as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model {name!r} cannot compute a text of {probe.tokens.size} tokens: {reason}") from error
+    if not right:
+        raise ConfigError(
+            f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
+            "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
         )
-        _bases[path, dtype, device] = base
-        return base
+    llama = _computes_alike(model, probe, max_length)
+    return Base(path, model, tokenizer, max_length, device, probe, llama, linear)
 
 
 @torch.no_grad()
-def _computes_alike(model: Any) -> bool:
-    """Whether ``Llama`` gives the logits that the model's own forward gives, on a short probe."""
-    if not (is_llama(model) and plain_attention(model.config)):
+def _computes_alike(model: Any, probe: Probe, max_length: int) -> bool:
+    """Whether ``Llama`` gives the logits that the model's own forward gives."""
+    if not (is_llama(model) and plain_attention(model.config, max_length)):
         return False
-    device = model.device
-    tokens = torch.arange(9, device=device) * (model.config.vocab_size // 9)
-    expected = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    expected = logits_at(model, probe.tokens[None], probe.places)
     fuse_layers(model)
     llama = Llama(model, {}, 0.0)
-    attention = TreeAttention([Run(0, 9)], llama.heads, llama.key_heads)
-    hidden = llama.normed(llama.hidden(tokens, torch.arange(9, device=device), attention))
-    gap = Unembedding(wide(model.get_output_embeddings().weight)).logits(hidden) - expected
-    return bool(gap.norm() < expected.norm() * (1e-4 if model.dtype == torch.float32 else 0.1))
+    n = probe.tokens.size
+    attention = TreeAttention([Run(0, n)], llama.heads, llama.key_heads)
+    tokens, positions, places = (
+        torch.from_numpy(x).to(model.device) for x in (probe.tokens, np.arange(n), probe.places)
+    )
+    hidden = llama.normed(llama.hidden(tokens, positions, attention)[places])
+    return probe.agrees(Unembedding(wide(model.get_output_embeddings().weight)).logits(hidden), expected)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -124,77 +171,3 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
         found = getattr(source, "eos_token_id", None)
         ends += found if isinstance(found, list) else [found] if found is not None else []
     return sorted(set(ends))
-
-
-def lora_targets(model: nn.Module, lora: Lora) -> list[str]:
-    """Full names of the linear modules that get an adapter.
-
-    The output embedding is "unembed"; of the others, those on a path with "attn" or "attention" are attention, the
-    rest is MLP.
-
-    Raises:
-        UnsupportedError: nothing matches.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and name}
-    names = []
-    for name, module in linear.items():
-        if lora.target_modules is not None:
-            wanted = any(name == t or name.endswith(f".{t}") for t in lora.target_modules)
-        elif module is head:
-            wanted = lora.train_unembed
-        elif _unusable(model, name):
-            wanted = False
-        elif any("attn" in part or "attention" in part for part in name.split(".")):
-            wanted = lora.train_attn
-        else:
-            wanted = lora.train_mlp
-        if wanted:
-            names.append(name)
-    if not names:
-        there = sorted({name.rpartition(".")[2] for name in linear})
-        raise UnsupportedError(f"{lora}: the model has no such linear modules; it has: {', '.join(there)}")
-    return names
-
-
-def _unusable(model: nn.Module, name: str) -> bool:
-    """A state-space mixer's kernel reads this weight past its module, and so past an adapter; peft refuses it."""
-    parent, _, last = name.rpartition(".")
-    return last == "out_proj" and hasattr(model.get_submodule(parent), "A_log")
-
-
-def with_adapter(tree: nn.Module, lora: Lora, seed: int) -> Any:
-    """``tree`` with a fresh LoRA as a peft model; the global random state is left as it was.
-
-    A is uniform in +-1/sqrt(d_in) from ``seed``, B is zero, both float32. The head of a model with tied embeddings
-    gets its adapter on the head alone.
-    """
-    import peft
-
-    names = lora_targets(tree, lora)
-    short = {name.rpartition(".")[2] for name in names}
-    unambiguous = lora_targets(tree, Lora(target_modules=tuple(short))) == names
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=0.0,
-        bias="none",
-        target_modules=sorted(short) if unambiguous else names,
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tied heads and Conv1D layers, both meant and both tested
-        model = peft.get_peft_model(tree, config).eval()
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if "lora_A" in name:
-            bound = parameter.shape[1] ** -0.5
-            drawn = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-            parameter.data.copy_(drawn)
-        else:
-            parameter.data.zero_()
-    return model

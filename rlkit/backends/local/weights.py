@@ -11,12 +11,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.attention import Shared, SlotAttention
-from rlkit.backends.local.body import adapter_of, selected_logits
+from rlkit.backends.local.body import adapter_of
 from rlkit.backends.local.cache import Slots
 from rlkit.backends.local.llama import Llama
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
 from rlkit.backends.local.packed import Product
+from rlkit.backends.local.selected import selected_logits
 from rlkit.errors import BackendError
 
 __all__ = ["SamplingLlama", "SamplingModel", "Snapshot", "merged_weight", "take_snapshot"]
@@ -181,6 +182,6 @@ def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -
 def _adds(a: torch.Tensor, b: torch.Tensor, scale: float) -> Any:
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         low = args[0].to(a.dtype) @ a.T
-        return output + ((low @ b.T) * scale).to(output.dtype)
+        return (output + (low @ b.T) * scale).to(output.dtype)  # rounded once, as in training
 
     return hook

@@ -1,0 +1,290 @@
+"""Architectures as small random models: windows and other thresholds shorter than the sequences, heads tied or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tests.models.build import tokenizer
+
+LENGTH = 96  # the context
+WINDOW = 24
+
+
+@attrs.frozen
+class Family:
+    """An architecture.
+
+    Attributes:
+        model_type: transformers' name of it.
+        settings: of its config, beside ``SHAPE``.
+        path: by which it is computed: "own" (rlkit's forward), "slots", "cache" or "whole", or "refused".
+        tree: whether sequences share what they begin with in training.
+        note: why, or what gets no adapter.
+        without: what of ``SHAPE`` its config does not take.
+        gain: times which its matrices are as large as the library makes them, so that attention looks at single tokens.
+    """
+
+    model_type: str
+    settings: dict[str, Any] = attrs.field(factory=dict)
+    path: str = "slots"
+    note: str = ""
+    without: tuple[str, ...] = ()
+    gain: float = 8.0
+
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+ROPE = {"rope_theta": 10000.0}
+MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
+
+
+def build(family: Family, folder: Path) -> Path:
+    """Writes the model, in float32, with random weights from a fixed seed, and a tokenizer."""
+    import torch
+    import transformers as tf
+
+    size = tokenizer(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        settings = {**SHAPE, "vocab_size": size, **family.settings}
+        config = tf.AutoConfig.for_model(
+            family.model_type, **{k: settings[k] for k in settings if k not in family.without}
+        )
+        model = tf.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "A_log" in name:  # of a decay, which is to stay one
+                    continue
+                if parameter.ndim > 1:
+                    parameter.mul_(family.gain)
+                else:
+                    parameter.add_(0.1 * torch.randn_like(parameter))  # norms that are not ones, biases that are not 0
+    model.save_pretrained(folder)
+    return folder
+
+
+def _longrope(**more: Any) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 48, **factors, **ROPE}
+    return {"rope_parameters": rope, "original_max_position_embeddings": 48, **more}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 24, **ROPE}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, **ROPE}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, **ROPE}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_n_groups": 1}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
+SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+NO_EXPERTS = "experts get no adapter"
+NAMES = "experts get no adapter, nor dense layers of the same names"
+
+FAMILIES = {
+    "llama": Family("llama", path="own"),
+    "llama, tied": Family("llama", {"tie_word_embeddings": True}, "own"),
+    "llama, biases": Family("llama", {"attention_bias": True, "mlp_bias": True}, "own"),
+    "llama, rope llama3": Family("llama", {"rope_parameters": LLAMA3}, "own"),
+    "llama, rope yarn": Family("llama", {"rope_parameters": YARN}, "own"),
+    "llama, rope dynamic": Family("llama", {"rope_parameters": DYNAMIC}, "own"),
+    "llama, rope longrope": Family("llama", _longrope(), "own"),
+    "mistral": Family("mistral", {"sliding_window": None}, "own"),
+    "mistral, window": Family("mistral", {"sliding_window": WINDOW}, "cache"),
+    "mistral, window beyond the context": Family("mistral", {"sliding_window": 2 * LENGTH}, "own"),
+    "qwen2": Family("qwen2", path="own"),
+    "qwen2, window": Family(
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "cache"
+    ),
+    "qwen3": Family("qwen3", {"tie_word_embeddings": True}, "own"),
+    "qwen3, window": Family(
+        "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "cache"
+    ),
+    "ministral3": Family(
+        "ministral3", {"sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
+    ),
+    "gemma": Family("gemma", {"tie_word_embeddings": True}),
+    "phi": Family("phi"),
+    "phi3": Family("phi3", {"sliding_window": None}),
+    "phi3, window": Family("phi3", {"sliding_window": WINDOW}, "cache"),
+    "phi3, rope longrope": Family("phi3", _longrope(sliding_window=2 * LENGTH)),
+    "olmo": Family("olmo"),
+    "olmo2": Family("olmo2"),
+    "smollm3": Family("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+    "granite": Family("granite", {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
+    "glm": Family("glm"),
+    "glm4": Family("glm4"),
+    "hunyuan_v1_dense": Family("hunyuan_v1_dense"),
+    "ernie4_5": Family("ernie4_5"),
+    "gpt2": Family("gpt2", GPT2 | {"tie_word_embeddings": True}),
+    "gpt_neox": Family("gpt_neox"),
+    "starcoder2": Family("starcoder2", {"sliding_window": None}),
+    "starcoder2, window": Family("starcoder2", {"sliding_window": WINDOW}, "cache"),
+    "nemotron": Family("nemotron"),
+    "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "tie_word_embeddings": True}),
+    "cohere": Family("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "gpt_bigcode": Family("gpt_bigcode", GPT2),
+    "diffllama": Family("diffllama"),
+    "seed_oss": Family("seed_oss"),
+    "apertus": Family("apertus"),
+    "arcee": Family("arcee"),
+    "nanochat": Family("nanochat"),
+    "stablelm": Family("stablelm"),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+        "cache",
+    ),
+    "mpt": Family("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": LENGTH}, "cache"),
+    "falcon": Family(
+        "falcon", {"new_decoder_architecture": False, "multi_query": True}, "cache", without=("head_dim",)
+    ),
+    "falcon, alibi": Family("falcon", {"alibi": True}, "cache", without=("head_dim",)),
+    "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, "cache"),
+    "gemma2": Family("gemma2", {"sliding_window": WINDOW}, "cache"),
+    "gemma3_text": Family("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "gemma3n_text": Family(
+        "gemma3n_text",
+        {"sliding_window": WINDOW, "layer_types": MIXED, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8}
+        | {
+            "vocab_size_per_layer_input": 300,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+        "cache",
+    ),
+    "gemma4_text": Family(
+        "gemma4_text",
+        {"sliding_window": WINDOW, "layer_types": MIXED, "hidden_size_per_layer_input": 8, "per_layer_config": {}}
+        | {"vocab_size_per_layer_input": 300, "global_head_dim": 8},
+        "cache",
+    ),
+    "olmo3": Family("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "cohere2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "cwm": Family("cwm", {"sliding_window": WINDOW, "layer_types": MIXED, "rope_parameters": LLAMA3}, "cache"),
+    "exaone4": Family("exaone4", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "modernbert-decoder": Family(
+        "modernbert-decoder", {"local_attention": WINDOW, "layer_types": MIXED, "num_key_value_heads": None}, "cache"
+    ),
+    "mixtral": Family("mixtral", {"num_local_experts": 4, "sliding_window": None}, note=NO_EXPERTS),
+    "mixtral, window": Family("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}, "cache", NO_EXPERTS),
+    "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}, note=NO_EXPERTS),
+    "qwen3_moe": Family("qwen3_moe", EXPERTS, note=NO_EXPERTS),
+    "olmoe": Family("olmoe", EXPERTS, note=NO_EXPERTS),
+    "granitemoe": Family("granitemoe", {"num_local_experts": 4}, note=NO_EXPERTS),
+    "minimax_m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}, note=NO_EXPERTS),
+    "phimoe": Family("phimoe", {"num_local_experts": 4, "sliding_window": None}, note=NO_EXPERTS),
+    "gpt_oss": Family(
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": MIXED}
+        | {"rope_parameters": YARN},
+        "cache",
+        NO_EXPERTS,
+    ),
+    "llama4_text": Family(
+        "llama4_text",
+        {
+            "num_local_experts": 4,
+            "attention_chunk_size": WINDOW,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 48,
+        }
+        | {"no_rope_layer_interval": 2, "floor_scale": 16},
+        "cache",
+        NO_EXPERTS,
+    ),
+    "glm4_moe": Family("glm4_moe", SHARED, note=NAMES),
+    "deepseek_v2": Family("deepseek_v2", {**SHARED, **LATENT}, note=NAMES),
+    "deepseek_v3": Family("deepseek_v3", {**SHARED, **LATENT}, note=NAMES),
+    "ernie4_5_moe": Family(
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+        note=NAMES,
+    ),
+    "hunyuan_v1_moe": Family("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}, note=NAMES),
+    "qwen3_next": Family("qwen3_next", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 24}, "cache", NAMES),
+    "qwen3_5_text": Family("qwen3_5_text", LINEAR, "cache"),
+    "qwen3_5_moe_text": Family(
+        "qwen3_5_moe_text", {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 24}, "cache", NO_EXPERTS
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        {**MAMBA, "num_local_experts": 4, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+        "cache",
+        NO_EXPERTS,
+    ),
+    "falcon_h1": Family("falcon_h1", {**MAMBA, "mamba_d_ssm": 64}, "cache"),
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}, "cache"),
+    "lfm2_moe": Family(
+        "lfm2_moe", {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "cache", NO_EXPERTS
+    ),
+    "nemotron_h": Family(
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16}
+        | {"ssm_state_size": 8, "n_groups": 1, "chunk_size": 16},
+        "cache",
+    ),
+    "bamba": Family("bamba", {**MAMBA, "attn_layer_indices": [1]}, "whole"),
+    "minimax": Family(
+        "minimax",
+        {"num_local_experts": 4, "block_size": 16, "layer_types": ["linear_attention", "full_attention"]},
+        "whole",
+        NO_EXPERTS,
+    ),
+    "jamba": Family(
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4}
+        | {"use_mamba_kernels": False},
+        "cache",
+        NO_EXPERTS,
+    ),
+    "mamba": Family("mamba", {"state_size": 8, "time_step_rank": 4}, "cache", gain=3.0),
+    "mamba2": Family(
+        "mamba2", {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16}, "cache"
+    ),
+    "zamba2": Family(
+        "zamba2",
+        {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4}
+        | {"mamba_headdim": 16, "chunk_size": 16, "kv_channels": 8, "use_mamba_kernels": False},
+        "cache",
+        gain=3.0,
+    ),
+    "recurrent_gemma": Family(
+        "recurrent_gemma",
+        {"lru_width": 32, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"]},
+        "whole",
+    ),
+    "deepseek_v32": Family(
+        "deepseek_v32",
+        {**SHARED, **LATENT, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 8},
+        "refused",
+        "not causal",
+    ),
+    "glm_moe_dsa": Family(
+        "glm_moe_dsa",
+        {**SHARED, **LATENT, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 8},
+        "refused",
+        "not causal",
+    ),
+}
