@@ -89,6 +89,8 @@ def real(
     bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
     bounds += [f"<= {high}"] * (high is not None) + [f"< {below}"] * (below is not None)
     expected = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's scalars
+        value = value.item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise error(problem(where, f"got {shown(value)}", expected, why))
     number = float(value)
@@ -150,14 +152,23 @@ def as_array(where: str, value: Any, expected: str) -> np.ndarray:
     """``value`` as an array of numbers; ragged lists, None and objects are refused."""
     if value is None:
         raise DataError(problem(where, "is None", expected))
-    detach = getattr(value, "detach", None)  # a torch tensor, without importing torch
     try:
-        array = np.asarray(detach().cpu().numpy() if detach is not None else value)
+        array = np.asarray(_of_tensors(value))
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(problem(where, f"got {shown(value)}", expected, str(error))) from error
     if array.dtype.kind not in "iufb":
         raise DataError(problem(where, f"got {shown(value)}", expected))
     return array
+
+
+def _of_tensors(value: Any) -> Any:
+    """``value``, where torch's tensors of any dtype and device, also in a list, are arrays; torch is not imported."""
+    if isinstance(value, (list, tuple)) and any(hasattr(x, "detach") for x in value):
+        return [_of_tensors(x) for x in value]
+    if not hasattr(value, "detach"):
+        return value
+    tensor = value.detach().cpu()
+    return (tensor if tensor.dtype.itemsize > 2 or not tensor.dtype.is_floating_point else tensor.float()).numpy()
 
 
 def frozen(array: np.ndarray) -> np.ndarray:

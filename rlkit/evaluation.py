@@ -153,7 +153,7 @@ def score(
     >>> found.mean, dict(found.pass_at_k)
     (0.75, {1: 0.75, 2: 1.0})
     """
-    rows = [np.asarray(row, np.float64) for row in rewards]
+    rows = [_check.as_array(f"rewards[{i}]", row, "numbers").astype(np.float64) for i, row in enumerate(rewards)]
     rows = [row[~np.isnan(row)] for row in rows]
     rows = [row for row in rows if row.size]
     if not rows:

@@ -107,7 +107,7 @@ class Datum:
 
     def select(self, x: Any) -> np.ndarray:
         """[T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
-        array = np.asarray(x)
+        array = _check.as_array("select(x)", x, f"length {self.mask.size}")
         if array.ndim == 0 or array.shape[0] != self.mask.size:
             raise DataError(
                 _check.problem("select(x)", _check.shown(array), f"length {self.mask.size}", "one per token")
@@ -117,8 +117,8 @@ class Datum:
 
     def expand(self, x: Any) -> np.ndarray:
         """[n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
-        array = np.asarray(x)
         n = int(self.mask.sum())
+        array = _check.as_array("expand(x)", x, f"length {n}")
         if array.ndim == 0 or array.shape[0] != n:
             raise DataError(_check.problem("expand(x)", _check.shown(array), f"length {n}", "one per masked-in token"))
         out = np.zeros((self.mask.size, *array.shape[1:]), array.dtype)

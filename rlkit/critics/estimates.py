@@ -58,7 +58,10 @@ def gae_datums(
     Source: arXiv:1506.02438 and arXiv:1707.06347.
     """
     count = len(trajectories)
-    given = [token_rewards(t) for t in trajectories] if rewards is None else [np.asarray(r, float) for r in rewards]
+    if rewards is None:
+        given = [token_rewards(t) for t in trajectories]
+    else:
+        given = [_check.as_array(f"rewards[{i}]", r, "numbers").astype(float) for i, r in enumerate(rewards)]
     scale = np.ones(count) if weights is None else _check.as_array("weights", weights, f"({count},)")
     if len(given) != count or scale.shape != (count,):
         what = f"has {len(given)} and weights has shape {scale.shape}"
