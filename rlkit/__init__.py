@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlkit import errors
-from rlkit.backends import connect, sampler
+from rlkit.backends import connect, reference_logprobs, sampler
 from rlkit.errors import *  # noqa: F403
 from rlkit.errors import __all__ as _errors
 from rlkit.futures import Future
@@ -27,6 +27,7 @@ __all__ = [  # noqa: PLE0604
     "__version__",
     "connect",
     "errors",
+    "reference_logprobs",
     "sampler",
     *_errors,
 ]

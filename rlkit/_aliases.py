@@ -123,9 +123,69 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_FREEZE = "sampling is a frozen policy's: policy.sampler().result().sample(prompt, params, n=8)"
+_DECODE = "policy.tokenizer.decode(sample.tokens)"
+_OUTPUT = "output.metrics['loss:sum']"
+
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "sample": {
+        **dict.fromkeys(("text", "completion", "response", "content"), f"its text is {_DECODE}"),
+        **dict.fromkeys(("token_ids", "completion_ids", "ids"), "they are sample.tokens"),
+        "prompt_ids": "they are sample.prompt",
+        "finish_reason": "it is sample.stop_reason",
+        **dict.fromkeys(("log_probs", "logprob"), "they are sample.logprobs"),
+    },
+    "output": {
+        "loss": f"it is {_OUTPUT}, a sum over tokens",
+        "log_probs": "they are output.logprobs, and output.selected for the policy's own tokens",
+    },
+    "policy": {
+        **dict.fromkeys(("sample", "generate", "chat"), _FREEZE),
+        **dict.fromkeys(("model", "parameters", "state_dict", "train", "eval"), "save(name) writes the weights"),
+        **dict.fromkeys(("backward", "train_step"), "call forward_backward(data, loss), then optim_step(rlkit.Adam())"),
+        **dict.fromkeys(("step", "zero_grad", "optimizer"), "call optim_step(rlkit.Adam()), which clears the gradient"),
+        "save_pretrained": "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it",
+        "push_to_hub": "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it",
+        **dict.fromkeys(("encode", "decode"), "call policy.tokenizer.encode and policy.tokenizer.decode"),
+    },
+    "sampler": {
+        **dict.fromkeys(("generate", "chat", "completions"), "call sample(prompt, params, n=8)"),
+        **dict.fromkeys(("forward_backward", "optim_step", "save"), "a sampler is frozen; train the policy it is of"),
+    },
+    "tokenizer": {
+        "batch_decode": "decode one at a time: [tokenizer.decode(s.tokens) for s in samples]",
+        "batch_encode": "encode one at a time: [tokenizer.encode(text) for text in texts]",
+        "encode_plus": "call encode(text)",
+        **dict.fromkeys(("eos_token_id", "pad_token_id"), "the end tokens are tokenizer.eos_ids; nothing is padded"),
+        "convert_ids_to_tokens": "call decode([token], skip_special=False) for each",
+        "convert_tokens_to_ids": "call encode(text, special=True)",
+    },
+}
+
+CALLS: Mapping[str, Mapping[str, str]] = {
+    "sample": {
+        **dict.fromkeys(
+            ("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "stop"),
+            "it belongs to the params: rlkit.SamplingParams(...)",
+        ),
+        **dict.fromkeys(("num_samples", "num_return_sequences", "num_generations"), "n"),
+        "sampling_params": "params",
+    },
+    "forward_backward": {
+        "loss_fn": "loss",
+        "loss_fn_config": "config",
+        **dict.fromkeys(("datums", "batch"), "data"),
+    },
+    "optim_step": {
+        "adam_params": "params",
+        **dict.fromkeys(("lr", "learning_rate"), "write optim_step(rlkit.Adam(learning_rate=...))"),
+    },
+}
+
+
 def answer(kind: str, name: str, known: Container[str]) -> str:
     """What to say about ``name``, "" where nothing is known; an answer that is a name must be among the ``known``."""
-    found = ALIASES.get(kind, {}).get(name, "")
+    found = (ALIASES.get(kind) or CALLS.get(kind, {})).get(name, "")
     if found.isidentifier():
         return f"; write {found}=" if found in known else ""
     return f"; {found}" if found else ""

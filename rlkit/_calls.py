@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from rlkit import _aliases, _check
 from rlkit.errors import ArgumentError
 
-__all__ = ["answered", "estimator"]
+__all__ = ["answered", "estimator", "hinted"]
 
 T = TypeVar("T")
 
@@ -51,6 +51,25 @@ def answered(thing: T, *, kind: str | None = None) -> T:
 def estimator(function: T) -> T:
     """Decorator: ``answered``, with what other libraries call the settings of estimators."""
     return answered(function, kind="estimators")
+
+
+def hinted(kind: str) -> Callable[[T], T]:
+    """Decorator of a class: an attribute that it lacks, and that other libraries have, is answered.
+
+    It stays an AttributeError, so that ``hasattr`` and ``getattr`` with a default are as ever.
+    """
+    hints = _aliases.ATTRIBUTES[kind]
+
+    def lacking(self: Any, name: str) -> NoReturn:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(f"{text}; {hints[name]}" if name in hints else text, name=name, obj=self)
+
+    def add(thing: T) -> T:
+        if not any("__getattr__" in vars(base) for base in cast("type", thing).__mro__):
+            cast("Any", thing).__getattr__ = lacking
+        return thing
+
+    return add
 
 
 def _misfit(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], kind: str) -> str:

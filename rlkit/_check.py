@@ -8,7 +8,7 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,19 @@ def token_ids(where: str, value: Any, *, vocab_size: int | None = None, low_leng
         bound = f"an id in [0, {high}]" if vocab_size is not None else "an id >= 0"
         raise DataError(problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", bound, "the tokenizer has no such token"))
     return frozen(array.astype(np.int64))
+
+
+def messages(where: str, value: Any) -> list[Mapping[str, Any]]:
+    """``value`` as a list of chat messages, mappings with at least a role and content (or tool calls)."""
+    expected = 'a list of messages, such as [{"role": "user", "content": "..."}]'
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence) or not value:
+        raise DataError(problem(where, f"got {shown(value)}", expected))
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise DataError(problem(f"{where}[{i}]", f"got {shown(message)}", "a mapping with a role", expected))
+        if "content" not in message and "tool_calls" not in message:
+            raise DataError(problem(f"{where}[{i}]", f"has no content, only {sorted(map(str, message))}", expected))
+    return list(value)
 
 
 def as_array(where: str, value: Any, expected: str) -> np.ndarray:

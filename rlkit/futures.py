@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rlkit import _check
@@ -15,6 +16,7 @@ __all__ = ["Future"]
 _HINT = "it stands for a value that is on its way: call .result(), or await it, and use what that gives"
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Future(Generic[T]):
@@ -66,6 +68,39 @@ class Future(Generic[T]):
             on_error: told of the exception before it is raised to a reader.
         """
         return cls(inner, convert=convert, on_error=on_error)
+
+    @classmethod
+    def all(cls, futures: Sequence[Future[U]], convert: Callable[[list[U]], T] | None = None) -> Future[Any]:
+        """A future of the values of several, in their order; the first that failed raises when it is read.
+
+        Args:
+            futures: of any kinds.
+            convert: applied to the list, in the thread that reads it, at every reading.
+
+        >>> Future.all([Future.of(1), Future.of(2)]).result()
+        [1, 2]
+        """
+        inner: concurrent.futures.Future[None] = concurrent.futures.Future()
+        left, lock = len(futures), threading.Lock()
+
+        def one_less(_: object) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                inner.set_result(None)
+
+        for future in futures:
+            future._inner.add_done_callback(one_less)  # noqa: SLF001
+        if not futures:
+            inner.set_result(None)
+
+        def values(_: object) -> Any:
+            found = [future.result() for future in futures]
+            return found if convert is None else convert(found)
+
+        return Future(inner, convert=values)
 
     def done(self) -> bool:
         """Whether ``result()`` would return or raise at once."""

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._calls import answered
+from rlkit._calls import answered, hinted
 from rlkit._forms import ArrayLike, Number
 from rlkit.errors import ConfigError, DataError
 
@@ -135,6 +135,7 @@ class Datum:
         return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
 
 
+@hinted("sample")
 @answered
 @attrs.frozen(eq=False, repr=False)
 class Sample:
@@ -313,6 +314,7 @@ class Lora:
             raise ConfigError(_check.problem("Lora.target_modules", _check.shown(names), "a tuple of module names"))
 
 
+@hinted("output")
 @attrs.frozen(eq=False, repr=False)
 class ForwardBackwardOutput:
     """What ``forward`` and ``forward_backward`` found, before any update.

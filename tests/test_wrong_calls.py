@@ -154,7 +154,7 @@ MODULES = ["advantages", "rewards", "corrections", "filters", "metrics", "schedu
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_function_answers_an_argument_that_it_does_not_take(name):
-    """All public functions and data classes of these modules refuse an unknown keyword with their own names."""
+    """All public functions and data classes here refuse an unknown keyword with their own names (``@answered``)."""
     module = importlib.import_module(f"rlkit.{name}")
     looked = 0
     for public in module.__all__:

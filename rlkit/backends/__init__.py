@@ -8,10 +8,11 @@ from rlkit import _check
 from rlkit._calls import answered
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
+from rlkit.backends.reference import reference_logprobs
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 
-__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend", "connect", "registry", "sampler"]
+__all__ = ["LossLike", "Sampler", "Tokenizer", "TrainerBackend", "connect", "reference_logprobs", "registry", "sampler"]
 
 registry = Registry("backend", entry_point_group="rlkit.backends")
 registry.update(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 
 from rlkit import _check
+from rlkit._calls import answered, hinted
 from rlkit.backends import saves
 from rlkit.backends.checking import OF_DISTRIBUTION, checked_call
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer
@@ -39,6 +40,7 @@ class _Failure:
     error: BaseException
 
 
+@hinted("policy")
 class InProcessBackend(ABC):
     """The protocol, over hooks that run in one worker thread."""
 
@@ -114,6 +116,7 @@ class InProcessBackend(ABC):
         data, prepared, want = self._checked(data, loss, config, want)
         return self._submit("forward", lambda: self._run(data, prepared, want, backward=False), trains=False)
 
+    @answered
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -138,6 +141,7 @@ class InProcessBackend(ABC):
             self._pending = self._pending or adds
         return future
 
+    @answered
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
         """One AdamW step. See ``TrainerBackend.optim_step``.
 
@@ -172,6 +176,7 @@ class InProcessBackend(ABC):
         """The base model. See ``TrainerBackend.base_sampler``."""
         return self._submit("base_sampler", self._base, trains=False)
 
+    @answered
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
         """Writes weights and optimizer to a new folder under ``folder``. See ``TrainerBackend.save``.
 
@@ -223,6 +228,19 @@ class InProcessBackend(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    about = ""
+    """The model and its adapter, in words."""
+
+    def __repr__(self) -> str:
+        known = [self.about, f"version {self.version}", "closed" if self._closed else ""]
+        return f"<{type(self).__name__} {', '.join(filter(None, known))}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} holds a model and a thread, and cannot be pickled or copied; save it, and "
+            "connect with resume_from= where it is wanted"
+        )
 
     # How calls are checked, queued and refused.
 

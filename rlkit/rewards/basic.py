@@ -91,6 +91,7 @@ def clamp(rewards: Any, *, low: float | None = None, high: float | None = None) 
     return rows.restore(np.clip(rows.flat, low, high))
 
 
+@answered
 def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> Any:
     """Rewards of steps, with ``value`` after the others of a trajectory that did not come to an end of its own.
 

@@ -30,6 +30,8 @@ class Lock:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
             self.release()
             who = f"process {holder}" if holder.isdecimal() else "another process"
+            if holder == str(os.getpid()):
+                who = "this very process, which has to close it first (run.close())"
             raise ConfigError(f"{folder} is in use by {who}; a run has one writer") from error
         except BaseException:
             self.release()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +18,8 @@ from rlkit import _check, backends
 from rlkit._calls import answered
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import Storage, TrainerBackend
-from rlkit.errors import BackendError, CheckpointError, ConfigError
-from rlkit.runs import beginning, logs
+from rlkit.errors import BackendError, CheckpointError, ConfigError, DataError
+from rlkit.runs import beginning, handover, logs
 from rlkit.runs import record as records
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record
@@ -49,8 +51,9 @@ class Run:
             run.log({"train/loss": loss})
             run.checkpoint(policy, every=10)
 
-    Run again, and it goes on. On the toy and the local backend on a CPU what follows is bit for bit what would have
-    followed: parameters, optimizer, seeds of sampling, everything kept, and the order of the data.
+    Run again, and it goes on; in a notebook, too, where the run that the process has open is closed first. On the toy
+    and the local backend on a CPU what follows is bit for bit what would have followed: parameters, optimizer, seeds of
+    sampling, everything kept, and the order of the data.
 
     Args:
         folder: made if missing; one process at a time writes to it.
@@ -67,9 +70,12 @@ class Run:
         step: the step that is being done, or is due.
         seed: as given, or as remembered.
         record: the checkpoint that it went on from, or None.
+        saved: the step of the newest checkpoint, 0 before the first.
+        closed: whether it is.
+        looping: the thread that is in ``steps``, or None.
 
     Raises:
-        ConfigError: another process writes to it, or the seed is not the one it began with.
+        ConfigError: another process or thread writes to it, or the seed is not the one it began with.
         CheckpointError: it can not be read or written.
     """
 
@@ -92,14 +98,21 @@ class Run:
         grace = _check.real("Run(grace)", grace, low=0.0, why="seconds")
         self.folder = Path(folder).absolute()
         self.retention = Retention() if retention is None else retention
+        handover.take_over(self.folder)
         with records.typed(f"{folder} can not be opened as a run"):
             self._open(seed, config, trackers)
         self._stopper = Stopper(grace)
         self._policies: dict[str, Any] = {}  # the critics too
         self._critics: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}  # what each of them was made with
         self._kept: dict[str, Any] = {}
         self._total: int | None = None
         self._inside = False
+        self.closed = False
+        self.saved = self.step
+        self.looping: int | None = None
+        weakref.finalize(self, self._lock.release)  # a run that is forgotten is in nobody's way
+        handover.opened(self)
 
     def _open(self, seed: int | None, config: Any, trackers: Sequence[Any]) -> None:
         self._new = beginning.missing(self.folder)  # what is made now, and taken back if the run is refused
@@ -143,8 +156,13 @@ class Run:
 
         Args:
             name, options: as for ``rlkit.connect``. ``init_from=`` and ``resume_from=`` count where there is no
-                checkpoint yet. ``folder=`` is the run's, and ``seed=`` its own unless given.
+                checkpoint yet. ``folder=`` is the run's, and ``seed=`` its own unless given. Asked again with the same
+                ones, it gives the same policy.
             role: what it is called in checkpoints, where a loop has several.
+
+        Raises:
+            ConfigError: the run has a policy of that role, made with other options, or goes on from a checkpoint that
+                has none, so that what was trained would be lost.
         """
         policy: TrainerBackend = self._opened(backends.connect, name, role, options)
         for tracker in self.trackers:
@@ -177,8 +195,13 @@ class Run:
             ConfigError: it can not be kept, or the name is taken.
             CheckpointError: what was saved under that name is something else.
         """
+        self._check_open("keep")
         if _named("keep(name)", name) in self._kept:
-            raise ConfigError(_check.problem("keep(name)", f"got {_check.shown(name)}", "a name that is not taken"))
+            if self._kept[name] is kept:
+                return kept
+            why = "in a notebook, open the run again to define it anew"
+            what = f"got {_check.shown(name)}"
+            raise ConfigError(_check.problem("keep(name)", what, "a name that is not taken", why))
         capture(name, kept)
         if self.record is not None:
             if name in self.record.kept:
@@ -189,12 +212,16 @@ class Run:
         return kept
 
     def rng(self, name: str) -> np.random.Generator:
-        """A generator of the run's own, whose state is kept."""
-        return self.keep(f"rng/{_named('rng(name)', name)}", np.random.default_rng(self._stream(name)))
+        """A generator of the run's own, whose state is kept; the same one whenever it is asked for."""
+        there: np.random.Generator | None = self._kept.get(f"rng/{_named('rng(name)', name)}")
+        if there is not None:
+            return there
+        return self.keep(f"rng/{name}", np.random.default_rng(self._stream(name)))
 
     def value(self, name: str, make: Callable[[], T]) -> T:
         """What ``make()`` gave the first time: plain data, such as the path of a state that serves as a reference."""
-        box = self.keep(f"value/{_named('value(name)', name)}", {})
+        key = f"value/{_named('value(name)', name)}"
+        box = self._kept[key] if key in self._kept else self.keep(key, {})
         if "value" not in box:
             box["value"] = make()
             encode(name, box["value"])
@@ -223,10 +250,12 @@ class Run:
         SIGINT and SIGTERM let the step in progress finish, make its ``checkpoint`` due, and then end the loop with
         KeyboardInterrupt or SystemExit(143).
         """
+        self._check_open("steps")
         self._total = _check.integer("steps(total)", total, low=0)
         self._stopper.watch()
+        self.looping = threading.get_ident()
         try:
-            while self.step < total:
+            while self.step < total and not self.closed:
                 self._inside = True
                 yield self.step
                 self._inside = False
@@ -234,6 +263,7 @@ class Run:
                 self._stop_if_asked()
         finally:
             self._inside = False
+            self.looping = None
             self._stopper.unwatch()
 
     def checkpoint(
@@ -256,14 +286,29 @@ class Run:
             The checkpoint, or None where none was due.
 
         Raises:
+            ConfigError: there is nothing to save, or what is given cannot be saved.
             CheckpointError: it could not be written; the ones before are as they were.
         """
+        self._check_open("checkpoint")
         _check.integer("checkpoint(every)", every, low=1)
         after = self.step + 1 if self._inside else self.step
         last = self._total is not None and after == self._total
         if not (after % every == 0 or last or self._stopper.signal is not None):
             return None
         saved = dict(policies) if policy is None else {"policy": policy, **policies}
+        for role, given in saved.items():
+            if not callable(getattr(given, "save", None)):
+                what = f"got {_check.shown(given)}"
+                raise ConfigError(_check.problem(f"checkpoint({role})", what, "a policy, such as connect gives"))
+        if not (saved or self._policies):
+            remedy = (
+                "connect the policy with run.connect(...) instead of rlkit.connect(...), or give it: "
+                "run.checkpoint(policy)"
+            )
+            if not self._kept:
+                raise ConfigError(f"checkpoint: there is nothing to save; {remedy}")
+            if self.saved == 0:
+                warnings.warn(f"this checkpoint holds no policy; {remedy}", RuntimeWarning, stacklevel=2)
         content = {
             "kept": {
                 **({} if self.record is None else self.record.kept),
@@ -277,16 +322,27 @@ class Run:
         futures = {role: x.save(f"step-{after:08d}") for role, x in saved.items()}
         content["policies"] = {role: self._relative(future.result()) for role, future in futures.items()}
         record = records.write(self.folder, after, content)
+        self.saved = after
         self._remove_spent()
         return record
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers of this step, for every tracker."""
+        """Numbers of this step, for every tracker.
+
+        Raises:
+            ConfigError: the run is closed.
+            DataError: ``metrics`` is no mapping. A single number that cannot be logged is left out and counted instead.
+        """
+        self._check_open("log")
+        if not isinstance(metrics, Mapping):
+            what = f"got {_check.shown(metrics)}"
+            raise DataError(_check.problem("log(metrics)", what, "a mapping from names to numbers"))
         if self._several is not None:
             self._several.log(metrics, self.step if step is None else step)
 
     def log_trajectories(self, groups: Any, step: int | None = None, **options: Any) -> None:
         """Trajectories of this step, for the trackers that keep such. See ``rlkit.tracking.Tracker``."""
+        self._check_open("log_trajectories")
         if self._several is not None:
             self._several.log_trajectories(groups, self.step if step is None else step, **options)
 
@@ -301,6 +357,8 @@ class Run:
         self._close(refused=False)
 
     def _close(self, *, refused: bool) -> None:
+        self.closed = True
+        self._stopper.unwatch()
         for policy in self._policies.values():
             policy.close()
         if self._several is not None:
@@ -321,15 +379,20 @@ class Run:
         return Display(self.folder)._repr_html_()  # it has no other name
 
     def __repr__(self) -> str:
-        return f"Run({str(self.folder)!r}, step={self.step})"
+        return f"<Run {str(self.folder)!r}, step {self.step}{', closed' if self.closed else ''}>"
 
     def _opened(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
         """What ``opener`` gives, from the newest checkpoint that it can go on from, with the run's folder and seed."""
+        self._check_open("connect")
         if _named("connect(role)", role) in self._policies:
-            raise ConfigError(f"connect(role): the run has a {role!r} already; give role= another name")
+            handover.check_same(role, self._asked[role], (name, options))
+            there: T = self._policies[role]
+            return there
+        asked = (name, dict(options))
         options.setdefault("folder", str(self.folder / records.POLICIES))
         options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
         opened = self._policies[role] = self._restored(opener, name, role, options)
+        self._asked[role] = asked
         return opened
 
     def _restored(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
@@ -346,7 +409,17 @@ class Run:
                 )
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
                 self._go_back(older[-1])
+        if self.record is not None and not {"init_from", "resume_from"} & options.keys():
+            there = ", ".join(map(repr, self.record.policies)) or "no policy at all"
+            raise ConfigError(
+                f"connect(role): the checkpoint of step {self.record.step} has {there}, but no {role!r}, so what was "
+                "trained would be lost; begin anew in another folder, or say where it begins: init_from="
+            )
         return opener(name, **options)
+
+    def _check_open(self, call: str) -> None:
+        if self.closed:
+            raise ConfigError(f"{call}: the run in {self.folder} is closed; open it again: rlkit.Run(folder)")
 
     def _go_back(self, record: Record) -> None:
         self.record, self.step = record, record.step

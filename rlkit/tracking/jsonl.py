@@ -180,15 +180,19 @@ class Jsonl:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``: {"step": int, "time": float, "metrics": {name: float}}; [] without one.
+    """The lines of a run's ``metrics.jsonl``: {"step": int, "time": float, "metrics": {name: float}}; [] where it has
+    logged none yet.
 
     What is not finite is a float again. Lines that are not whole, and values that are no numbers, are left out.
 
     Raises:
-        CheckpointError: the file can not be read.
+        CheckpointError: there is no such folder, it is no run's, or the file can not be read.
     """
+    folder = Path(folder)
+    if not any((folder / name).exists() for name in (*FILES.values(), "run.json", "config.json")):
+        raise CheckpointError(f"{folder}: is no run's folder: it has no {FILES['metrics']}")
     rows = []
-    for record in lines(Path(folder) / FILES["metrics"]):
+    for record in lines(folder / FILES["metrics"]):
         metrics = record.get("metrics")
         step, seconds = record.get("step"), values.from_json(record.get("time"))
         if not isinstance(metrics, dict) or isinstance(step, bool) or not isinstance(step, int) or step < 0:

@@ -249,8 +249,8 @@ class TestFolder:
             Run("", trackers=())
         with Run(tmp_path, trackers=()) as run:
             run.connect("toy")
-            with pytest.raises(rlkit.ConfigError, match="role"):
-                run.connect("toy")
+            with pytest.raises(rlkit.ConfigError, match=r"another max_length=.*role="):
+                run.connect("toy", max_length=99)
             with pytest.raises(rlkit.ConfigError, match="every"):
                 run.checkpoint(every=0)
             with pytest.raises(rlkit.ConfigError, match="total"):

@@ -160,7 +160,8 @@ def test_what_is_no_record_of_metrics_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join([*bad, good, *bad]))
     (row,) = read_metrics(tmp_path)
     assert (row["step"], row["time"], sorted(row["metrics"])) == (1, 2.0, ["a", "d"])
-    assert read_metrics(tmp_path / "nothing") == []
+    with pytest.raises(CheckpointError, match="is no run's folder"):
+        read_metrics(tmp_path / "nothing")
 
 
 def test_trajectories_come_back_under_the_step_they_were_logged_at(tmp_path):

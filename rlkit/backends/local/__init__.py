@@ -134,6 +134,7 @@ class LocalBackend(InProcessBackend):
         )
         self._engine.wake = self._worker.wake
         self.version = version
+        self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
 
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool

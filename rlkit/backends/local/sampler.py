@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered, hinted
 from rlkit.backends.local.requests import SampleRequest, ScoreRequest
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
 from rlkit.errors import BackendError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalSampler"]
 
 
+@hinted("sampler")
 class LocalSampler:
     """A frozen policy of a local backend; its requests are decoded together with everybody's."""
 
@@ -35,6 +37,7 @@ class LocalSampler:
         self._seeds = seeds
         self._submit = submit
 
+    @answered
     def sample(
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
@@ -72,6 +75,16 @@ class LocalSampler:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        of = self._backend.about.partition(",")[0]
+        return f"<LocalSampler {of}, version {self.version}{', closed' if self._snapshot is None else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a LocalSampler belongs to its backend, and cannot be pickled or copied; open one in each process: "
+            "rlkit.sampler('local', path=...)"
+        )
 
     @property
     def nbytes(self) -> int:

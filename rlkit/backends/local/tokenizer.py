@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
-from rlkit.errors import ConfigError, UnsupportedError
+from rlkit._calls import hinted
+from rlkit.errors import ArgumentError, ConfigError, UnsupportedError
 
 __all__ = ["LocalTokenizer"]
 
 
+@hinted("tokenizer")
 class LocalTokenizer:
     """A transformers tokenizer behind rlkit's protocol.
 
@@ -22,6 +24,11 @@ class LocalTokenizer:
         vocab_size: rows of the model's embedding; ids are below it.
         eos_ids: every id that ends a turn of this model.
     """
+
+    # What transformers takes beside the template's variables; truncation or a mask would make something else of it.
+    _GIVEN = frozenset(
+        ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation")
+    ) | {"max_length", "tokenizer_kwargs"}
 
     def __init__(self, hf: Any, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.hf = hf
@@ -69,14 +76,26 @@ class LocalTokenizer:
     ) -> np.ndarray:
         """int64 [T]: the messages as the model's template renders them.
 
+        Args:
+            messages: mappings with "role" and "content", as the template takes them.
+            add_generation_prompt: end with the head of the assistant's message.
+            variables: of the template, such as ``tools=`` or ``enable_thinking=``; ``chat_template=`` is another one.
+
         Raises:
             UnsupportedError: the tokenizer has no chat template.
+            ArgumentError: an argument of transformers that decides on the form of the result, which is fixed here.
         """
         if self.chat_template is None and "chat_template" not in variables:
             raise UnsupportedError("the model's tokenizer has no chat template; encode the text that you want instead")
+        given = self._GIVEN & variables.keys()
+        if given:
+            raise ArgumentError(
+                f"apply_chat_template: no argument {min(given)!r}; it gives the token ids, int64 [T], and the other "
+                "arguments are variables of the template"
+            )
         with self._turn:
             ids = self.hf.apply_chat_template(
-                list(messages),
+                _check.messages("apply_chat_template(messages)", messages),
                 tokenize=True,
                 return_dict=False,
                 add_generation_prompt=add_generation_prompt,

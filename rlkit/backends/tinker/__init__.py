@@ -13,6 +13,7 @@ from typing import Any, Self
 import attrs
 
 from rlkit import _check
+from rlkit._calls import answered, hinted
 from rlkit.backends.checking import checked_call
 from rlkit.backends.protocol import LossLike, Route, Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
@@ -29,6 +30,7 @@ from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 __all__ = ["TinkerBackend", "TinkerSampler"]
 
 
+@hinted("policy")
 class TinkerBackend:
     """A LoRA policy that a Tinker service trains and samples.
 
@@ -114,7 +116,10 @@ class TinkerBackend:
             )
             self.service_client = session.service
             self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client, seconds)
-            self.max_length = session.max_length(self.training_client.get_info().model_data.model_name, max_length)
+            made = self.training_client.get_info()
+            self.max_length = session.max_length(made.model_data.model_name, max_length)
+            rank = f"LoRA r={made.lora_rank}, " if getattr(made, "lora_rank", None) else ""
+            self.about = f"{made.model_data.model_name}, {rank}{self.training_client.model_id}"
         except BaseException:
             session.close()
             raise
@@ -150,6 +155,7 @@ class TinkerBackend:
         data, prepared = self._checked(data, loss, config, want)
         return self._calls.submit("forward", lambda: self._sending.forward(data, prepared), trains=False)
 
+    @answered
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -174,6 +180,7 @@ class TinkerBackend:
             self._calls.pending = self._calls.pending or adds
         return future
 
+    @answered
     def optim_step(self, params: Adam | Any) -> Future[Mapping[str, float]]:
         """One step of AdamW, or of the optimizer that the policy was made with. See ``TrainerBackend.optim_step``.
 
@@ -232,6 +239,7 @@ class TinkerBackend:
 
         return self._calls.submit("base_sampler", send, trains=False)
 
+    @answered
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
         """Saves the state on the service. See ``TrainerBackend.save``.
 
@@ -304,7 +312,7 @@ class TinkerBackend:
         self.close()
 
     def __repr__(self) -> str:
-        return f"TinkerBackend(model_id={self.training_client.model_id!r}, version={self.version})"
+        return f"<TinkerBackend {self.about}, version {self.version}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a TinkerBackend holds a connection and can not be pickled; connect in each process")

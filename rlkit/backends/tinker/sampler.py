@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered, hinted
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request
 from rlkit.backends.tinker import guard, requests
@@ -24,6 +25,7 @@ Inner: TypeAlias = "concurrent.futures.Future[Any]"
 _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, some of them in 32 bits
 
 
+@hinted("sampler")
 class TinkerSampler:
     """A snapshot, or the base model: the protocol over the SDK's sampling client, with a deadline for each request.
 
@@ -52,6 +54,7 @@ class TinkerSampler:
         self._link = link
         self._closed = False
 
+    @answered
     def sample(
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
@@ -156,7 +159,7 @@ class TinkerSampler:
         self.close()
 
     def __repr__(self) -> str:
-        return f"TinkerSampler(version={self.version})"
+        return f"<TinkerSampler version {self.version}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a TinkerSampler holds a connection and can not be pickled; connect in each process")

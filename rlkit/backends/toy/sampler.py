@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlkit import _check
+from rlkit._calls import answered, hinted
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, draw, streams
 from rlkit.backends.toy.model import Features, Row
@@ -18,6 +19,7 @@ from rlkit.types import Sample, SamplingParams
 __all__ = ["ToySampler"]
 
 
+@hinted("sampler")
 class ToySampler:
     """A frozen toy policy."""
 
@@ -38,6 +40,7 @@ class ToySampler:
         self._seeds = seeds
         self._weights: np.ndarray | None = weights
 
+    @answered
     def sample(
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
@@ -75,6 +78,15 @@ class ToySampler:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"<ToySampler version {self.version}{', closed' if self._weights is None else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a ToySampler belongs to its backend, and cannot be pickled or copied; open one in each process: "
+            "rlkit.sampler('toy', path=...)"
+        )
 
     def _open(self) -> np.ndarray:
         if self._weights is None:

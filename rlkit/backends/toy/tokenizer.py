@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
-from rlkit.errors import ConfigError
+from rlkit._calls import hinted
+from rlkit.errors import ArgumentError, ConfigError
 
 __all__ = ["ByteTokenizer"]
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
+@hinted("tokenizer")
 class ByteTokenizer:
     """UTF-8 bytes as tokens, and three special ones: <|im_start|> 256, <|im_end|> 257 (the end), <|endoftext|> 258."""
 
@@ -59,9 +61,10 @@ class ByteTokenizer:
     ) -> np.ndarray:
         """int64 [T]: each message between <|im_start|> and <|im_end|>, then the head of the assistant's."""
         if variables:
-            raise ConfigError(f"the toy's chat template takes no variables; got {sorted(variables)}")
+            raise ArgumentError(f"apply_chat_template: the toy's template takes no variables; got {sorted(variables)}")
+        found = _check.messages("apply_chat_template(messages)", messages)
         start, end = [256], [257, 10]
-        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in messages]
+        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in found]
         if add_generation_prompt:
             parts.append([*start, *b"assistant\n"])
         return np.array([token for part in parts for token in part], np.int64)

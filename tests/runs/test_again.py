@@ -1,0 +1,205 @@
+"""What a notebook does again and again, and calls after which training would have been lost without a word."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.runs import Run, records
+from rlkit.tracking import read_metrics
+
+DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
+
+
+def train(run, policy, steps, *, every=1):
+    for _ in run.steps(steps):
+        policy.forward_backward(DATA, "cross_entropy")
+        policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+        run.log({"train/loss": 1.0})
+        run.checkpoint(every=every)
+
+
+class TestOpenedAgain:
+    def test_a_run_takes_over_from_the_one_that_is_open(self, tmp_path):
+        """Opening a folder again in one process closes the run that had it and goes on from its checkpoint."""
+        first = Run(tmp_path, seed=0, trackers=["jsonl"])
+        train(first, first.connect("toy"), 2)
+        second = Run(tmp_path, trackers=["jsonl"])
+        policy = second.connect("toy")
+        assert (first.closed, second.closed, second.step, policy.version) == (True, False, 2, 2)
+        train(second, policy, 3)
+        second.close()
+        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+        assert [record.step for record in records(tmp_path)] == [2, 3]
+
+    def test_steps_after_the_last_checkpoint_are_warned_of(self, tmp_path):
+        run = Run(tmp_path, trackers=())
+        train(run, run.connect("toy"), 2)
+        assert run.step == run.saved == 2
+        for _ in run.steps(4):  # without a checkpoint
+            run.log({"train/loss": 1.0})
+        words = "was open in this process, at step 4.*last checkpoint, of step 2, is done again"
+        with pytest.warns(RuntimeWarning, match=words):
+            again = Run(tmp_path, trackers=())
+        assert again.step == 2
+        again.close()
+
+    def test_an_interrupted_loop_is_no_obstacle(self, tmp_path):
+        """A cell that was interrupted, whose loop a traceback keeps alive, and that is run again, goes on."""
+        kept = []
+        for _ in range(3):
+            run = Run(tmp_path, trackers=())
+            policy = run.connect("toy")
+            try:
+                for _ in run.steps(9):
+                    policy.forward_backward(DATA, "cross_entropy")
+                    policy.optim_step(rlkit.Adam()).result()
+                    run.checkpoint()
+                    raise KeyboardInterrupt
+            except KeyboardInterrupt as error:
+                kept.append(error)
+        assert [record.step for record in records(tmp_path)] == [2, 3]
+        run.close()
+
+    def test_the_old_one_is_of_no_use(self, tmp_path):
+        """Every call of the closed run says that it is closed, and what to do."""
+        old = Run(tmp_path, trackers=["jsonl"])
+        policy = old.connect("toy")
+        with Run(tmp_path, trackers=()):
+            for call in (
+                lambda: old.log({"a": 1.0}),
+                lambda: old.log_trajectories([]),
+                lambda: old.checkpoint(policy),
+                lambda: old.connect("toy"),
+                lambda: old.critic("toy", tokenizer=policy.tokenizer),
+                lambda: old.keep("x", {}),
+                lambda: next(old.steps(3)),
+            ):
+                with pytest.raises(rlkit.ConfigError, match=r"is closed; open it again: rlkit\.Run\(folder\)"):
+                    call()
+        assert read_metrics(tmp_path) == []
+        assert "closed" in repr(old)
+
+    def test_another_thread_in_its_loop_keeps_it(self, tmp_path):
+        """A run whose loop goes on in another thread is not taken from it."""
+        there, go = threading.Event(), threading.Event()
+        run = Run(tmp_path, trackers=())
+        policy = run.connect("toy")
+
+        def loop():
+            for _ in run.steps(1):
+                there.set()
+                go.wait(60)
+                policy.forward_backward(DATA, "cross_entropy")
+                policy.optim_step(rlkit.Adam()).result()
+                run.checkpoint()
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        assert there.wait(60)
+        with pytest.raises(rlkit.ConfigError, match="another thread of this process"):
+            Run(tmp_path, trackers=())
+        go.set()
+        thread.join(60)
+        assert run.saved == 1
+        with Run(tmp_path, trackers=()) as again:
+            assert again.step == 1
+
+    def test_a_forgotten_run_is_in_nobodys_way(self, tmp_path):
+        """A run that nothing refers to any more lets other processes in."""
+        run = Run(tmp_path, trackers=())
+        program = f"import rlkit; rlkit.Run({str(tmp_path)!r}, trackers=()).close()"
+        refused = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert "in use by process" in refused.stderr
+        del run
+        gc.collect()
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class TestAskedAgain:
+    def test_the_same_policy_for_the_same_options(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run:
+            lora = rlkit.Lora(rank=4)
+            policy = run.connect("toy", lora=lora, seed=3)
+            assert run.connect("toy", lora=rlkit.Lora(rank=4), seed=3) is policy
+            critic = run.critic("toy", tokenizer=policy.tokenizer)
+            assert run.critic("toy", tokenizer=policy.tokenizer) is critic
+            for options in ({}, {"seed": 4, "lora": lora}, {"seed": 3, "lora": lora, "max_length": 9}):
+                with pytest.raises(rlkit.ConfigError, match=r"'policy' was made with another .*open the run again"):
+                    run.connect("toy", **options)
+            with pytest.raises(rlkit.ConfigError, match="'policy' is of the backend 'toy'"):
+                run.connect("local", lora=lora, seed=3)
+
+    def test_generators_and_values(self, tmp_path):
+        """The generator and the value of a name are the same ones whenever they are asked for."""
+        with Run(tmp_path, trackers=(), seed=0) as run:
+            assert run.rng("data") is run.rng("data")
+            assert run.value("once", lambda: 1) == run.value("once", lambda: 2) == 1
+            kept = {"n": 0}
+            assert run.keep("kept", kept) is run.keep("kept", kept)
+            with pytest.raises(rlkit.ConfigError, match="in a notebook, open the run again"):
+                run.keep("kept", {"n": 0})
+
+
+class TestNothingIsLost:
+    def test_a_checkpoint_of_nothing(self, tmp_path):
+        """A policy of rlkit.connect that nobody gave to the run is missed at the first checkpoint."""
+        with Run(tmp_path, trackers=()) as run, rlkit.connect("toy") as policy:
+            for _ in run.steps(1):
+                with pytest.raises(
+                    rlkit.ConfigError, match=r"nothing to save.*run\.connect.*run\.checkpoint\(policy\)"
+                ):
+                    run.checkpoint()
+                assert run.checkpoint(policy).policies
+        assert [record.step for record in records(tmp_path)] == [1]
+
+    def test_a_checkpoint_without_a_policy(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run:
+            run.rng("data")
+            with pytest.warns(RuntimeWarning, match="holds no policy"):
+                run.checkpoint()
+
+    @pytest.mark.parametrize("wrong", [3, "policy", np.zeros(3), object()])
+    def test_what_cannot_be_saved(self, tmp_path, wrong):
+        with Run(tmp_path, trackers=()) as run:
+            with pytest.raises(rlkit.ConfigError, match=r"checkpoint\(policy\): got"):
+                run.checkpoint(wrong)
+            with pytest.raises(rlkit.ConfigError, match=r"checkpoint\(teacher\): got"):
+                run.checkpoint(teacher=wrong)
+            sampler = run.connect("toy").sampler().result()
+            with pytest.raises(rlkit.ConfigError, match=r"checkpoint\(policy\): got .*; expected a policy"):
+                run.checkpoint(sampler)
+        assert not records(tmp_path)
+
+    def test_a_role_that_the_checkpoint_lacks(self, tmp_path):
+        """Going on from a checkpoint without the policy is refused, unless it is said where the policy begins."""
+        with Run(tmp_path, trackers=()) as run, rlkit.connect("toy", folder=tmp_path / "saves") as policy:
+            policy.forward_backward(DATA, "cross_entropy")
+            policy.optim_step(rlkit.Adam())
+            path = policy.save("state").result()
+            for _ in run.steps(1):
+                run.checkpoint(actor=policy)
+        with Run(tmp_path, trackers=()) as run:
+            with pytest.raises(rlkit.ConfigError, match="step 1 has 'actor', but no 'policy'"):
+                run.connect("toy")
+            assert run.connect("toy", role="actor").version == 1
+            assert run.connect("toy", role="reference", init_from=path).version == 0
+
+    @pytest.mark.parametrize("wrong", [[1.0], None, "loss", 3.0])
+    def test_what_is_no_metrics(self, tmp_path, wrong):
+        with Run(tmp_path, trackers=()) as run, pytest.raises(rlkit.DataError, match=r"log\(metrics\): got"):
+            run.log(wrong)
+
+    def test_metrics_of_no_run(self, tmp_path):
+        """A folder that is missing, or no run's, has no metrics to read; one that has logged none yet has none."""
+        for folder in (tmp_path / "nothing", tmp_path):
+            with pytest.raises(rlkit.CheckpointError, match="is no run's folder"):
+                read_metrics(folder)
+        Run(tmp_path / "run", trackers=()).close()
+        assert read_metrics(tmp_path / "run") == []
