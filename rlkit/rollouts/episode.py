@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from rlkit.types import Sample, SamplingParams
 
 __all__ = ["Episode", "Shared"]
 
+_log = logging.getLogger(__name__)
 _SHORT = 500
 _KINDS = {"context": "context", "deadline": "timeout"}
 _LEFT = {"context": "room in the context", "deadline": "time"}
@@ -134,8 +136,17 @@ class Episode:
             began = time.monotonic()
             problem = await _closed(env, plan.close_timeout)
             self._shared.counters.add("time/close", time.monotonic() - began)
+            if problem is not None:
+                self._say_once(problem)
             self._count("close_failed", int(problem is not None))
         return self._trajectory(ended, messages)
+
+    def _say_once(self, problem: Exception) -> None:
+        """Says that an environment could not be closed, and may have left something open; the rest is counted."""
+        name = f"env/{self._task.name}/close_failed"
+        if not self._shared.counters.sums[name]:
+            text = f"environment {self._task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
+            _log.warning("%s; %s counts how many could not", text[:_SHORT], name)
 
     async def _conversation(self, env: Guarded) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """Plays until the end; why it ended, and what was said."""

@@ -212,12 +212,15 @@ class CloseHangs(Counted):
 
 
 @pytest.mark.parametrize("env", [CloseRaises, CloseHangs])
-def test_a_close_that_fails_is_counted(env):
-    """The episode was over and is kept; the rollout waits for close_timeout and no longer."""
+def test_a_close_that_fails_is_counted(env, caplog):
+    """The episode was over and is kept; the rollout waits for close_timeout and no longer, and says so once."""
     reset_counts()
     groups = asyncio.run(rollout(RandomSampler(), env, n=2, **{**QUICK, "close_timeout": 0.5}))
     assert len(groups[0]) == 2
     assert groups.metrics[f"env/{env.__name__}/close_failed"] == 2
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.episode"]
+    assert said.startswith(f"environment '{env.__name__}': could not be closed: ")
+    assert ("OSError: already gone" if env is CloseRaises else "not closed within 0.5 s") in said
     assert Counted.made == Counted.closed == 2
 
 
