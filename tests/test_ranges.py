@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlkit import corrections, filters, metrics, rewards
+from rlkit import corrections, filters, metrics, rewards, schedules
 from rlkit.errors import ConfigError, DataError, RlkitError
 
 RATIOS = {"trainer_logprobs": [-1.0, -2.0], "sampling_logprobs": [-1.5, -1.0]}
@@ -51,6 +51,22 @@ RANGES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any], list[Any]
     (rewards.stop_properly, {"rewards": [1.0], "truncated": [True]}, "coef", [1.0, -BIG], [1.0000001, -2 * BIG]),
     (rewards.whitening, {"rewards": [1.0, 2.0]}, "eps", [0.0], [DOWN]),
     (rewards.whitening, {"rewards": [1.0, 2.0]}, "ddof", [0, 1], [-1, 2]),
+    (rewards.affine, {"rewards": [1.0]}, "bias", [-BIG, BIG], [-2 * BIG, 2 * BIG]),
+    (rewards.think_format, {"texts": ["a"]}, "tags", [("<", ">")], [("", ">"), ("<", 1), ("<",)]),
+    *[
+        (function, given, "step", [0], [-1, 0.5])
+        for function, given in (
+            (schedules.constant, {"value": 1.0}),
+            (schedules.linear, {"start": 1.0, "end": 0.0, "steps": 3}),
+            (schedules.cosine, {"start": 1.0, "steps": 3}),
+            (schedules.warmup, {"steps": 3}),
+            (schedules.piecewise, {"boundaries": [2], "values": [1.0, 0.5]}),
+            (schedules.wsd, {"peak": 1.0, "steps": 9, "decay_steps": 3}),
+            (schedules.chord_schedule, {"warmup_steps": 2, "decay_steps": 3}),
+        )
+    ],
+    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, "valley", [0.0, 0.9], [DOWN, 1.1]),
+    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, "peak", [1.0, 0.05], [1.1, DOWN]),
 ]
 
 
@@ -74,6 +90,25 @@ def test_what_is_on_an_end_counts_as_inside() -> None:
     assert filters.overlong([0], max_length=0).keep.tolist() == [True]
     score = corrections.clip_b(entropy=[0.5, 1.0], logprobs=[-0.5, -1.0], advantages=[-1.0, -1.0], mu=1.0)
     assert score.tolist() == [1.0, 1.0]  # of two scores each is one deviation from the mean, the lower on the bound
+
+
+def test_schedules_at_their_corners() -> None:
+    """The first step is 0; at the end of warming up the peak is reached, where decay begins it still stands."""
+    wsd = [schedules.wsd(k, peak=1.0, steps=9, warmup_steps=3, decay_steps=4, end=0.2) for k in range(11)]
+    assert max(wsd) == 1.0
+    assert wsd[5] == 1.0
+    assert wsd[6] < 1.0
+    assert wsd[9] == wsd[10] == pytest.approx(0.2)
+    assert wsd[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_rewards_are_not_written_to() -> None:
+    """What is given stays as it is."""
+    given = np.array([1.0, 2.0, np.nan, 4.0])
+    before = given.copy()
+    for function in (rewards.whitening, lambda r: rewards.affine(r, scale=2.0), lambda r: rewards.clamp(r, low=1.5)):
+        function(given)
+        np.testing.assert_array_equal(given, before)
 
 
 def test_statistics_of_few_ratios() -> None:
