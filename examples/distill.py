@@ -88,8 +88,7 @@ def train(s: Settings) -> list[float]:
             with policy.sampler().result() as sampler:
                 asked = [sampler.sample(prompt, params, n=s.samples) for prompt in prompts]
                 samples = [sample for future in asked for sample in future.result()]
-            scored = [teacher.logprobs(np.concatenate([x.prompt, x.tokens])) for x in samples]  # all in flight
-            theirs = [future.result()[x.prompt.size :] for future, x in zip(scored, samples, strict=True)]
+            theirs = rlkit.reference_logprobs(teacher, samples).result()
             own = [x.logprobs for x in samples]
             advantages = on_policy_distillation(teacher_logprobs=theirs, sampling_logprobs=own)
             weights = token_weights([x.tokens.size for x in samples], "token-mean")

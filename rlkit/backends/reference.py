@@ -1,8 +1,9 @@
-"""Logprobs of what was sampled under another policy: the reference of a KL, or a teacher."""
+"""Logprobs of what was sampled under another policy: the reference of a KL, a teacher, or the policy with a hint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +18,18 @@ __all__ = ["reference_logprobs"]
 
 
 @answered
-def reference_logprobs(sampler: Sampler, samples: Sequence[Sample | Datum]) -> Future[list[np.ndarray]]:
+def reference_logprobs(
+    sampler: Sampler, samples: Sequence[Sample | Datum], *, prefixes: Sequence[Any] | None = None
+) -> Future[list[np.ndarray]]:
     """The logprobs of the samples' own tokens under another policy, for a KL to it or for distillation.
 
-    They are asked for at the temperature that each was sampled at (greedy ones: at 1).
+    They are asked for at the temperature that each was sampled at (greedy ones: at 1). With ``prefixes`` each sample is
+    scored behind some more tokens, such as a message with the right answer: the policy is then its own teacher.
 
     Args:
         sampler: the reference or teacher: ``policy.base_sampler()``, or ``rlkit.sampler(...)`` with a saved path.
         samples: samples, or datums, whose masked-in tokens are meant.
+        prefixes: token ids [P_i] put in front of each, one array per sample, which may be empty.
 
     Returns:
         A future of one float32 [n] for each, as ``sample.datum(reference_logprobs=...)`` and
@@ -32,7 +37,8 @@ def reference_logprobs(sampler: Sampler, samples: Sequence[Sample | Datum]) -> F
 
     Raises:
         ConfigError: ``sampler`` has no logprobs.
-        DataError: ``samples`` are something else.
+        DataError: ``samples`` are something else, prefixes are not as many or no token ids, or a sample does not fit
+            into the sampler's context together with its prefix.
 
     >>> import rlkit
     >>> policy = rlkit.connect("toy", seed=0)
@@ -40,6 +46,8 @@ def reference_logprobs(sampler: Sampler, samples: Sequence[Sample | Datum]) -> F
     >>> found = reference_logprobs(policy.base_sampler().result(), samples).result()
     >>> [bool(np.allclose(lp, s.logprobs)) for lp, s in zip(found, samples)]  # nothing was trained yet
     [True, True]
+
+    Source: none needed; the prefix is self-distillation's, arXiv:2601.18734 (OPSD) and arXiv:2601.20802 (SDPO).
     """
     if not callable(getattr(sampler, "logprobs", None)):
         what, expected = f"got {_check.shown(sampler)}", "a sampler, such as policy.base_sampler().result() gives"
@@ -48,8 +56,27 @@ def reference_logprobs(sampler: Sampler, samples: Sequence[Sample | Datum]) -> F
         what = f"got {_check.shown(samples)}"
         raise DataError(_check.problem("reference_logprobs(samples)", what, "a list of samples or datums"))
     datums = [_datum(i, sample) for i, sample in enumerate(samples)]
-    asked = [sampler.logprobs(datum.tokens, temperature=datum.temperature or 1.0) for datum in datums]
-    return Future.all(asked, lambda arrays: [datum.select(x) for datum, x in zip(datums, arrays, strict=True)])
+    heads = [np.zeros(0, np.int64)] * len(datums) if prefixes is None else _prefixes(sampler, datums, prefixes)
+    asked = [
+        sampler.logprobs(np.concatenate([head, datum.tokens]), temperature=datum.temperature or 1.0)
+        for head, datum in zip(heads, datums, strict=True)
+    ]
+    return Future.all(
+        asked, lambda arrays: [d.select(x[head.size :]) for d, head, x in zip(datums, heads, arrays, strict=True)]
+    )
+
+
+def _prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[Any]) -> list[np.ndarray]:
+    if isinstance(prefixes, (str, bytes)) or len(prefixes) != len(datums):
+        what, why = f"has {len(prefixes)}", "one per sample"
+        raise DataError(_check.problem("reference_logprobs(prefixes)", what, f"{len(datums)}", why))
+    size = sampler.tokenizer.vocab_size
+    heads = [_check.token_ids(f"prefixes[{i}]", prefix, vocab_size=size) for i, prefix in enumerate(prefixes)]
+    for i, (head, datum) in enumerate(zip(heads, datums, strict=True)):
+        if head.size + len(datum) > sampler.max_length:
+            what = f"has {head.size} tokens, and the sample {len(datum)}"
+            raise DataError(_check.problem(f"prefixes[{i}]", what, f"together <= {sampler.max_length}", "the context"))
+    return heads
 
 
 def _datum(i: int, sample: Sample | Datum) -> Datum:
