@@ -23,7 +23,8 @@ class Future(Generic[T]):
     """A value that is on its way.
 
     There is no ``cancel()``: cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the
-    waiting and never the work, so that a training call can not be lost from the middle of a sequence.
+    waiting and never the work, so that a training call can not be lost from the middle of a sequence. Sampling alone
+    may stop, where nobody can want it any more: when its future was forgotten, or Ctrl-C ended the last waiting for it.
 
     ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and
     ``TaskGroup.create_task`` want a coroutine, which ``async def value(): return await future`` makes of it.
@@ -32,7 +33,7 @@ class Future(Generic[T]):
     3
     """
 
-    __slots__ = ("_convert", "_inner", "_on_error")
+    __slots__ = ("_convert", "_inner", "_on_drop", "_on_error", "_waiting")
 
     def __init__(
         self,
@@ -40,10 +41,13 @@ class Future(Generic[T]):
         *,
         convert: Callable[[Any], T] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
+        on_drop: Callable[[], None] | None = None,
     ) -> None:
         self._inner = inner
         self._convert = convert
         self._on_error = on_error
+        self._on_drop = on_drop
+        self._waiting: list[None] = []  # one for each reader that waits; appending and popping need no lock
 
     @classmethod
     def of(cls, value: T) -> Future[T]:
@@ -59,6 +63,7 @@ class Future(Generic[T]):
         *,
         convert: Callable[[Any], T] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
+        on_drop: Callable[[], None] | None = None,
     ) -> Future[T]:
         """A future over ``inner``, for authors of backends.
 
@@ -66,8 +71,11 @@ class Future(Generic[T]):
             inner: whoever does the work sets its result or exception.
             convert: applied to the result, in the thread that reads it, at every reading.
             on_error: told of the exception before it is raised to a reader.
+            on_drop: told that the work may stop, because this future was forgotten before it was done, or the last
+                waiting in ``result`` was interrupted. It is called by whatever thread collects garbage, perhaps in the
+                middle of something, so it may set a flag and must not lock.
         """
-        return cls(inner, convert=convert, on_error=on_error)
+        return cls(inner, convert=convert, on_error=on_error, on_drop=on_drop)
 
     @classmethod
     def all(cls, futures: Sequence[Future[U]], convert: Callable[[list[U]], T] | None = None) -> Future[Any]:
@@ -115,7 +123,17 @@ class Future(Generic[T]):
         """
         if timeout is not None:
             timeout = _check.real("timeout", timeout, low=0.0, why="seconds")
-        concurrent.futures.wait([self._inner], timeout)
+        self._waiting.append(None)
+        interrupted = False
+        try:
+            concurrent.futures.wait([self._inner], timeout)
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)  # Ctrl-C, and not a time limit of the caller's own
+            raise
+        finally:
+            self._waiting.pop()
+            if interrupted and not self._waiting:
+                self._drop()
         if not self._inner.done():
             raise BackendTimeout(f"no result within {timeout} s; the call goes on, read it again later")
         try:
@@ -142,8 +160,19 @@ class Future(Generic[T]):
                     return
 
             self._inner.add_done_callback(from_worker)
-            yield from waiter
+            self._waiting.append(None)
+            try:
+                yield from waiter
+            finally:
+                self._waiting.pop()
         return self.result()
+
+    def _drop(self) -> None:
+        if self._on_drop is not None and not self._inner.done():
+            self._on_drop()
+
+    def __del__(self) -> None:
+        self._drop()
 
     if not TYPE_CHECKING:  # a checker has to go on refusing what is answered here
 

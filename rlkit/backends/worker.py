@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-__all__ = ["Background", "Worker"]
+from rlkit.errors import BackendError
+
+__all__ = ["Background", "Worker", "check_process"]
 
 
 class Background(Protocol):
@@ -39,11 +42,17 @@ class Worker:
         thread = threading.Thread(target=_run, args=(self._state,), name=f"rlkit-{name}", daemon=True)
         thread.start()
         self._thread = thread
+        self._name, self._process = name, os.getpid()
         _running[self._state] = thread
         weakref.finalize(self, self._state.end).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Queues ``job`` behind what was submitted before."""
+        """Queues ``job`` behind what was submitted before.
+
+        Raises:
+            BackendError: in a process that was forked off.
+        """
+        self.check_process()
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._state.changed:
             self._state.jobs.append((job, future))
@@ -51,10 +60,30 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Finishes the jobs submitted so far, stops the background, and ends the thread."""
+        """Finishes the jobs submitted so far, stops the background, and ends the thread; does nothing after a fork."""
+        if os.getpid() != self._process:
+            return
         self._state.end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def check_process(self) -> None:
+        """Raises BackendError in a process that was forked off; asks for no lock, which may be held there for ever."""
+        check_process(self._name, self._process)
+
+
+def check_process(name: str, opened: int) -> None:
+    """Raises BackendError where the process is not ``opened``, of which the backend ``name`` has its thread.
+
+    >>> check_process("toy", 0)
+    Traceback (most recent call last):
+    rlkit.errors.BackendError: the toy backend was opened in process 0, and its thread did not come along in the fork...
+    """
+    if os.getpid() != opened:
+        raise BackendError(
+            f"the {name} backend was opened in process {opened}, and its thread did not come along in the fork; open "
+            "one here, or start processes by the method 'spawn'"
+        )
 
 
 class _State:
@@ -89,6 +118,10 @@ def _end_all() -> None:
         state.jobs.clear()
         state.end()
         thread.join(timeout=4.0)
+
+
+if hasattr(os, "register_at_fork"):  # the threads stay behind, and their locks may be held for ever
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 def _run(state: _State) -> None:

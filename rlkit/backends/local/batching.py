@@ -129,6 +129,10 @@ class SlotDecoder:
             logits.append(self._forward(tokens, first, positions, np.arange(len(part)), shared))
         self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
 
+    def forget(self) -> None:
+        self._leave([slot for slot, row in enumerate(self.rows) if row.request.dropped])
+        self._tidy()
+
     def score(self, request: ScoreRequest) -> np.ndarray:
         tokens = request.tokens
         out = np.zeros(tokens.size, np.float32)
@@ -238,8 +242,11 @@ class SlotDecoder:
         uniforms = np.array([row.uniform() for row in rows])
         tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)
         first = len(self.rows) - len(rows)
-        ended = [first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))]
-        for slot in reversed(ended):
+        self._leave([first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))])
+
+    def _leave(self, slots: Sequence[int]) -> None:
+        """Gives the places of the rows in ``slots``, in ascending order, to the last ones."""
+        for slot in reversed(slots):
             self._prefixes.keep(self._names(self.rows[slot].computed), self._slots, slot)
             last = self.rows.pop()
             if slot < len(self.rows):

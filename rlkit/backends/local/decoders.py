@@ -39,6 +39,9 @@ class Decoder(Protocol):
     def step(self) -> None:
         """One more token for every row."""
 
+    def forget(self) -> None:
+        """Lets the rows go whose request was dropped."""
+
     def score(self, request: ScoreRequest) -> np.ndarray:
         """float32 [T]."""
 
@@ -102,6 +105,10 @@ class LibraryDecoder:
         whole = [[*r.request.prompt.tolist(), *r.tokens] for r in self.rows]  # no cache: everything again
         self._running = list(self.rows)
         self._extend(self._forward(torch.tensor(whole, device=self._device)))
+
+    def forget(self) -> None:
+        if self.rows and self.rows[0].request.dropped:  # all are of one request
+            self.abandon()
 
     def score(self, request: ScoreRequest) -> np.ndarray:
         tokens = torch.from_numpy(np.array(request.tokens)).to(self._device)

@@ -6,11 +6,13 @@ wave, join it while it runs, and leave it row by row as they end.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -18,6 +20,8 @@ import torch
 from rlkit.backends.local.decoders import Decoder
 from rlkit.backends.local.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.weights import Snapshot
+from rlkit.backends.memory import telling
+from rlkit.backends.worker import check_process
 from rlkit.errors import BackendError
 
 __all__ = ["Engine"]
@@ -46,10 +50,12 @@ class Engine:
         self._lock = threading.Lock()
         self._last_arrival = 0.0
         self._stopped = False
+        self._process = os.getpid()
         self.wake: Callable[[], None] = lambda: None
 
     def submit(self, request: Request) -> None:
         """Queues a request; from any thread."""
+        check_process("local", self._process)
         with self._lock:
             if self._stopped:
                 raise BackendError("the local backend is closed")
@@ -75,9 +81,12 @@ class Engine:
         try:
             if self._decoder is None:
                 self._decoder = self._make_decoder()
+            self._forget(self._decoder)
             self._admit(self._decoder, started)
-            if self._decoder.rows:
-                self._decoder.step()
+            rows = self._decoder.rows
+            if rows:
+                with telling(lambda: self._told(len(rows), max(row.position for row in rows) + 1)):
+                    self._decoder.step()
         except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the engine goes on
             self._fail(started, error)
 
@@ -98,9 +107,21 @@ class Engine:
             victims = victims or list(self._waiting)
             gone = {id(request) for request in victims}
             self._waiting = deque(request for request in self._waiting if id(request) not in gone)
-        for request in victims:
-            if not request.future.done():
-                request.future.set_exception(error)
+        _refuse(victims, error)
+
+    def _forget(self, decoder: Decoder) -> None:
+        """Makes room of what nobody waits for any more."""
+        gone: list[Request] = [row.request for row in decoder.rows if row.request.dropped]
+        if gone:
+            decoder.forget()
+        with self._lock:
+            gone += [request for request in self._waiting if request.dropped]
+            if gone:
+                self._waiting = deque(request for request in self._waiting if not request.dropped)
+        _refuse(gone, BackendError("nobody waited for this any more, so it was given up; ask for it again"))
+
+    def _told(self, rows: int, longest: int) -> str:
+        return f"{rows} completions of up to {longest} tokens; lower max_rows ({self._max_rows}) or prefix_mb"
 
     def _admit(self, decoder: Decoder, started: list[Request]) -> None:
         with self._lock:
@@ -109,19 +130,23 @@ class Engine:
                 self._wave = weakref.ref(first)
                 self._wave_began = time.monotonic()
         if first is not None:
-            decoder.use(first)
+            with telling(lambda: "weights to sample from; connect with merge=False, which needs no copy of them"):
+                decoder.use(first)
         room = self._max_rows - len(decoder.rows) if decoder.mixes or not decoder.rows else 0
         admitted: list[tuple[SampleRequest, int]] = []
         while (request := self._next(room)) is not None:
             started.append(request)
             if isinstance(request, ScoreRequest):
-                request.future.set_result(decoder.score(request))
+                with telling(partial("logprobs of {} tokens; ask for shorter texts".format, request.tokens.size)):
+                    request.future.set_result(decoder.score(request))
                 continue
             count = min(len(request.rngs) - request.started, room)
             admitted.append((request, count))
             room = room - count if decoder.mixes else 0
         if admitted:
-            decoder.start(admitted)
+            longest = max(request.prompt.size for request, _ in admitted)
+            with telling(lambda: self._told(len(decoder.rows) + sum(count for _, count in admitted), longest + 1)):
+                decoder.start(admitted)
 
     def _next(self, room: int) -> Request | None:
         """The first request of the wave's snapshot for which there is room; off the queue once all of it has begun.
@@ -144,3 +169,9 @@ class Engine:
                     del self._waiting[i]
                 return request
         return None
+
+
+def _refuse(requests: Iterable[Request], error: BaseException) -> None:
+    for request in requests:
+        if not request.future.done():
+            request.future.set_exception(error)

@@ -26,6 +26,11 @@ class ScoreRequest:
     temperature: float
     future: concurrent.futures.Future[np.ndarray] = attrs.field(factory=concurrent.futures.Future)
     arrived: float = attrs.field(factory=time.monotonic)
+    dropped: bool = False  # nobody waits for it any more
+
+    def drop(self) -> None:
+        """From any thread, at any time."""
+        self.dropped = True
 
 
 @attrs.define(eq=False)
@@ -42,6 +47,11 @@ class SampleRequest:
     arrived: float = attrs.field(factory=time.monotonic)
     started: int = 0  # rows that have begun
     samples: dict[int, Sample] = attrs.field(factory=dict)
+    dropped: bool = False  # nobody waits for it any more
+
+    def drop(self) -> None:
+        """From any thread, at any time."""
+        self.dropped = True
 
     def finish(self, row: Row, reason: Literal["stop", "length"]) -> None:
         """Takes in a row that ended; the last one completes the request."""

@@ -41,7 +41,10 @@ class LocalSampler:
     def sample(
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
-        """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch."""
+        """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch.
+
+        A request whose future was forgotten, or whose waiting was ended by Ctrl-C, makes room within a token.
+        """
         snapshot = self.snapshot
         tokens = checked_request(
             prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
@@ -55,7 +58,7 @@ class LocalSampler:
             min(params.max_tokens, self.max_length - tokens.size),
         )
         self._submit(request)
-        return Future.wrap(request.future, convert=self._returned)
+        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
 
     def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
@@ -64,7 +67,7 @@ class LocalSampler:
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         request = ScoreRequest(snapshot, array, temperature)
         self._submit(request)
-        return Future.wrap(request.future, convert=self._returned)
+        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
 
     def close(self) -> None:
         """Frees the snapshot; what was asked for before is still answered."""

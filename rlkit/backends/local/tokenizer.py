@@ -38,6 +38,13 @@ class LocalTokenizer:
         # once would read each other's, or be refused.
         self._turn = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_turn"}  # as workers of a loader need it
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._turn = threading.Lock()
+
     @property
     def chat_template(self) -> str | None:
         """The template's text, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from rlkit.backends.checking import OF_DISTRIBUTION
 from rlkit.backends.local.head import Head
 from rlkit.backends.local.packing import Batch, pack
+from rlkit.backends.memory import telling
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
@@ -109,15 +111,17 @@ class Trainer:
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
             for batch in batches:
-                self._keep(outputs, batch, data, self._forward(data, batch, needed, gradient=False))
+                with telling(partial(self._told, batches, batch)):
+                    self._keep(outputs, batch, data, self._forward(data, batch, needed, gradient=False))
                 yield
             whole = loss.gradient(outputs[loss.driver], data, entropy=outputs.get("entropy"))
             parts.append(whole)
             if not backward:
                 return outputs, parts
         for batch in batches:
-            flat = self._forward(data, batch, needed, gradient=backward)
-            self._keep(outputs, batch, data, flat)
+            with telling(partial(self._told, batches, batch)):
+                flat = self._forward(data, batch, needed, gradient=backward)
+                self._keep(outputs, batch, data, flat)
             if loss is not None:
                 found = whole
                 if found is None:
@@ -127,10 +131,23 @@ class Trainer:
                     parts.append(found)
                 if backward:
                     places = range(len(batch.members)) if whole is None else batch.members
-                    self._backward(flat, loss, found, places)
+                    with telling(partial(self._told, batches, batch)):
+                        self._backward(flat, loss, found, places)
             del flat
             yield
         return outputs, parts
+
+    def _told(self, batches: Sequence[Batch], batch: Batch) -> str:
+        """What a micro-batch is made of, and what to do where it does not fit."""
+        number = next(i for i, other in enumerate(batches, 1) if other is batch)
+        size = f"{batch.tokens.size} tokens computed, {batch.index.size} of them trained on"
+        if len(batch.members) > 1:
+            whose = f"of datums {min(batch.members)} to {max(batch.members)}"
+            remedy = f"lower micro_batch_tokens ({self._budget})"
+        else:
+            whose = f"of datum {batch.members[0]} alone"
+            remedy = "a datum cannot be cut: shorten it, or use bfloat16 or a smaller model"
+        return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
     def _backward(
         self, flat: Mapping[str, torch.Tensor], loss: PreparedLoss, found: LossGradient, places: Sequence[int]

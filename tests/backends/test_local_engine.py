@@ -1,0 +1,308 @@
+"""The engine when things go otherwise: nobody waits any more, memory ends, the process is another one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.errors import BackendError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+LONG = rlkit.SamplingParams(max_tokens=10**6, stop=())
+ONE = rlkit.SamplingParams(max_tokens=1, stop=())
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """A folder of a model with so long a context that no request ends by itself while a test runs."""
+    from tests.models.build import build
+
+    return str(build("llama", tmp_path_factory.mktemp("long"), max_length=10**5))
+
+
+@pytest.fixture(params=["slots", "cache"])
+def policy(request, big, tiny, tmp_path):
+    """A backend with both ways of decoding, on a model whose steps are slowed down where its context is short."""
+    kind = big if request.param == "slots" else tiny("mistral")
+    with rlkit.connect("local", model=kind, lora=rlkit.Lora(rank=4), seed=0, device="cpu", folder=tmp_path) as policy:
+        policy.sampler().result().sample([5], ONE).result()
+        decoder = policy._engine._decoder
+        step = decoder.step
+        if request.param == "cache":
+            decoder.step = lambda: time.sleep(0.3) or step()
+        yield policy
+
+
+def rows(policy):
+    return len(policy._engine._decoder.rows)
+
+
+def soon(condition):
+    """Whether it comes to be within a minute, however busy the machine is."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def begun(policy, n=3):
+    """A future of ``n`` completions that are being decoded."""
+    future = policy.sampler().result().sample([5, 6, 7], LONG, n=n, seed=0)
+    assert soon(lambda: rows(policy) == n)
+    return future
+
+
+def test_a_forgotten_future_makes_room(policy):
+    """Its rows go between two tokens, what waits behind them is served; the others go on."""
+    future = begun(policy)
+    waiting = policy.sampler().result().sample([5], LONG, n=100)
+    del future
+    gc.collect()
+    assert soon(lambda: rows(policy) not in (0, 3))
+    del waiting
+    gc.collect()
+    assert soon(lambda: rows(policy) == 0)
+    assert policy.sampler().result().sample([5, 6], ONE).result()
+    assert not policy._engine._waiting
+
+
+def test_a_future_that_is_kept_goes_on(policy):
+    """A timeout, a cancelled await and the garbage collector change nothing while it can be read."""
+    sampler = policy.sampler().result()
+    params = rlkit.SamplingParams(max_tokens=12, stop=())
+    expected = sampler.sample([5, 6, 7], params, seed=3).result()[0]
+    future = sampler.sample([5, 6, 7], params, seed=3)
+    with pytest.raises(rlkit.BackendTimeout):
+        future.result(timeout=0)
+
+    async def impatient():
+        await asyncio.wait_for(future, 0.0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    gc.collect()
+    found = future.result()[0]
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+def test_a_cancelled_task_makes_room(policy):
+    """A task that is cancelled forgets its future; so does one whose time is up."""
+
+    async def given_up():
+        sampler = await policy.sampler()
+        task = asyncio.ensure_future(sampler.sample([5, 6, 7], LONG, n=2, seed=0))
+        while rows(policy) < 2:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sampler.sample([5, 6, 7], LONG, seed=0), 0.2)
+        return await sampler.sample([5, 6], ONE)
+
+    assert asyncio.run(given_up())
+    gc.collect()
+    assert soon(lambda: rows(policy) == 0)
+
+
+def test_ctrl_c_makes_room_also_while_the_future_is_held(policy):
+    """As a notebook holds it; reading it later says what happened. Another who waits keeps it going."""
+    future = begun(policy)
+
+    def interrupt():
+        deadline = time.monotonic() + 60
+        while not future._waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.result()
+    thread.join()
+    assert soon(lambda: rows(policy) == 0)
+    with pytest.raises(BackendError, match="nobody waited for this any more"):
+        future.result()
+    assert policy.sampler().result().sample([5, 6], ONE).result()
+
+
+def test_another_reader_keeps_it_going():
+    """Ctrl-C ends one waiting of two: nothing is dropped; of one: it is."""
+    import concurrent.futures
+
+    dropped = []
+    future = rlkit.Future.wrap(concurrent.futures.Future(), on_drop=lambda: dropped.append(1))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        for others, expected in ((1, []), (0, [1])):
+            future._waiting.extend([None] * others)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                future.result()
+            del future._waiting[:others]
+            assert dropped == expected
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_training_calls_are_never_dropped(policy):
+    """Their futures may be forgotten: the gradient is there, and the step is made."""
+    datum = rlkit.Datum.supervised([5, 6], [7, 8])
+    policy.forward_backward([datum], "cross_entropy")
+    policy.optim_step(rlkit.Adam())
+    gc.collect()
+    assert policy.sampler().result().version == 1
+
+
+def test_dropped_scores_are_not_computed(policy):
+    """Logprobs that wait behind a wave and are forgotten."""
+    future = begun(policy)
+    other = policy.base_sampler().result().logprobs(np.arange(3, 60))
+    seen = []
+    decoder = policy._engine._decoder
+    decoder.score = lambda request: seen.append(request) or np.zeros(request.tokens.size, np.float32)
+    del other, future
+    gc.collect()
+    assert soon(lambda: not policy._engine._waiting and rows(policy) == 0)
+    assert not seen
+
+
+def test_companions_of_dropped_rows_are_as_without_them(big):
+    """To the bit: rows change their places when others go."""
+    with rlkit.connect("local", model=big, seed=0, device="cpu") as policy:
+        sampler = policy.sampler().result()
+        params = rlkit.SamplingParams(max_tokens=40, stop=())
+        expected = sampler.sample([9, 8, 7], params, n=3, seed=5).result()
+        futures = [sampler.sample([5, 6, k], LONG, n=2, seed=k) for k in range(3, 9)]
+        mine = sampler.sample([9, 8, 7], params, n=3, seed=5)
+        while futures:
+            futures.pop(len(futures) // 2)
+            time.sleep(0.02)
+        for sample, other in zip(mine.result(), expected, strict=True):
+            assert sample.tokens.tolist() == other.tokens.tolist()
+            assert sample.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork_calls_are_refused(policy):
+    """At once, in words, for every call; what needs no thread works, and the parent's backend goes on."""
+    sampler = policy.sampler().result()
+    datum = rlkit.Datum.supervised([5, 6], [7, 8])
+    calls = {
+        "sample": lambda: sampler.sample([5], ONE),
+        "logprobs": lambda: sampler.logprobs([5, 6]),
+        "forward": lambda: policy.forward([datum]),
+        "forward_backward": lambda: policy.forward_backward([datum], "cross_entropy"),
+        "sampler": policy.sampler,
+        "save": lambda: policy.save("here"),
+    }
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        try:
+            for name, call in calls.items():
+                try:
+                    call()
+                except BackendError as error:
+                    said.append(f"{name}: {error}")
+            said.append(policy.tokenizer.decode(policy.tokenizer.encode("hello")))
+            policy.close()
+        finally:
+            os.write(write, "\n".join(said).encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read().split("\n")
+    os.waitpid(child, 0)
+    assert said[-1] == "hello"
+    assert len(said) == len(calls) + 1
+    for name, line in zip(calls, said, strict=False):
+        assert line.startswith(f"{name}: the local backend was opened in process {os.getpid()}")
+    assert sampler.sample([5], ONE).result()
+
+
+def torchs(*_, **__):
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to")
+
+
+@pytest.mark.parametrize("part", ["_forward", "_backward"])
+def test_training_without_memory_says_which_batch(big, part, monkeypatch):
+    """How much it was and what to lower; the gradient before it is kept and the backend goes on."""
+    data = [rlkit.Datum.supervised([k, 5, 6], [7, 8]) for k in (3, 4, 5)]
+    for budget, told in ((5, r"1 of 3, .* of datum \d alone; .* shorten it"), (64, r"1 of 1, .* \(64\)")):
+        options = {"micro_batch_tokens": budget, "lora": rlkit.Lora(rank=4), "device": "cpu", "seed": 0}
+        with rlkit.connect("local", model=big, **options) as policy:
+            policy.forward_backward(data[:1], "cross_entropy").result()
+            before = [p.grad.clone() for p in policy._trainer.parameters.values()]
+            with monkeypatch.context() as patch:
+                patch.setattr(policy._trainer, part, torchs)
+                with pytest.raises(BackendError, match=f"^out of memory: micro-batch {told}") as error:
+                    policy.forward_backward(data, "cross_entropy").result()
+            assert "can't allocate memory" in str(error.value.__cause__)
+            assert all(torch.equal(p.grad, g) for p, g in zip(policy._trainer.parameters.values(), before, strict=True))
+            assert policy.optim_step(rlkit.Adam()).result()
+
+
+def test_sampling_without_memory_says_how_many_rows(policy, monkeypatch):
+    """For prompts, steps and scores; afterwards the same request is served."""
+    sampler = policy.sampler().result()
+    decoder = policy._engine._decoder
+    params = rlkit.SamplingParams(max_tokens=4, stop=())
+    for name, call, told in (
+        (
+            "start",
+            lambda: sampler.sample([5, 6], params, n=3),
+            "3 completions of up to 3 tokens; lower",
+        ),
+        ("step", lambda: sampler.sample([5, 6], params, n=2), "2 completions of up to 3 tokens; lower"),
+        ("score", lambda: sampler.logprobs([5, 6, 7, 8]), "logprobs of 4 tokens"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, name, torchs)
+            with pytest.raises(BackendError, match=f"^out of memory: {told}"):
+                call().result()
+        assert call().result() is not None
+
+
+def test_other_errors_stay_what_they_are(big, monkeypatch):
+    """A RuntimeError of another kind is no lack of memory."""
+
+    def broken(*_, **__):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with rlkit.connect("local", model=big, seed=0, device="cpu") as policy:
+        monkeypatch.setattr(policy._trainer, "_forward", broken)
+        with pytest.raises(RuntimeError, match="mat1") as error:
+            policy.forward_backward([rlkit.Datum.supervised([5], [7])], "cross_entropy").result()
+        assert not isinstance(error.value, BackendError)
+
+
+def test_tokenizers_travel(policy):
+    """Pickled, for the workers of a loader, and copied: the same ids, and a lock of their own."""
+    tokenizer = policy.tokenizer
+    for other in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
+        assert other.encode("the fox").tolist() == tokenizer.encode("the fox").tolist()
+        assert other.decode(tokenizer.encode("hello")) == "hello"
+        assert (other.eos_ids, other.vocab_size) == (tokenizer.eos_ids, tokenizer.vocab_size)
+        assert other.chat_template == tokenizer.chat_template
+        assert other._turn is not tokenizer._turn
