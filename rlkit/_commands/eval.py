@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
     parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks")
-    parser.add_argument("--reward", help="of a file's rows: a name in rlkit.recipes.rewards (default: math_reward)")
+    parser.add_argument("--reward", help="of a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
     parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
     parser.add_argument("-k", type=int, nargs="+", default=[], help="for pass@k, each at most n")
     parser.add_argument("--greedy", action="store_true", help="at temperature 0")

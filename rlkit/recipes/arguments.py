@@ -88,6 +88,8 @@ def _inputs_of(recipe: Recipe) -> list[str]:
 def expert_ratio(settings: Algorithm) -> float:
     """The share of demonstrations in a mixed batch."""
     args = dict(settings.sample_strategy_args or {})
+    if settings.sample_strategy == "staleness_control":
+        args.pop("max_staleness", None)  # compared with the section synchronizer, which is not known here
     ratio = args.pop("expert_data_ratio", 0.5)
     name = args.pop("sft_dataset_name", None)
     if name is not None and not isinstance(name, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ from rlkit.losses.base import marks
 from rlkit.losses.base import registry as losses
 from rlkit.recipes.credit import credited
 from rlkit.recipes.method import Method
-from rlkit.trajectory import Group, datums
+from rlkit.trajectory import Group, Trajectory, datums
 from rlkit.types import Datum
 
 __all__ = ["Item", "demonstrated", "scored", "trajectories_of", "weighted"]
@@ -56,6 +56,7 @@ def trajectories_of(
     teacher: Sampler | None = None,
     critic: Any = None,
     seed: Sequence[int] = (0,),
+    skip: Callable[[Trajectory], bool] = lambda trajectory: False,
 ) -> tuple[list[Item], dict[str, float], list[np.ndarray]]:
     """The items that train these groups, numbers about them, and the advantages of each trajectory's tokens.
 
@@ -64,6 +65,7 @@ def trajectories_of(
         groups: as they were played.
         reference, teacher, critic: those that the method needs.
         seed: of estimators that draw.
+        skip: which trajectories are in their group's baseline and do not train.
     """
     unscored = method.recipe.level == "group"  # such estimators leave them out themselves, and give them 0
     kept = [[t for t in g.trajectories if t.token_count and (unscored or math.isfinite(t.reward))] for g in groups]
@@ -94,7 +96,7 @@ def trajectories_of(
         more["reference_logprobs"] = found["reference_logprobs"]
     items, labels = [], np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     for i, each in enumerate(parts):
-        if method.recipe.select == "best" and not advantages[i].any():
+        if skip(trajectories[i]) or (method.recipe.select == "best" and not advantages[i].any()):
             continue
         cut = {name: _cut(each, value[i]) for name, value in {"advantages": advantages, **more}.items()}
         data = [d.with_inputs(**{name: value[j] for name, value in cut.items()}) for j, d in enumerate(each)]

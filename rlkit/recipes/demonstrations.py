@@ -32,8 +32,9 @@ def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat,
     found = []
     for i in range(len(given)):
         row, name = given[i], f"{where}: row {i}"
-        if form.messages_key in row:
-            messages = _messages(row[form.messages_key], name)
+        key = "message" if form.messages_key == "messages" and "messages" not in row else form.messages_key
+        if key in row:
+            messages = _messages(row[key], name)
         else:
             prompt, answer = field(row, form.prompt_key, name), field(row, form.response_key, name)
             messages = [*_prompt(prompt), {"role": "assistant", "content": str(answer)}]

@@ -11,7 +11,18 @@ import attrs
 
 from rlkit.recipes.keys import mapped, own, refused, unused
 
-__all__ = ["Buffer", "Experience", "ExplorerInput", "Format", "Sampling", "Taskset", "TrainerInput"]
+__all__ = [
+    "Buffer",
+    "DataProcessor",
+    "Experience",
+    "ExperiencePipeline",
+    "ExplorerInput",
+    "Format",
+    "Operator",
+    "Sampling",
+    "Taskset",
+    "TrainerInput",
+]
 
 _NO_CLUSTER = "there are no engines and workers: a backend samples and trains"
 _BY_ITSELF = "set by itself"
@@ -23,11 +34,14 @@ _RESENDING = "files are read once"
 class Format:
     """How rows of a file are read."""
 
-    prompt_type: Literal["messages", "plaintext"] = "messages"
+    prompt_type: Literal["messages", "plaintext"] = mapped(
+        "messages", "both are rendered by the chat template; rows with messages and rows with a prompt are told apart"
+    )
+    raw: bool = own(False, "prompts are sent as they are, without a chat template")
     prompt_key: str = "prompt"
     response_key: str = "response"
     system_prompt: str | None = None
-    system_prompt_key: str | None = refused("a system prompt per row: put messages into the rows instead")
+    system_prompt_key: str | None = None
     messages_key: str = "messages"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
@@ -94,7 +108,7 @@ class Experience:
     split: str = "train"
     subset_name: str | None = None
     format: Format = Format()
-    replay_buffer: Any = refused("a loop of your own can use rlkit.rollouts.Replay")
+    replay_buffer: Any = unused("a batch trains once; a loop of your own can use rlkit.rollouts.Replay")
     capacity: Any = unused("nothing is queued")
     max_read_timeout: Any = unused("nothing is queued")
     max_retry_times: Any = unused(_RESENDING)
@@ -128,6 +142,35 @@ class TrainerInput:
 
     experience_buffer: Experience | None = None
     auxiliary_buffers: Mapping[str, Experience] = mapped(attrs.Factory(dict), "one: the demonstrations of mix, chord")
+
+
+@attrs.frozen
+class Operator:
+    """One operator: see ``rlkit.recipes.operators``."""
+
+    name: str = ""
+    args: Mapping[str, Any] = attrs.Factory(dict)
+
+
+@attrs.frozen
+class ExperiencePipeline:
+    """What is done to episodes before they train."""
+
+    operators: Sequence[Operator] = mapped(
+        (), "reward_filter, reward_std_filter, dapo_dynamic_sampling (by the reward), mask_response_truncated"
+    )
+    save_input: Any = unused("trajectories.jsonl in the run's folder")
+    input_save_path: Any = unused("trajectories.jsonl in the run's folder")
+    inputs: Any = refused("what is played is what is processed")
+    output: Any = refused("what is processed is trained")
+
+
+@attrs.frozen
+class DataProcessor:
+    """Of tasks, before they are played, and of episodes."""
+
+    task_pipeline: Any = refused("Data-Juicer's operators are not run; name the file that they made")
+    experience_pipeline: ExperiencePipeline = ExperiencePipeline()
 
 
 @attrs.frozen

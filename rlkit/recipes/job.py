@@ -10,13 +10,16 @@ from typing import Any
 
 import attrs
 
-from rlkit import _check, schedules, storage, tracking
+from rlkit import _check, schedules, storage
 from rlkit.envs import TaskSource
 from rlkit.errors import ConfigError
-from rlkit.recipes import differences, keys, models, rows, tasks
+from rlkit.recipes import checks, differences, keys, models, rows
+from rlkit.recipes import tasks as environments
 from rlkit.recipes.inputs import Experience, Format
 from rlkit.recipes.method import Method, resolved
+from rlkit.recipes.operators import Operators
 from rlkit.recipes.settings import Settings
+from rlkit.recipes.workflows import MASKED
 from rlkit.rollouts import Plan
 from rlkit.types import Adam
 
@@ -36,11 +39,14 @@ class Job:
         total: steps.
         size: tasks, rows or stored groups per step.
         tasks: what is played, or None.
-        held_out: (tasks, episodes of each) to evaluate on.
+        held_out: what to evaluate on.
         plan: how.
         rows: what is imitated or preferred.
         form: how these are read, and all conversations rendered.
         stored: groups to train from, or None.
+        operators: what is done to groups before they train.
+        masked: names of environments whose answers do not train where they were cut.
+        critic: the critic's learning rate, or None for the policy's, and settings of its loss.
     """
 
     settings: Settings
@@ -49,11 +55,14 @@ class Job:
     total: int
     size: int
     tasks: TaskSource | None
-    held_out: Sequence[tuple[Any, int]]
+    held_out: Sequence[environments.HeldOut]
     plan: Plan
     rows: Sequence[Mapping[str, Any]]
     form: Format
     stored: Sequence[Any] | None
+    operators: Operators
+    masked: frozenset[str]
+    critic: tuple[float | None, Mapping[str, float]]
 
     @property
     def source(self) -> str:
@@ -74,8 +83,8 @@ class Job:
 
     def critic_adam(self, step: int) -> Adam:
         """The critic's optimizer's step: the same schedule of its own rate."""
-        own = self.settings.algorithm
-        scale = 1.0 if own.critic_lr is None or not own.optimizer.lr else own.critic_lr / own.optimizer.lr
+        own, rate = self.settings.algorithm, self.critic[0]
+        scale = 1.0 if rate is None or not own.optimizer.lr else rate / own.optimizer.lr
         return attrs.evolve(self.adam(step), learning_rate=self.rate(step) * scale)
 
     def rate(self, step: int) -> float:
@@ -109,10 +118,13 @@ def prepared(settings: Settings) -> Job:
     for text in differences.notes(settings.algorithm, method):
         logger.info("%s", text)
     size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
-    _check_names(settings)
-    _check_numbers(settings)
-    models.options_of(settings)
-    held_out = tasks.evaluated(buffer)
+    checks.names(settings)
+    checks.numbers(settings)
+    checks.model(settings)
+    operators = Operators.of(settings.data_processor.experience_pipeline.operators)
+    for text in operators.unused:
+        logger.info("without effect here: %s", text)
+    held_out = environments.evaluated(buffer)
     if mode == "bench" and not held_out:
         raise ConfigError(
             _check.problem("buffer.explorer_input.eval_tasksets", "is empty", "what to evaluate on in mode bench")
@@ -120,12 +132,12 @@ def prepared(settings: Settings) -> Job:
     if mode == "explore" and not method.recipe.rolls_out:
         raise _contradiction(settings, "mode", "'explore'", "it plays no episodes")
     plays = mode != "bench" and method.recipe.rolls_out and mode != "train"
-    source = tasks.trained(buffer) if plays else None
+    source = environments.trained(buffer) if plays else None
     given, form, stored = _given(settings, method, mode)
     inputs = buffer.explorer_input
     forms = [each.format for each in (inputs.taskset, *inputs.tasksets, *inputs.eval_tasksets) if each is not None]
     forms = [form, *forms] if given else forms or [form]
-    _check_forms(settings, forms)
+    checks.forms(settings, forms)
     count = len(source) if source is not None else len(given if stored is None else stored)
     job = Job(
         settings=settings,
@@ -139,90 +151,23 @@ def prepared(settings: Settings) -> Job:
         rows=given,
         form=forms[0],
         stored=stored,
+        operators=operators,
+        masked=_masked(settings),
+        critic=checks.critic(settings),
     )
     if mode != "bench":
         job.adam(0)
-    _check_needs(settings, method, mode)
-    if settings.monitor.monitor_type not in (None, "jsonl"):
-        tracking.registry.resolve(str(settings.monitor.monitor_type))
+    checks.needs(settings, method, mode)
+    checks.sampling(settings, method, mode)
+    checks.tracker(settings)
     return job
 
 
-def _check_names(settings: Settings) -> None:
-    """Raises where a run's folder would not be below ``checkpoint_root_dir``."""
-    for where in ("project", "group", "name"):
-        path = Path(getattr(settings, where))
-        if path.is_absolute() or ".." in path.parts:
-            raise ConfigError(_check.problem(where, f"is {str(path)!r}", "a name below checkpoint_root_dir"))
-
-
-def _check_numbers(settings: Settings) -> None:
-    """Raises for numbers that are out of range, and for two names of one thing that disagree."""
-    own, trainer, sync, buffer = settings.algorithm.optimizer, settings.trainer, settings.synchronizer, settings.buffer
-    for where, value, low in (
-        ("buffer.train_batch_size", buffer.train_batch_size, 0),
-        ("buffer.total_epochs", buffer.total_epochs, 1),
-        ("trainer.save_interval", trainer.save_interval, 0),
-        ("trainer.max_checkpoints_to_keep", trainer.max_checkpoints_to_keep, 0),
-        ("trainer.epochs", trainer.epochs, 1),
-        ("trainer.critic_warmup", trainer.critic_warmup, 0),
-        ("explorer.eval_interval", settings.explorer.eval_interval, 1),
-        ("synchronizer.sync_interval", sync.sync_interval, 1),
-        ("synchronizer.sync_offset", sync.sync_offset, 0),
-        ("algorithm.optimizer.lr_warmup_steps", own.lr_warmup_steps, -1),
-    ):
-        _check.integer(where, value, low=low)
-    _check.real("algorithm.optimizer.lr", own.lr, low=0.0)
-    _check.real("algorithm.optimizer.min_lr_ratio", own.min_lr_ratio, low=0.0, high=1.0)
-    _check.real("algorithm.optimizer.lr_warmup_steps_ratio", own.lr_warmup_steps_ratio, low=0.0, high=1.0)
-    if len(own.betas) != 2:
-        raise ConfigError(_check.problem("algorithm.optimizer.betas", f"has {len(own.betas)} entries", "two"))
-    for name in ("explorer_sync_interval", "trainer_sync_interval"):
-        if getattr(sync, name) not in (None, sync.sync_interval):
-            what = f"is {getattr(sync, name)}"
-            raise ConfigError(_check.problem(f"synchronizer.{name}", what, f"sync_interval, {sync.sync_interval}"))
-    if None not in (buffer.total_steps, trainer.total_steps) and buffer.total_steps != trainer.total_steps:
-        what = f"is {trainer.total_steps}"
-        raise ConfigError(_check.problem("trainer.total_steps", what, f"buffer.total_steps, {buffer.total_steps}"))
-    if own.clip_grad is not None and trainer.grad_clip not in (1.0, own.clip_grad):
-        what = f"is {own.clip_grad}"
-        raise ConfigError(
-            _check.problem("algorithm.optimizer.clip_grad", what, f"trainer.grad_clip, {trainer.grad_clip}")
-        )
-
-
-def _check_needs(settings: Settings, method: Method, mode: str) -> None:
-    """Raises where something is missing that the algorithm needs; says what it does not need."""
-    teachers = settings.explorer.auxiliary_models
-    for key, value, need in (
-        ("trainer.critic_warmup", settings.trainer.critic_warmup, "critic"),
-        ("model.critic_model_path", settings.model.critic_model_path, "critic"),
-        ("explorer.auxiliary_models", teachers, "teacher"),
-    ):
-        if value and need not in method.recipe.needs:
-            logger.info("without effect here: %s (%s has no %s)", key, settings.algorithm.algorithm_type, need)
-    if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
-        why = f"{settings.algorithm.algorithm_type} learns from it"
-        raise ConfigError(_check.problem("explorer.auxiliary_models", "is empty", "a teacher", why))
-    if "critic" in method.recipe.needs and mode not in ("explore", "bench"):
-        models.critic_of(settings)
-    model = settings.model
-    inputs = settings.buffer.explorer_input
-    played = [each.rollout_args.temperature for each in (inputs.taskset, *inputs.tasksets) if each is not None]
-    greedy = 0 in [model.temperature if own is None else own for own in played or [None]]
-    cut = greedy or model.top_p < 1 or model.top_k > 0
-    if cut and mode in ("both", "explore") and "sampling_logprobs" in method.inputs:
-        what = f"is {0 if greedy else model.temperature}, top_p {model.top_p}, top_k {model.top_k}"
-        why = f"the loss {method.recipe.loss} compares with the policy that sampled"
-        raise ConfigError(_check.problem("model.temperature", what, "sampling from the whole distribution", why))
-    tempered = model.temperature != 1 and "off_temperature" not in settings.options
-    if tempered and mode == "both" and models.backend_of(settings) == "tinker":
-        expected = "1, or options.off_temperature=rescore"
-        why = "a Tinker service trains at temperature 1"
-        raise ConfigError(_check.problem("model.temperature", f"is {model.temperature}", expected, why))
-    if settings.algorithm.entropy_loss_fn == "exact" and models.backend_of(settings) == "tinker":
-        why = "a Tinker service gives no whole distributions; default is the sampled estimate"
-        raise ConfigError(_check.problem("algorithm.entropy_loss_fn", "is 'exact'", "default", why))
+def _masked(settings: Settings) -> frozenset[str]:
+    """The environments whose workflow has it so."""
+    given = settings.buffer.explorer_input
+    played = [each for each in (given.taskset, *given.tasksets) if each is not None]
+    return frozenset(t.name for t in played if (t.default_workflow_type or given.default_workflow_type) in MASKED)
 
 
 def _given(settings: Settings, method: Method, mode: str) -> tuple[Sequence[Any], Format, Sequence[Any] | None]:
@@ -240,6 +185,9 @@ def _given(settings: Settings, method: Method, mode: str) -> tuple[Sequence[Any]
         stored = list(storage.read(own.path))
         if not stored:
             raise ConfigError(_check.problem(where, f"{own.path} holds no groups", "at least one"))
+    buffer = settings.buffer.trainer_input.experience_buffer
+    if method.recipe.rolls_out and mode != "train" and buffer is not None and buffer.path is not None:
+        logger.info("without effect here: buffer.trainer_input.experience_buffer.path (what is played is trained)")
     if method.recipe.data == "rollouts":
         return (), Format(), stored
     where, experience = _experience(settings, method)
@@ -252,23 +200,19 @@ def _experience(settings: Settings, method: Method) -> tuple[str, Experience]:
     given = settings.buffer.trainer_input
     if method.recipe.data == "mixed":
         where = "buffer.trainer_input.auxiliary_buffers"
+        named = (settings.algorithm.sample_strategy_args or {}).get("sft_dataset_name")
+        if isinstance(named, str) and named in given.auxiliary_buffers:
+            return f"{where}.{named}", given.auxiliary_buffers[named]
+        if named is not None:
+            known = ", ".join(given.auxiliary_buffers) or "none is"
+            what = f"has no {named!r}, which sft_dataset_name names"
+            raise ConfigError(_check.problem(where, what, f"one that is there: {known}"))
         if len(given.auxiliary_buffers) != 1:
             what = f"has {len(given.auxiliary_buffers)} entries"
             raise ConfigError(_check.problem(where, what, "one, the demonstrations", settings.algorithm.algorithm_type))
         name, found = next(iter(given.auxiliary_buffers.items()))
         return f"{where}.{name}", found
     return "buffer.trainer_input.experience_buffer", given.experience_buffer or Experience()
-
-
-def _check_forms(settings: Settings, forms: Sequence[Format]) -> None:
-    """Raises where conversations of one run would be rendered in different ways."""
-    rendered = ("prompt_type", "system_prompt", "reply_prefix", "chat_template", "enable_thinking")
-    for form in forms[1:]:
-        for name in rendered:
-            if getattr(form, name) != getattr(forms[0], name):
-                what = f"is {getattr(forms[0], name)!r} in one place and {getattr(form, name)!r} in another"
-                why = "task sets and rows are rendered in one way; put what differs into the prompts"
-                raise ConfigError(_check.problem(f"{settings.name}: format.{name}", what, "one for all", why))
 
 
 def _steps(settings: Settings, count: int, size: int) -> int:

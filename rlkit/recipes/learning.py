@@ -57,8 +57,12 @@ class Algorithm:
         True, "false: ratios are to the policy before the step's first update; of decoupled_ppo too if it is named"
     )
     rollout_correction: Any = refused("a loop of your own can use rlkit.corrections")
-    sample_strategy: Literal["default", "mix"] | None = mapped(None, "what the algorithm says")
-    sample_strategy_args: Mapping[str, Any] | None = mapped(None, "expert_data_ratio, of mix and chord")
+    sample_strategy: Literal["default", "warmup", "mix", "staleness_control"] | None = mapped(
+        None, "what the algorithm says; synchronizer says how stale a batch is, which staleness_control may bound"
+    )
+    sample_strategy_args: Mapping[str, Any] | None = mapped(
+        None, "expert_data_ratio and sft_dataset_name, of mix and chord; max_staleness, of staleness_control"
+    )
     enable_router_replay: Any = refused("no backend records routers")
 
 

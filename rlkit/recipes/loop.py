@@ -16,11 +16,12 @@ from rlkit.recipes.ahead import Ahead
 from rlkit.recipes.batch import Item, demonstrated, scored, trajectories_of, weighted
 from rlkit.recipes.demonstrations import demonstrations, preferences
 from rlkit.recipes.job import Job
+from rlkit.recipes.operators import was_cut
 from rlkit.recipes.play import played
 from rlkit.rollouts import Rollouts
 from rlkit.runs import Run
 from rlkit.tracking import train_metrics
-from rlkit.trajectory import Group
+from rlkit.trajectory import Group, Trajectory
 
 __all__ = ["evaluated", "trained"]
 
@@ -63,8 +64,9 @@ def evaluated(job: Job, sampler: Any, chat: Any) -> dict[str, float]:
     plan = attrs.evolve(job.plan, chat=chat)
     found: dict[str, float] = {}
     means: list[float] = []
-    for tasks, count in job.held_out:
-        result: Evaluation = evaluate_sync(sampler, tasks, n=count, k=sorted({1, count}), plan=plan)
+    for each in job.held_out:
+        own = attrs.evolve(plan, params=attrs.evolve(plan.params, **each.sampling))
+        result: Evaluation = evaluate_sync(sampler, each.tasks, n=each.count, k=sorted({1, each.count}), plan=own)
         found |= result.metrics
         means += [score.mean for score in result.scores.values()]
     return {**found, "eval/mean": float(np.mean(means))} if means else {}
@@ -79,7 +81,8 @@ class _Loop:
         self.method = job.method
         self.final: dict[str, str] = run.keep("final", {})  # steps -> the weights after them
         self.chat = models.chat_of(job.settings, policy.tokenizer, job.form)
-        self.plan = attrs.evolve(job.plan, chat=self.chat, seed=run.seed)
+        params = attrs.evolve(job.plan.params, **models.cut_of(job.settings))
+        self.plan = attrs.evolve(job.plan, params=params, chat=self.chat, seed=run.seed)
         pairs = self.method.recipe.data == "pairs"
         self.rows = (preferences if pairs else demonstrations)(
             job.rows, job.form, self.chat, job.source if job.rows else ""
@@ -121,7 +124,11 @@ class _Loop:
         if groups is not None:
             models_beside = {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}
             seed = (self.run.seed, step)
-            items, numbers, advantages = trajectories_of(self.method, groups, seed=seed, **models_beside)
+            groups, dropped = self.job.operators.applied(groups)
+            items, numbers, advantages = trajectories_of(
+                self.method, groups, seed=seed, skip=self._skipped, **models_beside
+            )
+            numbers |= dropped
         if not self.rows:
             return items, numbers, advantages
         if self.method.recipe.data != "mixed":
@@ -146,6 +153,9 @@ class _Loop:
         """Whether there is an array of advantages for each trajectory."""
         return bool(advantages) and len(advantages) == sum(len(group) for group in groups)
 
+    def _skipped(self, trajectory: Trajectory) -> bool:
+        return (self.job.operators.masks or trajectory.env in self.job.masked) and was_cut(trajectory)
+
     def _play(self, tasks: Any, sampler: Any, step: int) -> Rollouts:
         return played(self.method, tasks, self.job.size, self.plan, sampler, step)
 
@@ -166,7 +176,7 @@ class _Loop:
         data = weighted(self.method, items, constant=constant, mu=mu)
         found = {} if mu is None else {"train/mu": mu}
         if self.critic is not None:
-            valued = self.critic.forward_backward(data)
+            valued = self.critic.forward_backward(data, config=self.job.critic[1])
             self.critic.optim_step(self.job.critic_adam(step)).result()
             found["train/critic_loss"] = valued.result().metrics["loss:sum"]
             if step < self.job.settings.trainer.critic_warmup:

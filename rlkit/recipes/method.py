@@ -123,6 +123,9 @@ def _row(settings: Algorithm) -> tuple[Recipe, dict[str, Any], str]:
     recipe = algorithms.registry[settings.algorithm_type]
     own: dict[str, Any] = {"repeat_times": settings.repeat_times}
     own |= {"advantage": ESTIMATORS.get(settings.advantage_fn or "", settings.advantage_fn)}
+    if settings.advantage_fn in ("clipb", "clipv"):
+        why = "a loop of your own can use rlkit.corrections.clip_b and clip_v"
+        raise contradiction("advantage_fn", settings.advantage_fn, why)
     own |= {"loss": LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn)}
     if own["advantage"] not in (None, recipe.advantage):
         own |= {"advantage_args": OF_ESTIMATORS.get(own["advantage"], {}), "level": _level(own["advantage"])}

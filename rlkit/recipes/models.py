@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,18 @@ __all__ = [
     "backend_of",
     "chat_of",
     "critic_of",
+    "cut_of",
     "options_of",
     "plan_of",
     "reference_of",
     "same_tokenizer",
     "seed_of",
     "teacher_of",
+    "template_of",
+    "thinking_of",
 ]
+
+logger = logging.getLogger("rlkit.recipes")
 
 _PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -104,23 +111,36 @@ def _lora(settings: Settings) -> Lora:
 
 
 def chat_of(settings: Settings, tokenizer: Tokenizer, form: Format) -> Chat:
-    """How prompts are rendered, in rollouts and for rows."""
+    """How prompts are rendered, in rollouts and for rows.
+
+    A template that cannot think is satisfied by ``enable_thinking: false``.
+    """
+    template, thinking = template_of(settings, form), thinking_of(settings, form)
+    make = functools.partial(Chat, tokenizer, system=form.system_prompt, template=template)
+    chat = make(prefill=form.reply_prefix or "")
+    if thinking is None:
+        return chat
+    if not thinking and (chat.template is None or not {"enable_thinking", "thinking"} & chat.template.names):
+        logger.info("without effect here: enable_thinking false (the chat template has no such switch)")
+        return chat
+    return make(prefill=form.reply_prefix or "", thinking=thinking)
+
+
+def template_of(settings: Settings, form: Format) -> str | None:
+    """The chat template that the settings name; None: the model's own."""
     model, engine = settings.model, settings.explorer.rollout_model
-    template = form.chat_template or model.custom_chat_template or engine.chat_template
+    if form.raw:
+        return _PLAIN
     if model.chat_template_path is not None:
-        template = _text(model.chat_template_path)
-    if form.prompt_type == "plaintext":
-        template = _PLAIN
-    thinking = next(
-        (x for x in (form.enable_thinking, model.enable_thinking, engine.enable_thinking) if x is not None), None
-    )
-    return Chat(
-        tokenizer,
-        system=form.system_prompt,
-        template=template,
-        thinking=thinking,
-        prefill=form.reply_prefix or "",
-    )
+        return _text(model.chat_template_path)
+    return form.chat_template or model.custom_chat_template or engine.chat_template
+
+
+def thinking_of(settings: Settings, form: Format) -> bool | None:
+    """Whether the template is told to think; None: it is left alone."""
+    model, engine = settings.model, settings.explorer.rollout_model
+    found = (form.enable_thinking, model.enable_thinking, engine.enable_thinking)
+    return next((x for x in found if x is not None), None)
 
 
 def _text(path: str) -> str:
@@ -152,6 +172,16 @@ def plan_of(settings: Settings, n: int, seed: int) -> Plan:
         share=1.0 - _check.real("explorer.over_rollout.ratio", explorer.over_rollout.ratio, low=0.0, below=1.0),
         progress=False,
     )
+
+
+def cut_of(settings: Settings) -> dict[str, Any]:
+    """top_p and top_k of the episodes that train: those of the task set, where there is one and it says so."""
+    own, model = settings.buffer.explorer_input.taskset, settings.model
+    found = {"top_p": model.top_p, "top_k": model.top_k}
+    if own is not None:
+        given = {name: getattr(own.rollout_args, name) for name in found}
+        found |= {name: value for name, value in given.items() if value is not None}
+    return found
 
 
 def reference_of(settings: Settings, policy: Any, start: str | None) -> Sampler:

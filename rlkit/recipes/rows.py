@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,49 +23,91 @@ def read(
     """The rows.
 
     Args:
-        path: a .jsonl, .json (a list) or .parquet file; or, if there is no such file, an id of a data set on a hub,
-            such as "openai/gsm8k", which needs the package datasets and a network.
+        path: a .jsonl, .json (a list) or .parquet file; a folder of such files that are named after splits, as
+            ``train.jsonl`` or ``test-00000-of-00002.parquet``; or, if there is nothing of that name, an id of a data
+            set on a hub, such as "openai/gsm8k", which needs the package datasets and a network.
         where: the setting that names it, for messages.
-        split, subset: of a data set on a hub; a file has the split "train" alone.
+        split: which rows. Of a file those whose field ``split`` says so, or all if it is named after the split; "train"
+            is all of a file that has no such field.
+        subset: of a data set on a hub; of a folder, the folder in it.
 
     Raises:
         ConfigError: there is no such file, or it can not be read.
         DataError: a row is no mapping.
     """
     if not path:
-        raise ConfigError(_check.problem(where, "is not given", "a file, or a data set's name"))
-    file = Path(path)
-    if file.suffix not in _KINDS:
-        if file.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
-            expected = "a file that ends in " + ", ".join(_KINDS) + ", or a data set's name such as openai/gsm8k"
+        raise ConfigError(_check.problem(where, "is not given", "a file, a folder, or a data set's name"))
+    place = Path(path)
+    if place.is_dir():
+        files = _of_split(place, split, subset, where)
+        return [row for file in files for row in _file(file, where)]
+    if place.suffix not in _KINDS:
+        if place.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+            expected = (
+                "a file that ends in " + ", ".join(_KINDS) + ", a folder, or a data set's name such as openai/gsm8k"
+            )
             raise ConfigError(_check.problem(where, f"is {path!r}", expected))
         return _hub(path, split, subset, where)
-    if not file.is_file():
+    if not place.is_file():
         raise ConfigError(_check.problem(where, f"is {path!r}", "a file that exists"))
-    if split != "train":
-        why = "a file has no splits: what is held out needs a file of its own"
-        raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", f"is {split!r}", "'train'", why))
+    rows = _file(place, where)
+    if any("split" in row for row in rows):
+        chosen = [row for row in rows if row.get("split", "train") == split]
+        if chosen:
+            return chosen
+    elif split == "train" or _named(place, split):
+        return rows
+    known = sorted({str(row["split"]) for row in rows if "split" in row}) or ["train"]
+    why = "what is held out needs a file, a folder or a field of its own"
+    raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", f"is {split!r}", " or ".join(known), why))
+
+
+def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
+    """The files of a split, in the order of their names."""
+    inner = folder / subset if subset and (folder / subset).is_dir() else folder
+    places = [inner, inner / "data"] if (inner / "data").is_dir() else [inner]
+    files = sorted(file for place in places for file in place.iterdir() if file.suffix in _KINDS)
+    found = [file for file in files if _named(file, split)]
+    if not found:
+        names = ", ".join(file.name for file in files[:8]) or "no such files"
+        what = f"the folder {str(inner)!r} has {names}"
+        expected = f"{split}.jsonl, or .json or .parquet"
+        raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", what, expected))
+    return found
+
+
+def _named(file: Path, split: str) -> bool:
+    """Whether a file is named after the split: ``test.jsonl``, ``test-00000-of-00002.parquet``, ``my_test.jsonl``."""
+    return split in re.split(r"[-_.]", file.stem)
+
+
+def _file(file: Path, where: str) -> list[Any]:
     try:
         rows = {".jsonl": _lines, ".json": _list, ".parquet": _table}[file.suffix](file)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {path} can not be read: {error}") from error
+        raise ConfigError(f"{where}: {file} can not be read: {error}") from error
     if not rows:
-        raise ConfigError(_check.problem(where, f"{path} is empty", "at least one row"))
+        raise ConfigError(_check.problem(where, f"{file} is empty", "at least one row"))
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(_check.problem(f"{path}: row {i}", f"got {_check.shown(row)}", "a mapping"))
+            raise DataError(_check.problem(f"{file}: row {i}", f"got {_check.shown(row)}", "a mapping"))
     return rows
 
 
 def field(row: Mapping[str, Any], key: str, where: str) -> Any:
-    """``row[key]``.
+    """``row[key]``, or where there is no such key and it has dots, what ``row["a"]["b"]`` is of "a.b".
 
     Raises:
         DataError: the row has none, naming those that it has.
     """
-    if key not in row or row[key] is None:
+    found: Any = row.get(key)
+    if found is None and "." in key:
+        found = row
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+    if found is None:
         raise DataError(_check.problem(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}"))
-    return row[key]
+    return found
 
 
 def _lines(file: Path) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 
 from rlkit import config
-from rlkit.recipes.inputs import Buffer
+from rlkit.recipes.inputs import Buffer, DataProcessor
 from rlkit.recipes.keys import mapped, own, refused, unused
 from rlkit.recipes.learning import Algorithm, Model
 from rlkit.recipes.running import Explorer, Log, Monitor, Synchronizer, Trainer
@@ -39,7 +39,7 @@ class Stage:
     explorer: Explorer | None = None
     trainer: Trainer | None = None
     init_from: str | None = own(None, "as for the run; null: what the stage before ended with")
-    data_processor: Any = refused("filters and shaping belong into a loop of your own")
+    data_processor: DataProcessor | None = None
 
 
 @attrs.frozen
@@ -69,7 +69,7 @@ class Settings:
     stages: Sequence[Stage] = ()
     cluster: Any = unused(_ONE_PROCESS)
     service: Any = unused("there are no services beside")
-    data_processor: Any = refused("filters and shaping belong into a loop of your own")
+    data_processor: DataProcessor = DataProcessor()
     cod: Any = refused("no packing of several problems into one")
     checkpoint_job_dir: Any = unused(_BY_ITSELF)
     ray_namespace: Any = unused(_NO_CLUSTER)

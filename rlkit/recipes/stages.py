@@ -103,7 +103,7 @@ def _stages(settings: Settings) -> list[tuple[str, Settings]]:
         if not stage.stage_name or stage.stage_name in [name for name, _ in found]:
             what = f"is {stage.stage_name!r}"
             raise ConfigError(_check.problem(f"stages[{i}].stage_name", what, "a name that no other stage has"))
-        sections = ("mode", "algorithm", "buffer", "explorer", "trainer", "init_from")
+        sections = ("mode", "algorithm", "buffer", "explorer", "trainer", "init_from", "data_processor")
         own = {name: getattr(stage, name) for name in sections if getattr(stage, name) is not None}
         if i and "init_from" not in own:
             own["init_from"] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -15,17 +16,16 @@ import attrs
 from rlkit import _check, answers, envs
 from rlkit.envs import Settings, Tasks, TaskSource
 from rlkit.errors import ConfigError
-from rlkit.recipes import rows
 from rlkit.recipes.inputs import Buffer, ExplorerInput, Taskset
+from rlkit.recipes.scoring import rewards
+from rlkit.recipes.workflows import WORKFLOWS, foreign
 from rlkit.registry import Registry
+from rlkit.types import SamplingParams
 
-__all__ = ["environments", "evaluated", "made", "rewards", "trained"]
+__all__ = ["HeldOut", "environments", "evaluated", "made", "rewards", "trained"]
 
 environments = Registry("environment", entry_point_group="rlkit.environments")
 """Name -> function of a ``Taskset`` that gives ``rlkit.envs.Tasks``."""
-
-rewards = Registry("reward function", entry_point_group="rlkit.rewards")
-"""Name -> function ``(action, answer, **reward_fn_args)`` that gives a number."""
 
 
 def trained(buffer: Buffer) -> TaskSource:
@@ -46,12 +46,31 @@ def trained(buffer: Buffer) -> TaskSource:
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
             raise ConfigError(_check.problem(f"{where}.name", f"is {each.name!r}", "a name that no other has"))
+        for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+            if getattr(each.rollout_args, name) not in (None, neutral):
+                what, why = f"is {getattr(each.rollout_args, name)}", f"model.{name} is for all"
+                raise ConfigError(_check.problem(f"{where}.rollout_args.{name}", what, "null", why))
         parts[each.name] = made(each, given, where)
     return envs.mixture(parts)
 
 
-def evaluated(buffer: Buffer, plan_n: int = 1) -> list[tuple[Tasks, int]]:
-    """The held-out tasks, and how many episodes each is played."""
+@attrs.frozen
+class HeldOut:
+    """What is evaluated on.
+
+    Attributes:
+        tasks: the tasks.
+        count: episodes of each.
+        sampling: settings of ``rlkit.SamplingParams`` that are another one here: top_p and top_k.
+    """
+
+    tasks: Tasks
+    count: int
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+def evaluated(buffer: Buffer, plan_n: int = 1) -> list[HeldOut]:
+    """The held-out tasks. No ratio is taken of their answers, so that each set may cut its distribution as it likes."""
     given, found = buffer.explorer_input, []
     for i, each in enumerate(given.eval_tasksets):
         where = f"buffer.explorer_input.eval_tasksets[{i}]"
@@ -60,7 +79,13 @@ def evaluated(buffer: Buffer, plan_n: int = 1) -> list[tuple[Tasks, int]]:
         count = (
             plan_n if each.repeat_times is None else _check.integer(f"{where}.repeat_times", each.repeat_times, low=1)
         )
-        found.append((made(each, given, where), count))
+        own = each.rollout_args
+        cut = {name: getattr(own, name) for name in ("top_p", "top_k") if getattr(own, name) is not None}
+        try:
+            SamplingParams(**cut)
+        except ConfigError as error:
+            raise ConfigError(f"{where}.rollout_args: {error}") from error
+        found.append(HeldOut(made(each, given, where), count, cut))
     return found
 
 
@@ -69,25 +94,33 @@ def made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     kind = taskset.default_workflow_type or given.default_workflow_type or _kind(taskset)
     reward = taskset.default_reward_fn_type or given.default_reward_fn_type
     taskset = attrs.evolve(taskset, default_workflow_type=kind, default_reward_fn_type=reward)
+    why = foreign(kind, environments) if kind not in environments else None
+    if why is not None:
+        what = f"is {kind!r}"
+        expected = "a name of rlkit.recipes.environments, where yours can be registered"
+        raise ConfigError(_check.problem(f"{where}.default_workflow_type", what, expected, why))
     make = environments[kind]
     try:
         tasks: Tasks = make(taskset)
     except (ConfigError, TypeError) as error:
         text = str(error)
-        raise ConfigError(f"{where}{text}" if text.startswith((".path", ".split")) else f"{where}: {text}") from error
+        raise ConfigError(
+            f"{where}{text}" if text.startswith((".path", ".split", ".subset")) else _at(where, text)
+        ) from error
     if not isinstance(tasks, Tasks):
         raise ConfigError(_check.problem(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks"))
     own = taskset.rollout_args
-    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
-        if getattr(own, name) not in (None, neutral):
-            what = f"is {getattr(own, name)}"
-            raise ConfigError(_check.problem(f"{where}.rollout_args.{name}", what, "null", f"model.{name} is for all"))
     wanted = Settings(temperature=own.temperature, max_tokens=own.max_tokens)
     if wanted != Settings():
         tasks.settings = tasks.settings.over(wanted)
     if taskset.max_tasks is not None:
         tasks = tasks[: _check.integer(f"{where}.max_tasks", taskset.max_tasks, low=1)]
     return tasks
+
+
+def _at(where: str, text: str) -> str:
+    inner = text.startswith(("workflow_args", "reward_fn_args"))
+    return f"{where}.{text}" if inner else f"{where}: {text}"
 
 
 def _kind(taskset: Taskset) -> str:
@@ -132,74 +165,5 @@ def _openreward(taskset: Taskset) -> Tasks:
     return envs.openreward(taskset.path or "", split=taskset.split, **taskset.workflow_args)
 
 
-@environments.register("simple_workflow")
-def _simple(taskset: Taskset, reward: str = "math_reward") -> Tasks:
-    """Rows with a prompt and an answer, scored by ``default_reward_fn_type`` (math_reward unless given)."""
-    form = taskset.format
-    given = rows.read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
-    function = rewards[taskset.default_reward_fn_type or reward]
-    score = functools.partial(_scored, function, dict(taskset.reward_fn_args))
-    key = form.messages_key if form.messages_key in given[0] and form.prompt_key not in given[0] else form.prompt_key
-    built = []
-    for i in range(len(given)):
-        where = f"{taskset.path}: row {i}"
-        prompt, answer = rows.field(given[i], key, where), rows.field(given[i], form.response_key, where)
-        built.append({"prompt": prompt, "answer": answer})
-    return envs.function(built, score, name=taskset.name, split=taskset.split)
-
-
-@environments.register("math_workflow")
-def _math(taskset: Taskset) -> Tasks:
-    """Rows with a problem and its answer; the last number, box or tag of what the policy said is compared."""
-    return _simple(taskset)
-
-
-@environments.register("math_boxed_workflow")
-def _math_boxed(taskset: Taskset) -> Tasks:
-    """As math_workflow, for answers in a box alone."""
-    return _simple(taskset, "boxed_reward")
-
-
-def _scored(function: Any, args: dict[str, Any], action: Any, answer: Any) -> float:
-    return float(function(action, answer, **args))
-
-
-@rewards.register("math_reward")
-def _math_reward(action: str, answer: Any) -> float:
-    """1 where the answer in a box, a tag, or else the last number is equal to what is right.
-
-    >>> _math_reward("So it is 1,200.", "Six hundred twice. #### 1200")
-    1.0
-    """
-    found = answers.boxed(action) or answers.between_tags(action)
-    if found is None:
-        number = answers.last_number(action)
-        found = None if number is None else str(number)
-    return float(found is not None and answers.math_equal(found, _truth(answer)))
-
-
-@rewards.register("boxed_reward")
-def _boxed_reward(action: str, answer: Any) -> float:
-    """1 where the answer in a box is equal to what is right."""
-    found = answers.boxed(action)
-    return float(found is not None and answers.math_equal(found, _truth(answer)))
-
-
-@rewards.register("exact_match")
-def _exact_match(action: str, answer: Any) -> float:
-    """1 where the whole text, without white space around it, is the answer."""
-    return float(action.strip() == str(answer).strip())
-
-
-@rewards.register("contains")
-def _contains(action: str, answer: Any) -> float:
-    """1 where the answer stands somewhere in the text."""
-    return float(str(answer).strip() in action)
-
-
-def _truth(answer: Any) -> str:
-    """What is right: behind ``####`` where there is one, as in GSM8K; else the box, or all of it."""
-    text = str(answer)
-    if "####" in text:
-        return text.rpartition("####")[2].strip().replace(",", "")
-    return answers.boxed(text) or text.strip()
+for _name, _make in WORKFLOWS.items():
+    environments.register(_name)(_make)

@@ -66,7 +66,8 @@ def test_both_run(tmp_path, rows, tiny, caplog):
     pytest.importorskip("tinker", reason="needs the extra tinker")
     task = "buffer.explorer_input.taskset"
     more = [f"{task}.path={rows}", f"{task}.subset_name=null", "buffer.batch_size=2", "buffer.total_steps=2"]
-    more += ["algorithm.repeat_times=2", "model.max_response_tokens=4", "model.max_prompt_tokens=120"]
+    more += [f"{task}.default_reward_fn_type=answer_reward", "algorithm.repeat_times=2"]
+    more += ["model.max_response_tokens=4", "model.max_prompt_tokens=120"]
     more += ["monitor.monitor_type=null", f"checkpoint_root_dir={tmp_path}"]
     with table.backend("fake", tmp_path) as (_, options), caplog.at_level(logging.INFO, "rlkit.recipes"):
         own = ["model.tinker.base_model=toy", f"model.tinker.base_url={options['base_url']}"]
@@ -135,8 +136,26 @@ WRONG = {  # override: what the message says
     "algorithm.algorithm_type=gigpo algorithm.repeat_times=1": "algorithm.repeat_times: is 1",
     "name=../../away": "name: is '../../away'; expected a name below checkpoint_root_dir",
     "group=/away": "group: is '/away'",
-    "buffer.explorer_input.taskset.rollout_args.top_p=0.5": "taskset.rollout_args.top_p: is 0.5; expected null",
-    "buffer.explorer_input.taskset.rollout_args.temperature=0": "model.temperature: is 0, top_p 1.0",
+    "buffer.explorer_input.taskset.rollout_args.top_p=0.5": "model.temperature: is 1.0, top_p 0.5, top_k -1",
+    "buffer.explorer_input.taskset.rollout_args.temperature=0": "taskset.rollout_args.temperature: is 0.0, top_p 1.0",
+    "buffer.explorer_input.eval_tasksets=[{path: chain_sum, rollout_args: {top_p: 2}}]": "top_p: got 2.0",
+    "buffer.explorer_input.taskset.default_workflow_type=alfworld_workflow": "(an environment of another package)",
+    "buffer.explorer_input.taskset.default_workflow_type=my.own.Workflow": "--import brings",
+    "buffer.explorer_input.taskset.default_workflow_type=mathworkflow": "did you mean 'math_workflow'",
+    "model.enable_thinking=true": "model.enable_thinking: is True; expected a template that has the switch",
+    "options.nothing=1": "no option 'nothing'",
+    "algorithm.advantage_fn=clipb": "rlkit.corrections.clip_b",
+    "algorithm.advantage_fn_args.rank_penalty=0.1": "algorithm.advantage_fn_args.rank_penalty: is 0.1; expected None",
+    "algorithm.algorithm_type=opmd algorithm.advantage_fn_args.std_cal_level=batch": "std_cal_level: there is no such",
+    "algorithm.algorithm_type=rec algorithm.policy_loss_fn_args.clip_mode=gspo-one-side": "the loss gspo",
+    "algorithm.policy_loss_fn_args.mu=0.3": "algorithm.policy_loss_fn_args.mu: there is no such setting",
+    "algorithm.sample_strategy=staleness_control algorithm.sample_strategy_args.max_staleness=0 "
+    "synchronizer.sync_offset=1": "max_staleness: is 0; expected at least 1",
+    "data_processor.experience_pipeline.operators=[{name: reward_filtr}]": "there is no operator 'reward_filtr'",
+    "data_processor.experience_pipeline.operators=[{name: data_juicer}]": "Data-Juicer's operators are not run",
+    "data_processor.task_pipeline.num_process=4": "data_processor.task_pipeline",
+    "trainer.trainer_config.critic.optim.lr=-1": "trainer.trainer_config.critic.optim.lr: got -1",
+    "monitor.monitor_type=console monitor.monitor_args.nothing=1": "monitor.monitor_args",
     "model.top_p=0.9": "the loss ppo compares with the policy that sampled",
     "continue_from_checkpoint=perhaps": "continue_from_checkpoint: is 'perhaps'",
     "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
@@ -152,8 +171,11 @@ def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
     words = overrides.split(" ") if not overrides.endswith("]") else [overrides]
     if "auxiliary" in overrides:
         words = ["explorer.auxiliary_models=[{path: 'stage:x'}]", "algorithm.algorithm_type=jsd"]
+    assert cli.main(["train", str(path), *right, *words, "--check"]) == 2
+    checked = capsys.readouterr().err
     assert cli.main(["train", str(path), *right, *words]) == 2
     error = capsys.readouterr().err
+    assert checked == error or "/no/such" in error  # --check finds what the run would
     assert error.startswith("rlkit train: ")
     assert WRONG[overrides] in error
     assert error.count("\n") == 1
@@ -222,9 +244,11 @@ def test_refused_keys_that_switch_nothing_on():
     assert keys.check(recipes.load(overrides=given)) == []
     with pytest.raises(rlkit.ConfigError, match="explorer.dynamic_timeout"):
         keys.check(recipes.load(overrides=["explorer.dynamic_timeout={enable: true}"]))
-    inner = "buffer.trainer_input.experience_buffer.replay_buffer.enable=true"
-    with pytest.raises(rlkit.ConfigError, match="buffer.trainer_input.experience_buffer.replay_buffer"):
+    inner = "buffer.explorer_input.taskset.format.image_key=images"
+    with pytest.raises(rlkit.ConfigError, match="buffer.explorer_input.taskset.format.image_key"):
         keys.check(recipes.load(overrides=[inner]))
+    replayed = "buffer.trainer_input.experience_buffer.replay_buffer.enable=true"
+    assert "a batch trains once" in keys.check(recipes.load(overrides=[replayed]))[0]
 
 
 def test_settings_are_kept_with_the_run(tmp_path):
@@ -244,7 +268,7 @@ def test_a_file_has_no_splits(tmp_path, capsys):
     held_out = f"buffer.explorer_input.eval_tasksets=[{{path: {tmp_path / 'rows.jsonl'}, split: test}}]"
     assert cli.main(["train", str(tmp_path / "run.yaml"), "--check", task]) == 0
     assert cli.main(["train", str(tmp_path / "run.yaml"), "--check", task, held_out]) == 2
-    assert "eval_tasksets[0].split: is 'test'; expected 'train' (a file has no splits" in capsys.readouterr().err
+    assert "eval_tasksets[0].split: is 'test'; expected train (what is held out needs a file" in capsys.readouterr().err
 
 
 def test_what_has_no_effect_is_said(tmp_path, caplog):

@@ -1,0 +1,206 @@
+"""Rewards by name: rlkit's own, which are 0 or 1, and those of Trinity-RFT's configurations, with its numbers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlkit import _check, answers
+from rlkit.envs import Action
+from rlkit.errors import ConfigError, DataError
+from rlkit.registry import Registry
+from rlkit.rewards import overlong_penalty
+
+__all__ = ["bound", "rewards"]
+
+rewards = Registry("reward function", entry_point_group="rlkit.rewards")
+"""Name -> function ``(action, answer, **reward_fn_args)`` that gives a number."""
+
+_R1 = r"<think>.*?</think>\s*<answer>.*?</answer>\s*$"
+_STRICT = r"\A<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+_FORMAT = 0.1
+_OPERATORS: Mapping[type, Callable[..., float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def bound(name: str, args: Mapping[str, Any], *, where: str = "reward_fn_args") -> Callable[[Any, Any], float]:
+    """The reward of that name with its settings.
+
+    Raises:
+        UnknownNameError: there is none.
+        ConfigError: it does not take one of the settings, or wants one that is missing.
+    """
+    function = rewards[name]
+    parameters = list(inspect.signature(function).parameters.values())
+    own = {p.name: p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in args:
+            if key not in own:
+                raise ConfigError(f"{where}.{key}: {name} has no such setting{_check.near(key, own)}")
+    for key, parameter in own.items():
+        if parameter.default is parameter.empty and key not in args:
+            raise ConfigError(_check.problem(f"{where}.{key}", "is not given", f"a setting that {name} needs"))
+    return functools.partial(_scored, function, dict(args))
+
+
+def _scored(function: Any, args: dict[str, Any], action: Any, answer: Any) -> float:
+    return float(function(action, answer, **args))
+
+
+@rewards.register("answer_reward")
+def _answer_reward(action: str, answer: Any) -> float:
+    """1 where the answer in a box, a tag, or else the last number is equal to what is right.
+
+    >>> _answer_reward("So it is 1,200.", "Six hundred twice. #### 1200")
+    1.0
+    """
+    found = answers.boxed(action) or answers.between_tags(action)
+    if found is None:
+        number = answers.last_number(action)
+        found = None if number is None else str(number)
+    return float(found is not None and answers.math_equal(found, _truth(answer)))
+
+
+@rewards.register("boxed_reward")
+def _boxed_reward(action: str, answer: Any) -> float:
+    """1 where the answer in a box is equal to what is right."""
+    found = answers.boxed(action)
+    return float(found is not None and answers.math_equal(found, _truth(answer)))
+
+
+@rewards.register("exact_match")
+def _exact_match(action: str, answer: Any) -> float:
+    """1 where the whole text, without white space around it, is the answer."""
+    return float(action.strip() == str(answer).strip())
+
+
+@rewards.register("contains")
+def _contains(action: str, answer: Any) -> float:
+    """1 where the answer stands somewhere in the text."""
+    return float(str(answer).strip() in action)
+
+
+@rewards.register("math_reward")
+def _math_reward(action: str, answer: Any, *, pattern: str = _R1) -> float:
+    """answer_reward, and 0.1 more for thinking and an answer in their tags, 0.1 less without.
+
+    >>> _math_reward("<think>6 + 6</think> <answer>12</answer>", 12), _math_reward("12", 12)
+    (1.1, 0.9)
+    """
+    tagged = re.search(r"<answer>(.*?)</answer>", action)
+    whole = tagged is not None and answers.math_equal(tagged[1], _truth(answer))
+    right = whole or bool(_answer_reward(tagged[1] if tagged else action, answer))
+    return float(right) + _form(pattern, action)
+
+
+@rewards.register("format_reward")
+def _format_reward(action: str, answer: Any, *, pattern: str = _STRICT) -> float:
+    """0.1 where the text is thinking and an answer, each between tags on lines of their own, else -0.1."""
+    del answer
+    return _form(pattern, action)
+
+
+@rewards.register("accuracy_reward")
+def _accuracy_reward(action: str, answer: Any) -> float:
+    """boxed_reward."""
+    return _boxed_reward(action, answer)
+
+
+@rewards.register("math_boxed_reward_naive_dapo")
+@rewards.register("math_boxed_reward")
+def _math_boxed_reward(
+    action: str, answer: Any, *, with_think: bool = False, format_score_coef: float = _FORMAT
+) -> float:
+    """boxed_reward, less format_score_coef where with_think is on and the text has not one block of thinking."""
+    once = action.count("<think>") == action.count("</think>") == 1
+    right = once and action.find("<think>") < action.find("</think>")
+    return _boxed_reward(action, answer) - ((format_score_coef or _FORMAT) if with_think and not right else 0.0)
+
+
+@rewards.register("math_dapo_reward")
+def _math_dapo_reward(
+    action: Any,
+    answer: Any,
+    *,
+    enable_overlong_penalty: bool = False,
+    penalty_factor: float | None = None,
+    max_response_length: int | None = None,
+    cache_length: int | None = None,
+) -> float:
+    """1 for the right answer in a box behind the thinking, else -1; and what is taken off near the limit of tokens."""
+    last = Action(str(action).rpartition("</think>")[2])
+    score = 1.0 if _boxed_reward(last, answer) else -1.0
+    if not enable_overlong_penalty:
+        return score
+    longest = _check.integer("max_response_length", max_response_length, low=1)
+    soft = _check.integer("cache_length", cache_length, low=1, high=longest)
+    factor = _check.real("penalty_factor", penalty_factor, low=0.0)
+    return score + float(
+        overlong_penalty([float(action.tokens.size)], max_length=longest, buffer=soft, factor=factor)[0]
+    )
+
+
+@rewards.register("countdown_reward")
+def _countdown_reward(action: str, answer: Any) -> float:
+    """1 where the last line's answer tag makes the target of every number once, 0.1 for another formula there, else 0.
+
+    >>> row = {"target": 10, "numbers": [2, 3, 4]}
+    >>> [_countdown_reward(f"<answer>{said}</answer>", row) for said in ("2 * 3 + 4", "2 + 3 + 4", "5 + 5")] + [
+    ...     _countdown_reward("2 * 3 + 4", row)]
+    [1.0, 0.1, 0.1, 0.0]
+    """
+    task = json.loads(answer) if isinstance(answer, str) else answer
+    if not isinstance(task, Mapping) or not {"target", "numbers"} <= task.keys():
+        what = f"is {_check.shown(answer)}"
+        raise DataError(_check.problem("countdown_reward: the answer", what, "a mapping with target and numbers"))
+    tagged = re.findall(r"<answer>(.*?)</answer>", action.rpartition("\n")[2])
+    if not tagged:
+        return 0.0
+    said = tagged[-1].strip()
+    used = sorted(int(digits) for digits in re.findall(r"\d+", said[:1000]))
+    value = _value(said) if used == sorted(task["numbers"]) else None
+    return 1.0 if value is not None and abs(value - task["target"]) < 1e-5 else 0.1
+
+
+def _value(text: str) -> float | None:
+    """What a formula of numbers, + - * / and brackets makes; None where it is none."""
+    if len(text) > 1000:
+        return None
+    try:
+        return _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluated(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluated(node.operand))
+    raise ValueError("no formula")
+
+
+def _form(pattern: str, text: str) -> float:
+    return _FORMAT if re.search(pattern, text, re.DOTALL | re.MULTILINE) else -_FORMAT
+
+
+def _truth(answer: Any) -> str:
+    """What is right: behind ``####`` where there is one, as in GSM8K; else the box, or all of it."""
+    text = str(answer)
+    if "####" in text:
+        return text.rpartition("####")[2].strip().replace(",", "")
+    return answers.boxed(text) or text.strip()

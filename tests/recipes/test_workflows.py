@@ -1,0 +1,257 @@
+"""Tasks from rows: prompts and rewards under Trinity's names, splits, operators, and how evaluations are sampled."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("omegaconf")
+
+import rlkit
+from rlkit import recipes
+from rlkit.envs import Action
+from rlkit.recipes import models, rows, scoring, tasks
+from rlkit.recipes.inputs import ExplorerInput, Format, Operator, Taskset
+from rlkit.recipes.operators import Operators, was_cut
+from rlkit.trajectory import Group, Trajectory, Turn
+from tests.recipes.problems import curve, loaded, played
+
+REWARDS = json.loads(Path(__file__).with_name("trinity_rewards.json").read_text("utf-8"))
+OTHERWISE = {  # where rlkit decides otherwise: the last box counts, with or without LaTeX around it, as does a number
+    ("math_reward", "\\boxed{17} or \\boxed{18}"),
+    ("math_reward", "<answer>18"),
+    ("accuracy_reward", "\\boxed{17} or \\boxed{18}"),
+    ("accuracy_reward", "<think>so</think> <answer>$18$</answer>"),
+    ("accuracy_reward", "\\boxed{\\frac{36}{2}}"),
+}
+
+
+@pytest.mark.parametrize("case", REWARDS["cases"], ids=lambda case: f"{case['reward']}-{len(case['args'])}")
+def test_rewards_of_trinity(case):
+    """By the same name the same reward, for answers of many forms."""
+    pytest.importorskip("math_verify")
+    score = scoring.bound(case["reward"], case["args"])
+    for text, expected in zip(case.get("texts", REWARDS["texts"]), case["values"], strict=True):
+        if (case["reward"], text) not in OTHERWISE:
+            assert score(Action(text), case["truth"]) == pytest.approx(expected), text
+
+
+def test_rewards_of_our_own_are_0_or_1():
+    for name in ("answer_reward", "boxed_reward", "exact_match", "contains"):
+        assert [scoring.bound(name, {})(Action(text), "7") for text in ("7" if name != "boxed_reward" else "\\boxed{7}",
+                "8")] == [1.0, 0.0]  # fmt: skip
+
+
+def test_a_formula_is_read_and_not_run():
+    """Numbers and four operations; what would take for ever, or is a program, is no formula."""
+    score = scoring.bound("countdown_reward", {})
+    row = {"target": 1, "numbers": [9, 9, 9]}
+    for text in ("9 ** 9 ** 9", "__import__('os').getpid() + 9 + 9 + 9", "9 if 9 else 9", "((" * 600 + "9 9 9"):
+        assert score(Action(f"<answer>{text}</answer>"), row) == 0.1
+    with pytest.raises(rlkit.DataError, match="a mapping with target and numbers"):
+        score(Action("<answer>9</answer>"), 3)
+
+
+def test_overlong_answers():
+    """DAPO's shaping, by tokens: from 1 down to 0 for the right answer, from -1 to -2 for a wrong one."""
+    args = {"enable_overlong_penalty": True, "penalty_factor": 1.0, "max_response_length": 10, "cache_length": 4}
+    score = scoring.bound("math_dapo_reward", args)
+    right = [score(Action("so </think> \\boxed{7}", tokens=range(n)), "7") for n in (6, 8, 10, 12)]
+    assert right == [1.0, 0.5, 0.0, 0.0]
+    assert score(Action("\\boxed{7} </think> 8", tokens=range(10)), "7") == -2.0
+    with pytest.raises(rlkit.ConfigError, match="reward_fn_args.cache: math_dapo_reward has no such setting"):
+        scoring.bound("math_dapo_reward", {"cache": 4})
+
+
+def task(folder, kind=None, *, row=None, name="rows.jsonl", **more):
+    """The first task of a file, as an environment, and what it is told."""
+    path = folder / name
+    path.write_text(json.dumps(row or {"prompt": "9 + 9?", "response": "18"}) + "\n", "utf-8")
+    form = more.pop("format", Format())
+    made = tasks.made(
+        Taskset(path=str(path), default_workflow_type=kind, format=form, **more), ExplorerInput(), "tasks"
+    )
+    env = made[0].make()
+    return env, env.reset(0)
+
+
+def test_prompts_of_workflows(tmp_path):
+    """R1's for math_workflow, a box for math_boxed_workflow; none where a system prompt or another reward is given."""
+    for kind in ("math_workflow", "async_math_workflow"):
+        env, said = task(tmp_path, kind)
+        assert [m["role"] for m in said] == ["system", "user"]
+        assert "<think> reasoning process here </think>" in said[0]["content"]
+        assert env.step(Action("18")).reward == 0.9
+        env, said = task(tmp_path, kind)
+        assert env.step(Action("<think>9</think><answer>18</answer>")).reward == 1.1
+    assert task(tmp_path, "math_workflow", default_reward_fn_type="answer_reward")[1] == "9 + 9?"
+    assert task(tmp_path, "math_workflow", format=Format(system_prompt="Hi"))[1] == "9 + 9?"
+    env, said = task(tmp_path, "math_boxed_workflow")
+    assert said[0]["content"].endswith(r"\boxed{}.")
+    assert env.step(Action(r"\boxed{18}")).reward == 1.0
+    env, said = task(tmp_path, "math_boxed_workflow", workflow_args={"with_think": True, "format_score_coef": 0.25})
+    assert env.step(Action(r"\boxed{18}")).reward == 0.75
+    env, said = task(tmp_path, "on_policy_distill_math_workflow")
+    assert said[1]["content"].startswith("9 + 9?\nPlease reason")
+    env, said = task(tmp_path, "on_policy_distill_workflow", row={"prompt": "Hi"})
+    assert (said, env.step(Action("18")).reward) == ("Hi", 0.0)
+    own = {"prompt": "9 + 9?", "response": "18", "who": "You count."}
+    _, said = task(tmp_path, "math_workflow", row=own, format=Format(system_prompt_key="who"))
+    assert said[0] == {"role": "system", "content": "You count."}
+    env, said = task(tmp_path, "simple_workflow")
+    assert (said, env.step(Action("18")).reward) == ("9 + 9?", 1.0)
+    raw = Format(raw=True)
+    _, said = task(tmp_path, "math_boxed_workflow", workflow_args={"use_base": True}, format=raw)
+    assert said.startswith("System:Please") and said.endswith("\nUser:\n9 + 9?\nAssistant:\n")  # noqa: PT018
+
+
+def test_fields_within_fields(tmp_path):
+    """A key with dots is a path, unless the row has a field of that very name."""
+    form = Format(response_key="reward_model.ground_truth")
+    row = {"prompt": "9 + 9?", "reward_model": {"ground_truth": "18"}}
+    assert task(tmp_path, row=row, format=form)[0].step(Action("18")).reward == 1.0
+    row = {"prompt": "9 + 9?", "reward_model.ground_truth": "18"}
+    assert task(tmp_path, row=row, format=form)[0].step(Action("18")).reward == 1.0
+    with pytest.raises(rlkit.DataError, match="a field 'reward_model.ground_truth'"):
+        task(tmp_path, row={"prompt": "a", "reward_model": "18"}, format=form)
+
+
+def write(path, *values):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), "utf-8")
+
+
+def test_folders_of_splits(tmp_path):
+    """Files named after splits, shards in order, in a subset's folder or in data."""
+    write(tmp_path / "a" / "train.jsonl", {"x": 1})
+    write(tmp_path / "a" / "test.jsonl", {"x": 2})
+
+    def read(name, split, **more):
+        return [row["x"] for row in rows.read(str(tmp_path / name), where="t.path", split=split, **more)]
+
+    assert (read("a", "train"), read("a", "test")) == ([1], [2])
+    for i in (1, 0):
+        write(tmp_path / "b" / "main" / "data" / f"train-0000{i}-of-00002.jsonl", {"x": i})
+    assert read("b", "train", subset="main") == [0, 1]
+    with pytest.raises(
+        rlkit.ConfigError, match=r"t.split: the folder .* has test.jsonl, train.jsonl; expected dev.jsonl"
+    ):
+        read("a", "dev")
+    write(tmp_path / "c.jsonl", {"x": 1, "split": "train"}, {"x": 2, "split": "test"}, {"x": 3})
+    assert (read("c.jsonl", "train"), read("c.jsonl", "test")) == ([1, 3], [2])
+    with pytest.raises(rlkit.ConfigError, match="t.split: is 'dev'; expected test or train"):
+        read("c.jsonl", "dev")
+    write(tmp_path / "gsm_test.jsonl", {"x": 5})
+    assert read("gsm_test.jsonl", "test") == [5]
+
+
+def trajectory(reward, stop="stop", n=2):
+    return Trajectory([Turn(rlkit.Sample([1], [2] * n, [-1.0] * n, stop_reason=stop), reward)], terminated=True)
+
+
+def test_operators():
+    """Each in its order; what they leave out is counted."""
+    groups = [Group([trajectory(r) for r in given]) for given in ((1.0, 0.0, -1.0), (1.0, 1.0), (0.0, -1.0))]
+    of = lambda *given: Operators.of([Operator(name, args) for name, args in given])  # noqa: E731
+    left = lambda operators: [g.rewards.tolist() for g in operators.applied(groups)[0]]  # noqa: E731
+    assert left(of(("reward_filter", {}))) == [[1.0, 0.0], [1.0, 1.0], [0.0]]
+    assert left(of(("reward_filter", {"threshold": 0.5}))) == [[1.0], [1.0, 1.0]]
+    assert left(of(("reward_std_filter", {}))) == [[1.0, 0.0, -1.0], [0.0, -1.0]]
+    assert left(of(("dapo_dynamic_sampling", {}))) == [[1.0, 0.0, -1.0]]
+    assert left(of(("reward_filter", {}), ("reward_std_filter", {}))) == [[1.0, 0.0]]
+    assert of(("reward_filter", {})).applied(groups)[1] == {"filter/operators": 2.0}
+    assert of(("mask_response_truncated", {})).masks
+    assert of(("pass_rate_calculator", {})).unused
+    with pytest.raises(rlkit.ConfigError, match=r"operators\[0\].args.thresh: there is no such setting; did you mean"):
+        of(("reward_filter", {"thresh": 1}))
+
+
+def test_answers_that_were_cut_do_not_train(tmp_path):
+    """They stand in the baseline of their group, and in no update: on the toy, which never ends, nothing is left."""
+    assert (was_cut(trajectory(1.0)), was_cut(trajectory(1.0, "length"))) == (False, True)
+    mask = "data_processor.experience_pipeline.operators=[{name: mask_response_truncated}]"
+    ((_, with_all),) = curve(played(tmp_path / "all", "model.max_response_tokens=2", steps=1), "train/datums")
+    ((_, numbers),) = curve(played(tmp_path / "mask", mask, "model.max_response_tokens=2", steps=1))
+    assert numbers.get("train/datums", 0.0) < with_all["train/datums"]
+
+
+def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
+    """Each set its own top_p and top_k, beside training that samples from the whole distribution."""
+    from rlkit.recipes import loop
+
+    seen = []
+    evaluate = loop.evaluate_sync
+    monkeypatch.setattr(
+        loop, "evaluate_sync", lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)
+    )
+    sets = "[{name: one, default_workflow_type: write, workflow_args: {letters: a}, rollout_args: {top_p: 0.5}}, "
+    sets += "{name: two, default_workflow_type: write, workflow_args: {letters: a}, rollout_args: {top_k: 1}}]"
+    played(tmp_path, f"buffer.explorer_input.eval_tasksets={sets}", steps=1)
+    assert [(p.top_p, p.top_k) for p in seen[:2]] == [(0.5, -1), (1.0, 1)]
+
+
+def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
+    """Episodes that train are sampled with it where the loss takes no ratio."""
+    from rlkit.recipes import loop
+
+    seen = []
+    play = loop.played
+    monkeypatch.setattr(loop, "played", lambda *a: seen.append(a[3].params.top_p) or play(*a))
+    played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
+    assert seen == [0.9]
+
+
+def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
+    """enable_thinking: false is satisfied and said; true is refused, by --check already."""
+    tokenizer = rlkit.connect("toy").tokenizer
+    settings = loaded(tmp_path, "model.enable_thinking=false")
+    with caplog.at_level(logging.INFO, "rlkit.recipes"):
+        chat = models.chat_of(settings, tokenizer, Format())
+    assert "enable_thinking false" in caplog.text
+    assert chat.start("a").prompt.tolist() == rlkit.chat.Chat(tokenizer).start("a").prompt.tolist()
+    switch = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}!{% else %}.{% endif %}"
+    settings = loaded(tmp_path, "model.enable_thinking=false")
+    chat = models.chat_of(settings, tokenizer, Format(chat_template=switch))
+    assert tokenizer.decode(chat.start("a").prompt) == "a."
+    assert recipes.check(settings)
+
+
+def test_the_critics_settings_of_verl(tmp_path, caplog):
+    """Its rate and its clip have their effect; the rest is named."""
+    more = ["trainer.trainer_config={critic: {optim: {lr: 0.02}, cliprange_value: 0.5, strategy: fsdp}}"]
+    with caplog.at_level(logging.INFO, "rlkit.recipes"):
+        (job,) = recipes.check(loaded(tmp_path, *more, algorithm="ppo"))
+    assert job.critic == (0.02, {"clip": 0.5})
+    assert job.critic_adam(0).learning_rate == pytest.approx(0.02)
+    assert "trainer.trainer_config: critic.strategy (veRL's own)" in caplog.text
+    with pytest.raises(rlkit.ConfigError, match=r"critic.optim.lr: is 0.02; expected algorithm.critic_lr, 0.01"):
+        recipes.check(loaded(tmp_path, *more, "algorithm.critic_lr=0.01", algorithm="ppo"))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_a_task_sets_temperature_against_the_service(tmp_path, temperature):
+    """A service that trains at temperature 1 is not given others; --check knows."""
+    own = ["backend=tinker", "model.tinker.base_model=toy", "model.tinker.enable=true"]
+    own += [f"buffer.explorer_input.taskset.rollout_args.temperature={temperature}"]
+    settings = loaded(tmp_path, *own)
+    if temperature == 1.0:
+        assert recipes.check(settings)
+        return
+    with pytest.raises(
+        rlkit.ConfigError, match=r"taskset.rollout_args.temperature: is 0.7; expected 1, or options.off"
+    ):
+        recipes.check(settings)
+
+
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+    """Is found by --check, with the command that installs it."""
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
+    with pytest.raises(rlkit.ConfigError, match="whose package wandb is not installed; expected null, or pip install"):
+        recipes.check(loaded(tmp_path, "monitor.monitor_type=wandb"))
