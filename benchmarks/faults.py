@@ -32,7 +32,11 @@ from rlkit.testing import FakeTinker, Fault
 
 MARGIN = 2.0  # seconds that a call may end after its deadline, on a machine that is busy with other cells
 KINDS = ("401", "410", "429", "500", "503", "reset", "timeout", "slow", "bad_json")
-RARER = ("400", "402", "403", "404", "408", "409", "502", "paused_capacity", "paused_rate_limit")  # where it trains
+RARER = (  # where it trains
+    *("400", "402", "403", "404", "408", "409", "422", "502", "empty", "lost", "redirect", "opfail"),
+    *("paused_capacity", "paused_rate_limit"),
+)
+SAFE = ("429", "opfail")  # by which a server says that it did nothing
 # endpoint, operation of retrieve_future, requests that pass before the first that fails
 PLACES = (
     ("create_session", None, 0),
@@ -251,7 +255,15 @@ def cells(kinds: tuple[str, ...]) -> list[Cell]:
             for x, place, resend in itertools.product(when, training, (None, True))
             if place[0] != "retrieve_future" and kind in KINDS
         ]
-    return found
+    return [x for x in found if _possible(x)]
+
+
+def _possible(cell: Cell) -> bool:
+    """Whether a server can be in such trouble: one that says that it did nothing did nothing."""
+    submitted = cell.endpoint in ("forward_backward", "optim_step")
+    if cell.kind == "opfail":
+        return submitted and cell.when == "before"
+    return not (cell.kind in SAFE and cell.when == "after" and submitted and not cell.dedupe)
 
 
 def undisturbed() -> list[Any]:

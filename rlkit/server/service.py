@@ -14,13 +14,14 @@ from typing import Any, Self
 
 from rlkit import _check
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.errors import RlkitError
+from rlkit.errors import BackendError, RlkitError
 from rlkit.server import sampling, sessions, storage, training
 from rlkit.server.checkpoints import Checkpoints
 from rlkit.server.futures import Futures
 from rlkit.server.models import Models
 from rlkit.server.requests import ApiError, Request, Response
 from rlkit.server.state import Applied, Endpoints, State
+from rlkit.server.wire import read_forward_backward
 
 __all__ = ["Service"]
 
@@ -184,6 +185,23 @@ class Service:
     def endpoints(self) -> list[str]:
         """The names that ``describe`` gives."""
         return sorted({endpoint.name for endpoint in _ENDPOINTS} | {"retrieve_future"})
+
+    def fail(self, endpoint: str, body: bytes) -> dict[str, Any] | None:
+        """Accepts a call of a model in training and has it fail, for tests; None where it is no such call."""
+        if endpoint == "forward_backward":
+            call = read_forward_backward(body)
+            model_id, seq_id = call.model_id, call.seq_id
+        else:
+            fields = json.loads(body)
+            model_id, seq_id = fields.get("model_id"), fields.get("seq_id")
+        with self._lock:
+            run = self._state.runs.get(model_id)
+            if run is None or seq_id is None:
+                return None
+            entry = self._state.futures.add((model_id, seq_id), endpoint, model_id=model_id)
+            entry.give_up(BackendError("the operation failed, by the fault that was asked for"))
+            run.line.skip(seq_id)
+            return entry.accepted
 
     def expire(self) -> None:
         """Ends all sessions from this side: what belongs to them is answered with 410 from now on."""

@@ -241,7 +241,7 @@ class FakeTinker:
         if latency:
             await asyncio.sleep(latency)
         if fault is not None and fault.when == "before":
-            answer = await _failure(fault, request)
+            answer = self._failed(request, endpoint) if fault.kind == "opfail" else await _failure(fault, request)
             if answer is not None:
                 return answer
         answer = await self._answered(request, endpoint)
@@ -260,6 +260,14 @@ class FakeTinker:
         httpx = importlib.import_module("httpx")
         return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.body, request=request)
 
+    def _failed(self, request: Any, endpoint: str) -> Any:
+        """The answer to a request that is accepted and whose operation fails."""
+        httpx = importlib.import_module("httpx")
+        accepted = self.service.fail(endpoint, request.content)
+        if accepted is None:
+            raise ConfigError(f"Fault(kind='opfail', endpoint={endpoint!r}): it is for calls of a model in training")
+        return httpx.Response(200, json=accepted, request=request)
+
     def _check_open(self) -> None:
         if not self._open:
             raise ConfigError("FakeTinker is not open; use it as `with FakeTinker() as fake:`")
@@ -268,6 +276,12 @@ class FakeTinker:
 async def _failure(fault: Fault, request: Any) -> Any:
     """What the client gets instead of an answer; None where the answer only comes late."""
     httpx = importlib.import_module("httpx")
+    if fault.kind == "lost":
+        raise httpx.RemoteProtocolError("server disconnected, by the fault that was asked for", request=request)
+    if fault.kind == "empty":
+        return httpx.Response(200, headers={"content-type": "application/json"}, content=b"", request=request)
+    if fault.kind == "redirect":
+        return httpx.Response(307, headers={"location": "https://elsewhere.invalid/"}, request=request)
     if fault.kind == "reset":
         raise httpx.ReadError("connection reset by the fault that was asked for", request=request)
     if fault.kind == "timeout":

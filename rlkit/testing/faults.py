@@ -9,6 +9,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit.errors import ConfigError
 
 __all__ = ["Fault", "Faults", "Kind"]
 
@@ -21,6 +22,7 @@ Kind: TypeAlias = Literal[
     "408",
     "409",
     "410",
+    "422",
     "429",
     "500",
     "502",
@@ -29,6 +31,10 @@ Kind: TypeAlias = Literal[
     "timeout",
     "slow",
     "bad_json",
+    "empty",
+    "lost",
+    "redirect",
+    "opfail",
     "paused_capacity",
     "paused_rate_limit",
 ]
@@ -42,7 +48,9 @@ class Fault:
 
     Args:
         kind: an HTTP status; "reset" (the connection breaks), "timeout" (no answer within the client's patience, which
-            is cut short), "slow" (the answer comes ``seconds`` late), "bad_json" (status 200, half a body),
+            is cut short), "slow" (the answer comes ``seconds`` late), "bad_json" (status 200, half a body), "empty"
+            (status 200, no body), "lost" (the server closes without an answer), "redirect" (307, elsewhere), "opfail"
+            (of a request that is carried out later, "before": it is accepted, and fails there),
             "paused_capacity" and "paused_rate_limit" (of "retrieve_future": not yet, the queue is paused; answered
             after ``seconds``, as the client asks again at once).
         endpoint: which requests, by the last part of the path ("optim_step", "forward_backward", "retrieve_future",
@@ -68,6 +76,8 @@ class Fault:
     def __attrs_post_init__(self) -> None:
         _check.choice("Fault.kind", self.kind, _KINDS)
         _check.choice("Fault.when", self.when, ("before", "after"))
+        if self.kind == "opfail" and self.when == "after":
+            raise ConfigError("Fault(kind='opfail'): an operation that failed had no effect; expected when='before'")
         if self.times is not None:
             _check.integer("Fault.times", self.times, low=1)
         _check.integer("Fault.skip", self.skip, low=0)

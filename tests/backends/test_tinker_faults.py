@@ -88,8 +88,11 @@ PASSES = ("429", "500", "503", "reset", "timeout", "slow")  # what the SDK gets 
 
 @pytest.fixture(scope="module")
 def curve():
-    logging.getLogger("tinker").setLevel(logging.CRITICAL)
-    return matrix.undisturbed()
+    log = logging.getLogger("tinker")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    yield matrix.undisturbed()
+    log.setLevel(level)
 
 
 def outcomes(curve, cells):
@@ -137,13 +140,39 @@ def test_a_service_that_takes_repeated_calls_for_new_ones(curve):
     """A training call whose answer was lost is not sent again, so nothing is done twice there either."""
     cells = [
         matrix.Cell(kind, "after", *place, times, dedupe=False)
-        for kind, place, times in itertools.product(("429", "503", "reset"), (TRAINING[0], TRAINING[2]), (1, None))
+        for kind, place, times in itertools.product(("503", "reset", "lost"), (TRAINING[0], TRAINING[2]), (1, None))
     ]
     for outcome in outcomes(curve, cells):
         expected = "StepOutcomeUnknown" if outcome.cell.endpoint == "optim_step" else "BackendError"
         assert outcome.error == expected, outcome.cell
         assert "not sent again" in outcome.text
         assert not outcome.doubled
+
+
+def test_a_call_that_was_turned_away_is_sent_again_anywhere(curve):
+    """A 429 says that nothing was carried out: a run goes on after one, also on a server that recognises no repeats."""
+    cells = [matrix.Cell("429", "before", *place, times, dedupe=False) for place in TRAINING[::2] for times in (1, 3)]
+    for outcome in outcomes(curve, cells):
+        assert not outcome.error, (outcome.cell, outcome.text)
+
+
+def test_a_result_that_cannot_be_fetched(curve):
+    """Whatever the status, and whoever gave it: of a step it is not known whether it was applied."""
+    cells = [
+        matrix.Cell(kind, when, *place, 1)
+        for kind, when, place in itertools.product(("redirect", "422", "empty"), ("before", "after"), TRAINING[:2])
+    ]
+    for outcome in outcomes(curve, cells):
+        assert outcome.step_error == "StepOutcomeUnknown", (outcome.cell, outcome.text)
+
+
+def test_an_operation_that_failed_on_the_service(curve):
+    """Is the service's own word: the step was not applied, and the error does not say that this is unknown."""
+    for outcome in outcomes(curve, [matrix.Cell("opfail", "before", *place, 1) for place in TRAINING[::2]]):
+        assert outcome.error == "BackendError", outcome.cell
+        assert "the operation failed" in outcome.text
+        sent_behind = outcome.cell.endpoint == "forward_backward"  # a step, which was carried out
+        assert outcome.applied == outcome.steps + sent_behind == 1 + sent_behind
 
 
 def test_what_the_matrix_calls_a_problem():
@@ -233,7 +262,7 @@ def sent(link, *answers, path="optim_step", body=b"{}", **headers):
     return asyncio.run(all_of_them()), next(count)
 
 
-@pytest.mark.parametrize("status", [402, 408, 409, 429, 500, 503])
+@pytest.mark.parametrize("status", [402, 408, 409, 500, 503])
 def test_an_answer_that_the_sdk_would_repeat_after(status):
     """Becomes one that it does not, with what the server said."""
     answer, _ = sent(guard.Link(resend=False), {"status_code": status, "json": {"detail": "busy"}})
@@ -243,7 +272,7 @@ def test_an_answer_that_the_sdk_would_repeat_after(status):
     assert again.status_code == status
 
 
-@pytest.mark.parametrize("status", [200, 400, 401, 404, 422])
+@pytest.mark.parametrize("status", [200, 307, 400, 401, 404, 422, 429])
 def test_an_answer_that_it_would_not_repeat_after_is_left_alone(status):
     answer, _ = sent(guard.Link(resend=False), {"status_code": status, "json": {"detail": "no"}})
     assert answer.status_code == status
@@ -352,8 +381,9 @@ def test_a_connection_that_was_given_up_is_not_tried_for_ever(fake):
     ("error", "known"),
     [
         (("RequestFailedError", "Request failed: no such optimizer for self.request_id='x'"), True),
-        (("UnprocessableEntityError", 422), True),
-        (("BadRequestError", 400), False),  # a proxy may say so, whatever the server did
+        (("UnprocessableEntityError", 422), False),  # a proxy may say so, whatever the server did
+        (("APIStatusError", 307), False),
+        (("BadRequestError", 400), False),
         (("AuthenticationError", 401), False),
         (("NotFoundError", 404), False),
         (("APIStatusError", 410), False),

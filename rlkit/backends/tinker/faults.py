@@ -25,7 +25,6 @@ _ADVICE = {
     422: "it was refused as not valid (422)",
     429: "the service is out of capacity or the rate limit is reached (429)",
 }
-_DEFINITE = 422  # the server looked at the request and refused it; a proxy may say 400 whatever the server did
 
 
 def translate(call: str, error: BaseException, *, step: bool = False, path: str | None = None) -> RlkitError:
@@ -131,8 +130,8 @@ def _reason(error: BaseException) -> tuple[str, bool]:
         return _detail(error), False
     if status is not None:
         if 300 <= status < 400:
-            return f"the service redirects elsewhere ({status}), which is not followed: the key would go with it", True
-        return f"{_advice(status)}: {_detail(error)}", status == _DEFINITE and hasattr(error, "status_code")
+            return f"the service redirects elsewhere ({status}), which is not followed: the key would go with it", False
+        return f"{_advice(status)}: {_detail(error)}", False  # a proxy may say so, whatever the server did
     if isinstance(error, AttributeError) and "billing" in text:  # of the SDK's, where it meets a 402 while connecting
         return _advice(402), False
     if name in ("APIConnectionError", "APITimeoutError"):

@@ -120,7 +120,8 @@ class Link:
             self._resend = True
         if status == 408 or (trouble and request.url.path.endswith("/retrieve_future")):
             await asyncio.sleep(max(0.0, _INTERVAL - (time.monotonic() - started)))
-        if (trouble or _repeated(response)) and self._once(request):
+        lost = (trouble and status != 429) or _repeated(response)  # by a 429 a server says that it did nothing
+        if lost and self._once(request):
             said = f": {self.trouble.text}" if self.trouble is not None and self.trouble.text else ""
             return _answer(request, f"the service answered {status}{said}, and {_WHY}")
         return response
