@@ -65,7 +65,7 @@ def over_server(folder: Path, python: str) -> Iterator[tuple[str, dict[str, Any]
         from tests.realserver.server import RealServer
 
         model = options["model"]
-        server = RealServer(python, model, folder / "server", reduction="sum")
+        server = RealServer(python, model, folder / "server", mode="sum")
         with server, mock.patch.dict(os.environ, TINKER_API_KEY="tml-local"):
             yield "tinker", {"model": model, "tokenizer": model, "base_url": server.url}
 

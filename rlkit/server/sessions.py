@@ -17,6 +17,7 @@ from rlkit.types import Lora
 __all__ = ["checked_optimizer", "ended", "endpoints", "metadata_of", "new_run"]
 
 endpoints = Endpoints()
+_ARCH = "rlkit"  # what rlkit's own clients know the server by
 
 
 @endpoints.post("client/config")
@@ -169,7 +170,7 @@ def new_run(
 def get_info(state: State, request: Request) -> Response:
     """What a model is."""
     run = state.run(request.fields().text("model_id"))
-    data = {"arch": "rlkit", "model_name": run.base_model, "tokenizer_id": state.tokenizer_id}
+    data = {"arch": _ARCH, "model_name": run.base_model, "tokenizer_id": state.tokenizer_id}
     return Response.json(
         {
             "type": "get_info",

@@ -3,12 +3,17 @@ the fake service runs too."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import attrs
 import numpy as np
 import pytest
 
 import rlkit
 from rlkit import losses
+from rlkit.backends.tinker.session import Session
 from rlkit.losses import with_entropy, with_kl
+from rlkit.server import losses as served
 from rlkit.testing import FakeTinker
 from tests.losses.calls import COMPOSED, NAMES, VARIANTS, example, identity, needs
 
@@ -120,6 +125,73 @@ def test_every_loss_without_losses_on_the_service(plain_service, variant):
     route = check_equal(connect(plain_service), episodes(name, settings), name, settings)
     assert (route.kind, route.calls) == ("client", ("forward", "cross_entropy"))
     assert "does not run losses" in route.why
+
+
+@pytest.fixture
+def dividing_service(monkeypatch):
+    """One that is not rlkit's: its cross entropy is divided by the sum of its weights, as some servers' is."""
+
+    def divided(lp, x):
+        return -(x["weights"] * lp) / x["weights"].sum().clamp(min=1e-9), {}
+
+    entry = served._TABLE["cross_entropy"]
+    table = {**served._TABLE, "cross_entropy": attrs.evolve(entry, function=divided, elementwise=False)}
+    monkeypatch.setattr(served, "_TABLE", table)
+    monkeypatch.setattr("rlkit.server.sessions._ARCH", "another")
+    with FakeTinker(seed=0, config={"custom_loss_server_side": False}) as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("variant", [v for v in POLICY if needs(v[0])[0] == "logprobs"], ids=identity)
+def test_every_loss_on_a_server_that_divides_by_weights(dividing_service, variant):
+    """Is exact there, too: what has weights of its own, or a gradient for weights, goes by a loss that takes them."""
+    name, settings = variant
+    data = episodes(name, settings, constant=name in ("gspo", "luspo"))
+    route = check_equal(connect(dividing_service), data, name, settings)
+    assert "cross_entropy" not in route.calls
+    assert set(route.calls) <= {"forward", "cispo", "ppo", "importance_sampling", "gspo"}
+
+
+def test_a_function_on_a_server_that_divides_by_weights(dividing_service):
+    route = check_equal(connect(dividing_service), episodes("ppo"), losses.ppo)
+    assert route.calls == ("forward", "cispo")
+
+
+def test_a_mask_is_sent_as_a_cross_entropy_anywhere(dividing_service):
+    """Supervised tokens with weights of 0 and 1: every server takes them for a mask."""
+    data = [rlkit.Datum.supervised([65, 66], [67, 68, 69], weights=[1.0, 0.0, 1.0])]
+    with connect(dividing_service) as policy:
+        assert policy.route(data, "cross_entropy").calls == ("cross_entropy",)
+        assert policy.route([data[0].with_inputs(weights=0.5)], "cross_entropy").calls == ("cispo",)
+
+
+def test_a_matrix_of_weights_is_warned_about_once(dividing_service, service):
+    """It goes by no other loss; not on the hosted service or rlkit's, where it is right."""
+    data = episodes("topk_forward_kl")
+    with connect(dividing_service) as policy:
+        with pytest.warns(UserWarning, match="'topk_forward_kl' is sent as a cross entropy with weights of both signs"):
+            policy.forward_backward(data, "topk_forward_kl").result()
+        policy.forward_backward(data, "topk_forward_kl").result()  # a second warning would be an error
+    with connect(service) as policy:
+        policy.forward_backward(data, "topk_forward_kl").result()
+
+
+@pytest.mark.parametrize(
+    ("address", "arch", "trusted"),
+    [
+        (None, "llama", True),
+        ("https://tinker.thinkingmachines.dev/services/x", "llama", True),
+        ("https://tinker.thinkingmachines.dev.evil.example", "llama", False),
+        ("http://127.0.0.1:8000", "rlkit", True),
+        ("http://127.0.0.1:8000", None, False),
+    ],
+)
+def test_whose_cross_entropy_is_trusted(address, arch, trusted):
+    """The hosted service's and rlkit's."""
+    service = SimpleNamespace(holder=SimpleNamespace(_base_url=address))
+    session = Session(service, link=None, seconds=1.0, until=0.0)
+    info = SimpleNamespace(model_data=SimpleNamespace(arch=arch))
+    assert session.weighs(info) is trusted
 
 
 @pytest.mark.parametrize("name", [n for n in COMPOSED if "entropy" not in n.split("+")[1:]])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
+import traceback
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -221,6 +224,48 @@ class TestScores:
                     sampler.target_logprobs([1, 2, 3], bad)
             with pytest.raises(rlkit.ConfigError, match="k"):
                 sampler.top_logprobs([1, 2], 0)
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_the_first_token_may_be_left_out(self, policy, monkeypatch, first):
+        """Servers give N entries with None first, or N - 1; fewer are an error."""
+        with policy.sampler().result() as sampler:
+            expected = sampler.logprobs([1, 2, 3, 4]).result()
+            given = [None, *expected[1:].tolist()] if first else expected[1:].tolist()
+            monkeypatch.setattr(sampler, "client", Scoring(given))
+            np.testing.assert_array_equal(sampler.logprobs([1, 2, 3, 4]).result(), expected)
+            monkeypatch.setattr(sampler, "client", Scoring(given[:2]))
+            with pytest.raises(rlkit.BackendError, match="gave 2 for 4 tokens"):
+                sampler.logprobs([1, 2, 3, 4]).result()
+
+    def test_end_tokens_are_named_to_servers_that_may_not_know_them(self, policy):
+        """A request without stops names them; the hosted service has its own, and takes none for those."""
+        with policy.sampler().result() as sampler:
+            assert sampler._stop(rlkit.SamplingParams()) == list(policy.tokenizer.eos_ids)
+            assert sampler._stop(rlkit.SamplingParams(stop=())) == []
+            sampler._names_stops = False
+            assert sampler._stop(rlkit.SamplingParams()) is None
+
+
+def test_a_backend_that_is_not_made_yet_can_be_shown():
+    """Reporters show locals, and the error that they report is the one that connecting failed with."""
+    with pytest.raises(rlkit.RlkitError) as failed:
+        rlkit.connect("tinker", model="toy", base_url="http://127.0.0.1:9", api_key="tml-x", deadline=0.5)
+    shown = traceback.TracebackException.from_exception(failed.value, capture_locals=True)
+    text = "".join(shown.format())
+    assert "<TinkerBackend not connected, version None>" in text
+    assert "AttributeError" not in text
+
+
+class Scoring:
+    """A client of the SDK's that gives these logprobs."""
+
+    def __init__(self, values):
+        self._values = values
+
+    def compute_logprobs(self, prompt):
+        done = concurrent.futures.Future()
+        done.set_result(self._values)
+        return SimpleNamespace(future=lambda: done)
 
 
 class TestTemperatures:

@@ -14,20 +14,18 @@ PYTHON = "RLKIT_SERVER_PYTHON"  # the Python that has the server; set by make te
 
 @pytest.fixture(scope="session")
 def real_server(tiny, tmp_path_factory) -> Iterator:
-    """``real_server(reduction)`` is a running server over the two-layer Llama, started once."""
+    """``real_server(mode)`` is a running server over the two-layer Llama, started once."""
     python = os.environ.get(PYTHON)
     if not python:
         pytest.skip(f"${PYTHON} is not set: `make test-server` installs a real server and runs this")
     pytest.importorskip("tinker")
     running: dict[str, RealServer] = {}
 
-    def get(reduction: str) -> RealServer:
-        if reduction not in running:
-            server = RealServer(
-                python, tiny("llama"), tmp_path_factory.mktemp(f"server-{reduction}"), reduction=reduction
-            )
-            running[reduction] = server.__enter__()
-        return running[reduction]
+    def get(mode: str) -> RealServer:
+        if mode not in running:
+            server = RealServer(python, tiny("llama"), tmp_path_factory.mktemp(f"server-{mode}"), mode=mode)
+            running[mode] = server.__enter__()
+        return running[mode]
 
     yield get
     for server in running.values():
@@ -35,8 +33,14 @@ def real_server(tiny, tmp_path_factory) -> Iterator:
 
 
 @pytest.fixture(scope="session")
+def stock(real_server) -> RealServer:
+    """The server as it is installed, with what the SDK needs and no correction."""
+    return real_server("stock")
+
+
+@pytest.fixture(scope="session")
 def own(real_server) -> RealServer:
-    """The server as it is: its gradient is the mean over sequences of token means."""
+    """The server with complete answers, and its own gradient: the mean over sequences of token means."""
     return real_server("own")
 
 
@@ -59,7 +63,7 @@ def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
     if report.failed:
-        for name in ("own", "summing"):
+        for name in ("stock", "own", "summing"):
             server = item.funcargs.get(name) if hasattr(item, "funcargs") else None
             if server is not None:
                 report.sections.append((f"log of the server, {name}", server.tail()))

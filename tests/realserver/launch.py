@@ -2,9 +2,16 @@
 
     .venv-server/bin/python tests/realserver/launch.py --port 8001 --base-model DIR --backend jax ...
 
-The options are those of ``skyrl.tinker.api``, with ``--reduction`` beside them. skyrl 0.4.0 was written for an older
-SDK, Python 3.12 and ``uv``; each patch below says what of that it bridges. Nothing else of the server is touched: its
-models, losses, optimizer, sampler, scheduling and storage run as they are installed.
+The options are those of ``skyrl.tinker.api``, with ``--mode`` beside them:
+
+    stock   the server as it is installed, with shims alone: skyrl 0.4.0 was written for an older SDK, Python 3.12 and
+            ``uv``, and without them the SDK 0.38 cannot speak to it. ``patch_api`` has them; none changes a number.
+    own     also corrections that complete its answers: the end tokens of the model where no stop is named, a first
+            entry in ``prompt_logprobs``, ``metrics["loss:sum"]``, and no gradient that a model before left behind.
+    sum     also gradients that are sums over tokens and datums, as the Tinker API documents them, in place of the
+            server's mean over sequences of means over their weights.
+
+Models, optimizer, sampler, scheduling and storage run as they are installed in all three.
 
 It ends when its standard input is closed, so it never outlives who started it; the engine, a child process, ends with
 it.
@@ -22,8 +29,12 @@ from typing import Any
 # ruff: noqa: B008  # FastAPI's way to ask for a session
 
 
-def patch_api(ends: list[int]) -> Any:
-    """The module ``skyrl.tinker.api``, with what the SDK 0.38 asks for beyond it."""
+def patch_api(ends: list[int] | None) -> Any:
+    """The module ``skyrl.tinker.api``, with what the SDK 0.38 asks for beyond it: the shims.
+
+    Args:
+        ends: the correction of requests without a stop: the model's end tokens; None leaves them as they are.
+    """
     import datetime as dt
 
     from fastapi import Depends, Request, Response
@@ -48,9 +59,9 @@ def patch_api(ends: list[int]) -> Any:
     async def asample(
         request: api.SampleRequest, raw: Request, session: AsyncSession = Depends(api.get_session)
     ) -> dict[str, Any]:
-        """The SDK wants an id for each sequence with the promise of a sample, and fails without them. No stop at all
-        means the model's end tokens to it; to the server it means what an empty list does."""
-        if request.sampling_params.stop is None:
+        """The SDK wants an id for each sequence with the promise of a sample, and fails without them. Corrected: no
+        stop at all means the model's end tokens to it; to the server it means what an empty list does."""
+        if ends is not None and request.sampling_params.stop is None:
             request.sampling_params.stop = ends
         answer = await api.asample(request, raw, session)
         ids = [f"{answer.request_id}:{i}" for i in range(request.num_samples)]
@@ -113,8 +124,10 @@ def patch_api(ends: list[int]) -> Any:
     return api
 
 
-def patch_engine(reduction: str) -> None:
-    """The engine's part: what is missing in its results, and gradients that are sums where that is asked for."""
+def patch_engine(mode: str) -> None:
+    """The corrections in the engine: what is missing in its results, and gradients that are sums; none of the stock."""
+    if mode == "stock":
+        return
     import jax
     import jax.numpy as jnp
     from skyrl.backends import jax as backend
@@ -153,7 +166,7 @@ def patch_engine(reduction: str) -> None:
     backend.JaxBackendImpl._model_pass = with_loss
     backend.JaxBackendImpl.delete_model = with_its_gradient
     backend.JaxBackendImpl.sample = with_first
-    if reduction == "own":
+    if mode == "own":
         return
 
     @jax.custom_vjp
@@ -191,11 +204,7 @@ def main() -> None:
     """Serves until its standard input is closed, or runs the engine (what the server starts as its child)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="store_true", help="be the engine")
-    parser.add_argument(
-        "--reduction",
-        choices=("own", "sum"),
-        help="gradients as skyrl has them, the mean over sequences of token means, or as Tinker documents them",
-    )
+    parser.add_argument("--mode", choices=("stock", "own", "sum"), default="stock", help="what is corrected: see above")
     options, rest = parser.parse_known_args()
 
     import typing_extensions
@@ -203,7 +212,7 @@ def main() -> None:
     # pydantic takes typing.TypedDict from Python 3.12 on only; skyrl.tinker.types has one.
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     if options.engine:
-        patch_engine(os.environ["RLKIT_REDUCTION"])
+        patch_engine(os.environ["RLKIT_MODE"])
         sys.argv[1:] = rest
         from skyrl.tinker import engine
 
@@ -211,7 +220,7 @@ def main() -> None:
         return
     import uvicorn
 
-    os.environ["RLKIT_REDUCTION"] = options.reduction or "own"  # for the child
+    os.environ["RLKIT_MODE"] = options.mode  # for the child
     from skyrl.tinker.config import EngineConfig, add_model
 
     server = argparse.ArgumentParser()
@@ -222,7 +231,7 @@ def main() -> None:
     from transformers import GenerationConfig
 
     ends = GenerationConfig.from_pretrained(found["base_model"]).eos_token_id
-    api = patch_api(ends if isinstance(ends, list) else [ends])
+    api = patch_api(None if options.mode == "stock" else ends if isinstance(ends, list) else [ends])
     api.app.state.engine_config = EngineConfig.model_validate(found)
 
     def until_closed() -> None:

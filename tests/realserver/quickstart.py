@@ -37,7 +37,7 @@ def main(python: str, arguments: list[str]) -> None:
         "sample_max_num_sequences": 16,
     }
     with (
-        RealServer(python, folder, args.out / "server", reduction="sum", **small) as server,
+        RealServer(python, folder, args.out / "server", mode="sum", **small) as server,
         rlkit.Run(args.out, seed=args.seed) as run,
     ):
         options = {"model": folder, "lora": rlkit.Lora(rank=args.rank), "deadline": 3600.0}

@@ -28,6 +28,13 @@ SETTINGS = {
 class RealServer:
     """SkyRL's server on a free port of 127.0.0.1, over one base model. A context manager.
 
+    Args:
+        python: with the server in it.
+        model: the base model's folder.
+        folder: for its states, its log and its database.
+        mode: "stock", "own" or "sum": what of it is corrected, see ``launch.py``.
+        settings: of its engine, beside ``SETTINGS``.
+
     Attributes:
         url: for TINKER_BASE_URL.
         model: the base model's folder, which is also its name for clients.
@@ -35,7 +42,7 @@ class RealServer:
         checkpoints: where they save.
     """
 
-    def __init__(self, python: str, model: str, folder: Path, *, reduction: str, **settings: Any) -> None:
+    def __init__(self, python: str, model: str, folder: Path, *, mode: str, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model = model
         self.checkpoints = folder / "checkpoints"
@@ -44,7 +51,7 @@ class RealServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [python, str(LAUNCH), "--port", str(port), "--reduction", reduction, "--base-model", model]
+        command = [python, str(LAUNCH), "--port", str(port), "--mode", mode, "--base-model", model]
         command += ["--backend", "jax", "--backend-config", json.dumps({**SETTINGS, **settings})]
         command += ["--checkpoints-base", str(self.checkpoints), "--database-url", f"sqlite:///{folder / 'tinker.db'}"]
         command += ["--session-timeout-sec", "120", "--session-cleanup-interval-sec", "5"]  # adapters are freed by it

@@ -46,3 +46,11 @@ class TestRealServer(BackendConformance):
             self.trained(backend, data, 2)
         assert worst(self.logprobs(policy, data), self.logprobs(resumed, data)) == 0.0
         assert policy.sampler().result().version == resumed.sampler().result().version == 4
+
+
+class TestStockServer(TestRealServer):
+    """The server as it is installed, with the shims of the SDK alone."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, stock):
+        self.server = stock

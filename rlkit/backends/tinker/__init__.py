@@ -116,10 +116,11 @@ class TinkerBackend:
             )
             self.service_client = session.service
             self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client, seconds)
-            made = self.training_client.get_info()
-            self.max_length = session.max_length(made.model_data.model_name, max_length)
-            rank = f"LoRA r={made.lora_rank}, " if getattr(made, "lora_rank", None) else ""
-            self.about = f"{made.model_data.model_name}, {rank}{self.training_client.model_id}"
+            info = self.training_client.get_info()
+            self.max_length = session.max_length(info.model_data.model_name, max_length)
+            rank = f"LoRA r={info.lora_rank}, " if getattr(info, "lora_rank", None) else ""
+            self.about = f"{info.model_data.model_name}, {rank}{self.training_client.model_id}"
+            weighs = session.weighs(info)
         except BaseException:
             session.close()
             raise
@@ -134,7 +135,7 @@ class TinkerBackend:
         self._snapshot: tuple[int, Any] | None = None
         self._calls = Calls(seconds, session.link)
         losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
-        self._sending = Sending(self.training_client, losses, self._calls)
+        self._sending = Sending(self.training_client, losses, self._calls, weighs=weighs)
 
     @classmethod
     def open_sampler(cls, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
@@ -312,7 +313,8 @@ class TinkerBackend:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<TinkerBackend {self.about}, version {self.version}>"
+        about = getattr(self, "about", "not connected")  # as it is in a traceback that shows locals
+        return f"<TinkerBackend {about}, version {getattr(self, 'version', None)}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a TinkerBackend holds a connection and can not be pickled; connect in each process")
@@ -348,6 +350,7 @@ class TinkerBackend:
             seconds=self._calls.seconds,
             off_temperature=self._off_temperature,
             link=self._session.link,
+            names_stops=not self._session.hosted,
         )
 
 

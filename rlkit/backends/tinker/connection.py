@@ -16,7 +16,7 @@ from rlkit import _check, _install
 from rlkit.backends.tinker import faults, guard, secrets
 from rlkit.errors import BackendTimeout, ConfigError, RlkitError, UnsupportedError
 
-__all__ = ["bounded", "check_model", "sdk", "service_client", "tokenizer_of"]
+__all__ = ["bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
 
 _CONTACT = 60.0  # seconds for the first answer of a service; afterwards it may take as long as the deadline says
 _TOKENIZER = 120.0  # and for reading a tokenizer, which may be downloaded
@@ -63,7 +63,7 @@ def service_client(
     secrets.hide(key)
     guard.install()
     secrets.watch_logs()
-    link = guard.Link(resend=True if resend is None and _hosted(address) else resend)
+    link = guard.Link(resend=True if resend is None and hosted(address) else resend)
 
     def make() -> Any:
         client = tinker.ServiceClient(
@@ -95,7 +95,7 @@ def service_client(
     return client, link
 
 
-def _hosted(address: str | None) -> bool:
+def hosted(address: str | None) -> bool:
     """Whether it is the service that the SDK is made for, where repeating a call whose answer was lost is safe."""
     host = "" if address is None else urllib.parse.urlsplit(address).hostname or ""
     return address is None or host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai"))

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlkit.types import Datum
 
-__all__ = ["HOSTED", "Part", "plan"]
+__all__ = ["HOSTED", "Part", "plan", "without_weights"]
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
@@ -48,6 +48,26 @@ def plan(name: str, settings: Mapping[str, Any], data: Sequence[Datum]) -> tuple
     used = [datum if datum.mask.any() else None for datum in data]
     found = make(settings, used)
     return (found, "") if not isinstance(found, str) else ((), found)
+
+
+def without_weights(part: Part) -> Part:
+    """The same loss of a service whose cross entropy cannot be trusted with weights, because it divides by their sum.
+
+    With its ratio clipped to [1, 1] cispo is -sum A lp, whatever the logprobs of sampling are. Weights of 0 and 1 alone
+    are a mask, which every service takes for what it is.
+    """
+    found = [arrays["weights"] for arrays in part.arrays if arrays is not None and "weights" in arrays]
+    plain = all(weights.ndim == 1 and bool(np.isin(weights, (0.0, 1.0)).all()) for weights in found)
+    if part.loss != "cross_entropy" or plain or any(weights.ndim != 1 for weights in found):
+        return part
+
+    def arrays_of(arrays: Arrays | None) -> Arrays | None:
+        if arrays is None:
+            return None
+        return {"logprobs": np.zeros_like(arrays["weights"]), "advantages": arrays["weights"]}
+
+    bounds = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
+    return Part("cispo", bounds, [arrays_of(arrays) for arrays in part.arrays])
 
 
 def _input(datum: Datum, name: str, default: float | None = None) -> np.ndarray:

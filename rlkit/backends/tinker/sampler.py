@@ -43,7 +43,9 @@ class TinkerSampler:
         seconds: float,
         off_temperature: OffTemperature,
         link: guard.Link | None = None,
+        names_stops: bool = False,
     ) -> None:
+        self._names_stops = names_stops  # the end tokens, to a server that may not know them by itself
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.version = version
@@ -166,11 +168,11 @@ class TinkerSampler:
 
     def _stop(self, params: SamplingParams) -> Any:
         """A stop list takes the place of the model's end tokens on the service; rlkit's are in addition to them."""
+        eos = [int(x) for x in self.tokenizer.eos_ids]
         if params.stop is None:
-            return None
+            return eos if self._names_stops and eos else None
         if not params.stop:
             return []
-        eos = [int(x) for x in self.tokenizer.eos_ids]
         if not isinstance(params.stop[0], str):
             return list(dict.fromkeys([*params.stop, *eos]))
         ends = [self.tokenizer.decode(np.array([x]), skip_special=False) for x in eos]
@@ -202,6 +204,8 @@ class TinkerSampler:
     def _scored(self, array: np.ndarray) -> Inner:
         def finish(values: Any) -> np.ndarray:
             found = np.array([0.0 if x is None else x for x in values], np.float32)
+            if found.size == array.size - 1:  # some servers leave out the first token, which has none
+                found = np.concatenate([np.zeros(1, np.float32), found])
             if found.shape != array.shape:
                 raise BackendError(f"logprobs: the service gave {found.size} for {array.size} tokens")
             found[0] = 0.0

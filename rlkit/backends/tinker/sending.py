@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +30,26 @@ class Sending:
         client: the SDK's training client.
         losses: the losses that the service runs.
         calls: the queue, for waiting on what a call depends on.
+        weighs: whether the service's cross entropy is known to be a sum with weights of any sign.
     """
 
-    def __init__(self, client: Any, losses: ServerLosses, calls: Calls) -> None:
+    def __init__(self, client: Any, losses: ServerLosses, calls: Calls, *, weighs: bool = True) -> None:
+        self._weighs = weighs
+        self._warned = False
         self._client = client
         self._losses = losses
         self._calls = calls
 
     def route(self, data: Sequence[Datum], prepared: PreparedLoss, *, named: bool) -> Route:
         """The way that these datums take; sends nothing."""
-        parts, why = _plan(prepared, data, named=named)
+        parts, why = self._plan(prepared, data, named=named)
         if parts:
             return Route("hosted" if len(parts) == 1 else "composed", tuple(part.loss for part in parts))
         refusal = self._losses.refusal(prepared, _used(data))
         if not refusal:
             return Route("server", ("custom",), why)
-        return Route("client", ("forward", "cross_entropy"), f"{why}; {refusal}")
+        weighted = "cross_entropy" if self._weighs or prepared.driver == "target_logprobs" else "cispo"
+        return Route("client", ("forward", weighted), f"{why}; {refusal}")
 
     def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent:
         """Logprobs, and the value of the loss, taken here."""
@@ -62,7 +67,7 @@ class Sending:
         used = _used(data)
         if not used:
             return Sent([], lambda _: wire.output(_CALL, data, [None] * len(data), []))
-        parts, _ = _plan(prepared, data, named=named)
+        parts, _ = self._plan(prepared, data, named=named)
         if parts:
             return self._hosted(data, parts)
         return self._server(data, used, prepared) or self._here(data, used, prepared)
@@ -81,7 +86,7 @@ class Sending:
                     places, wire.read_logprobs(_CALL, response, [data[i] for i in places]), strict=True
                 ):
                     logprobs[i] = array
-            return wire.output(_CALL, data, logprobs, [response.metrics for response in results])
+            return wire.output(_CALL, data, logprobs, [wire.metrics_of(_CALL, response) for response in results])
 
         return Sent(sent, finish)
 
@@ -103,7 +108,7 @@ class Sending:
 
         def finish(results: list[Any]) -> ForwardBackwardOutput:
             logprobs = wire.read_logprobs(_CALL, results[0], used)
-            return wire.output(_CALL, data, _placed(data, logprobs), [results[0].metrics])
+            return wire.output(_CALL, data, _placed(data, logprobs), [wire.metrics_of(_CALL, results[0])])
 
         return Sent([sent], finish)
 
@@ -115,14 +120,34 @@ class Sending:
         response = self._calls.wait("forward", self._forward(used, prepared))
         driver, chosen = _driver(_CALL, response, used, prepared)
         found = prepared.gradient(driver, used)
-        datums = []
-        for datum, gradient in zip(used, found.driver, strict=True):
-            weights, targets = -gradient.numpy(), None
-            if prepared.driver == "target_logprobs":
-                targets, weights = _targets(datum), np.pad(weights, ((0, 0), (0, 1)))
-            datums.append(wire.send(datum, {"weights": weights}, targets))
-        sent = self._client.forward_backward(datums, "cross_entropy", None).future()
+        targets: list[np.ndarray | None] = [None] * len(used)
+        part = routes.Part("cross_entropy", {}, [{"weights": -gradient.numpy()} for gradient in found.driver])
+        if prepared.driver == "target_logprobs":
+            self._warn_of_weights(prepared.name)
+            targets = [_targets(datum) for datum in used]
+            wide = [np.pad(-gradient.numpy(), ((0, 0), (0, 1))) for gradient in found.driver]
+            part = routes.Part("cross_entropy", {}, [{"weights": weights} for weights in wide])
+        elif not self._weighs:
+            part = routes.without_weights(part)
+        datums = [wire.send(d, x or {}, t) for d, x, t in zip(used, part.arrays, targets, strict=True)]
+        sent = self._client.forward_backward(datums, part.loss, dict(part.config) or None).future()
         return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], found))
+
+    def _plan(self, prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> tuple[Sequence[routes.Part], str]:
+        if not named:
+            return (), "it is given as a function, which is run as it is written"
+        parts, why = routes.plan(prepared.name, prepared.settings, data)
+        return (parts if self._weighs else [routes.without_weights(part) for part in parts]), why
+
+    def _warn_of_weights(self, name: str) -> None:
+        """Says once what cannot be helped: a matrix of weights goes by no other loss."""
+        if not self._weighs and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the loss {name!r} is sent as a cross entropy with weights of both signs, and this server, which is "
+                "neither the hosted one nor rlkit's, may divide by their sum: compare a step with another backend's",
+                stacklevel=2,
+            )
 
     def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Any:
         wide = prepared is not None and prepared.driver == "target_logprobs"
@@ -132,12 +157,6 @@ class Sending:
             shape = (int(datum.mask.sum()),) if targets is None else targets.shape
             datums.append(wire.send(datum, {"weights": np.zeros(shape, np.float32)}, targets))
         return self._client.forward(datums, "cross_entropy", None).future()
-
-
-def _plan(prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> tuple[Sequence[routes.Part], str]:
-    if not named:
-        return (), "it is given as a function, which is run as it is written"
-    return routes.plan(prepared.name, prepared.settings, data)
 
 
 def _used(data: Sequence[Datum]) -> list[Datum]:

@@ -115,6 +115,18 @@ class Session:
             return given or _CONTEXT
         return known if given is None else min(known, given)
 
+    def weighs(self, info: Any) -> bool:
+        """Whether a cross entropy is known to be a sum with weights of any sign: on the hosted service, and on rlkit's.
+
+        Others are known to divide by the weights' sum. ``info`` is the model's ``get_info``.
+        """
+        return self.hosted or getattr(info.model_data, "arch", None) == "rlkit"
+
+    @property
+    def hosted(self) -> bool:
+        """Whether it is the service that the SDK is made for."""
+        return connection.hosted(getattr(self.service.holder, "_base_url", None))
+
     def offers_losses(self) -> bool:
         """Whether the service runs losses that are sent to it."""
         try:
@@ -305,6 +317,7 @@ def open_sampler(
         seconds=seconds,
         off_temperature="raise",
         link=session.link,
+        names_stops=not session.hosted,
     )
 
 

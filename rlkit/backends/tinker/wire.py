@@ -13,7 +13,7 @@ from rlkit.types import Datum, ForwardBackwardOutput
 if TYPE_CHECKING:
     from rlkit.losses.prepare import LossGradient
 
-__all__ = ["output", "read_logprobs", "send"]
+__all__ = ["metrics_of", "output", "read_logprobs", "send"]
 
 
 def send(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | None = None) -> Any:
@@ -63,6 +63,21 @@ def read_logprobs(call: str, response: Any, data: Sequence[Datum]) -> list[np.nd
         if not np.isfinite(logprobs).all():
             raise BackendError(f"{call}: the service gave logprobs that are not finite for data[{i}]")
         found.append(logprobs)
+    return found
+
+
+def metrics_of(call: str, response: Any) -> Mapping[str, float]:
+    """What the service measured; the loss is the sum of its terms where that is all that the service gives.
+
+    Raises:
+        BackendError: it gave no loss at all.
+    """
+    found = dict(response.metrics or {})
+    if "loss:sum" not in found:
+        terms = [fields.get("elementwise_loss") for fields in response.loss_fn_outputs]
+        if any(x is None for x in terms):
+            raise BackendError(f"{call}: the service gave no loss")
+        found["loss:sum"] = float(sum(np.sum(x.to_numpy(), dtype=np.float64) for x in terms))
     return found
 
 
