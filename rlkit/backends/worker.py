@@ -6,6 +6,7 @@ import atexit
 import concurrent.futures
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
@@ -32,8 +33,9 @@ class Background(Protocol):
 class Worker:
     """Runs jobs one after the other in a thread of its own.
 
-    A job is a function, or a function that returns a generator: the worker drives it to its end, and gives
-    ``background`` a turn at every ``yield``. The thread ends with ``close``, or when the worker is forgotten.
+    A job is a function, or a function that returns a generator: the worker drives it to its end, and at every ``yield``
+    gives ``background`` as much time as the part before took, if it has so much to do. The thread ends with ``close``,
+    or when the worker is forgotten.
     """
 
     def __init__(self, name: str, background: Background | None = None) -> None:
@@ -138,15 +140,25 @@ def _run(state: _State) -> None:
                 job = state.jobs.popleft()
             elif running is None and state.closing:
                 break
+        began = time.monotonic()
         if job is not None:
             running = _started(*job)
             job = None
         elif running is not None:
             running = _continued(*running)
-        if state.background is not None and state.delay() == 0:
-            state.background.turn()
+        if state.background is not None:
+            _turns(state.background, time.monotonic() - began)
     if state.background is not None:
         state.background.stop()
+
+
+def _turns(background: Background, seconds: float) -> None:
+    """Background work for as long as the part of a call before it took, one turn at least: neither starves."""
+    until = time.monotonic() + seconds
+    while background.delay() == 0:
+        background.turn()
+        if time.monotonic() >= until:
+            return
 
 
 def _started(job: Callable[[], Any], future: concurrent.futures.Future[Any]) -> Any:

@@ -1,0 +1,74 @@
+"""Calls in order, and a fair share of the time for what runs in between."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from rlkit.backends.worker import Worker
+
+
+class Turns:
+    """Background work: ``left`` turns of some milliseconds each."""
+
+    def __init__(self, left, seconds=0.0):
+        self.left = left
+        self.seconds = seconds
+        self.done = []
+        self.empty = threading.Event()
+
+    def delay(self):
+        return 0 if self.left > len(self.done) else None
+
+    def turn(self):
+        time.sleep(self.seconds)
+        self.done.append(time.monotonic())
+        if len(self.done) == self.left:
+            self.empty.set()
+
+    def stop(self):
+        pass
+
+
+def parts(count, seconds, ends):
+    """A call of ``count`` parts."""
+    for _ in range(count):
+        time.sleep(seconds)
+        ends.append(time.monotonic())
+        yield
+
+
+def test_turns_of_a_long_call():
+    """Between two parts there are as many turns as fit into the time of a part, instead of one."""
+    turns, ends = Turns(60, 0.005), []
+    worker = Worker("test", turns)
+    worker.submit(lambda: parts(6, 0.1, ends)).result(timeout=20)
+    during = sum(ends[0] < t < ends[-1] for t in turns.done)
+    worker.close()
+    assert during > 3 * 5  # one each before; 20 each where the machine has time
+
+
+def test_a_call_is_not_starved():
+    """However much there is to do in between, a call takes about twice its time."""
+    turns, ends = Turns(10**9, 0.001), []
+    worker = Worker("test", turns)
+    worker.submit(lambda: parts(5, 0.05, ends)).result(timeout=20)
+    gaps = [b - a for a, b in itertools.pairwise(ends)]
+    turns.left = 0
+    worker.close()
+    assert min(gaps) < 0.05 * 2 + 0.05
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_background_alone(left):
+    """Without a call it has all of the time, and the thread sleeps when it has nothing to do."""
+    turns = Turns(left)
+    worker = Worker("test", turns)
+    worker.wake()
+    assert left == 0 or turns.empty.wait(10)
+    assert worker.submit(lambda: 3).result(timeout=10) == 3
+    worker.close()
+    assert len(turns.done) == left
