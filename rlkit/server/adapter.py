@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class BackendModels:
         else:
             saves.remove(handle)
 
+    def files(self, handle: str) -> Mapping[str, Path]:
+        """The adapter's, in the backend's own format; the local backend's is peft's."""
+        folder, state = saves.read(handle, backend=None)
+        return {str(name): folder / str(name) for name in state["sha256"]}
+
     def close(self) -> None:
         """Ends the backend that samples from the base."""
         self._base.close()
@@ -101,18 +107,39 @@ class BackendModel:
         losses on given targets.
         """
         plain = all(row.targets.ndim == 1 and np.array_equal(row.tokens[1:], row.targets[:-1]) for row in rows)
-        data = [_datum(i, row, plain=plain) for i, row in enumerate(rows)]
-        if plain and not backward:
-            found = self._backend.forward(data).result()
-            logprobs = [lp[1:] for lp in found.logprobs]
+        if not plain:
+            logprobs = self._on_targets(rows, loss, backward=backward)
+        elif backward:
+            logprobs = self._shifted(rows, loss)
         else:
-            kept: dict[int, np.ndarray] = {}
-            function = _function(loss, rows, kept, plain=plain)
-            call = self._backend.forward_backward if backward else self._backend.forward
-            found = call(data, function).result()
-            logprobs = [lp[1:] if plain else kept[i] for i, lp in enumerate(found.logprobs)]
+            logprobs = self._scored(rows, [np.ones(row.tokens.size, bool) for row in rows])
         result = loss.gradient(logprobs, [row.inputs for row in rows])
         return Outputs(result.arrays(logprobs), result.metrics)
+
+    def _on_targets(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> list[np.ndarray]:
+        kept: dict[int, np.ndarray] = {}
+        data = [_on_targets(i, row) for i, row in enumerate(rows)]
+        function = _function(loss, rows, kept)
+        call = self._backend.forward_backward if backward else self._backend.forward
+        call(data, function).result()
+        return [kept[i] for i in range(len(rows))]
+
+    def _shifted(self, rows: Sequence[Row], loss: Loss) -> list[np.ndarray]:
+        """Takes the gradient where the loss has one, and scores the rest, prompts mostly, in a pass without."""
+        chosen = [_chosen(row, loss) for row in rows]
+        if not any(x.any() for x in chosen):  # a gradient of zeros is one, too: a step may follow
+            chosen = [np.ones(row.tokens.size, bool) for row in rows]
+        data = [_shifted(row, where, row.inputs) for row, where in zip(rows, chosen, strict=True)]
+        rest = self._scored(rows, [~where for where in chosen])
+        found = self._backend.forward_backward(data, _function(loss, rows, None)).result()
+        return [a + lp[1:] for a, lp in zip(rest, found.logprobs, strict=True)]
+
+    def _scored(self, rows: Sequence[Row], where: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """[N] each: logprobs of the targets at ``where``, 0 elsewhere."""
+        if not any(x.any() for x in where):
+            return [np.zeros(row.tokens.size, np.float32) for row in rows]
+        data = [_shifted(row, x, {}) for row, x in zip(rows, where, strict=True)]
+        return [lp[1:] for lp in self._backend.forward(data).result().logprobs]
 
     def step(self, params: Adam) -> Mapping[str, float]:
         """One step. A backend refuses one without a gradient."""
@@ -131,24 +158,38 @@ class BackendModel:
         self._backend.close()
 
 
-def _datum(i: int, row: Row, *, plain: bool) -> Datum:
-    """One token more than the row has: its last target where rows are plain, or one that nothing depends on."""
-    tokens = np.append(row.tokens, row.targets[-1] if plain else 0)
+def _chosen(row: Row, loss: Loss) -> np.ndarray:
+    """Where the loss may have a gradient, bool [N]."""
+    if loss.gates is None:
+        return np.ones(row.tokens.size, bool)
+    chosen = np.zeros(row.tokens.size, bool)
+    for name in loss.gates:
+        chosen |= row.inputs[name] != 0
+    return chosen
+
+
+def _shifted(row: Row, where: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Datum:
+    """One token more than the row has, its last target; the policy's own are the targets at ``where``."""
+    given = {_PREFIX + name: array if array.ndim == 0 else array[where] for name, array in inputs.items()}
+    return Datum(np.append(row.tokens, row.targets[-1]), np.append(False, where), given)
+
+
+def _on_targets(i: int, row: Row) -> Datum:
+    """One token more than the row has, one that nothing depends on."""
     inputs = {_PREFIX + name: array for name, array in row.inputs.items()}
-    if not plain:
-        inputs["target_tokens"] = row.targets.reshape(row.tokens.size, -1)
-        inputs[_PREFIX + "row"] = np.array(i)
-    return Datum(tokens, np.arange(tokens.size) > 0, inputs)
+    inputs["target_tokens"] = row.targets.reshape(row.tokens.size, -1)
+    inputs[_PREFIX + "row"] = np.array(i)
+    return Datum(np.append(row.tokens, 0), np.arange(row.tokens.size + 1) > 0, inputs)
 
 
-def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray], *, plain: bool) -> Callable[..., Any]:
-    """The loss as a function that rlkit's backends take; without plain rows it keeps the logprobs that it is given."""
-    names = [_PREFIX + name for name in rows[0].inputs] + [_PREFIX + "row"] * (not plain)
-    driver = "logprobs" if plain else "target_logprobs"
+def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray] | None) -> Callable[..., Any]:
+    """The loss as a function that rlkit's backends take; on given targets it keeps the logprobs that it is given."""
+    names = [_PREFIX + name for name in rows[0].inputs] + [_PREFIX + "row"] * (kept is not None)
+    driver = "logprobs" if kept is None else "target_logprobs"
 
     def function(**given: Any) -> tuple[Any, Mapping[str, Any]]:
         logprobs = given.pop(driver)
-        if not plain:
+        if kept is not None:
             i = int(given.pop(_PREFIX + "row"))
             logprobs = logprobs.reshape(rows[i].targets.shape)
             kept[i] = logprobs.detach().cpu().numpy()

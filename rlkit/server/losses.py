@@ -27,7 +27,12 @@ from torch import Tensor
 from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError
 
-__all__ = ["HOSTED", "Loss", "LossGradient", "hosted"]
+__all__ = ["HOSTED", "UNKNOWN", "Loss", "LossGradient", "hosted"]
+
+UNKNOWN = (
+    "is not published, and only the hosted service has it; use loss_fn='importance_sampling', and samplers without "
+    "record_stability_info (in tinker-cookbook, whose default it is: loss_fn=importance_sampling)"
+)
 
 
 @attrs.frozen(eq=False)
@@ -42,6 +47,8 @@ class Loss:
         matrix: targets may be [N, K].
         elementwise: each term depends on its own token alone, so that datums may be concatenated.
         ranks: where the loss declares them, the rank of each input ("logprobs": of the targets).
+        gates: inputs that together say where the loss is: where all of them are 0 it has neither value nor gradient,
+            whatever the logprobs are. None where there are no such.
     """
 
     name: str
@@ -51,6 +58,7 @@ class Loss:
     matrix: bool = False
     elementwise: bool = True
     ranks: Mapping[str, int] | None = None
+    gates: tuple[str, ...] | None = None
 
     def gradient(self, logprobs: Sequence[np.ndarray], inputs: Sequence[Mapping[str, np.ndarray]]) -> LossGradient:
         """Value and gradient, datum by datum.
@@ -154,25 +162,27 @@ def _gspo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> tu
 @attrs.frozen
 class _Hosted:
     function: Callable[..., tuple[Tensor, Mapping[str, Any]]]
-    settings: Mapping[str, float | None] = {}  # the API's name -> default, None where it must be given
+    settings: Mapping[str, float] = {}  # the API's name -> default
     inputs: tuple[str, ...] = ("logprobs", "advantages")
     optional: Mapping[str, float] = {}
     matrix: bool = False
     elementwise: bool = True
+    gates: tuple[str, ...] | None = ("advantages",)
 
 
 _ARGUMENT = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
 _TABLE = {
-    "cross_entropy": _Hosted(_cross_entropy, inputs=(), optional={"weights": 1.0}, matrix=True),
+    "cross_entropy": _Hosted(_cross_entropy, inputs=(), optional={"weights": 1.0}, matrix=True, gates=("weights",)),
     "importance_sampling": _Hosted(_importance_sampling),
     "ppo": _Hosted(_ppo, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": _Hosted(_cispo, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    "dro": _Hosted(_dro, {"beta": None}),
+    "dro": _Hosted(_dro, {"beta": 0.05}, gates=None),  # rlkit's; the API documents none
     "gspo": _Hosted(
         _gspo,
-        {"clip_low_threshold": None, "clip_high_threshold": None},
+        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},  # ppo's; the API documents none
         inputs=("logprobs", "advantages", "sequence_ratio_mask"),
         elementwise=False,
+        gates=("advantages", "sequence_ratio_mask"),
     ),
 }
 HOSTED = tuple(_TABLE)
@@ -182,10 +192,10 @@ def hosted(name: str, config: Mapping[str, float | str]) -> Loss:
     """The loss of that name with these settings.
 
     Raises:
-        ApiError: 400, there is no such loss, or a setting is unknown, missing or no number.
+        ApiError: 400, there is no such loss, or a setting is unknown or no number.
     """
     if name == "stable_reinforce":
-        raise ApiError(400, "loss_fn 'stable_reinforce' needs a sampler that records stability information; not here")
+        raise ApiError(400, f"loss_fn 'stable_reinforce' {UNKNOWN}")
     if name not in _TABLE:
         raise ApiError(400, f"loss_fn {name!r} is unknown; there are: {', '.join(_TABLE)}")
     entry = _TABLE[name]
@@ -197,12 +207,9 @@ def hosted(name: str, config: Mapping[str, float | str]) -> Loss:
         if isinstance(value, str) or not np.isfinite(value):
             raise ApiError(400, f"loss_fn_config[{key!r}] is {value!r}; expected a finite number")
         settings[key] = value
-    missing = [key for key, value in settings.items() if value is None]
-    if missing:
-        raise ApiError(400, f"loss_fn_config lacks {missing[0]!r}, which {name} needs")
     arguments = {_ARGUMENT[key]: value for key, value in settings.items()}
 
     def function(lp: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
         return entry.function(lp, inputs, **arguments)
 
-    return Loss(name, function, entry.inputs, entry.optional, entry.matrix, entry.elementwise)
+    return Loss(name, function, entry.inputs, entry.optional, entry.matrix, entry.elementwise, gates=entry.gates)

@@ -33,11 +33,11 @@ def _one(name, config, weights, start, tokens, targets, inputs):
     if name == "importance_sampling":
         return -(np.exp(lp - q) * a).sum()
     if name == "dro":
-        return -(lp * a - config["beta"] / 2 * (lp - q) ** 2).sum()
+        return -(lp * a - config.get("beta", 0.05) / 2 * (lp - q) ** 2).sum()
     if name == "cispo":
         low, high = 0.0 if low is None else low, 4.0 if high is None else high
         return -(np.clip(np.exp(frozen - q), low, high) * lp * a).sum()
-    if name == "ppo":
+    if name in ("ppo", "gspo"):
         low, high = 0.8 if low is None else low, 1.2 if high is None else high
         ratio = np.exp(lp - q)
     if name == "gspo":

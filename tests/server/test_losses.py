@@ -19,7 +19,9 @@ CASES = [
     ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}),
     ("cispo", {}),
     ("cispo", CLIP),
+    ("dro", {}),
     ("dro", {"beta": 0.3}),
+    ("gspo", {}),
     ("gspo", CLIP),
 ]
 
@@ -194,7 +196,6 @@ BAD = {
     "stable_reinforce": ("stable_reinforce", {}, {}, "stability"),
     "unknown setting": ("ppo", {"epsilon": 0.2}, {}, "no such setting"),
     "text setting": ("ppo", {"clip_low_threshold": "a"}, {}, "finite number"),
-    "missing setting": ("dro", {}, {}, "lacks 'beta'"),
     "missing input": ("ppo", {}, {"advantages": None}, "lacks 'advantages'"),
     "missing targets": ("ppo", {}, {"target_tokens": None}, "lacks 'target_tokens'"),
     "unknown input": ("ppo", {}, {"mask": np.ones(3, np.float32)}, "does not read"),
