@@ -21,7 +21,7 @@ test: lint types ## lint, types and all tests
 
 test-server: $(READY) $(SERVER)/ready ## the Tinker backend on a real server of its API, which this installs
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_SERVER_PYTHON=$(CURDIR)/$(SERVER)/bin/python \
-	$(BIN)/python -m pytest tests/realserver $(ARGS)
+	$(BIN)/python -m pytest tests/realserver --session-timeout 5400 $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check

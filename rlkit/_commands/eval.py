@@ -9,11 +9,11 @@ rlkit eval RUN digits --import my_tasks                   an environment of your
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit._commands import _modules
+from rlkit._commands._settings import settings
 
 if TYPE_CHECKING:
     from rlkit.backends import Sampler
@@ -93,12 +93,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         raise ConfigError(_check.problem("--reward", f"is {options.reward!r}", "a file of rows to score", why))
     if options.set and len(files) == len(options.tasks):
         raise ConfigError(_check.problem("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are"))
-    own: dict[str, Any] = {}
-    for text in options.set:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(_check.problem("--set", f"is {text!r}", "KEY=VALUE"))
-        own[key] = _value(value)
+    own = settings("--set", options.set)
     found: list[Task] = []
     for path in options.tasks:
         yours = path in recipes.environments
@@ -115,13 +110,6 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         )
         found += made(taskset, ExplorerInput(), "TASKS")[:size]
     return found
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _sampler(options: argparse.Namespace) -> Sampler:

@@ -10,6 +10,8 @@ import os
 import signal
 import threading
 
+from rlkit._commands._settings import settings
+
 __all__ = ["add_options", "run"]
 
 KEY = "RLKIT_SERVER_KEY"
@@ -25,6 +27,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
     parser.add_argument("--folder", default="rlkit-saves", help="where states are saved (default: rlkit-saves)")
+    parser.add_argument(
+        "--tokenizer", help="what clients load the tokenizer by (default: where the model's was read from)"
+    )
+    parser.add_argument(
+        "--option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200",
+    )
     parser.add_argument("--seed", type=int, help="of session ids and of samples without a seed")
 
 
@@ -42,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
         key=key,
         names=None if options.name is None else [options.name],
         folder=options.folder,
+        tokenizer_id=options.tokenizer,
+        **settings("--option", options.option, taken=("seed",)),
         seed=options.seed,
     ) as server:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -22,8 +22,13 @@ __all__ = ["KINDS", "Checkpoint", "Checkpoints", "Kind", "KnownRun", "checked_tt
 
 _log = logging.getLogger(__name__)
 
-Kind = Literal["weights", "sampler_weights"]
-KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_USES = {
+    "weights": "training",
+    "sampler_weights": "sampling; they cannot be trained from",
+    "external_weights": "download; they can be neither trained nor sampled from",
+}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _INDEX = "tinker.json"
 _FORMAT = 2
@@ -52,7 +57,7 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """Whether it was saved to train from, "weights", or to sample from, "sampler_weights"."""
+        """What it was saved for: "weights" to train from, "sampler_weights", or "external_weights" to download."""
         return self.path.split("/")[3]
 
     @property
@@ -140,15 +145,14 @@ class Checkpoints:
         """
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
-            raise ApiError(400, f"{path!r} is no checkpoint; expected tinker://<run>/weights|sampler_weights/<name>")
+            raise ApiError(400, f"{path!r} is no checkpoint; expected tinker://<run>/{'|'.join(KINDS)}/<name>")
         with self._lock:
             self.prune()
             found = self._all.get(path)
         if found is None:
             raise ApiError(404, f"there is no checkpoint {path}")
         if kind is not None and found.kind != kind:
-            use = "training" if found.kind == "weights" else "sampling; they cannot be trained from"
-            raise ApiError(400, f"{path} holds weights saved for {use}")
+            raise ApiError(400, f"{path} holds weights saved for {_USES[found.kind]}")
         return found
 
     def change(self, path: str, *, expires: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from rlkit.backends.toy import ByteTokenizer, ToySampler
 from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features, base_weights
 from rlkit.backends.toy.model import Row as Distributions
-from rlkit.errors import DataError
+from rlkit.errors import DataError, UnsupportedError
 from rlkit.server.losses import Loss
 from rlkit.server.models import Outputs, Row
 from rlkit.types import Adam, Datum, Lora
@@ -47,6 +48,11 @@ class ExactModels:
 
     def delete(self, handle: State) -> None:
         """The state goes with its last reference."""
+
+    def files(self, handle: State) -> Mapping[str, Path]:
+        """None: states are in memory."""
+        del handle
+        raise UnsupportedError("this server's model has no files: its states are in memory")
 
     def close(self) -> None:
         """Nothing is held."""

@@ -160,7 +160,7 @@ class Server:
         """
         if "origin" in head.headers or head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise ApiError(403, "requests of web pages are refused")
-        self.service.admit(head.headers)
+        self.service.admit(head.headers, head.path)
         if not self.service.has_keys and not _own_name(head.headers.get("host")):
             raise ApiError(403, f"host is {head.headers['host']!r}; without a key, expected localhost or its address")
 
@@ -253,12 +253,16 @@ async def _refuse(error: ApiError, reader: asyncio.StreamReader, writer: asyncio
 
 
 async def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) -> None:
+    size = len(answer.body) if answer.file is None else answer.file.stat().st_size
     headers = {
         **answer.headers,
-        "content-length": str(len(answer.body)),
+        "content-length": str(size),
         "connection": "keep-alive" if keep else "close",
     }
     lines = [f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Error')}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body)  # at once: two packets would wait
     await writer.drain()
+    if answer.file is not None:
+        with answer.file.open("rb") as file:
+            await asyncio.get_running_loop().sendfile(writer.transport, file)

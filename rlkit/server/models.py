@@ -7,6 +7,7 @@ ids whose logprobs after tokens 0..i are wanted. A model gives those and takes a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
@@ -102,6 +103,9 @@ class Models(Protocol):
 
     def delete(self, handle: Any) -> None:
         """Removes what ``Model.save`` kept."""
+
+    def files(self, handle: Any) -> Mapping[str, Path]:
+        """The files of what ``Model.save`` kept without its optimizer, by their names, or UnsupportedError."""
 
     def close(self) -> None:
         """Frees what is held for all models."""

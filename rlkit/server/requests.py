@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
@@ -29,11 +30,12 @@ class ApiError(Exception):
 
 
 class Response(NamedTuple):
-    """An answer: status, headers, body."""
+    """An answer: status, headers, body, or a file that is the body."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    file: Path | None = None
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> Response:

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from rlkit.server import wire
+from rlkit.server.losses import UNKNOWN
 from rlkit.server.models import Snapshot
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.state import Endpoints, SamplerSession, State
@@ -180,7 +181,7 @@ def _asked(state: State, fields: Fields, sampler: SamplerSession, seq_id: int) -
     params = fields.object("sampling_params")
     seed = params.integer("seed", None, low=0, high=2**64 - 1)
     if fields.flag("record_stability_info", False):
-        raise ApiError(400, "record_stability_info: this server records none")
+        raise ApiError(400, f"record_stability_info is for the loss 'stable_reinforce', which {UNKNOWN}")
     last = fields.integer("prompt_logprobs_last_n", None)
     prompt_logprobs = fields.flag("prompt_logprobs", False)
     if last is not None and not (prompt_logprobs and 1 <= last <= prompt.size - 1):

@@ -15,7 +15,7 @@ from typing import Any, Self
 from rlkit import _check
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import BackendError, RlkitError
-from rlkit.server import sampling, sessions, storage, training
+from rlkit.server import external, sampling, sessions, storage, training
 from rlkit.server.checkpoints import Checkpoints
 from rlkit.server.futures import Futures
 from rlkit.server.models import Models
@@ -27,7 +27,7 @@ __all__ = ["Service"]
 
 _log = logging.getLogger(__name__)
 _POLL = 20.0  # seconds that the answer to "is it done?" may take; clients give up after 45
-_ENDPOINTS = [e for part in (sessions, training, sampling, storage) for e in part.endpoints.all]
+_ENDPOINTS = [e for part in (sessions, training, sampling, external, storage) for e in part.endpoints.all]
 _PREFIX = "/api/v1/"
 
 
@@ -117,7 +117,7 @@ class Service:
         lowered = {name.lower(): value for name, value in headers.items()}
         request = None
         try:
-            self.admit(lowered)
+            self.admit(lowered, path)
             request = _request(method, path, lowered, body)
             if request.path == _PREFIX + "retrieve_future":
                 return self._state.futures.retrieve(request.fields().text("request_id"))
@@ -239,9 +239,12 @@ class Service:
         with self._lock:
             return any(not session.finished for session in self._state.sessions.values())
 
-    def admit(self, headers: Mapping[str, str]) -> None:
-        """Raises ApiError 401 without one of the keys. ``headers`` have names in lower case."""
-        if self._keys is None:
+    def admit(self, headers: Mapping[str, str], path: str) -> None:
+        """Raises ApiError 401 without one of the keys, or a path that was signed with the key of another request.
+
+        ``headers`` have names in lower case.
+        """
+        if self._keys is None or external.signed(self._state, _request("GET", path, {}, b"")):
             return
         given = headers.get("x-api-key", "").encode()
         good = [hmac.compare_digest(given, key) for key in self._keys]  # all are compared, however early one is found

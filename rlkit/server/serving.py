@@ -20,6 +20,8 @@ from rlkit.server.service import Service
 
 __all__ = ["serve"]
 
+_CLIENTS = {"lora", "init_from", "resume_from"}  # options of a backend that each client gives
+
 
 def serve(
     backend: str | Callable[..., TrainerBackend] | Models,
@@ -45,7 +47,7 @@ def serve(
             "model".
         folder: where the list of saved states is kept, and with a name the states; None forgets them with the server.
         tokenizer_id: what clients load the tokenizer by; None: where the model's was read from.
-        options: as for ``Service``.
+        options: as for ``Service``; with a backend's name also those of ``rlkit.connect`` with that name.
 
     Raises:
         ConfigError: a setting is out of range, or ``host`` is not loopback and there is no key.
@@ -66,9 +68,9 @@ def serve(
         raise ConfigError(f"serve(host={host!r}) can be reached from other machines and wants a key=")
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
         raise ConfigError(_check.problem("serve(names)", f"got {_check.shown(names)}", "a list of texts"))
-    _known_options(options)
+    own, options = _options(backend, options)
     names = tuple(names or _names(backend, model))
-    made = _models(backend, model, folder)
+    made = _models(backend, model, folder, own)
     if tokenizer_id is None:  # clients on this machine can read a directory
         tokenizer_id = getattr(getattr(made.tokenizer, "hf", None), "name_or_path", None)
     service = Service(
@@ -93,10 +95,10 @@ def _names(backend: Any, model: str | None) -> tuple[str, ...]:
     return (backend,) if isinstance(backend, str) else ("model",)
 
 
-def _models(backend: Any, model: str | None, folder: str | Path | None) -> Models:
+def _models(backend: Any, model: str | None, folder: str | Path | None, options: Mapping[str, Any]) -> Models:
     if isinstance(backend, str):
         settings = {"model": model, "folder": folder}
-        given = {name: value for name, value in settings.items() if value is not None}
+        given = {**options, **{name: value for name, value in settings.items() if value is not None}}
         return BackendModels(functools.partial(rlkit.connect, backend, **given))
     if model is not None:
         raise ConfigError("serve(model): goes with a backend's name; a function that makes backends knows its model")
@@ -114,11 +116,17 @@ def _models(backend: Any, model: str | None, folder: str | Path | None) -> Model
     return BackendModels(backend)
 
 
-def _known_options(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for options that ``Service`` does not have, before a model is loaded."""
-    known = inspect.signature(Service).parameters.keys() - {"models", "names", "keys", "folder", "tokenizer_id"}
-    for name in options.keys() - known:
-        raise ConfigError(f"serve: no option {name!r}; beside its own arguments there are: {', '.join(sorted(known))}")
+def _options(backend: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the backend's, the service's). Raises ConfigError for others, before a model is loaded."""
+    service = inspect.signature(Service).parameters.keys() - {"models", "names", "keys", "folder", "tokenizer_id"}
+    there = set()
+    if isinstance(backend, str):
+        there = inspect.signature(rlkit.backends.registry.resolve(backend)).parameters.keys() - _CLIENTS - service
+    for name in options.keys() - service - there:
+        known = ", ".join(sorted(service | there))
+        raise ConfigError(f"serve: no option {name!r}; beside its own arguments there are: {known}")
+    own = {name: value for name, value in options.items() if name in there}
+    return own, {name: value for name, value in options.items() if name in service}
 
 
 def _loopback(host: str) -> bool:

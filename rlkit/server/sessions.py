@@ -14,7 +14,7 @@ from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.state import Endpoints, Run, Session, State
 from rlkit.types import Lora
 
-__all__ = ["checked_optimizer", "ended", "endpoints", "metadata_of", "new_run"]
+__all__ = ["checked_optimizer", "ended", "endpoints", "metadata_of", "new_run", "page"]
 
 endpoints = Endpoints()
 _ARCH = "rlkit"  # what rlkit's own clients know the server by
@@ -60,7 +60,7 @@ def capabilities(state: State, request: Request) -> Response:
 @endpoints.post("create_session")
 def create_session(state: State, request: Request) -> Response:
     """A new session; a repeat under the same idempotency key gets the first one's answer."""
-    request.fields()
+    fields = request.fields()
     _end_idle(state)
     key = request.headers.get("x-idempotency-key")
     if key is not None and key in state.answers and state.futures.dedupe:
@@ -70,7 +70,7 @@ def create_session(state: State, request: Request) -> Response:
     number = len(state.sessions)
     while (session_id := f"{state.seed(0, number):016x}") in taken:
         number += 1
-    state.sessions[session_id] = Session(session_id, number)
+    state.sessions[session_id] = Session(session_id, number, metadata=metadata_of(fields))
     answer = Response.json({"type": "create_session", "session_id": session_id})
     if key is not None:
         state.answers[key] = answer
@@ -92,6 +92,53 @@ def finish_session(state: State, request: Request, session_id: str) -> Response:
         raise ApiError(404, f"session {session_id!r} is unknown")
     _finish(state, state.sessions[session_id])
     return Response.json({"session_id": session_id})
+
+
+@endpoints.add("GET", "sessions")
+def list_sessions(state: State, request: Request) -> Response:
+    """All of this process, newest first."""
+    found = [session.session_id for session in reversed(state.sessions.values())]
+    offset, limit = page(request, 20)
+    return Response.json({"sessions": found[offset:][:limit]})
+
+
+@endpoints.add("GET", "sessions/{session_id}")
+def get_session(state: State, request: Request, session_id: str) -> Response:
+    """What belongs to a session."""
+    del request
+    if session_id not in state.sessions:
+        raise ApiError(404, f"session {session_id!r} is unknown")
+    found = {
+        "training_run_ids": [x for x in state.runs if x.split(":train:")[0] == session_id],
+        "sampler_ids": [x for x in state.samplers if x.split(":sample:")[0] == session_id],
+        "user_metadata": state.sessions[session_id].metadata,
+    }
+    return Response.json(found)
+
+
+def page(request: Request, size: int) -> tuple[int, int]:
+    """(offset, limit) of a list."""
+    try:
+        offset, limit = int(request.query.get("offset", 0)), int(request.query.get("limit", size))
+    except ValueError as error:
+        raise ApiError(422, f"{request.path}: offset and limit are integers: {error}") from error
+    return max(offset, 0), max(limit, 0)
+
+
+@endpoints.post("unload_model")
+def unload_model(state: State, request: Request) -> Response:
+    """Frees a model, behind the requests before; its samplers and what it saved stay."""
+    model_id = request.fields().text("model_id")
+    known = state.futures.known(("unload_model", model_id))
+    if known is not None:
+        return Response.json(known.accepted)
+    run = state.run(model_id)
+    run.unloaded = True
+    entry = state.futures.add(("unload_model", model_id), "unload_model", model_id=model_id)
+    answer = Response.json({"model_id": model_id, "type": "unload_model"})
+    run.worker.submit(lambda: entry.carry_out(lambda: answer))
+    ended(run)
+    return Response.json(entry.accepted)
 
 
 def _finish(state: State, session: Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
+import secrets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -51,6 +52,7 @@ class Session:
     session_id: str
     number: int
     finished: bool = False
+    metadata: Mapping[str, Any] | None = None
     last_seen: float = attrs.field(factory=time.monotonic)
 
 
@@ -66,6 +68,7 @@ class Run:
     model: Model | None = None
     metadata: Mapping[str, Any] | None = None
     last_request: float = attrs.field(factory=time.time)
+    unloaded: bool = False
 
     def ready(self) -> Model:
         """The model.
@@ -135,6 +138,7 @@ class State:
     futures: Futures
     checkpoints: Checkpoints
     pool: concurrent.futures.ThreadPoolExecutor
+    secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)  # signs addresses of files
     lock: threading.RLock = attrs.field(factory=threading.RLock)  # of all that follows
     sessions: dict[str, Session] = attrs.field(factory=dict)
     runs: dict[str, Run] = attrs.field(factory=dict)
@@ -161,12 +165,14 @@ class State:
         """The model in training of that id.
 
         Raises:
-            ApiError: 404, there is none; 410, its session was finished.
+            ApiError: 404, there is none; 410, its session was finished, or it was unloaded.
         """
         run = self.runs.get(model_id)
         if run is None:
             raise ApiError(404, f"model {model_id!r} is unknown")
         self.session(model_id.split(":train:", maxsplit=1)[0])
+        if run.unloaded:
+            raise ApiError(410, f"model {model_id!r} was unloaded")
         run.last_request = time.time()
         return run
 

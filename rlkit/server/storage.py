@@ -10,11 +10,11 @@ from typing import Any
 from rlkit.server.checkpoints import KINDS, Checkpoint, Kind, KnownRun, checked_ttl
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.sampling import new_sampler
-from rlkit.server.sessions import checked_optimizer, metadata_of, new_run
+from rlkit.server.sessions import checked_optimizer, metadata_of, new_run, page
 from rlkit.server.state import Endpoints, Run, State
 from rlkit.server.training import submitted
 
-__all__ = ["endpoints"]
+__all__ = ["endpoints", "saved"]
 
 endpoints = Endpoints()
 
@@ -27,7 +27,7 @@ def save_weights(state: State, request: Request) -> Response:
 
     def prepare() -> Callable[[], Response]:
         name = fields.text("path", f"{seq_id or 0:06d}")
-        save = _saved(state, run, fields, "weights", name, overwrite=fields.flag("overwrite", False))
+        save = saved(state, run, fields, "weights", name, overwrite=fields.flag("overwrite", False))
 
         def job() -> Response:
             path = save()
@@ -48,7 +48,7 @@ def save_weights_for_sampler(state: State, request: Request) -> Response:
     def prepare() -> Callable[[], Response]:
         name = fields.text("path", None)
         if name is not None:
-            save = _saved(state, run, fields, "sampler_weights", name)
+            save = saved(state, run, fields, "sampler_weights", name)
             number = None
         else:
             number = fields.integer("sampling_session_seq_id", low=0)
@@ -144,6 +144,19 @@ def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> 
     return Response.json({})
 
 
+@endpoints.post("training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
+def publish(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+    """Nobody else sees this server."""
+    del state, request, run_id, checkpoint_id
+    raise ApiError(400, "publishing: this server has one user, and nobody to publish to")
+
+
+@endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
+def unpublish(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+    """Nothing was published."""
+    return publish(state, request, run_id, checkpoint_id)
+
+
 @endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
 def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Forgets a saved state."""
@@ -178,7 +191,7 @@ def _run(state: State, run_id: str) -> Run | KnownRun:
     return run
 
 
-def _saved(
+def saved(
     state: State, run: Run, fields: Fields, kind: Kind, name: str, *, overwrite: bool = False
 ) -> Callable[[], str]:
     """What saves under a name that is reserved now, and returns the path."""
@@ -231,12 +244,9 @@ def _run_shown(state: State, run: Run | KnownRun) -> dict[str, Any]:
 
 
 def _page(request: Request, name: str, items: list[Any]) -> Response:
-    try:
-        offset, limit = int(request.query.get("offset", 0)), int(request.query.get("limit", 100))
-    except ValueError as error:
-        raise ApiError(422, f"{request.path}: offset and limit are integers: {error}") from error
+    offset, limit = page(request, 100)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
-    return Response.json({name: items[max(offset, 0) :][: max(limit, 0)], "cursor": cursor})
+    return Response.json({name: items[offset:][:limit], "cursor": cursor})
 
 
 def _time(seconds: float) -> str:

@@ -258,7 +258,8 @@ class FakeTinker:
                     self._seen.append(Seen(endpoint, None, time.monotonic(), copy=copy))
                 await self.service.answer(request.method, path, request.headers, body)
         httpx = importlib.import_module("httpx")
-        return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.body, request=request)
+        content = answer.body if answer.file is None else answer.file.read_bytes()
+        return httpx.Response(answer.status, headers=dict(answer.headers), content=content, request=request)
 
     def _failed(self, request: Any, endpoint: str) -> Any:
         """The answer to a request that is accepted and whose operation fails."""

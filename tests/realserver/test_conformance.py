@@ -49,7 +49,21 @@ class TestRealServer(BackendConformance):
 
 
 class TestStockServer(TestRealServer):
-    """The server as it is installed, with the shims of the SDK alone."""
+    """The server as it is installed, with the shims of the SDK alone: what does not hold there is its own arithmetic.
+
+    Its gradients are means over sequences of means over tokens, so that neither calls nor weights add up; and a new
+    model starts with the gradient that another left in its place, so that two policies are not always alike.
+    """
+
+    _MEANS = "its gradient is a mean over sequences of means over their tokens, where the API's is a sum"
+    _LEFT = "a model may start with the gradient that one before it left in its place"
+    skips = {
+        **TestRealServer.skips,
+        "test_two_calls_equal_one": _MEANS,
+        "test_weights_multiply_every_term": _MEANS,
+        "test_order_under_pipelining": _LEFT,
+        "test_cancelled_awaits_lose_no_call": _LEFT,
+    }
 
     @pytest.fixture(autouse=True)
     def _server(self, stock):

@@ -370,6 +370,83 @@ def test_sessions(make):
     assert client.service._state.runs[model].model is None
 
 
+def test_sessions_are_listed(make):
+    """With what belongs to each; other parts of a path lead nowhere."""
+    client = make()
+    model = client.model()
+    sampler = client.post(
+        "create_sampling_session", {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    )[1]["sampling_session_id"]
+    other = client.post("create_session", {"user_metadata": {"who": "me"}})[1]["session_id"]
+    assert client.post("sessions", b"", method="GET")[1] == {"sessions": [other, client.session]}
+    assert client.post("sessions?limit=1&offset=1", b"", method="GET")[1] == {"sessions": [client.session]}
+    assert client.post("sessions?limit=x", b"", method="GET")[0] == 422
+    found = client.post(f"sessions/{client.session}", b"", method="GET")[1]
+    assert found == {"training_run_ids": [model], "sampler_ids": [sampler], "user_metadata": None}
+    assert client.post(f"sessions/{other}", b"", method="GET")[1]["user_metadata"] == {"who": "me"}
+    assert client.post("sessions/x", b"", method="GET")[0] == 404
+    status, answer = client.post(f"training_runs/{model}/whatever", b"", method="GET")
+    assert (status, "not an endpoint" in answer["detail"]) == (404, True)
+
+
+def test_a_model_is_unloaded(make):
+    """Behind what was asked for before, once; what is asked for after is refused at once, and samplers stay."""
+    client = make()
+    model = client.model()
+    snapshot = client.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0})
+    step = client.step(model, 2)[1]["request_id"]
+    first, again = (client.post("unload_model", {"model_id": model})[1] for _ in range(2))
+    assert first == again
+    assert client.result(first["request_id"])[1] == {"model_id": model, "type": "unload_model"}
+    assert "metrics" in client.result(step)[1]
+    assert client.step(model, 3)[0] == 410
+    sampler = client.result(snapshot[1]["request_id"])[1]["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [65]}]}
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    assert client.result(client.post("asample", asked)[1]["request_id"])[0] == 200
+    end = time.monotonic() + 5
+    while client.service._state.runs[model].model is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_nothing_is_published(make, method):
+    client = make()
+    path = f"training_runs/{client.model()}/checkpoints/weights/a/publish"
+    assert client.post(path, b"", method=method) == (
+        400,
+        {"detail": "publishing: this server has one user, and nobody to publish to"},
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"data": ["x"], "shape": [1, 1]},
+        {"data": [10**30], "shape": [1, 1]},
+        {"data": [1], "shape": ["a"]},
+        {"data": [1], "shape": []},
+        {"data": [1, 2], "shape": [-1, -2]},
+        {"data": [[1], [2, 3]], "shape": [1, 1]},
+        {"data": [1], "shape": [1, 3], "sparse_crow_indices": [0.5, 1], "sparse_col_indices": [0]},
+        {"data": [1], "shape": [1, 3], "sparse_crow_indices": [], "sparse_col_indices": []},
+        {"data": [1], "shape": [10**40, 3], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]},
+    ],
+)
+def test_bad_targets_of_prompts(make, tensor):
+    """Are refused by name, whatever they are."""
+    client = make()
+    sampler = client.post(
+        "create_sampling_session", {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    )[1]["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [65, 66]}]}
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    status, answer = client.post("asample", {**asked, "target_prompt_logprobs": tensor})
+    assert status == 400
+    assert "target_prompt_logprobs" in answer["detail"]
+
+
 def test_paths_behind_a_prefix(make):
     """A base URL may have a path of its own."""
     client = make()

@@ -116,6 +116,50 @@ def test_bad_arguments(backend, options, message):
         rlkit.serve(backend, **options)
 
 
+def test_options_of_the_backend_and_of_the_service(tiny, tmp_path):
+    """Each goes where it belongs; what neither has is refused with what there is."""
+    options = {"dtype": "bfloat16", "device": "cpu", "micro_batch_tokens": 64, "idle": 7.0, "max_rank": 2}
+    with rlkit.serve("local", model=tiny("llama"), folder=tmp_path, **options) as server:
+        state = server.service._state
+        assert (state.idle, state.max_rank) == (7.0, 2)
+        assert str(state.models._base.base.model.dtype) == "torch.bfloat16"
+        assert state.models._base._settings["micro_batch_tokens"] == 64
+    for name in ("lora", "init_from", "dtyp"):
+        with pytest.raises(rlkit.ConfigError, match=rf"no option '{name}'.* dtype.* idle"):
+            rlkit.serve("local", model="x", **{name: "y"})
+
+
+def test_options_on_the_command_line(monkeypatch, capsys):
+    """`rlkit serve --option KEY=VALUE`."""
+    from rlkit import cli
+
+    seen = {}
+
+    def serve(backend, **options):
+        seen.update(options, backend=backend)
+        raise rlkit.ConfigError("enough")
+
+    monkeypatch.setattr("rlkit.server.serve", serve)
+    arguments = ["serve", "--backend", "toy", "--tokenizer", "here"]
+    assert cli.main([*arguments, "--option", "idle=60", "--option", "dtype=bfloat16"]) == 2
+    assert (seen["idle"], seen["dtype"], seen["tokenizer_id"], seen["backend"]) == (60, "bfloat16", "here", "toy")
+    for bad in ("idle", "=3", "seed=3"):
+        assert cli.main([*arguments, "--option", bad]) == 2
+        assert "--option" in capsys.readouterr().err
+
+
+def test_the_loss_that_is_not_published(server, service):
+    """Is refused with what to use instead, where a client first shows that it wants it, and the client goes on."""
+    training = service.create_lora_training_client(server.names[0], rank=2).result()
+    sampler = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    with pytest.raises(tinker.BadRequestError, match="loss_fn='importance_sampling'.*tinker-cookbook"):
+        sampler.sample(prompt([5, 6]), 1, types.SamplingParams(max_tokens=1)).result()
+    data = [datum([5, 6, 7], logprobs=-1.0, advantages=1.0)]
+    with pytest.raises(tinker.BadRequestError, match="only the hosted service has it"):
+        training.forward_backward(data, "stable_reinforce").result()
+    training.forward_backward(data, "importance_sampling").result()
+
+
 def test_a_backend_is_not_a_function_that_makes_them():
     """One backend can not serve many clients."""
     with rlkit.connect("toy") as policy, pytest.raises(rlkit.ConfigError, match="for each client"):

@@ -1,0 +1,86 @@
+"""Endpoints: weights to download. A file has an address of its own, signed, since it is fetched without the key."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import hmac
+import time
+import urllib.parse
+from collections.abc import Callable
+
+from rlkit.server.requests import ApiError, Request, Response
+from rlkit.server.state import Endpoints, State
+from rlkit.server.storage import saved
+from rlkit.server.training import submitted
+
+__all__ = ["endpoints", "signed"]
+
+endpoints = Endpoints()
+_SECONDS = 3600  # that an address is good for
+_FILES = "/api/v1/external_weights/"
+
+
+@endpoints.post("save_weights_external")
+def save_weights_external(state: State, request: Request) -> Response:
+    """Saves a model's adapter to be downloaded."""
+    fields = request.fields()
+    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+
+    def prepare() -> Callable[[], Response]:
+        if fields.items("age_encryption_recipients", None):
+            raise ApiError(
+                400, "age_encryption_recipients: this server does not encrypt; the files stay on its machine"
+            )
+        save = saved(state, run, fields, "external_weights", fields.text("path"))
+
+        def job() -> Response:
+            path = save()
+            state.done("save_weights_external", run.model_id, seq_id)
+            return Response.json({"path": path, "type": "save_weights_external"})
+
+        return job
+
+    return submitted(state, run, "save_weights_external", seq_id, prepare)
+
+
+@endpoints.add("GET", "training_runs/{run_id}/checkpoints/external_weights/{name}/external_weights_urls")
+def external_weights_urls(state: State, request: Request, run_id: str, name: str) -> Response:
+    """An address for each file, on this server, by the host that the client called."""
+    found = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
+    expires = int(time.time()) + _SECONDS
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
+    base = f"{scheme}://{request.headers.get('host', 'localhost')}"
+    urls = {}
+    for file in state.models.files(found.handle):
+        path = f"{_FILES}{run_id}/{name}/{file}"
+        query = urllib.parse.urlencode({"expires": expires, "signature": _signature(state, path, expires)})
+        urls[file] = f"{base}{urllib.parse.quote(path)}?{query}"
+    return Response.json({"urls": urls, "expires": dt.datetime.fromtimestamp(expires, dt.UTC).isoformat()})
+
+
+@endpoints.add("GET", "external_weights/{run_id}/{name}/{file:path}")
+def download(state: State, request: Request, run_id: str, name: str, file: str) -> Response:
+    """One file."""
+    if not signed(state, request):
+        raise ApiError(
+            403, "the address of this file is not signed by this server, or its time is over; ask for a new one"
+        )
+    found = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
+    place = state.models.files(found.handle).get(file)
+    if place is None:
+        raise ApiError(404, f"{found.path} has no file {file!r}")
+    return Response(200, {"content-type": "application/octet-stream"}, b"", place)
+
+
+def signed(state: State, request: Request) -> bool:
+    """Whether the request is for a file, at an address that this server made and that is still good."""
+    expires, signature = request.query.get("expires", ""), request.query.get("signature", "")
+    if not request.path.startswith(_FILES) or not (expires.isascii() and expires.isdecimal()) or len(expires) > 12:
+        return False
+    good = hmac.compare_digest(signature.encode(), _signature(state, request.path, int(expires)).encode())
+    return good and time.time() <= int(expires)
+
+
+def _signature(state: State, path: str, expires: int) -> str:
+    return hmac.new(state.secret, f"{expires} {path}".encode(), hashlib.sha256).hexdigest()
