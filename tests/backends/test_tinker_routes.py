@@ -165,15 +165,18 @@ def test_a_mask_is_sent_as_a_cross_entropy_anywhere(dividing_service):
         assert policy.route([data[0].with_inputs(weights=0.5)], "cross_entropy").calls == ("cispo",)
 
 
-def test_a_matrix_of_weights_is_warned_about_once(dividing_service, service):
-    """It goes by no other loss; not on the hosted service or rlkit's, where it is right."""
+def test_a_matrix_of_weights_is_warned_about_once(dividing_service):
+    """It goes by no other loss."""
     data = episodes("topk_forward_kl")
     with connect(dividing_service) as policy:
         with pytest.warns(UserWarning, match="'topk_forward_kl' is sent as a cross entropy with weights of both signs"):
             policy.forward_backward(data, "topk_forward_kl").result()
         policy.forward_backward(data, "topk_forward_kl").result()  # a second warning would be an error
-    with connect(service) as policy:
-        policy.forward_backward(data, "topk_forward_kl").result()
+
+
+def test_a_matrix_of_weights_is_right_on_rlkit_s_server(service):
+    with connect(service) as policy:  # a warning would be an error
+        policy.forward_backward(episodes("topk_forward_kl"), "topk_forward_kl").result()
 
 
 @pytest.mark.parametrize(

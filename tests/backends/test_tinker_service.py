@@ -369,7 +369,7 @@ class TestFirstContact:
         """A server whose model no hub knows: the error names the option, within the deadline."""
 
         def missing(self):
-            raise OSError("no such model on the hub, tml-canary-key")
+            raise OSError("no such model on the hub, tml-canary-key-4f9a1c27")
 
         monkeypatch.setattr(tinker.TrainingClient, "get_tokenizer", missing)
         with pytest.raises(rlkit.ConfigError, match="give tokenizer=") as caught:

@@ -169,6 +169,7 @@ class TinkerBackend:
         if loss is None:
             raise ConfigError("forward_backward: loss is None; give a name or a function, or call forward")
         data, prepared = self._checked(data, loss, config, want)
+        self._sending.warn(prepared)
         adds = any(datum.mask.any() for datum in data)
 
         def send() -> Sent:

@@ -123,7 +123,6 @@ class Sending:
         targets: list[np.ndarray | None] = [None] * len(used)
         part = routes.Part("cross_entropy", {}, [{"weights": -gradient.numpy()} for gradient in found.driver])
         if prepared.driver == "target_logprobs":
-            self._warn_of_weights(prepared.name)
             targets = [_targets(datum) for datum in used]
             wide = [np.pad(-gradient.numpy(), ((0, 0), (0, 1))) for gradient in found.driver]
             part = routes.Part("cross_entropy", {}, [{"weights": weights} for weights in wide])
@@ -139,14 +138,14 @@ class Sending:
         parts, why = routes.plan(prepared.name, prepared.settings, data)
         return (parts if self._weighs else [routes.without_weights(part) for part in parts]), why
 
-    def _warn_of_weights(self, name: str) -> None:
-        """Says once what cannot be helped: a matrix of weights goes by no other loss."""
-        if not self._weighs and not self._warned:
+    def warn(self, prepared: PreparedLoss) -> None:
+        """Says once what cannot be helped: a matrix of weights goes by no other loss. In the caller's thread."""
+        if prepared.driver == "target_logprobs" and not self._weighs and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the loss {name!r} is sent as a cross entropy with weights of both signs, and this server, which is "
+                f"the loss {prepared.name!r} is sent as a cross entropy with weights of both signs, and this server, "
                 "neither the hosted one nor rlkit's, may divide by their sum: compare a step with another backend's",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Any:
