@@ -233,7 +233,7 @@ class InProcessBackend(ABC):
     """The model and its adapter, in words."""
 
     def __repr__(self) -> str:
-        if not hasattr(self, "about"):  # in a traceback that shows locals
+        if not hasattr(self, "version"):  # in a traceback that shows locals
             return f"<{type(self).__name__} not connected>"
         known = [self.about, f"version {self.version}", "closed" if self._closed else ""]
         return f"<{type(self).__name__} {', '.join(filter(None, known))}>"

@@ -256,6 +256,14 @@ def test_a_backend_that_is_not_made_yet_can_be_shown():
     assert "AttributeError" not in text
 
 
+@pytest.mark.parametrize("name", ["toy", "local", "tinker"])
+def test_what_connecting_left_unmade_can_be_shown(name):
+    """Whatever raised, and wherever."""
+    pytest.importorskip("peft")
+    made = rlkit.backends.registry.resolve(name)
+    assert "not connected" in repr(made.__new__(made))
+
+
 class Scoring:
     """A client of the SDK's that gives these logprobs."""
 
