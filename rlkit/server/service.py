@@ -77,7 +77,7 @@ class Service:
         sampler_mb: int = 2048,
         idle: float = 1800.0,
         dedupe: bool = True,
-        patience: float = 30.0,
+        patience: float = 120.0,
         raw_logprobs: bool = False,
     ) -> None:
         self._keys = None if keys is None else [key.encode() for key in keys]
