@@ -8,10 +8,13 @@ READY := $(VENV)/ready
 SERVER := .venv-server
 SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-server.txt
 
-.PHONY: help demo test test-server lint types clean
+PROCESSOR_TESTS := tests/test_critic.py tests/backends/test_local.py tests/backends/test_packing.py \
+$(patsubst %,tests/backends/test_local_%.py,engine packed prefixes tiles)
+
+.PHONY: help demo test test-server test-processors processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 13
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
 
 demo: $(READY) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
@@ -22,6 +25,16 @@ test: lint types ## lint, types and all tests
 test-server: $(READY) $(SERVER)/ready ## the Tinker backend on a real server of its API, which this installs
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_SERVER_PYTHON=$(CURDIR)/$(SERVER)/bin/python \
 	$(BIN)/python -m pytest tests/realserver --session-timeout 5400 $(ARGS)
+
+# What hangs on the order in which a processor's libraries add: with this machine's own instructions, with AVX2 at most,
+# and with the oldest, for which MKL has one way on every maker's processors.
+test-processors: processor-own processor-avx2 processor-oldest ## the local backend and the critics on simulated processors
+
+processor-avx2: SET := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+processor-oldest: SET := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
+processor-own processor-avx2 processor-oldest: $(READY)
+	env $(SET) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE MPLBACKEND=Agg \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(PROCESSOR_TESTS) $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check

@@ -306,3 +306,44 @@ def test_tokenizers_travel(policy):
         assert (other.eos_ids, other.vocab_size) == (tokenizer.eos_ids, tokenizer.vocab_size)
         assert other.chat_template == tokenizer.chat_template
         assert other._turn is not tokenizer._turn
+
+
+@pytest.mark.filterwarnings("ignore:the mixtral model")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral", "mixtral"])
+def test_what_is_said_of_companions_is_so(tiny, kind, tmp_path):
+    """``batch_invariant`` is what a request finds alone and in company; for plain attention it is True."""
+    with rlkit.connect("local", model=tiny(kind), seed=0, device="cpu", folder=tmp_path) as policy:
+        said = policy.capabilities()
+        assert isinstance(policy, rlkit.backends.protocol.Capabilities)
+        assert said["models"] == {tiny(kind): policy.max_length}
+        sampler = policy.sampler().result()
+        params = rlkit.SamplingParams(max_tokens=9, stop=())
+        found = []
+        for others in (0, 7):
+            futures = [sampler.sample(np.arange(3, 8 + 5 * k), params, n=2) for k in range(others)]
+            mine = sampler.sample(np.arange(3, 30), params, n=1 + others, seed=1).result()[0]
+            found.append(mine.logprobs.tobytes())
+            assert all(future.result() for future in futures)
+        if kind in ("llama", "qwen3", "gpt2"):
+            assert said["batch_invariant"] is True
+        if said["batch_invariant"]:
+            assert found[0] == found[1]
+        assert policy.capabilities() == said  # after sampling, and again
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_difference_in_the_last_bit_is_seen(tiny, kind, monkeypatch):
+    """Where rows do hang on their company; while others are being decoded, which it does not disturb."""
+    with rlkit.connect("local", model=tiny(kind), seed=0, device="cpu") as policy:
+        expected = policy.sampler().result().sample([5, 6], ONE, seed=0).result()[0]
+        decoder = policy._engine._decoder
+        forward = decoder._forward
+
+        def other(tokens, *args):
+            logits = forward(tokens, *args)
+            return logits if len(tokens) == 1 else torch.nextafter(logits, torch.tensor(9.0))
+
+        monkeypatch.setattr(decoder, "_forward", other)
+        assert policy.capabilities()["batch_invariant"] is False
+        found = policy.sampler().result().sample([5, 6], ONE, seed=0).result()[0]
+        assert found.logprobs.tobytes() == expected.logprobs.tobytes()

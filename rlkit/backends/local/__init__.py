@@ -136,6 +136,17 @@ class LocalBackend(InProcessBackend):
         self.version = version
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
 
+    def capabilities(self) -> Mapping[str, Any]:
+        """What holds for this model on this machine.
+
+        Returns:
+            "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
+            whatever is decoded beside it, with this processor and number of threads. That is tried now, on a few
+            tokens, and takes as long as some of them take to be decoded.
+        """
+        found = self._submit("capabilities", lambda: self._engine.invariant(self._empty), trains=False).result()
+        return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": found}
+
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:

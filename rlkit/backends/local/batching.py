@@ -133,6 +133,23 @@ class SlotDecoder:
         self._leave([slot for slot, row in enumerate(self.rows) if row.request.dropped])
         self._tidy()
 
+    @torch.no_grad()
+    def invariant(self) -> bool:
+        """Alone and beside shorter rows and longer ones, for a prompt and for the token behind it."""
+        first, size = len(self.rows), min(48, self._base.max_length)
+        tokens = np.resize(self._base.probe.tokens, size)
+        prompts = [tokens[: size // 2], tokens[:3], tokens[: size - 1], tokens[1:9], tokens[2:5]]
+        found = []
+        try:
+            for several in (prompts[:1], prompts):
+                logits = self.prefill(first, several, [0] * len(several))[:1]
+                sizes = [prompt.size for prompt in several]
+                following = self.prefill(first, [tokens[n : n + 1] for n in sizes], sizes)[:1]
+                found.append(torch.cat([logits, following]))
+        finally:
+            self._tidy()
+        return bool(torch.equal(*found))
+
     def score(self, request: ScoreRequest) -> np.ndarray:
         tokens = request.tokens
         out = np.zeros(tokens.size, np.float32)

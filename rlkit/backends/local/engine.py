@@ -90,6 +90,14 @@ class Engine:
         except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the engine goes on
             self._fail(started, error)
 
+    def invariant(self, snapshot: Snapshot) -> bool:
+        """See ``Decoder.invariant``; with the weights that are there, or else those of ``snapshot``."""
+        if self._decoder is None:
+            self._decoder = self._make_decoder()
+        if self._wave is None:
+            self._decoder.use(snapshot)
+        return self._decoder.invariant()
+
     def stop(self) -> None:
         """Fails whatever is left."""
         with self._lock:
