@@ -37,6 +37,7 @@ RATES = {"toy": 0.05, "fake": 0.05, "local": 0.02, "real": 0.02}
 LETTERS = {"toy": "0123456789", "fake": "0123456789", "local": "abcdefghijklm", "real": "abcdefghijklm"}
 OBJECTIVES = {
     "sft": "train/loss",
+    "cpt": "train/loss",
     "dpo": "train/loss",
     "on_policy_distill": "train/kl_teacher",
     "jsd": "train/kl_teacher",
@@ -149,8 +150,8 @@ def settings(algorithm: str, name: str, folder: Path, where: tuple[str, dict[str
         found |= {f"{task}.default_workflow_type": "write", f"{task}.name": "write"}
         found |= {f"{task}.workflow_args.letters": f"'{LETTERS[name]}'"}
         found |= {f"{task}.workflow_args.turns": TURNS.get(algorithm, 1)}
-    if recipe.data in ("demonstrations", "pairs"):
-        found["buffer.trainer_input.experience_buffer.path"] = demonstrations if algorithm == "sft" else preferences
+    if recipe.data in ("demonstrations", "texts", "pairs"):
+        found["buffer.trainer_input.experience_buffer.path"] = preferences if recipe.data == "pairs" else demonstrations
     if recipe.data == "mixed":
         found["buffer.trainer_input.auxiliary_buffers.shown.path"] = demonstrations
     if "critic" in recipe.needs and name != "local":

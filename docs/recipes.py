@@ -36,6 +36,7 @@ def recipe(name: str, row: algorithms.Recipe) -> str:
     beside = {
         "demonstrations": "rows",
         "pairs": "pairs",
+        "texts": "texts",
         "rollouts": str(row.repeat_times),
         "mixed": f"{row.repeat_times}, rows",
     }

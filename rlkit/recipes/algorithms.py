@@ -35,8 +35,8 @@ class Recipe:
 
     Attributes:
         source: of the algorithm, and what is particular here.
-        data: what is trained: "rollouts", "demonstrations", "pairs" (chosen, rejected), or "mixed" (rollouts and
-            demonstrations).
+        data: what is trained: "rollouts", "demonstrations", "texts" (all of their tokens), "pairs" (chosen, rejected),
+            or "mixed" (rollouts and demonstrations).
         advantage: an estimator: a name of ``rlkit.advantages.registry`` or a function; None where the loss has none.
         level: what the estimator is given: "group": ``rewards``, one array per group, and ``lengths`` where it names
             them. "turn": per group the rewards of each trajectory's turns, and ``states`` or ``steps``. "token":
@@ -54,7 +54,7 @@ class Recipe:
     """
 
     source: str
-    data: Literal["rollouts", "demonstrations", "pairs", "mixed"] = "rollouts"
+    data: Literal["rollouts", "demonstrations", "texts", "pairs", "mixed"] = "rollouts"
     advantage: Named | None = "grpo"
     level: Literal["group", "turn", "token"] = "group"
     advantage_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
@@ -65,7 +65,7 @@ class Recipe:
     select: Literal["all", "best", "informative"] = "all"
 
     def __attrs_post_init__(self) -> None:
-        _check.choice("Recipe.data", self.data, ("rollouts", "demonstrations", "pairs", "mixed"))
+        _check.choice("Recipe.data", self.data, ("rollouts", "demonstrations", "texts", "pairs", "mixed"))
         _check.choice("Recipe.level", self.level, ("group", "turn", "token"))
         _check.choice("Recipe.select", self.select, ("all", "best", "informative"))
         _check.integer("Recipe.repeat_times", self.repeat_times, low=1)
@@ -146,6 +146,7 @@ _ROWS = {
     "on_policy_distill": Recipe("arXiv:2306.13649", advantage="on_policy_distillation", level="token"),
     "jsd": Recipe("arXiv:2306.13649", advantage="jsd_gradient", level="token"),
     "sft": Recipe("likelihood", data="demonstrations", advantage=None, loss="cross_entropy"),
+    "cpt": Recipe("likelihood", data="texts", advantage=None, loss="cross_entropy"),
     "raft": Recipe("arXiv:2304.06767", advantage=best_of_group, loss="reinforce", select="best"),
     "dpo": Recipe("arXiv:2305.18290", data="pairs", advantage=None, loss="dpo"),
     "mix": Recipe("arXiv:2508.11408, with a fixed mu", data="mixed", loss="mix", loss_args=DEFAULTS["mix"]),

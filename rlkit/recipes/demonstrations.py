@@ -14,7 +14,7 @@ from rlkit.recipes.rows import field
 from rlkit.trajectory import Trajectory, Turn, datums
 from rlkit.types import Datum, Sample
 
-__all__ = ["conversation_of", "demonstrations", "preferences"]
+__all__ = ["conversation_of", "demonstrations", "preferences", "texts"]
 
 
 def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
@@ -57,6 +57,22 @@ def preferences(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, wh
             answer = {"role": "assistant", "content": str(field(row, key, name))}
             pair += conversation_of(chat, [*prompt, answer], name)
         found.append(pair)
+    return found
+
+
+def texts(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
+    """The datum of each row's text, without a template: every token but the first is learnt.
+
+    Raises:
+        DataError: a row lacks the field, or its text has less than two tokens.
+    """
+    found = []
+    for i in range(len(given)):
+        name = f"{where}: row {i}"
+        tokens = np.asarray(chat.tokenizer.encode(str(field(given[i], form.prompt_key, name))))
+        if tokens.size < 2:
+            raise DataError(f"{name}: its text has {tokens.size} tokens, so that none follows another")
+        found.append([Datum(tokens, np.arange(tokens.size) > 0)])
     return found
 
 

@@ -19,7 +19,7 @@ VERSION = "0.6.0"
 _WITH_KL = (
     "grpo rloo reinforceplusplus opmd topr cispo gspo sapo rec gigpo multi_step_grpo ppo mix mix_chord dpo grpo_verl"
 )
-_WITHOUT_KL = "dapo asymre sppo on_policy_distill jsd sft raft"
+_WITHOUT_KL = "dapo asymre sppo on_policy_distill jsd sft cpt raft"
 NAMES: Mapping[str, str] = {
     **dict.fromkeys(_WITH_KL.split(), "k2"),
     **dict.fromkeys(_WITHOUT_KL.split(), "none"),
@@ -29,6 +29,7 @@ _CLIPS = ("clip_range", "clip_range_high", "clip_high_threshold")
 _NOTES = {
     "dapo": "other tasks take the place of groups whose rewards are all alike; there an operator leaves them out",
     "raft": "the best of each group is imitated; there every episode is, unless an operator leaves some out",
+    "cpt": "nothing is put before a text; there it is what the tokenizer puts there by itself",
     "dpo": "each pair has its own term; there the logprobs of a micro-batch's pairs are added up first",
 }
 _KL_NOTES = {

@@ -14,7 +14,7 @@ from rlkit.evaluation import Evaluation, evaluate_sync
 from rlkit.recipes import models
 from rlkit.recipes.ahead import Ahead
 from rlkit.recipes.batch import Item, demonstrated, scored, trajectories_of, weighted
-from rlkit.recipes.demonstrations import demonstrations, preferences
+from rlkit.recipes.demonstrations import demonstrations, preferences, texts
 from rlkit.recipes.job import Job
 from rlkit.recipes.operators import was_cut
 from rlkit.recipes.play import played
@@ -83,10 +83,8 @@ class _Loop:
         self.chat = models.chat_of(job.settings, policy.tokenizer, job.form)
         params = attrs.evolve(job.plan.params, **models.cut_of(job.settings))
         self.plan = attrs.evolve(job.plan, params=params, chat=self.chat, seed=run.seed)
-        pairs = self.method.recipe.data == "pairs"
-        self.rows = (preferences if pairs else demonstrations)(
-            job.rows, job.form, self.chat, job.source if job.rows else ""
-        )
+        made = {"pairs": preferences, "texts": texts}.get(self.method.recipe.data, demonstrations)
+        self.rows = made(job.rows, job.form, self.chat, job.source if job.rows else "")
         sync = job.settings.synchronizer
         play = functools.partial(self._play, job.tasks)
         ahead = Ahead(policy, play, end=job.total, offset=sync.sync_offset, interval=sync.sync_interval)

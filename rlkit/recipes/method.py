@@ -142,9 +142,9 @@ def _row(settings: Algorithm) -> tuple[Recipe, dict[str, Any], str]:
         mode = given["loss_agg_mode"]
     given.pop("loss_agg_mode", None)
     mixed = (own["loss"] or recipe.loss) == "mix"
-    mode = (given.pop("grpo_loss_agg_mode", None) if mixed else None) or mode
-    expert = (given.pop("sft_loss_agg_mode", None) if mixed else None) or mode or recipe.weights
-    own |= {"weights": mode}
+    parts = [(given.pop(f"{part}_loss_agg_mode", None) if mixed else None) or mode for part in ("grpo", "sft")]
+    own |= {"weights": parts[0]}
+    expert = parts[1] or recipe.weights
     recipe = attrs.evolve(recipe, **{name: value for name, value in own.items() if value is not None})
     _weights(attrs.evolve(recipe, weights=expert))
     return recipe, given, expert

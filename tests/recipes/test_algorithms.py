@@ -16,7 +16,7 @@ NAMES = [name for name in recipes.algorithms.registry if name not in table.ALIAS
 def test_all_are_there():
     """Those that a user of such configurations may name."""
     wanted = "grpo dr_grpo dapo rloo reinforceplusplus remax opmd asymre topr cispo gspo sapo sppo rec gigpo ppo sft"
-    wanted += " multi_step_grpo on_policy_distill jsd raft dpo mix chord"
+    wanted += " multi_step_grpo on_policy_distill jsd raft dpo mix chord cpt"
     assert set(wanted.split()) == set(NAMES)
 
 
@@ -42,6 +42,17 @@ def test_with_a_kl_term(name, tmp_path):
         played(tmp_path, "algorithm.kl_loss_fn_args.kl_coef=0.1", algorithm=name, steps=2), "train/loss"
     )
     assert first["train/loss"] != second["train/loss"]
+
+
+def test_ratios_to_the_policy_before_the_step(tmp_path):
+    """Where sampler and trainer agree, as on the toy, it makes no difference which of them the ratio is to."""
+    more = ["trainer.epochs=2", "buffer.train_batch_size=16"]
+    two = [
+        curve(played(tmp_path / flag, f"algorithm.bypass_old_logprobs={flag}", *more, steps=2), "train/loss")
+        for flag in ("true", "false")
+    ]
+    for (_, a), (_, b) in zip(*two, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
 
 
 KEEP = ("env/write/reward", "train/grad_norm", "train/kl_reference", "eval/held/mean", "train/updates")

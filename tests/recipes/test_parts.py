@@ -178,6 +178,36 @@ def test_names_of_settings(settings, loss, args):
     assert dict(method.loss_args) == pytest.approx(args)
 
 
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [("k1", "k1"), ("k3", "k3"), ("abs", "abs"), ("low_var_kl", "clamped"), ("corrected_k3", "k3"), (None, "k1")],
+)
+def test_penalties(name, estimator):
+    """Of an older policy there is none at the time of the penalty, so that the corrected one is k3, as in Trinity."""
+    given = Algorithm(algorithm_type="grpo", kl_penalty_fn=name, kl_penalty_fn_args={"kl_coef": 0.1})
+    assert (resolved(given).penalty, resolved(given).kl_penalty) == (estimator, 0.1)
+
+
+def test_two_parts_of_a_mixed_loss():
+    """Each is aggregated as its own mode says."""
+    args = {"sft_loss_agg_mode": "seq-mean-token-mean", "train_batch_size_expert": 64, "ngpus_trainer": 4}
+    method = resolved(Algorithm(algorithm_type="mix_chord", policy_loss_fn_args=args))
+    assert (method.recipe.weights, method.expert_weights) == ("token-mean", "seq-mean-token-mean")
+    assert len(method.unused) == 2
+    method = resolved(Algorithm(algorithm_type="mix", policy_loss_fn_args={"grpo_loss_agg_mode": "token-sum"}))
+    assert (method.recipe.weights, method.expert_weights) == ("token-sum", "token-mean")
+
+
+def test_texts():
+    """All tokens but the first are learnt, and nothing is put around them."""
+    tokenizer = rlkit.connect("toy").tokenizer
+    (((datum,),),) = ([demonstrations.texts([{"prompt": "abc"}], Format(), Chat(tokenizer), "x")[0]],)
+    assert tokenizer.decode(datum.tokens) == "abc"
+    assert datum.mask.tolist() == [False, True, True]
+    with pytest.raises(rlkit.DataError, match="row 0: its text has 1 tokens"):
+        demonstrations.texts([{"prompt": "a"}], Format(), Chat(tokenizer), "x")
+
+
 def test_shares_of_the_expert():
     """Fixed for mix; by CHORD's schedule for chord."""
     assert resolved(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3})).mu(7) == 0.3

@@ -127,8 +127,9 @@ def told(name):
 
 
 def test_every_algorithm_of_theirs_is_here():
-    """By name; cpt, which trains on all tokens of plain text, is answered with what it is."""
-    assert set(CASES) == set(NAMES) <= set(algorithms.registry)
+    """By name; cpt is sft on all tokens of a text."""
+    assert {*CASES, "cpt"} == set(NAMES) <= set(algorithms.registry)
+    assert resolved(Algorithm(algorithm_type="cpt")).loss == resolved(Algorithm(algorithm_type="sft")).loss
 
 
 @pytest.mark.parametrize("name", CASES)
