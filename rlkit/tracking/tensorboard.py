@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +47,9 @@ class TensorBoard(Service):
     def _open(self) -> Any:
         from tensorboardX import SummaryWriter
 
-        writer = SummaryWriter(self._folder, purge_step=self._purge, flush_secs=10)
+        # A file is named after the second in which it is opened: a run that goes on at once would write over it.
+        suffix = f".{time.time_ns()}"
+        writer = SummaryWriter(self._folder, purge_step=self._purge, flush_secs=10, filename_suffix=suffix)
         if self._config:
             writer.add_text("config", _fenced(json.dumps(self._config, indent=1, default=str)), 0)
         return writer
