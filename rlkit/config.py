@@ -31,6 +31,8 @@ __all__ = ["describe", "dump", "load", "read_env", "secret"]
 T = TypeVar("T")
 _MAX_BYTES = 1_000_000
 _MAX_ALIASES = 100
+_SHOWN = 200  # characters of somebody else's message
+_MAX_DEPTH = 50  # the parsers' time grows with its square
 _ENV_LINE = re.compile(r"""([A-Za-z_]\w*)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\"']).*?))(?:\s+#.*)?""")
 SECRET = "rlkit.secret"  # noqa: S105  # the name of a mark
 
@@ -77,18 +79,19 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
         given = omega.OmegaConf.merge(given, _read(omega, Path(path)))
     for text in overrides:
         if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-/\[\]]+", text.partition("=")[0]):
-            raise ConfigError(_check.problem("override", f"is {text!r}", "key.of.it=value"))
+            raise ConfigError(_check.problem("override", f"is {_cut(repr(text))}", "key.of.it=value"))
         key, _, value = text.partition("=")
+        _shallow(key, text)
         try:
             read = omega.OmegaConf.to_container(omega.OmegaConf.from_dotlist([f"it={value}"]))["it"]
             omega.OmegaConf.update(given, key, read, merge=True, force_add=True)
-        except (omega.errors.OmegaConfBaseException, ValueError, TypeError, IndexError, AssertionError) as error:
-            raise ConfigError(f"{key}: can not be set: {str(error).strip().splitlines()[0]}") from error
+        except _failures(omega) as error:
+            raise ConfigError(f"{_cut(key)}: can not be set: {_reason(error)}") from error
     try:
         plain = omega.OmegaConf.to_container(given, resolve=True, throw_on_missing=True)
-    except (omega.errors.OmegaConfBaseException, ValueError, TypeError) as error:
+    except _failures(omega) as error:
         where = "the settings" if path is None else str(path)
-        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(f"{where}: {_reason(error)}") from error
     found: T = _built(kind, plain, "")
     return found
 
@@ -173,26 +176,58 @@ def _omegaconf() -> Any:
 def _read(omega: Any, path: Path) -> Any:
     yaml = importlib.import_module("yaml")
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device has no end
+            raise ConfigError(f"{path} can not be read as settings: it is no file")
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes, which no settings need")
         text = path.read_text("utf-8")
-        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+        _shallow(str(path), text)
+        aliases = depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            aliases += isinstance(event, yaml.AliasEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep, which no settings are")
         if aliases > _MAX_ALIASES:  # a few lines of them can stand for more than fits into memory
             raise ConfigError(f"{path} has {aliases} aliases; at most {_MAX_ALIASES} are read")
         found = omega.OmegaConf.create(text)
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, omega.errors.OmegaConfBaseException) as error:
+    except ConfigError:
+        raise
+    except (OSError, *_failures(omega)) as error:
         raise ConfigError(f"{path} can not be read as settings: {_reason(error)}") from error
     if not isinstance(found, omega.DictConfig):
         raise ConfigError(f"{path} holds no mapping of settings")
     return found
 
 
+def _failures(omega: Any) -> tuple[type[Exception], ...]:
+    """What reading, setting and resolving raise: the parsers pass on what Python says of a value."""
+    yaml = importlib.import_module("yaml").YAMLError
+    kinds = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+    return (omega.errors.OmegaConfBaseException, yaml, *kinds)
+
+
+def _shallow(where: str, text: str) -> None:
+    """Raises where brackets are nested deeper than settings are, before a parser sees them."""
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{_cut(where)}: brackets are nested more than {_MAX_DEPTH} deep, which no settings are")
+    if text.count("${") > _MAX_BYTES // 1000:
+        raise ConfigError(f"{_cut(where)}: there are more than {_MAX_BYTES // 1000} references to other values")
+
+
 def _reason(error: Exception) -> str:
-    """Why a file can not be read, in one line: the parsers' own messages show the place over several."""
+    """Why a file can not be read, in one short line: the parsers' own messages show the place, or all of a text."""
     mark = getattr(error, "problem_mark", None)  # of a yaml.MarkedYAMLError
     if mark is not None:
-        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}"
-    return str(error).strip().partition("\n")[0]
+        return f"line {mark.line + 1}, column {mark.column + 1}: {_cut(str(getattr(error, 'problem', '')))}"
+    return _cut(str(error).strip().partition("\n")[0]) or type(error).__name__
+
+
+def _cut(text: str, most: int = _SHOWN) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _built(kind: type[Any], given: Any, where: str) -> Any:
@@ -203,7 +238,7 @@ def _built(kind: type[Any], given: Any, where: str) -> Any:
     hints = _hints(kind)
     values: dict[str, Any] = {}
     for key, value in given.items():
-        path = f"{where}.{key}" if where else str(key)
+        path = f"{where}.{_cut(str(key), 60)}" if where else _cut(str(key), 60)
         field = fields.get(key)
         if field is None:
             raise ConfigError(f"{path}: there is no such setting{_check.near(str(key), fields)}")
@@ -242,7 +277,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             value = next((word for word in words if word in arguments), value)
         if value in arguments and not isinstance(value, bool):
             return value
-        raise ConfigError(_check.problem(where, f"is {value!r}", "one of " + ", ".join(map(repr, arguments))))
+        raise ConfigError(_check.problem(where, f"is {_cut(repr(value))}", "one of " + ", ".join(map(repr, arguments))))
     if isinstance(hint, type) and attrs.has(hint):
         return _built(hint, value, where)
     if origin in (list, tuple, Sequence) or hint in (list, tuple):
@@ -257,12 +292,15 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         item = arguments[1] if arguments else Any
         return {str(k): _value(item, v, f"{where}.{k}") for k, v in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ConfigError(_check.problem(where, "is larger than any float", "a value of kind float")) from error
     if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
-    raise ConfigError(_check.problem(where, f"is {value!r}", f"a value of kind {_name(hint)}"))
+    raise ConfigError(_check.problem(where, f"is {_cut(repr(value))}", f"a value of kind {_name(hint)}"))
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,12 +127,40 @@ def test_what_is_dumped_is_read_back(tmp_path):
         ("a: &a [1]\nb: [" + "*a, " * 200 + "1]", [], "200 aliases"),
         ("needed: " + "x" * 1_100_000, [], "bytes"),
         ("\x00", [], "can not be read"),
+        ("needed: " + "[" * 50_000, [], "brackets are nested more than 50 deep"),
+        ("needed: " + "{a: " * 3000, [], "brackets are nested"),
+        ("needed:\n  " + "- " * 3000 + "x", [], "is nested more than 50 deep"),
+        ("".join(" " * i + "a:\n" for i in range(900)), [], "is nested more than 50 deep"),
+        ("needed: " + "${" * 2000, [], "brackets are nested"),
+        ("needed: '" + "${rate}" * 2000 + "'", [], "more than 1000 references"),
+        ("rate: " + "1" * 10_000, [], "can not be read"),
+        ("rate: 0x" + "f" * 10_000, [], "rate: is larger than any float"),
+        ("needed: !!binary 'x'", [], "can not be read"),
+        ("needed: x", ["rate=" + "1" * 10_000], "rate: can not be set"),
+        ("needed: x", ["needed=!!python/object/apply:os.system [id]"], "needed: can not be set.*constructor"),
+        ("needed: x", ["needed=" + "[" * 5000], "needed: brackets are nested"),
+        ("needed: x", ["needed='"], "needed: can not be set"),
+        ("needed: x", ["needed=\ud800"], "needed: can not be set"),
+        ("needed: x", [".".join("a" * 3000) + "=1"], "can not be set|there is no such setting"),
+        ("needed: x", ["q" * 100_000], "override"),
+        ("root:x:0:0:root:/root:/bin/bash\n" * 1000, [], "there is no such setting|can not be read"),
+        ("x" * 900_000 + ": 1", [], "there is no such setting|can not be read"),
+        ("needed: x\nmaybe: " + "y" * 900_000, [], "maybe"),
     ],
 )
 def test_what_is_refused(tmp_path, text, overrides, match):
+    began = time.process_time()
     with pytest.raises(rlkit.ConfigError, match=match) as caught:
         load(Settings, written(tmp_path, text), overrides)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500  # never a whole file
+    assert time.process_time() - began < 10.0
+
+
+def test_as_deep_as_settings_are(tmp_path):
+    """Brackets within texts count too, and forty of them are no trouble."""
+    path = written(tmp_path, "needed: '" + "[" * 40 + "'\nanything: " + "[" * 9 + "1" + "]" * 9)
+    assert load(Settings, path).needed == "[" * 40
 
 
 def test_files_that_are_none(tmp_path):
