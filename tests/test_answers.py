@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -189,6 +191,42 @@ def test_many_threads_share_few_processes():
         thread.join()
     assert results == [bool(i % 2) for i in range(16)]
     assert 1 <= equality._POOL._free.qsize() <= 4
+
+
+@needs_math
+def test_a_killed_process_is_replaced_before_it_is_asked_for():
+    """After a first bomb there is one more than is used, so that the next question after a bomb finds it ready."""
+    pool = equality._Pool(2)
+    bomb, simple = {"answer": "9^{9^{9^{9}}}", "truth": "3"}, {"answer": "\\frac{2}{4}", "truth": "0.5"}
+    try:
+        assert pool.ask(simple, 60) is True
+        made = []
+        whole = equality._Process.__init__
+        for _ in range(2):
+            assert pool.ask(bomb, 0.5) is False
+            while pool._coming:
+                time.sleep(0.05)
+            assert pool._free.qsize() == 2
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(equality._Process, "__init__", lambda self: made.append(self) or whole(self))
+                assert pool.ask(simple, 60) is True
+        assert made == []
+    finally:
+        pool.close()
+
+
+@needs_math
+def test_no_key_of_the_environment_reaches_the_process(monkeypatch):
+    """What a model wrote is evaluated there."""
+    monkeypatch.setenv("SOME_API_KEY", "canary")
+    process = equality._Process()
+    try:
+        environment = Path(f"/proc/{process._process.pid}/environ").read_bytes().split(b"\0")
+        names = {entry.partition(b"=")[0].decode() for entry in environment if entry}
+        assert names <= {*equality._PASSED, "PYTHONPATH", "LC_CTYPE"}
+        assert "PYTHONPATH" in names
+    finally:
+        process.close()
 
 
 @needs_math

@@ -27,6 +27,7 @@ __all__ = ["math_equal"]
 
 _LONGEST = 10_000  # characters
 _START = 120.0  # seconds; importing the algebra takes about two on a quiet machine
+_PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _WORKER = Path(__file__).with_name("_worker.py")
 
 
@@ -77,25 +78,31 @@ def _fraction(text: str) -> Fraction | None:
 
 
 class _Pool:
-    """Processes that are free, and as many places as there may be processes."""
+    """Processes that are free, and as many places as there may be processes.
+
+    One that is killed is replaced at once, and the first time by two: while the one starts, which takes seconds, the
+    other answers.
+    """
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._places = threading.BoundedSemaphore(size)
-        self._free: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        self._lock = threading.Lock()
+        self._coming = 0
+        self._spare = False
         atexit.register(self.close)
 
     def ask(self, question: dict[str, str], timeout: float) -> bool:
         with self._places:
-            try:
-                process = self._free.get_nowait()
-            except queue.Empty:
-                process = _Process()
+            process = self._taken()
             answer = None
             try:
                 answer = process.ask(question, timeout)
             finally:
                 if answer is None:  # too slow, dead, or interrupted here: what it does now is unknown
                     process.close()
+                    self._replace()
                 else:
                     self._free.put(process)
         return bool(answer and answer.get("equal") is True)
@@ -103,14 +110,49 @@ class _Pool:
     def close(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._free.get_nowait().close()
+                process = self._free.get_nowait()
+                if process is not None:
+                    process.close()
+
+    def _taken(self) -> _Process:
+        """One that is free, or is starting already, or a new one."""
+        found = None
+        with contextlib.suppress(queue.Empty):
+            found = self._free.get_nowait()
+        if found is None and self._coming:
+            with contextlib.suppress(queue.Empty):
+                found = self._free.get(timeout=_START)
+        return found or _Process()
+
+    def _replace(self) -> None:
+        with self._lock:
+            count = 1 if self._spare else 2
+            self._spare = True
+            self._coming += count
+        for _ in range(count):
+            threading.Thread(target=self._start, name="rlkit-math-start", daemon=True).start()
+
+    def _start(self) -> None:
+        made = None
+        try:
+            made = _Process()
+        except (BackendError, ConfigError, RuntimeError):  # whoever asks next tries again, and says why it fails
+            made = None
+        if made is not None and self._free.qsize() >= self._size:  # there are enough
+            made.close()
+        else:
+            self._free.put(made)
+        with self._lock:
+            self._coming -= 1
 
 
 class _Process:
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(f"math_equal needs math-verify; run: {_install.command('math')}")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        # What a model wrote is evaluated there: it gets none of the keys that are in the environment.
+        environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         command = [sys.executable, "-P", "-W", "ignore", str(_WORKER)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
