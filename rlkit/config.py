@@ -193,7 +193,7 @@ def _read(omega: Any, path: Path) -> Any:
         found = omega.OmegaConf.create(text)
     except ConfigError:
         raise
-    except (OSError, *_failures(omega)) as error:
+    except _failures(omega) as error:
         raise ConfigError(f"{path} can not be read as settings: {_reason(error)}") from error
     if not isinstance(found, omega.DictConfig):
         raise ConfigError(f"{path} holds no mapping of settings")
@@ -203,7 +203,16 @@ def _read(omega: Any, path: Path) -> Any:
 def _failures(omega: Any) -> tuple[type[Exception], ...]:
     """What reading, setting and resolving raise: the parsers pass on what Python says of a value."""
     yaml = importlib.import_module("yaml").YAMLError
-    kinds = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+    kinds = (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+    )
     return (omega.errors.OmegaConfBaseException, yaml, *kinds)
 
 

@@ -45,7 +45,7 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
         CheckpointError: the file can not be written; earlier lines stay as they were.
     """
     records = [to_record(group) for group in checked_groups(groups)]
-    lines = [json.dumps(record, ensure_ascii=False, allow_nan=False, default=repr) + "\n" for record in records]
+    lines = [_text(record) + "\n" for record in records]
     where = _path(path)
     try:
         with where.open("ab+", buffering=0) as file:
@@ -222,6 +222,16 @@ def _floats(values: Sequence[float]) -> np.ndarray:
 
 def _reward(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    """The record as JSON; what JSON has no word for, which tags and messages may hold, becomes text."""
+    from rlkit.tracking.values import plain
+
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
+    except (ValueError, TypeError):
+        return json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
 
 
 def _number(value: float) -> float | None:

@@ -9,15 +9,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlkit import _check
 from rlkit._disk import owned, synced
-from rlkit.errors import CheckpointError, ConfigError
+from rlkit.errors import CheckpointError, ConfigError, RlkitError
 
-__all__ = ["check_label", "read", "remove", "write"]
+__all__ = ["check_label", "read", "remove", "restoring", "write"]
 
 _LABEL = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _STATE = "state.json"
@@ -85,21 +85,47 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
         )
     folder = Path(path)
     try:
-        text = (folder / _STATE).read_text()
-        state = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} holds no saved state: {error}") from error
+        state = _verified(folder)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{folder} holds no saved state that is whole: {error}") from error
+    if backend is not None and state.get("backend") != backend:
+        raise CheckpointError(f"{folder} was saved by the {state.get('backend')!r} backend; this is {backend!r}")
+    return folder, state
+
+
+@contextlib.contextmanager
+def restoring(folder: Path) -> Iterator[None]:
+    """What does not fit within, where a state that was read is put back, becomes a CheckpointError.
+
+    Its checksum may be right all the same: another version, or another program, has written it.
+    """
+    try:
+        yield
+    except (RlkitError, MemoryError):
+        raise
+    except Exception as error:  # numpy's, zipfile's and safetensors' have no class in common
+        raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """What state.json holds, once it and every file that it names have the checksums that it names."""
+    if (folder / _STATE).exists() and not (folder / _STATE).is_file():  # a pipe or a device has no end
+        raise CheckpointError(f"{folder / _STATE} is no file")
+    text = (folder / _STATE).read_text("utf-8")
+    state = json.loads(text)
     if not isinstance(state, dict) or state.get("format") != _FORMAT or not isinstance(state.get("sha256"), dict):
         raise CheckpointError(f"{folder / _STATE} is not a saved state of format {_FORMAT}")
     written = _text(state)  # another text of the same content, such as 1E5 for 1e5, is damage too
     if state.pop("state_sha256", None) != _own_digest(state) or text != written:
         raise CheckpointError(f"{folder / _STATE} is damaged: it does not have the SHA-256 that it names")
-    if backend is not None and state.get("backend") != backend:
-        raise CheckpointError(f"{folder} was saved by the {state.get('backend')!r} backend; this is {backend!r}")
     for name, expected in state["sha256"].items():
         file = folder / name
         if folder.resolve() not in file.resolve().parents:
             raise CheckpointError(f"{folder / _STATE} names a file outside its folder: {name!r}")
+        if file.exists() and not file.is_file():
+            raise CheckpointError(f"{file} is no file")
         try:
             found = _digest(file)
         except OSError as error:
@@ -108,7 +134,7 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
             raise CheckpointError(
                 f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}..."
             )
-    return folder, state
+    return state
 
 
 def remove(path: str | os.PathLike[str]) -> None:

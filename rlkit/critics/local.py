@@ -97,7 +97,8 @@ class LocalCritic(InProcessCritic):
         )
         version = 0
         if saved is not None:
-            version = self._load(*saved, optimizer=resume_from is not None)
+            with saves.restoring(saved[0]):
+                version = self._load(*saved, optimizer=resume_from is not None)
         super().__init__("local-critic", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder)
         self.version = version
 

@@ -56,8 +56,9 @@ class ToyCritic(InProcessCritic):
         path, version = init_from if resume_from is None else resume_from, 0
         if path is not None:
             saved, state = saves.read(path, backend="toy-critic")
-            self._weights.read(saved / "critic.npz", state, optimizer=resume_from is not None)
-            version = 0 if resume_from is None else int(state["version"])
+            with saves.restoring(saved):
+                self._weights.read(saved / "critic.npz", state, optimizer=resume_from is not None)
+                version = 0 if resume_from is None else int(state["version"])
         super().__init__("toy-critic", tokenizer=tokenizer, max_length=max_length, folder=folder)
         self.version = version
 

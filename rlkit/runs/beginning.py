@@ -35,7 +35,7 @@ def withdraw(made: list[Path]) -> None:
     """Removes folders that a run has made, unless there is more in them than every run begins with."""
     if not made:
         return
-    always = {made[0] / name for name in ("lock", "run.json", "config.json")}
+    always = {made[0] / name for name in ("lock", "lock.held", "run.json", "config.json")}
     if not any(path.is_file() and path.stat().st_size for path in {*made[0].rglob("*")} - always):
         shutil.rmtree(made[0], ignore_errors=True)
         with contextlib.suppress(OSError):  # something else is in it by now
@@ -74,6 +74,8 @@ def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel
 
 def _noted(path: Path) -> tuple[int | None, str]:
     """The seed in run.json, and what is wrong with it, if anything."""
+    if path.exists() and not path.is_file():  # a pipe or a device has no end
+        return None, "is damaged: it is no file"
     try:
         found = json.loads(path.read_text("utf-8"))["seed"]
     except FileNotFoundError:
@@ -100,7 +102,7 @@ def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
         raise ConfigError(_check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object"))
     plain = as_json(masked(plain))
     path = folder / "config.json"
-    if path.exists():
+    if path.is_file():
         try:
             changed = ", ".join(_changes(as_json(json.loads(path.read_text("utf-8"))), plain))
             text = f"the config of {folder} has changed: {changed}" if changed else ""

@@ -22,6 +22,7 @@ __all__ = ["Record", "check", "is_run", "latest", "newest", "records", "remove",
 
 _NAME = re.compile(r"step-(\d{8})-[0-9a-f]{8}")
 POLICIES, CHECKPOINTS = "policies", "checkpoints"
+_STEPS = 10**8  # as many as names have digits for
 _LOOKS = 100  # at a folder that changes while it is read
 
 
@@ -89,7 +90,11 @@ def read(path: Path) -> Record:
     parts: list[Any] = [state.get(name, {}) for name in ("policies", "kept", "metrics", "logged")]
     seed: Any = state.get("seed")
     numbers = [step] if seed is None else [step, seed]
-    if not all(type(x) is int and x >= 0 for x in numbers) or not all(isinstance(each, dict) for each in parts):
+    if (
+        not all(type(x) is int and x >= 0 for x in numbers)
+        or numbers[0] >= _STEPS
+        or not all(isinstance(each, dict) for each in parts)
+    ):
         raise CheckpointError(f"{path} is not a run's checkpoint")
     policies, kept, metrics, logged = parts
     for role, policy in policies.items():

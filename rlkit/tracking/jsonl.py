@@ -162,6 +162,8 @@ class Jsonl:
             CheckpointError: a file cannot be read or written; it stays as it was.
         """
         _check.integer("rewind(step)", step, low=0)
+        if at is not None and not isinstance(at, Mapping):
+            raise CheckpointError(f"rewind(at): got {_check.shown(at)}; expected what sync() gave")
         self._synced = {}
         dropped = {}
         for name in ("metrics", "tokens", "trajectories"):

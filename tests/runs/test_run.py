@@ -274,7 +274,7 @@ class TestFolder:
         assert sorted(p.name for p in tmp_path.rglob("*") if "run" not in p.relative_to(tmp_path).parts) == ["near"]
         assert all(path.name.isascii() and len(path.name) < 50 for path in tmp_path.rglob("*"))
 
-    @pytest.mark.parametrize("name", ["", None, 3, ["x"], b"x"])
+    @pytest.mark.parametrize("name", ["", None, 3, ["x"], b"x", "a\ud800", {}])
     def test_what_is_no_name(self, tmp_path, name):
         with Run(tmp_path, trackers=()) as run:
             for call in (
@@ -319,7 +319,7 @@ class TestRetention:
         assert policies == {os.path.basename(record.policy("policy")) for record in left}  # noqa: PTH119
 
     def test_refusals(self):
-        for options in ({"last": 0}, {"every": 0}, {"best": 1}, {"best": -1}):
+        for options in ({"last": 0}, {"every": 0}, {"best": 1}, {"best": -1}, {"metric": ["x"]}, {"metric": 3}):
             with pytest.raises(rlkit.ConfigError, match="Retention"):
                 Retention(**options)
 

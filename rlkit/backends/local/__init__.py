@@ -126,7 +126,8 @@ class LocalBackend(InProcessBackend):
         self._latest: weakref.ref[Snapshot] | None = None
         version = 0
         if saved is not None:
-            version = self._load(*saved, optimizer=resume_from is not None)
+            with saves.restoring(saved[0]):
+                version = self._load(*saved, optimizer=resume_from is not None)
         merged = self._merge
         self._engine = Engine(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
         super().__init__(
@@ -175,9 +176,10 @@ class LocalBackend(InProcessBackend):
 
         def job() -> LocalSampler:
             folder, state = saves.read(path, backend="local")
-            saved = lora_of(state, None)
-            adapter = adapter_in(folder, self.base.model, self.base.device)
-            snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
+            with saves.restoring(folder):
+                saved = lora_of(state, None)
+                adapter = adapter_in(folder, self.base.model, self.base.device)
+                snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
             return LocalSampler(self, snapshot, self._seeds, self._engine.submit)
 
         return self._submit("saved_sampler", job, trains=False)

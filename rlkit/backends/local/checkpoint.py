@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ def write_adapter(folder: Path, model: Any) -> None:
     check_finite({name: p for name, p in model.named_parameters() if p.requires_grad})
     model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's template of a model card, empty but for the base's path
+    path = folder / "adapter_config.json"  # its sets come out in another order in each process
+    config = json.loads(path.read_text("utf-8"))
+    config = {name: sorted(x) if name.endswith("_modules") and isinstance(x, list) else x for name, x in config.items()}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
 
 
 def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -123,9 +123,10 @@ class ToyBackend(InProcessBackend):
 
         def job() -> ToySampler:
             folder, state = saves.read(path, backend="toy")
-            weights = Weights(State.started(self._base_weights))
-            weights.read(folder / "toy.npz", state, optimizer=False)
-            return self._sampler_of(weights.value, int(state.get("version", 0)))
+            with saves.restoring(folder):
+                weights = Weights(State.started(self._base_weights))
+                weights.read(folder / "toy.npz", state, optimizer=False)
+                return self._sampler_of(weights.value, int(state.get("version", 0)))
 
         return self._submit("saved_sampler", job, trains=False)
 
@@ -147,8 +148,9 @@ class ToyBackend(InProcessBackend):
         if path is None:
             return 0
         folder, state = saves.read(path, backend="toy")
-        self._weights.read(folder / "toy.npz", state, optimizer=optimizer)
-        if not optimizer:
-            return 0
-        self._seeds = SeedStream(int(state["seed"]), state["requests"])
-        return int(state["version"])
+        with saves.restoring(folder):
+            self._weights.read(folder / "toy.npz", state, optimizer=optimizer)
+            if not optimizer:
+                return 0
+            self._seeds = SeedStream(int(state["seed"]), state["requests"])
+            return int(state["version"])
