@@ -16,6 +16,7 @@ __all__ = [
     "EnvBusy",
     "EnvError",
     "EnvTimeout",
+    "MissingPackageError",
     "RlkitError",
     "StepOutcomeUnknown",
     "TrainerFailed",
@@ -38,6 +39,10 @@ class ConfigError(RlkitError, ValueError):
 
 class ArgumentError(ConfigError, TypeError):
     """A call has an argument that the function does not take, or lacks one; a name known from elsewhere is answered."""
+
+
+class MissingPackageError(ConfigError, ModuleNotFoundError):
+    """A package that is needed is not installed; the message has the command that installs it."""
 
 
 class UnknownNameError(RlkitError, LookupError):

@@ -7,13 +7,12 @@ import sys
 
 HIDE = """
 import sys
+from importlib.machinery import PathFinder
 
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {names!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+def find_spec(name, path=None, target=None, found=PathFinder.find_spec):
+    return None if name.partition(".")[0] in {names!r} else found(name, path, target)
 
-sys.meta_path.insert(0, Hidden())
+PathFinder.find_spec = find_spec
 """
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit._lazy import missing
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.backends.reference import reference_logprobs
@@ -66,7 +67,7 @@ def connect(name: str, **options: Any) -> TrainerBackend:
     ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))
     'hello'
     """
-    make = registry.resolve(name)
+    make = _class_of(name)
     _check.options(f"connect({name!r})", make, options, kind="connect")
     backend: TrainerBackend = make(**options)
     return backend
@@ -87,7 +88,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
-    alone = getattr(registry.resolve(name), "open_sampler", None)
+    alone = getattr(_class_of(name), "open_sampler", None)
     if path is not None and is_run(path):
         path, alone = newest(path), None  # a state to train from, of which a service first has to make a snapshot
     if alone is not None:
@@ -97,3 +98,13 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
         options["model"] = model
     backend = connect(name, **options) if path is None else connect(name, init_from=path, **options)
     return (backend.base_sampler() if path is None else backend.sampler()).result()
+
+
+def _class_of(name: str) -> Any:
+    """What the registry has, or the error of the package that it lacks."""
+    try:
+        return registry.resolve(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("torch", "transformers", "peft", "safetensors"):
+            raise
+        raise missing(f"connect({name!r})", error.name.partition(".")[0], "local") from error

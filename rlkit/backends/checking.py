@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
+from rlkit._lazy import has_torch, missing
 from rlkit.backends.protocol import LossLike
 from rlkit.errors import ConfigError, DataError, UnsupportedError
 from rlkit.types import Datum
@@ -30,6 +31,7 @@ def checked_call(
     vocab_size: int,
     max_length: int,
     drivers: Sequence[str] = ("logprobs", "target_logprobs"),
+    remote: Callable[[PreparedLoss, Sequence[Datum]], str] | None = None,
 ) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
     """``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
 
@@ -39,6 +41,7 @@ def checked_call(
         wanted: what the backend has for ``want``.
         vocab_size, max_length: the model's.
         drivers: what the model gives for losses to be driven by.
+        remote: why a loss is computed in this process, "" where a service does it: then torch may be missing.
     """
     if isinstance(want, str) or not isinstance(want, Sequence):
         raise ConfigError(_check.problem("want", f"got {_check.shown(want)}", "a sequence of names"))
@@ -49,7 +52,7 @@ def checked_call(
     data = checked_data(data, vocab_size, max_length)
     if loss is None:
         return data, None, tuple(want)
-    from rlkit.losses.prepare import prepare  # needs torch
+    from rlkit.losses.prepare import prepare
 
     prepared = prepare(loss, config)
     if prepared.driver not in drivers:
@@ -63,8 +66,28 @@ def checked_call(
             "rlkit.advantages.entropy_bonus is the sampled estimate"
         )
     prepared.check(data)
-    prepared.try_out(data)
+    if remote is None or has_torch():
+        prepared.try_out(data)
+    else:
+        _check_remote(prepared, data, remote)
     return data, prepared, tuple(want)
+
+
+def _check_remote(
+    prepared: PreparedLoss, data: Sequence[Datum], remote: Callable[[PreparedLoss, Sequence[Datum]], str]
+) -> None:
+    """What trying out would find, as far as that is possible without torch."""
+    prepared.check_settings()
+    for i, datum in enumerate(data):
+        for name in (*prepared.inputs, *prepared.optional):
+            if name in datum.inputs and datum.inputs[name].ndim > 1:
+                what = f"has shape {datum.inputs[name].shape}"
+                where = f"data[{i}].inputs[{name!r}]"
+                raise DataError(_check.problem(where, what, "a number, or one per token", f"for {prepared.name!r}"))
+    why_here = remote(prepared, data)
+    if why_here:
+        what = f"the loss {prepared.name!r} is computed in this process ({why_here}), which"
+        raise missing(what, "torch", "tinker", "torch")
 
 
 def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:

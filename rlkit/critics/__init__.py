@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlkit import _check
+from rlkit._lazy import missing
 from rlkit.critics.estimates import gae_datums
 from rlkit.critics.protocol import Critic
 from rlkit.registry import Registry
@@ -42,7 +43,12 @@ def critic(name: str, *, tokenizer: Any, **options: Any) -> Critic:
     >>> [float(v.round(1)) for v in value.values([datum]).result()[0]]
     [0.0, 1.0, 1.0]
     """
-    make = registry.resolve(name)
+    try:
+        make = registry.resolve(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "peft", "safetensors"):
+            raise
+        raise missing(f"critic({name!r})", error.name, "local") from error
     _check.options(f"critic({name!r})", make, options, kind="connect")
     made: Critic = make(tokenizer=tokenizer, **options)
     return made

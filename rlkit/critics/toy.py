@@ -65,7 +65,7 @@ class ToyCritic(InProcessCritic):
     def _values_and_parts(
         self, data: Sequence[Datum], loss: Any, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
-        import torch
+        from rlkit._lazy import torch
 
         yield from ()
         rows = [self._features.all(datum.tokens)[np.flatnonzero(datum.mask) - 1] for datum in data]  # [n, features]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses._settings import bounds
 from rlkit.losses.base import loss, register
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from rlkit._lazy import torch
 
 __all__ = ["clip_cov", "kl_cov"]
 

@@ -9,12 +9,13 @@ divergences themselves.
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.losses.base import loss, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["topk_forward_kl", "topk_jsd", "topk_reverse_kl"]
 

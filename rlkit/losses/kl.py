@@ -10,13 +10,14 @@ gradient for samples of another policy too.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.losses.coefficients import AdaptiveCoefficient, FixedCoefficient, adaptive_coefficient, fixed
 from rlkit.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AdaptiveCoefficient",

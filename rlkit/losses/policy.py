@@ -6,13 +6,14 @@ on the ratio itself: a paper's 1 +- 0.2 is ``clip_low_threshold=0.8, clip_high_t
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.losses._settings import bounds, surrogate
 from rlkit.losses.base import loss, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["cispo", "dro", "importance_sampling", "ppo"]
 

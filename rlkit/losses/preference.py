@@ -5,19 +5,22 @@ At level "pair" every argument is a tuple (chosen, rejected), and the weight of 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses._settings import one_weight
 from rlkit.losses.base import loss, register
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from rlkit._lazy import torch
+
 __all__ = ["cpo", "dpo", "kto", "orpo", "simpo"]
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
+Pair: TypeAlias = "tuple[Tensor, Tensor]"
 _FORMS = ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down")
 _NEAREST = -1e-7  # the mean logprob nearest to 0 whose odds are finite in float32
 
@@ -69,7 +72,7 @@ def dpo(
     if form == "sigmoid":
         value = _smoothed(margin, label_smoothing)
     elif form == "robust":
-        value = -(1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
+        value = -(1 - label_smoothing) * _logsigmoid(margin) + label_smoothing * _logsigmoid(-margin)
         value = value / (1 - 2 * label_smoothing)
     elif form == "hinge":
         value = (1 - margin).relu()
@@ -154,7 +157,7 @@ def orpo(logprobs: Pair, weights: Any = 1.0, *, beta: float = 0.1, alpha: float 
     _check.real("alpha", alpha, low=0.0)
     chosen, rejected = (lp.mean() for lp in logprobs)
     odds = _log_odds(chosen) - _log_odds(rejected)
-    return one_weight(weights) * (-alpha * chosen - beta * logsigmoid(odds))
+    return one_weight(weights) * (-alpha * chosen - beta * _logsigmoid(odds))
 
 
 @register("cpo")
@@ -211,11 +214,11 @@ def simpo(logprobs: Pair, weights: Any = 1.0, *, beta: float = 2.0, gamma: float
     _check.real("beta", beta, above=0.0)
     _check.real("gamma", gamma, low=0.0)
     chosen, rejected = (lp.mean() for lp in logprobs)
-    return -one_weight(weights) * logsigmoid(beta * (chosen - rejected) - gamma)
+    return -one_weight(weights) * _logsigmoid(beta * (chosen - rejected) - gamma)
 
 
 def _smoothed(margin: Tensor, share: float) -> Tensor:
-    return -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
+    return -(1 - share) * _logsigmoid(margin) - share * _logsigmoid(-margin)
 
 
 def _smoothing(share: float, *, used: bool) -> None:
@@ -227,3 +230,7 @@ def _smoothing(share: float, *, used: bool) -> None:
 def _log_odds(mean: Tensor) -> Tensor:
     near = mean.clamp(max=_NEAREST)
     return near - (-near.expm1()).log()
+
+
+def _logsigmoid(x: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(x)

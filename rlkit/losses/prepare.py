@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import numpy as np
-import torch
 
 from rlkit import _aliases, _check
 from rlkit._calls import answered
 from rlkit.errors import BackendError, ConfigError, DataError
 from rlkit.losses.base import Level, marks, registry
 from rlkit.types import Datum
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from rlkit._lazy import torch
 
 __all__ = ["LossGradient", "PreparedLoss", "prepare"]
 
@@ -100,6 +104,7 @@ class PreparedLoss:
         """Calls the loss on made-up logprobs, so that a mistake in it raises here and changes nothing.
 
         Raises:
+            MissingPackageError: torch is not installed.
             ConfigError: it does not return a scalar that depends on what the model gives.
             Exception: whatever the function itself raises, unchanged.
         """
@@ -107,6 +112,15 @@ class PreparedLoss:
         some = some if self.level == "batch" else some[: 2 if self.level == "pair" else 1]
         with contextlib.suppress(BackendError):  # not finite on made-up numbers, which says nothing about real ones
             self.gradient([self._made_up(datum) for datum in some], some, entropy=[_constant(d, 0.5) for d in some])
+
+    def check_settings(self) -> None:
+        """Calls the loss as far as it can go without torch: the settings are checked before anything is computed.
+
+        Raises:
+            ConfigError: a setting is out of range.
+        """
+        with contextlib.suppress(_Reached):
+            self.function(**dict.fromkeys(self._order, _Untouched()), **self.settings)
 
     def gradient(
         self,
@@ -323,6 +337,23 @@ def _returned(name: str, result: Any) -> tuple[torch.Tensor, dict[str, float]]:
         suffixed = key if key.endswith((":sum", ":mean")) else f"{key}:mean"
         metrics[suffixed] = float(number)
     return value, metrics
+
+
+class _Reached(Exception):
+    """A loss has begun to compute."""
+
+
+class _Untouched:
+    """Stands for a tensor; whatever is done with it ends the call."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Reached
+
+    def _reached(self, *_: object) -> Any:
+        raise _Reached
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _reached
+    __gt__ = __lt__ = __ge__ = __le__ = _reached
 
 
 def _constant(datum: Datum, value: float) -> torch.Tensor:

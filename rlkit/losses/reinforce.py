@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.losses.base import loss, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["opmd", "reinforce", "topr"]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.losses._settings import bounds
 from rlkit.losses.base import loss, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["gmpo", "gspo", "gspo_token", "luspo", "vespo"]
 

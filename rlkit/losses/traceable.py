@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from rlkit import _check
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.losses.prepare import PreparedLoss
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from rlkit._lazy import torch
 
 __all__ = ["traceable"]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlkit import _check
 from rlkit.losses._settings import bounds
 from rlkit.losses.base import loss, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["dppo_kl", "dppo_tv", "sapo", "sppo"]
 

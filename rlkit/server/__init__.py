@@ -6,6 +6,11 @@ socket.
 
 from __future__ import annotations
 
+from rlkit._lazy import has_torch, missing
+
+if not has_torch():
+    raise missing("rlkit.server, which runs losses that are sent to it,", "torch", "torch", "tinker")
+
 from rlkit.server.adapter import BackendModels
 from rlkit.server.exact import ExactModels
 from rlkit.server.http import Server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import socket
 import threading
 import time
 import traceback
@@ -45,6 +46,18 @@ def drawn(policy, n=4, **params):
 
 
 class TestConnecting:
+    def test_nothing_listens(self):
+        """An address of this machine without a server is answered within seconds, by name."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+        for address in (f"http://127.0.0.1:{port}", f"http://localhost:{port}"):
+            start = time.monotonic()
+            with pytest.raises(rlkit.BackendError, match=f"no answer from {address} .*is the server running"):
+                rlkit.connect("tinker", model="toy", base_url=address)
+            assert time.monotonic() - start < 30  # the SDK alone would wait for minutes
+        with pytest.raises(rlkit.ConfigError, match="base_url"):
+            rlkit.connect("tinker", model="toy", base_url="http://127.0.0.1:99999")
+
     def test_lora_reaches_the_service(self, fake):
         lora = rlkit.Lora(rank=4, seed=9, train_mlp=False)
         with connect(fake, lora=lora) as policy:

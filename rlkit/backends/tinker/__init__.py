@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -26,6 +26,9 @@ from rlkit.backends.tinker.session import Session, open_sampler
 from rlkit.errors import BackendError, ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["TinkerBackend", "TinkerSampler"]
 
@@ -153,7 +156,7 @@ class TinkerBackend:
         """Logprobs, and the value of ``loss``, taken here. See ``TrainerBackend.forward``."""
         if loss is None and config:
             raise ConfigError("forward: got config= without a loss")
-        data, prepared = self._checked(data, loss, config, want)
+        data, prepared = self._checked(data, loss, config, want, why_here="forward gives its value")
         return self._calls.submit("forward", lambda: self._sending.forward(data, prepared), trains=False)
 
     @answered
@@ -321,7 +324,12 @@ class TinkerBackend:
         raise TypeError("a TinkerBackend holds a connection and can not be pickled; connect in each process")
 
     def _checked(
-        self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
+        self,
+        data: Sequence[Datum],
+        loss: LossLike | None,
+        config: Mapping[str, Any] | None,
+        want: Sequence[str],
+        why_here: str = "",
     ) -> tuple[list[Datum], Any]:
         if loss == "stable_reinforce":
             raise UnsupportedError(
@@ -329,8 +337,12 @@ class TinkerBackend:
                 "policy.training_client, or use 'importance_sampling' with rlkit.corrections"
             )
         size = self.tokenizer.vocab_size
+
+        def remote(prepared: PreparedLoss, data: Sequence[Datum]) -> str:
+            return why_here or self._sending.why_not_hosted(prepared, data, named=isinstance(loss, str))
+
         checked, prepared, _ = checked_call(
-            "tinker", data, loss, config, want, (), vocab_size=size, max_length=self.max_length
+            "tinker", data, loss, config, want, (), vocab_size=size, max_length=self.max_length, remote=remote
         )
         if self._off_temperature == "raise":
             for i, datum in enumerate(checked):

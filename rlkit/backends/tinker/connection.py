@@ -7,6 +7,7 @@ import difflib
 import importlib
 import ipaddress
 import os
+import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 from rlkit import _check, _install
 from rlkit.backends.tinker import faults, guard, secrets
-from rlkit.errors import BackendTimeout, ConfigError, RlkitError, UnsupportedError
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError, UnsupportedError
 
 __all__ = ["bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
 
@@ -47,6 +48,7 @@ def service_client(
 
     Raises:
         ConfigError: no key, a key that can not be one, or an address that would show it.
+        BackendError: nothing listens at an address on this machine.
         BackendTimeout: the service does not answer.
     """
     tinker = sdk()
@@ -60,6 +62,8 @@ def service_client(
         key = "tml-none"  # a server on this machine may want none, and the SDK wants one
     if key is not None and not key.startswith(("tml-", "eyJ")):
         raise ConfigError("api_key (or TINKER_API_KEY): expected a key that starts with 'tml-'; this one does not")
+    if local and address is not None:
+        _check_listening(address)
     secrets.hide(key)
     guard.install()
     secrets.watch_logs()
@@ -135,6 +139,7 @@ def _checked_address(address: str | None) -> bool:
     form = _check.problem("base_url", f"is {secrets.redact(address)!r}", "https://host, or http://127.0.0.1:port")
     try:
         parts = urllib.parse.urlsplit(address)
+        _ = parts.port  # raises where it is none
     except ValueError as error:
         raise ConfigError(form) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -146,6 +151,19 @@ def _checked_address(address: str | None) -> bool:
             "alone)"
         )
     return local
+
+
+def _check_listening(address: str) -> None:
+    """Raises BackendError where nothing listens on this machine, which the SDK would wait for."""
+    parts = urllib.parse.urlsplit(address)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=5.0).close()
+    except OSError as error:
+        where = secrets.redact(address)
+        raise BackendError(
+            f"connect: no answer from {where} ({error.strerror or error}); is the server running?"
+        ) from error
 
 
 def _loopback(host: str) -> bool:
@@ -185,7 +203,7 @@ def tokenizer_of(given: Any, client: Any, seconds: float) -> Any:
     if isinstance(given, Tokenizer):
         return given
     if hasattr(given, "chat_template") and callable(given):
-        from rlkit.backends.local.tokenizer import LocalTokenizer
+        from rlkit.backends.transformers_tokenizer import LocalTokenizer
 
         ends = given.eos_token_id
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

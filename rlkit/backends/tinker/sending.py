@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlkit._lazy import torch
 from rlkit.backends.protocol import Route
 from rlkit.backends.tinker import custom, routes, wire
 from rlkit.backends.tinker.calls import Calls, Sent
@@ -132,6 +133,11 @@ class Sending:
         sent = self._client.forward_backward(datums, part.loss, dict(part.config) or None).future()
         return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], found))
 
+    def why_not_hosted(self, prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> str:
+        """Why hosted calls do not give this loss, "" where they do; needs no torch."""
+        parts, why = self._plan(prepared, data, named=named)
+        return "" if parts or not _used(data) else why
+
     def _plan(self, prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> tuple[Sequence[routes.Part], str]:
         if not named:
             return (), "it is given as a function, which is run as it is written"
@@ -179,10 +185,10 @@ def _driver(
     call: str, response: Any, used: Sequence[Datum], prepared: PreparedLoss | None
 ) -> tuple[list[Any], list[np.ndarray]]:
     """(what the loss is given, the logprobs of the datums' own tokens)."""
-    import torch
-
     arrays = wire.read_logprobs(call, response, used)
-    if prepared is None or prepared.driver == "logprobs":
-        return [torch.from_numpy(x) for x in arrays] if prepared is not None else [], arrays
+    if prepared is None:
+        return [], arrays
+    if prepared.driver == "logprobs":
+        return [torch.from_numpy(x) for x in arrays], arrays
     driver = [torch.from_numpy(np.ascontiguousarray(x[:, :-1])) for x in arrays]
     return driver, [x[:, -1] for x in arrays]

@@ -81,8 +81,7 @@ class ToyBackend(InProcessBackend):
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        import torch
-
+        from rlkit._lazy import torch
         from rlkit.backends.outputs import output
 
         yield from ()

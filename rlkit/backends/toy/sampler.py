@@ -10,7 +10,8 @@ import numpy as np
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, draw, streams
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
+from rlkit.backends.toy.drawing import drawn
 from rlkit.backends.toy.model import Features, Row
 from rlkit.errors import BackendError
 from rlkit.futures import Future
@@ -96,8 +97,6 @@ class ToySampler:
     def _sampled(
         self, weights: np.ndarray, prompt: np.ndarray, params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> list[Sample]:
-        import torch  # the toy needs it for drawing and for losses only
-
         n = len(rngs)
         stop = Stop(params.stop, self.tokenizer)
         state = self._features.start(n)
@@ -110,14 +109,14 @@ class ToySampler:
         for _ in range(min(params.max_tokens, self.max_length - prompt.size)):
             logits = np.matmul(features[:, None, :], weights)[:, 0]  # a product per row: no row depends on another
             uniforms = np.array([rng.random() for rng in rngs])
-            drawn, lp = draw(torch.from_numpy(logits), [params] * n, uniforms)
+            found, lp = drawn(logits, params, uniforms)
             for i in np.flatnonzero(~np.array(ended)):
-                tokens[i].append(int(drawn[i]))
+                tokens[i].append(int(found[i]))
                 logprobs[i].append(float(lp[i]))
                 ended[i] = stop(tokens[i])
             if all(ended):
                 break
-            features, state = self._features.read(state, drawn)
+            features, state = self._features.read(state, found)
         return [
             Sample(
                 prompt,
