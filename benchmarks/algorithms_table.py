@@ -44,6 +44,7 @@ OBJECTIVES = {
 }
 SLOW = {("remax", "local"): (40, 0.005)}  # steps and rate: the greedy episode of an untrained model is a poor baseline
 ALIASES = ("grpo_verl", "mix_chord")
+IN_CONTEXT = ("sdpo",)  # learns from what a model reads, which neither the toy nor two random layers understand
 TURNS = {"gigpo": 2, "multi_step_grpo": 2}
 
 
@@ -206,7 +207,9 @@ def shown(row: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backends", nargs="+", default=["toy", "local", "fake"], choices=list(RATES))
-    parser.add_argument("--algorithms", nargs="+", default=[n for n in recipes.algorithms.registry if n not in ALIASES])
+    parser.add_argument(
+        "--algorithms", nargs="+", default=[n for n in recipes.algorithms.registry if n not in (*ALIASES, *IN_CONTEXT)]
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit.backends.protocol import Tokenizer
@@ -111,6 +113,26 @@ class Chat:
         from rlkit.chat.conversation import Conversation
 
         return Conversation(self, observation, tools)
+
+    def message(self, text: str, role: str = "user") -> np.ndarray:
+        """The tokens of one message alone, as the template writes it, without the head of an answer.
+
+        Text that reads like control tokens stays text. Without a template it is the text and an empty line.
+
+        Raises:
+            DataError: the template refuses a conversation of this message alone.
+
+        >>> import rlkit
+        >>> tokenizer = rlkit.connect("toy").tokenizer
+        >>> print(tokenizer.decode(Chat(tokenizer).message("Hi"), skip_special=False).strip())
+        <|im_start|>user
+        Hi<|im_end|>
+        """
+        if self.template is None:
+            return self.control.encode(f"{self.control.mark(text)}\n\n", first=True)
+        marked = self.control.mark([{"role": role, "content": text}])
+        rendered = self.template.render(marked, head=False, **{**self.variables, "tools": None})
+        return self.control.encode(rendered, first=True)
 
     def action(self, tokens: Any, stop_reason: Literal["stop", "length"] = "stop") -> Action:
         """What an environment is given for sampled tokens int [n]."""

@@ -51,6 +51,8 @@ class Recipe:
             differ; these are played until the step has as many as were asked for, four times at most.
         needs: what the estimator wants beside rewards: a "critic" (it names ``values``), a "teacher"
             (``teacher_logprobs``), or a "greedy" episode of each task (``baseline``).
+        hint: "": a teacher is another model. "peer": it is the policy itself, which has been told a right answer of the
+            same group before it scores one; what has no such answer is not trained.
     """
 
     source: str
@@ -63,19 +65,22 @@ class Recipe:
     weights: str = "token-mean"
     repeat_times: int = 8
     select: Literal["all", "best", "informative"] = "all"
+    hint: Literal["", "peer"] = ""
 
     def __attrs_post_init__(self) -> None:
         _check.choice("Recipe.data", self.data, ("rollouts", "demonstrations", "texts", "pairs", "mixed"))
         _check.choice("Recipe.level", self.level, ("group", "turn", "token"))
         _check.choice("Recipe.select", self.select, ("all", "best", "informative"))
         _check.integer("Recipe.repeat_times", self.repeat_times, low=1)
+        _check.choice("Recipe.hint", self.hint, ("", "peer"))
 
     @property
     def needs(self) -> tuple[str, ...]:
         if self.advantage is None or self.level != "token":
             return ()
         named = inspect.signature(advantages.registry.resolve(self.advantage)).parameters
-        return tuple(need for name, need in _NEEDS.items() if name in named)
+        found = tuple(need for name, need in _NEEDS.items() if name in named)
+        return tuple("itself" if need == "teacher" and self.hint else need for need in found)
 
     @property
     def rolls_out(self) -> bool:
@@ -145,6 +150,13 @@ _ROWS = {
     "ppo": Recipe("arXiv:1707.06347", advantage="gae", level="token", advantage_args=OF_ESTIMATORS["gae"]),
     "on_policy_distill": Recipe("arXiv:2306.13649", advantage="on_policy_distillation", level="token"),
     "jsd": Recipe("arXiv:2306.13649", advantage="jsd_gradient", level="token"),
+    "sdpo": Recipe(
+        "arXiv:2601.20802, sampled tokens, a right answer of the group as the hint",
+        advantage="on_policy_distillation",
+        level="token",
+        loss="importance_sampling",
+        hint="peer",
+    ),
     "sft": Recipe("likelihood", data="demonstrations", advantage=None, loss="cross_entropy"),
     "cpt": Recipe("likelihood", data="texts", advantage=None, loss="cross_entropy"),
     "raft": Recipe("arXiv:2304.06767", advantage=best_of_group, loss="reinforce", select="best"),

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlkit import metrics
 from rlkit.advantages import token_weights
+from rlkit.backends import reference_logprobs
 from rlkit.backends.protocol import Sampler
 from rlkit.losses.base import marks
 from rlkit.losses.base import registry as losses
@@ -44,8 +45,7 @@ class Item:
 
 def scored(sampler: Sampler, data: Sequence[Datum]) -> list[np.ndarray]:
     """float32 [n] per datum: what a frozen model gives its tokens, at their temperature. All requests are in flight."""
-    futures = [sampler.logprobs(datum.tokens, temperature=datum.temperature or 1.0) for datum in data]
-    return [datum.select(future.result()) for datum, future in zip(data, futures, strict=True)]
+    return reference_logprobs(sampler, data).result()
 
 
 def trajectories_of(
@@ -55,6 +55,7 @@ def trajectories_of(
     reference: Sampler | None = None,
     teacher: Sampler | None = None,
     critic: Any = None,
+    hint: Callable[[Sequence[Group]], list[np.ndarray | None]] | None = None,
     seed: Sequence[int] = (0,),
     skip: Callable[[Trajectory], bool] = lambda trajectory: False,
 ) -> tuple[list[Item], dict[str, float], list[np.ndarray]]:
@@ -64,6 +65,7 @@ def trajectories_of(
         method: the algorithm.
         groups: as they were played.
         reference, teacher, critic: those that the method needs.
+        hint: groups -> for each trajectory the tokens that the teacher reads first, None where it has nothing to say.
         seed: of estimators that draw.
         skip: which trajectories are in their group's baseline and do not train.
     """
@@ -82,7 +84,9 @@ def trajectories_of(
     if reference is not None:
         found["reference_logprobs"] = _joined(parts, scored(reference, flat))
     if teacher is not None:
-        found["teacher_logprobs"] = _joined(parts, scored(teacher, flat))
+        own = found["sampling_logprobs"]
+        taught = _joined(parts, scored(teacher, flat)) if hint is None else _taught(teacher, parts, hint(groups), own)
+        found["teacher_logprobs"] = taught
     if "greedy" in method.recipe.needs:
         found["baseline"] = [float(t.tags["greedy"]) for t in trajectories]
     if critic is not None:
@@ -102,6 +106,18 @@ def trajectories_of(
         data = [d.with_inputs(**{name: value[j] for name, value in cut.items()}) for j, d in enumerate(each)]
         items.append(Item(data, int(labels[i])))
     return items, _numbers(found, advantages), advantages
+
+
+def _taught(
+    teacher: Sampler, parts: Sequence[Sequence[Datum]], heads: Sequence[np.ndarray | None], own: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """The teacher's logprobs of each trajectory, behind its head; the policy's own where there is none to ask."""
+    asked = [i for i, head in enumerate(heads) if head is not None]
+    flat = [datum for i in asked for datum in parts[i]]
+    prefixes = [heads[i] for i in asked for _ in parts[i]]
+    scores = reference_logprobs(teacher, flat, prefixes=prefixes).result()
+    answered = iter(_joined([parts[i] for i in asked], scores))
+    return [own[i] if head is None else next(answered) for i, head in enumerate(heads)]
 
 
 def weighted(method: Method, items: Sequence[Item], *, constant: float, mu: float | None) -> list[Datum]:

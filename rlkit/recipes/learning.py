@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
+from rlkit.recipes.hints import HINT
 from rlkit.recipes.keys import mapped, own, refused, unused
 
 __all__ = ["Algorithm", "LoraConfig", "Model", "Optimizer", "Tinker"]
@@ -63,6 +64,7 @@ class Algorithm:
     sample_strategy_args: Mapping[str, Any] | None = mapped(
         None, "expert_data_ratio and sft_dataset_name, of mix and chord; max_staleness, of staleness_control"
     )
+    hint: str = own(HINT, "sdpo: what the policy is told before it scores its answers, with {answer} in it")
     enable_router_replay: Any = refused("no backend records routers")
 
 

@@ -15,6 +15,7 @@ from rlkit.recipes import models
 from rlkit.recipes.ahead import Ahead
 from rlkit.recipes.batch import Item, demonstrated, scored, trajectories_of, weighted
 from rlkit.recipes.demonstrations import demonstrations, preferences, texts
+from rlkit.recipes.hints import peer_hints
 from rlkit.recipes.job import Job
 from rlkit.recipes.operators import was_cut
 from rlkit.recipes.play import played
@@ -120,12 +121,8 @@ class _Loop:
         numbers: dict[str, float] = {}
         advantages: list[Any] = []
         if groups is not None:
-            models_beside = {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}
-            seed = (self.run.seed, step)
             groups, dropped = self.job.operators.applied(groups)
-            items, numbers, advantages = trajectories_of(
-                self.method, groups, seed=seed, skip=self._skipped, **models_beside
-            )
+            items, numbers, advantages = self._credited(step, groups)
             numbers |= dropped
         if not self.rows:
             return items, numbers, advantages
@@ -136,6 +133,16 @@ class _Loop:
         count = max(round(len(items) * ratio / (1 - ratio)), 1)
         items = [attrs.evolve(item, data=[d.with_inputs(expert=0.0) for d in item.data]) for item in items]
         return items + demonstrated(self.run.batch(self.rows, count, name="rows")), numbers, advantages
+
+    def _credited(self, step: int, groups: Sequence[Group]) -> tuple[list[Item], dict[str, float], list[Any]]:
+        """The items of what was played; a policy that is its own teacher teaches as it is now."""
+        beside: dict[str, Any] = {"reference": self.reference, "critic": self.critic, "skip": self._skipped}
+        beside["seed"] = (self.run.seed, step)
+        if "itself" not in self.method.recipe.needs:
+            return trajectories_of(self.method, groups, teacher=self.teacher, **beside)
+        with self.policy.sampler().result() as teacher:
+            hint = functools.partial(peer_hints, chat=self.chat, text=self.job.settings.algorithm.hint, teacher=teacher)
+            return trajectories_of(self.method, groups, teacher=teacher, hint=hint, **beside)
 
     def updated(self, step: int, items: Sequence[Item]) -> dict[str, float]:
         """Trains, in as many optimizer steps as minibatches and epochs say; means over these."""

@@ -76,6 +76,9 @@ def resolved(settings: Algorithm) -> Method:
     from rlkit import losses
 
     recipe, given, weights = _row(settings)
+    if recipe.hint and "{answer}" not in settings.hint:
+        what = f"is {settings.hint!r}"
+        raise ConfigError(f"algorithm.hint: {what}; expected a text with {{answer}}, which stands for a right answer")
     schedule = None
     if recipe.loss == "mix":
         own = dict(recipe.loss_args)
