@@ -16,6 +16,7 @@ from rlkit.types import SamplingParams
 __all__ = ["SeedStream", "Stop", "checked_prompt", "checked_request", "draw", "entropy_of", "rounded_up", "streams"]
 
 _BLOCK = 256  # tokens
+CANDIDATES = (1024, 8192)  # of the most probable tokens, what top_k and top_p keep is looked for among so many first
 
 
 class SeedStream:
@@ -122,9 +123,9 @@ def draw(logits: Any, params: Sequence[SamplingParams], uniforms: np.ndarray) ->
     if any(p.temperature not in (0, 1) for p in params):
         logits = logits / torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
-    for b, p in enumerate(params):
-        if p.truncates:
-            logprobs[b] = _truncated(logprobs[b], p.top_k, p.top_p)
+    cut = [b for b, p in enumerate(params) if p.truncates]
+    if cut:
+        logprobs[cut] = _truncated(logprobs[cut], [params[b].top_k for b in cut], [params[b].top_p for b in cut])
     if greedy.all():
         tokens = logprobs.argmax(-1)
     else:
@@ -154,19 +155,47 @@ def _drawn(probs: Any, uniforms: Any) -> Any:
     return (block * _BLOCK + place)[:, 0]
 
 
-def _truncated(logprobs: Any, top_k: int, top_p: float) -> Any:
+def _truncated(logprobs: Any, top_k: Sequence[int], top_p: Sequence[float]) -> Any:
+    """Logprobs [R, V] over what each row keeps, -inf elsewhere.
+
+    The most probable ``CANDIDATES`` are looked at first; rows that may keep more are sorted as a whole. A row gets the
+    same bits by either, since sums run from the most probable token on.
+    """
     import torch
 
-    ordered, order = logprobs.sort(descending=True, stable=True)
-    if top_k > 0:
-        ordered[top_k:] = -torch.inf
-    if top_p < 1:
-        probs = ordered.double().exp()
-        before = probs.cumsum(0) - probs
-        ordered[before >= top_p * probs.sum()] = -torch.inf
-    out = torch.full_like(logprobs, -torch.inf)
-    out[order] = torch.log_softmax(ordered, dim=0)
+    size = logprobs.shape[1]
+    k = torch.tensor([x if 0 < x < size else size for x in top_k], device=logprobs.device)
+    p = torch.tensor([x if x < 1 else np.inf for x in top_p], dtype=torch.float64, device=logprobs.device)
+    out, rest = logprobs, torch.arange(len(logprobs), device=logprobs.device)
+    for count in [*(x for x in CANDIDATES if x < size), size]:
+        found, enough = _kept(logprobs[rest], k[rest], p[rest], count)
+        out = out.index_copy(0, rest, found)
+        rest = rest[~enough]
+        if not len(rest):
+            break
     return out
+
+
+def _kept(logprobs: Any, k: Any, p: Any, count: int) -> tuple[Any, Any]:
+    """``_truncated`` of the ``count`` largest of each row, and whether nothing beyond them could be kept."""
+    import torch
+
+    size = logprobs.shape[1]
+    if count == size:
+        values, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    else:
+        order = logprobs.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values  # of equal ones the first ids
+        values, by = logprobs.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        order = order.gather(1, by)
+    mass = values.double().exp().cumsum(-1)
+    total = torch.where(k < size, mass.gather(1, k.clamp(max=count)[:, None] - 1)[:, 0], 1.0)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    keep = (torch.arange(count, device=k.device) < k[:, None]) & (before < (p * total)[:, None])
+    keep[:, 0] = True
+    last = keep.sum(-1, keepdim=True) - 1
+    kept = (values - mass.gather(1, last).log()).to(values.dtype).masked_fill(~keep, -torch.inf)
+    beyond = (values.gather(1, last) > values[:, -1:])[:, 0]  # strictly: an equal one may have been left out
+    return torch.full_like(logprobs, -torch.inf).scatter_(1, order, kept), beyond & ((k <= count) | (k == size))
 
 
 def rounded_up(x: int, multiple: int) -> int:

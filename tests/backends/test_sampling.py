@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit import SamplingParams
+from rlkit.backends import sampling
 from rlkit.backends.sampling import draw
 
 torch = pytest.importorskip("torch")
@@ -67,3 +68,81 @@ def test_draw_follows_the_probabilities():
     tokens, _ = draw(logits.expand(2, -1), both, np.array([0.3, 0.3]))
     assert tokens[0] == logits.argmax()
     assert tokens[1] == draw(logits[None], both[1:], np.array([0.3]))[0][0]
+
+
+TRUNCATIONS = [(-1, 0.9), (-1, 0.2), (-1, 1e-9), (5, 1.0), (40, 0.95), (2000, 1.0), (10**6, 0.99), (300, 0.5), (1, 1.0)]
+
+
+def rows_of(vocabulary, seed=0):
+    """Logits from peaked to flat, so that some keep few tokens and some more than any number of candidates."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.tensor([0.01, 0.5, 2.0, 5.0, 20.0])
+    return torch.randn(len(scales), vocabulary, generator=generator) * scales[:, None]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1500, 9000])
+@pytest.mark.parametrize(("top_k", "top_p"), TRUNCATIONS)
+def test_truncation_keeps_what_transformers_keeps(vocabulary, top_k, top_p):
+    """The same tokens as transformers' warpers, with their logprobs, but for one token where rounding decides."""
+    transformers = pytest.importorskip("transformers")
+    logits = rows_of(vocabulary)
+    expected = logits.double()
+    if top_k > 0:
+        expected = transformers.TopKLogitsWarper(min(top_k, vocabulary))(None, expected)
+    if top_p < 1:
+        expected = transformers.TopPLogitsWarper(top_p)(None, expected)
+    expected = expected.log_softmax(-1)
+    found = sampling._truncated(logits.log_softmax(-1), [top_k] * len(logits), [top_p] * len(logits)).double()
+    kept = [x.isfinite() for x in (found, expected)]
+    for row, (a, b) in enumerate(zip(*kept, strict=True)):
+        odd, both = int((a != b).sum()), a & b
+        assert odd <= 1
+        slack = 1e-5 - 1e-6 * expected[row][both] + 2 * odd / int(b.sum())  # the least probable of so many
+        assert ((found[row] - expected[row])[both].abs() < slack).all()
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(TRUNCATIONS)), min_size=1, max_size=4),
+    candidates=st.sampled_from([(), (8,), (64, 512), (1024, 8192)]),
+)
+@settings(max_examples=60, deadline=None)
+def test_truncation_is_of_a_row_alone(rows, candidates):
+    """A row keeps the same tokens, with the same bits, in any company and however many candidates are looked at."""
+    logits = rows_of(1600)[[which for which, _ in rows]].log_softmax(-1)
+    logits = (logits * 8).round() / 8  # many of equal probability: of those the first ids are kept
+    logits = logits.log_softmax(-1)
+    k, p = [k for _, (k, _) in rows], [p for _, (_, p) in rows]
+    before, sampling.CANDIDATES = sampling.CANDIDATES, candidates
+    try:
+        together = sampling._truncated(logits, k, p)
+    finally:
+        sampling.CANDIDATES = before
+    for row in range(len(rows)):
+        alone = sampling._truncated(logits[row : row + 1], k[row : row + 1], p[row : row + 1])[0]
+        assert torch.equal(together[row], alone)
+        if k[row] > 0 and p[row] == 1:
+            assert int(alone.isfinite().sum()) == min(k[row], logits.shape[1])
+            kept = alone.isfinite()
+            last = logits[row][kept].min()
+            equal = (logits[row] == last).nonzero()[:, 0]
+            assert kept[equal].sort(descending=True, stable=True).values.equal(kept[equal])
+
+
+def test_truncated_and_whole_rows_together():
+    """In one draw each row has its own options, and its token is one that it keeps."""
+    logits = rows_of(3000)
+    params = [
+        SamplingParams(top_k=1),
+        SamplingParams(),
+        SamplingParams(top_p=0.3),
+        SamplingParams(temperature=0.0, top_k=2),
+    ]
+    uniforms = np.array([0.999, 0.5, 0.999, 0.1])
+    tokens, logprobs = draw(logits[[2, 2, 3, 3]], params, uniforms)
+    alone = [
+        draw(logits[[w]], [p], uniforms[b : b + 1]) for b, (w, p) in enumerate(zip((2, 2, 3, 3), params, strict=True))
+    ]
+    assert tokens.tolist() == [int(t[0]) for t, _ in alone]
+    assert logprobs.tobytes() == np.concatenate([lp for _, lp in alone]).tobytes()
+    assert (tokens[0], logprobs[0]) == (int(logits[2].argmax()), 0.0)
+    assert tokens[3] == int(logits[3].argmax())
