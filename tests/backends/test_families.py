@@ -18,6 +18,7 @@ peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.export import save_merged  # noqa: E402
+from rlkit.backends.local.probe import SLOTS, WHOLE  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RIGHT = [name for name, family in FAMILIES.items() if family.path != "refused"]
@@ -113,7 +114,7 @@ def test_sampler(made):
 def test_path(made):
     """It is computed by the path that docs/models.md names, up to the context that its positions allow."""
     base = made.policy.base
-    assert (base.llama and "own") or base.known["way"] == made.family.path
+    assert ("own" if base.llama else base.known["way"]) == made.family.path
     assert base.max_length == (48 if "longrope" in str(made.family.settings) else LENGTH) or base.max_length == 2**20
 
 
@@ -149,6 +150,26 @@ def step(policy, data):
     policy.forward_backward(data, "cross_entropy")
     policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
     return {name: p.detach().clone() for name, p in policy._trainer.parameters.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gpt_neo", "mpt", "llama4_text, chunks beyond the context", "gemma2"]
+)
+def test_path_in_bfloat16(name, tmp_path):
+    """Rounding hides no difference of a path, and is none."""
+    family = FAMILIES[name]
+    folder = str(build(family, tmp_path))
+    with rlkit.connect("local", model=folder, device="cpu", dtype="bfloat16", lora=rlkit.Lora(rank=2)) as policy:
+        (sample,) = policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=2)).result()
+        assert sample.tokens.size
+        assert ("own" if policy.base.llama else policy.base.known["way"]) == family.path
+
+
+def test_what_is_known_in_bfloat16():
+    """It is what the table shows in float32."""
+    for path, known in {"slots": SLOTS, "whole": WHOLE}.items():
+        assert known == {family.model_type for family in FAMILIES.values() if family.path == path}
 
 
 def test_page():

@@ -65,6 +65,8 @@ def build(family: Family, folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         settings = {**SHAPE, "vocab_size": size, **family.settings}
+        if "text_config" in family.settings:  # beside a tower for images
+            settings = {**family.settings, "text_config": SHAPE | {"vocab_size": size} | family.settings["text_config"]}
         config = tf.AutoConfig.for_model(
             family.model_type, **{k: settings[k] for k in settings if k not in family.without}
         )
@@ -96,6 +98,9 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
 SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+TOWER |= {"patch_size": 4}
 
 NO_EXPERTS = "experts get no adapter"
 NAMES = "experts get no adapter, nor dense layers of the same names"
@@ -162,6 +167,13 @@ FAMILIES = {
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, "cache"),
     "gemma2": Family("gemma2", {"sliding_window": WINDOW}, "cache"),
     "gemma3_text": Family("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "gemma3, with a vision tower": Family(
+        "gemma3",
+        {"text_config": {"sliding_window": WINDOW, "layer_types": MIXED}, "mm_tokens_per_image": 4}
+        | {"vision_config": TOWER, "image_token_index": 290, "boi_token_index": 291, "eoi_token_index": 292},
+        "cache",
+        "the tower gets no adapter",
+    ),
     "gemma3n_text": Family(
         "gemma3n_text",
         {"sliding_window": WINDOW, "layer_types": MIXED, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8}
@@ -210,6 +222,13 @@ FAMILIES = {
             "intermediate_size_mlp": 48,
         }
         | {"no_rope_layer_interval": 2, "floor_scale": 16},
+        "cache",
+        NO_EXPERTS,
+    ),
+    "llama4_text, chunks beyond the context": Family(
+        "llama4_text",
+        {"num_local_experts": 4, "attention_chunk_size": 2 * LENGTH, "interleave_moe_layer_step": 2, "floor_scale": 16}
+        | {"no_rope_layer_interval": 2, "intermediate_size_mlp": 48},
         "cache",
         NO_EXPERTS,
     ),

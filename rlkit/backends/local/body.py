@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.kernels import attention_for
-from rlkit.backends.local.lengths import plain_attention
 from rlkit.backends.local.llama import Llama
 from rlkit.backends.local.logprobs import Unembedding
 from rlkit.backends.local.model import Base
@@ -127,9 +126,7 @@ def body_of(model: Any, base: Base, scale: float) -> Body:
 def _shares(base: Base) -> bool:
     """Whether sequences that share tokens get the logits that each gets alone; found once for a base."""
     if "shares" not in base.known:
-        model: Any = base.model
-        plain = plain_attention(model.config.get_text_config(), base.max_length) and base.probe.beyond
-        base.known["shares"] = plain and _packs_alike(base)
+        base.known["shares"] = base.plain and _packs_alike(base)
     found: bool = base.known["shares"]
     return found
 

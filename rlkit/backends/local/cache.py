@@ -108,7 +108,7 @@ class Slots(Cache):
         return out[0], out[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the next one; positions are always given, so nothing depends on it."""
+        """0: rows differ in it, and positions are always given. A model that reads it is found out by the probe."""
         del layer_idx
         return 0
 

@@ -11,17 +11,14 @@ import torch
 from rlkit.backends.local.attention import ATTENTION
 from rlkit.backends.local.batching import SlotDecoder
 from rlkit.backends.local.graphs import Graphs
-from rlkit.backends.local.lengths import plain_attention
 from rlkit.backends.local.model import Base
-from rlkit.backends.local.probe import FAILURES, logits_at
+from rlkit.backends.local.probe import FAILURES, WHOLE, logits_at
 from rlkit.backends.local.requests import Row, SampleRequest, ScoreRequest
 from rlkit.backends.local.selected import selected_logits
 from rlkit.backends.local.weights import SamplingLlama, SamplingModel, Snapshot
 from rlkit.backends.sampling import draw
 
 __all__ = ["Decoder", "LibraryDecoder", "decoder_for"]
-
-STEPS = 64  # tokens decoded one by one to see whether a cache is right
 
 
 class Decoder(Protocol):
@@ -171,12 +168,12 @@ def _way(base: Base) -> str:
     """
     if "way" not in base.known:
         model: Any = base.model
-        plain = plain_attention(model.config.get_text_config(), base.max_length) and base.probe.beyond
-        if plain and _slots_agree(SlotDecoder(SamplingModel(base, ATTENTION, merge=False), 0), base):
+        rounds = not base.probe.exact and model.config.get_text_config().model_type in WHOLE
+        if base.plain and _slots_agree(SlotDecoder(SamplingModel(base, ATTENTION, merge=False), 0), base):
             base.known["way"] = "slots"
         else:
             cached = LibraryDecoder(SamplingModel(base, None, merge=False), cached=True)
-            base.known["way"] = "cache" if _cache_agrees(cached, base) else "whole"
+            base.known["way"] = "cache" if not rounds and _cache_agrees(cached, base) else "whole"
     way: str = base.known["way"]
     return way
 
@@ -209,12 +206,12 @@ def _cache_agrees(decoder: LibraryDecoder, base: Base) -> bool:
     tokens, n = base.probe.tokens, base.probe.tokens.size
     both = torch.from_numpy(np.stack([tokens, tokens])).to(base.device)
     try:
-        for first, last in {(5, min(n, STEPS)), (n - 4, n)}:
+        for first, last in {(5, min(n, 5 + base.probe.steps)), (n - 4, n)}:
             found = [decoder._forward(both[:, :first])]  # noqa: SLF001
             found += [decoder._forward(both[:, t : t + 1]) for t in range(first, last)]  # noqa: SLF001
             decoder.abandon()
             expected = logits_at(base.model, tokens[None], np.arange(first - 1, last).repeat(2))
-            if not base.probe.agrees(torch.cat(found), expected, slack=10):
+            if not base.probe.agrees(torch.cat(found), expected, slack=10 if base.probe.exact else 2):
                 return False
     except FAILURES:
         return False

@@ -19,7 +19,7 @@ from rlkit.backends.local.lengths import context, indexed, plain_attention
 from rlkit.backends.local.linear import wide
 from rlkit.backends.local.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.logprobs import Unembedding
-from rlkit.backends.local.probe import FAILURES, Probe, causal, logits_at, probe_of, reached
+from rlkit.backends.local.probe import FAILURES, SLOTS, Probe, causal, logits_at, probe_of, reached
 from rlkit.backends.local.tokenizer import LocalTokenizer
 from rlkit.backends.local.tree import Run, TreeAttention
 from rlkit.errors import ConfigError
@@ -70,6 +70,14 @@ class Base:
         model: Any = self.model
         weight: torch.Tensor = model.get_output_embeddings().weight
         return wide(weight.detach())
+
+    @property
+    def plain(self) -> bool:
+        """Whether it may do as a mask and positions say: nothing speaks against it, and whatever may can be tried."""
+        model: Any = self.model
+        config = model.config.get_text_config()
+        tried = self.probe.beyond and (self.probe.exact or config.model_type in SLOTS)
+        return tried and plain_attention(config, self.max_length)
 
     @property
     def nbytes(self) -> int:

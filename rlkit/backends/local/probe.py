@@ -14,10 +14,55 @@ from transformers.pytorch_utils import Conv1D
 from rlkit.backends.local.lengths import thresholds
 from rlkit.backends.local.selected import selected_logits
 
-__all__ = ["FAILURES", "Probe", "causal", "logits_at", "probe_of", "reached"]
+__all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "causal", "logits_at", "probe_of", "reached"]
 
 SHORT = 9
 BUDGET = {"cpu": 10**12, "other": 10**14}  # operations of a forward at most: ten seconds of two cores
+READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for tokens one by one: ten seconds too
+# In bfloat16 a small difference looks like rounding. There only these, which tests/backends/test_families.py shows to agree
+# in float32, are computed in slots and as a tree, and the last ones without their cache.
+SLOTS = frozenset(
+    [
+        "apertus",
+        "arcee",
+        "cohere",
+        "deepseek_v2",
+        "deepseek_v3",
+        "diffllama",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "gemma",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "minimax_m2",
+        "ministral3",
+        "mixtral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi",
+        "phi3",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ]
+)
+WHOLE = frozenset({"bamba", "minimax", "recurrent_gemma"})
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
 
 
@@ -30,12 +75,14 @@ class Probe:
         places: of logits that are compared: the first ones, those around each threshold, and the last ones.
         beyond: whether N is beyond every length at which the config says that something may change; longer ones are
             left out where they would take more than ``BUDGET``.
+        steps: how many of the first tokens are decoded one by one.
         exact: whether the model is computed in float32 at least.
     """
 
     tokens: np.ndarray
     places: np.ndarray
     beyond: bool
+    steps: int
     exact: bool
 
     def agrees(self, found: torch.Tensor, expected: torch.Tensor, *, slack: float = 1.0) -> bool:
@@ -58,13 +105,15 @@ def probe_of(model: Any, special: set[int], longest: int) -> Probe:
     ordinary = np.setdiff1d(np.arange(size), np.array(sorted(special), np.int64))
     ends = thresholds(model.config.get_text_config(), longest)
     operations = 2 * sum(p.numel() for p in model.parameters())
-    budget = BUDGET["cpu" if model.device.type == "cpu" else "other"]
+    size_in_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    kind = "cpu" if model.device.type == "cpu" else "other"
+    budget, steps = BUDGET[kind], READ[kind] // size_in_bytes
     within = [end for end in ends if operations * (end + SHORT) <= budget]
     length = min(max([0, *within]) + SHORT, longest)
     tokens = np.random.default_rng(0).choice(ordinary if ordinary.size else np.arange(size), length)
     around = [range(end - 1, end + 3) for end in within]
     places = sorted({x for r in [range(SHORT), *around, range(length - 4, length)] for x in r if 0 <= x < length})
-    return Probe(tokens, np.array(places), within == ends, model.dtype != torch.bfloat16)
+    return Probe(tokens, np.array(places), within == ends, min(max(steps, 4), 64), model.dtype != torch.bfloat16)
 
 
 def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:
