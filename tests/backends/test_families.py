@@ -178,6 +178,33 @@ def test_page():
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.parametrize("name", ["llama, rope longrope", "phi3, rope longrope", "llama, rope dynamic"])
+def test_positions_that_change_with_the_length(name, tmp_path):
+    """Up to the context a long companion changes nothing, nor does it write into the base; beyond it is refused."""
+    folder = str(build(FAMILIES[name], tmp_path))
+    options = {"device": "cpu", "lora": rlkit.Lora(rank=2), "seed": 0, "micro_batch_tokens": 400}
+    with rlkit.connect("local", model=folder, **options) as policy:
+        length, rng = policy.max_length, np.random.default_rng(0)
+        kept = {name: x.clone() for name, x in policy.base.model.named_buffers()}
+        short, long = (
+            rlkit.Datum.supervised(rng.integers(3, 290, 5), rng.integers(3, 290, n)) for n in (9, length - 5)
+        )
+        alone = policy.forward([short]).result().logprobs[0]
+        beside = policy.forward([short, long]).result().logprobs[0]
+        assert np.abs(alone - beside).max() < 1e-5
+        params = rlkit.SamplingParams(max_tokens=1000, stop=())
+        with policy.sampler().result() as sampler:
+            futures = [sampler.sample(rng.integers(3, 290, n), params, seed=n) for n in (4, length - 4)]
+            samples = [future.result()[0] for future in futures]
+        found = policy.forward([s.datum(1.0) for s in samples]).result().selected
+        assert samples[0].tokens.size == length - 4
+        assert max(np.abs(lp - s.logprobs).max() for lp, s in zip(found, samples, strict=True)) < 1e-4
+        assert all(torch.equal(x, kept[name]) for name, x in policy.base.model.named_buffers())
+        too_long = rlkit.Datum.supervised([5] * length, [6])
+        with pytest.raises(rlkit.DataError, match=f"{length}"):
+            policy.forward([too_long])
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in RIGHT])
 def test_refused(name, tmp_path):
     """What cannot be computed rightly is refused when it is connected, with the reason."""

@@ -26,6 +26,7 @@ from rlkit.errors import ConfigError
 
 __all__ = ["Base", "load_base"]
 
+READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -119,11 +120,11 @@ def placed(device: str) -> torch.device:
 
 
 def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-    """What identifies the model behind ``path``: the directory, and size and time of each file of it."""
+    """What identifies the model behind ``path``: the directory, and size and time of its files."""
     folder = Path(path)
     if not folder.is_dir():
         return path, ()
-    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.suffix in READ_FROM]
     return str(folder.resolve()), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
