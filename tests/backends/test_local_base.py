@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.adapters import lora_targets  # noqa: E402
 from rlkit.backends.local.model import load_base, placed  # noqa: E402
+from tests.models.families import FAMILIES, build  # noqa: E402
 
 SMALL = rlkit.Adam(learning_rate=1e-5)
 
@@ -166,3 +167,30 @@ def test_experts_without_adapters(tiny):
         connect(tiny("mixtral"), lora=rlkit.Lora(train_attn=False, train_unembed=False))
     with pytest.raises(rlkit.ConfigError, match="has no effect|no such linear module"):
         connect(tiny("mixtral"), lora=rlkit.Lora(target_modules=("gate_up_proj",)))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        rlkit.Lora(train_attn=False, train_unembed=False),
+        rlkit.Lora(target_modules=("gate_proj", "up_proj", "down_proj")),
+        rlkit.Lora(target_modules=("model.layers.0.mlp.down_proj",)),
+        rlkit.Lora(target_modules=("o_proj", "gate_proj")),
+    ],
+)
+def test_names_that_peft_takes_for_experts(tmp_path, lora):
+    """Dense layers that peft cannot adapt without touching the experts are refused when they are asked for."""
+    folder = build(FAMILIES["deepseek_v3"], tmp_path)
+    with pytest.raises(rlkit.ConfigError, match="deepseek_v3.*(for its experts|Cannot convert)"):
+        connect(str(folder), lora=lora)
+    with pytest.raises(rlkit.ConfigError, match="TopkRouter.*has no effect"):
+        connect(str(folder), lora=rlkit.Lora(target_modules=("mlp.gate",)))
+
+
+def test_a_router_is_adapted_only_by_name(tmp_path):
+    """By default it is left as it is; one that is a plain linear module may be named."""
+    base = load_base(str(build(FAMILIES["qwen2_moe"], tmp_path)), "float32", "cpu")
+    router = [name for name in base.linear if name.endswith("shared_expert_gate")]
+    assert router
+    assert not set(router) & set(lora_targets(base, rlkit.Lora()))
+    assert sorted(lora_targets(base, rlkit.Lora(target_modules=("shared_expert_gate",)))) == sorted(router)

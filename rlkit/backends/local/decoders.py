@@ -211,7 +211,7 @@ def _cache_agrees(decoder: LibraryDecoder, base: Base) -> bool:
             found += [decoder._forward(both[:, t : t + 1]) for t in range(first, last)]  # noqa: SLF001
             decoder.abandon()
             expected = logits_at(base.model, tokens[None], np.arange(first - 1, last).repeat(2))
-            if not base.probe.agrees(torch.cat(found), expected, slack=10 if base.probe.exact else 2):
+            if not base.probe.agrees(torch.cat(found), expected, slack=10 if base.probe.exact else 1):
                 return False
     except FAILURES:
         return False

@@ -90,7 +90,7 @@ class Probe:
         found, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (found, expected))
         if self.exact:
             return bool(((found - expected).norm(dim=-1) <= slack * 1e-4 * expected.norm(dim=-1)).all())
-        return bool((found - expected).norm() <= slack * 0.05 * expected.norm())
+        return bool((found - expected).norm() <= slack * 0.1 * expected.norm())
 
 
 def probe_of(model: Any, special: set[int], longest: int) -> Probe:
@@ -135,7 +135,7 @@ def causal(model: Any, probe: Probe) -> bool:
     found = logits_at(model, rows, np.concatenate([places, tokens.size + few]))
     begun = logits_at(model, tokens[None, :half], begin)
     whole = torch.cat([*expected, expected[0][: begin.size]])
-    return probe.agrees(torch.cat([found, begun]), whole, slack=10)
+    return probe.agrees(torch.cat([found, begun]), whole, slack=5)
 
 
 @torch.no_grad()
