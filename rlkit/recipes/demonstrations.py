@@ -14,7 +14,7 @@ from rlkit.recipes.rows import field
 from rlkit.trajectory import Trajectory, Turn, datums
 from rlkit.types import Datum, Sample
 
-__all__ = ["conversation_of", "demonstrations", "preferences", "texts"]
+__all__ = ["checked", "conversation_of", "demonstrations", "preferences", "texts"]
 
 
 def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
@@ -32,7 +32,7 @@ def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat,
     found = []
     for i in range(len(given)):
         row, name = given[i], f"{where}: row {i}"
-        key = "message" if form.messages_key == "messages" and "messages" not in row else form.messages_key
+        key = _messages_key(row, form)
         if key in row:
             messages = _messages(row[key], name)
         else:
@@ -98,6 +98,22 @@ def conversation_of(chat: Chat, messages: Sequence[Mapping[str, Any]], where: st
             conversation.add(chat.action(tokens, "stop"), more)
     found = datums(Trajectory(turns), split="allow")
     return [Datum(datum.tokens, datum.mask) for datum in found]
+
+
+def checked(given: Sequence[Mapping[str, Any]], form: Format, data: str, where: str) -> None:
+    """Raises DataError where a row lacks a field that ``data``, of a recipe, will be made from."""
+    keys = {
+        "pairs": (form.prompt_key, form.chosen_key, form.rejected_key),
+        "texts": (form.prompt_key,),
+    }.get(data, (form.prompt_key, form.response_key))
+    for i in range(len(given)):
+        if data in ("pairs", "texts") or _messages_key(given[i], form) not in given[i]:
+            for key in keys:
+                field(given[i], key, f"{where}: row {i}")
+
+
+def _messages_key(row: Mapping[str, Any], form: Format) -> str:
+    return "message" if form.messages_key == "messages" and "messages" not in row else form.messages_key
 
 
 def _prompt(value: Any) -> list[Mapping[str, Any]]:

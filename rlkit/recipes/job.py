@@ -15,6 +15,7 @@ from rlkit.envs import TaskSource
 from rlkit.errors import ConfigError
 from rlkit.recipes import checks, differences, keys, models, rows
 from rlkit.recipes import tasks as environments
+from rlkit.recipes.demonstrations import checked
 from rlkit.recipes.inputs import Experience, Format
 from rlkit.recipes.method import Method, resolved
 from rlkit.recipes.operators import Operators
@@ -192,6 +193,7 @@ def _given(settings: Settings, method: Method, mode: str) -> tuple[Sequence[Any]
         return (), Format(), stored
     where, experience = _experience(settings, method)
     found = rows.read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
+    checked(found, experience.format, method.recipe.data, str(experience.path))
     return found, experience.format, stored
 
 

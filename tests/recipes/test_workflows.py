@@ -255,3 +255,26 @@ def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
     with pytest.raises(rlkit.ConfigError, match="whose package wandb is not installed; expected null, or pip install"):
         recipes.check(loaded(tmp_path, "monitor.monitor_type=wandb"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "missing"),
+    [
+        ("sft", {"prompt": "a"}, "response"),
+        ("sft", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, None),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "rejected"),
+        ("cpt", {"response": "b"}, "prompt"),
+        ("cpt", {"prompt": "ab"}, None),
+        ("mix", {"prompt": "a"}, "response"),
+    ],
+)
+def test_fields_of_rows_that_are_learnt_from(tmp_path, algorithm, row, missing):
+    """A row without what it is to be read by is found by --check, before anything is connected."""
+    write(tmp_path / "rows.jsonl", {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}, row)
+    part = "auxiliary_buffers.shown" if algorithm == "mix" else "experience_buffer"
+    settings = loaded(tmp_path, f"buffer.trainer_input.{part}.path={tmp_path / 'rows.jsonl'}", algorithm=algorithm)
+    if missing is None:
+        assert recipes.check(settings)
+        return
+    with pytest.raises(rlkit.DataError, match=f"row 1: has the fields .* a field '{missing}'"):
+        recipes.check(settings)
