@@ -59,23 +59,24 @@ def library(longest, few):
 def test_the_cheapest_cut_that_is_alike_is_found(longest, few, expected, monkeypatch):
     """For libraries that are known: the longest sum that is not split, the fewest queries that are many."""
     monkeypatch.setattr(tiles._Tries, "PARTS", ((0, 1), (17, 1), (106, 1), (300, 1), (101, 3), (250, 9)))
-    assert tile_of(library(longest, few), 4, 4) == expected
+    assert tile_of(library(longest, few), 2, 4, 4) == expected
 
 
 @pytest.mark.usefixtures("fresh")
 def test_it_is_measured_once_for_each_number_of_threads(monkeypatch):
-    """And again for another width."""
+    """And again for another width or number of heads."""
     tried = []
     monkeypatch.setattr(tiles._Tries, "alike", lambda _, tile: tried.append(tile) or True)
     for width in (4, 4, 8):
-        assert tile_of(attention._attended, width, width) == Tile(1, KEYS)
+        assert tile_of(attention._attended, 2, width, width) == Tile(1, KEYS)
     assert len(tried) == 4
+    tile_of(attention._attended, 1, 4, 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    tile_of(attention._attended, 4, 4)
-    assert len(tried) == 6
+    tile_of(attention._attended, 2, 4, 4)
+    assert len(tried) == 8
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 8), (9, 3, 64), (4, 4, 16), (8, 2, 96)])
+@pytest.mark.parametrize("shape", [(3, 1, 8), (9, 3, 64), (4, 4, 16), (8, 2, 96), (1, 1, 64)])
 @pytest.mark.usefixtures("threads")
 def test_a_token_is_alike_in_any_company(shape):
     """Other values than the measured ones: alone, among other queries, with more keys, more rows, shared beginnings."""

@@ -86,7 +86,7 @@ def matmul_attention(
         each = each.repeat(1, 1, heads // key_heads, 1)
     tile = Tile()
     if query.device.type == "cpu" and query.dtype == torch.float32:
-        tile = tile_of(_attended, width, value.shape[-1])
+        tile = tile_of(_attended, key_heads, width, value.shape[-1])
     out = _attended(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, shared=shared)
     out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None

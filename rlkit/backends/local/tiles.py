@@ -15,7 +15,7 @@ LENGTHS = 16  # the number of keys looked at is a multiple of it
 KEYS = 256  # summed at once at most; beyond some hundreds more gain nothing
 QUERIES = 64  # a unit of that size is the largest that is tried
 
-_known: dict[tuple[int, int, int], Tile] = {}
+_known: dict[tuple[int, int, int, int], Tile] = {}
 
 
 @attrs.frozen
@@ -35,7 +35,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 
 @torch.no_grad()
-def tile_of(attend: Attend, width: int, value_width: int) -> Tile:
+def tile_of(attend: Attend, heads: int, width: int, value_width: int) -> Tile:
     """The cheapest cut with which a token has the same bits in whatever company; measured once in a process.
 
     A library chooses by shapes, processor and number of threads how a product is summed: for few queries otherwise
@@ -45,12 +45,15 @@ def tile_of(attend: Attend, width: int, value_width: int) -> Tile:
     Args:
         attend: from queries [B, H, C, D], keys, values [B, H, S, D] and a mask [B, 1, C, S] that is added, to
             [B, H, C, D], cut as the tile says; the same function for all calls.
+        heads: H of keys and values; fewer products than threads are divided among these.
         width: D of queries and keys.
         value_width: D of values.
     """
-    key = (width, value_width, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    heads = min(heads, max(threads, 4))  # more are more of the same, and take longer to try
+    key = (heads, width, value_width, threads)
     if key not in _known:
-        tries = _Tries(attend, width, value_width)
+        tries = _Tries(attend, heads, width, value_width)
         queries, keys = 1, KEYS
         while queries < QUERIES and not tries.alike(Tile(queries, LENGTHS)):
             queries *= 2
@@ -70,11 +73,11 @@ class _Tries:
         *((0, 2), (101, 3), (4, 4), (180, 6), (250, 9), (290, 16), (100, 33), (150, 96), (310, 200)),
     )
 
-    def __init__(self, attend: Attend, width: int, value_width: int) -> None:
+    def __init__(self, attend: Attend, heads: int, width: int, value_width: int) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def random(rows: int, size: int) -> torch.Tensor:
-            return torch.rand(rows, 2, self.SIZE, size, generator=generator) - 0.5
+            return torch.rand(rows, heads, self.SIZE, size, generator=generator) - 0.5
 
         self._attend = attend
         self._queries = random(1, width) * (8 * width**-0.5)  # scores of some units, as models have them
