@@ -2,6 +2,7 @@
 
     python benchmarks/mutants.py advantages --sample 300 [--seed 0]
     python benchmarks/mutants.py advantages --again    # those that survived, after new tests
+    python benchmarks/mutants.py --table               # what the results say, a line for each target
 
 A mutant is one change to the syntax tree of one file; no file is written. The tests are collected once. For a mutant
 inside a function the process forks, gives the living functions the changed code, and runs those tests that call it,
@@ -9,8 +10,10 @@ the quickest first, until one fails; decorators do not matter. For a mutant outs
 file and takes over its defaults, marks and constants; for one among the fields of a class it imports everything anew.
 Before the first mutant every file is put in its own place in these ways, and all tests have to pass.
 The changes are those of the usual tools: comparisons, arithmetic, boolean operators, negations, numbers, True and
-False, statements left out, and pairs of functions such as minimum and maximum. Texts, annotations and docstrings are
-left alone. Survivors go to the screen, everything to benchmarks/results/mutants-PACKAGE.json.
+False, statements left out, and pairs of functions such as minimum and maximum; and those that people make: an argument
+left out of a call, one local name for another that is like it, a ``.detach()`` forgotten, an index, a mask or an end of
+a slice replaced by its neighbour. Texts, annotations and docstrings are left alone. Survivors go to the screen,
+everything to benchmarks/results/mutants-TARGET.json.
 """
 
 from __future__ import annotations
@@ -41,10 +44,51 @@ import torch
 from _pytest.runner import runtestprotocol
 from mutations import ROOT, Mutant, codes, compiled, mutants
 
+RESULTS = Path(__file__).parent / "results"
 LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
-TESTS = {  # which are likely to notice a changed default, and all
-    "advantages": (["tests/advantages/test_inputs.py", "tests/advantages/test_golden.py"], ["tests/advantages"]),
-    "losses": (["tests/losses/test_settings.py", "tests/losses/test_golden.py"], ["tests/losses"]),
+LOCAL = [f"rlkit/backends/local/{name}.py" for name in ("cuts", "logprobs", "packing", "tree")]
+SETTINGS = "tests/test_settings_matter.py"
+TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
+    "advantages": (
+        ["rlkit/advantages/*.py"],
+        ["tests/advantages/test_inputs.py", "tests/advantages/test_golden.py"],
+        ["tests/advantages", SETTINGS],
+    ),
+    "losses": (
+        ["rlkit/losses/*.py"],
+        ["tests/losses/test_settings.py", "tests/losses/test_golden.py"],
+        ["tests/losses", SETTINGS],
+    ),
+    "corrections": (
+        ["rlkit/corrections/*.py"],
+        ["tests/test_corrections.py", "tests/test_entropy_masks.py"],
+        ["tests/test_corrections.py", "tests/test_entropy_masks.py", SETTINGS],
+    ),
+    "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS]),
+    "filters": (["rlkit/filters/*.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS]),
+    "rewards": (["rlkit/rewards/*.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS]),
+    "schedules": (["rlkit/schedules.py"], ["tests/test_schedules.py"], ["tests/test_schedules.py", SETTINGS]),
+    "trajectory": (
+        ["rlkit/trajectory/*.py"],
+        ["tests/test_trajectory.py"],
+        ["tests/test_trajectory.py", "tests/rollouts/test_alignment.py"],
+    ),
+    "toy": (["rlkit/backends/toy/*.py"], ["tests/backends/test_toy.py"], ["tests/backends/test_toy.py"]),
+    "local": (
+        LOCAL,
+        ["tests/backends/test_packing.py"],
+        ["tests/backends/test_packing.py", "tests/backends/test_local_logprobs.py"],
+    ),
+    "routes": (
+        ["rlkit/backends/tinker/routes.py"],
+        ["tests/backends/test_tinker_routes.py"],
+        ["tests/backends/test_tinker_routes.py"],
+    ),
+    "recipes": (
+        ["rlkit/recipes/credit.py", "rlkit/recipes/batch.py"],
+        ["tests/recipes/test_parts.py"],
+        ["tests/recipes/test_parts.py"],
+    ),
 }
 OPTIONS = ["-qs", "-pno:cacheprovider", "-otimeout=0", "-Wignore::pytest.PytestAssertRewriteWarning"]
 CONSTANTS = (int, float, str, tuple, dict, frozenset)
@@ -201,26 +245,49 @@ class Loop:
         return True
 
 
+def table() -> str:
+    """The checked-in results: how many mutants of each target were tried, and how many were killed, by kind."""
+    lines = ["| target | mutants | tried | killed | operators | slips | survivors |", "|---|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        page = RESULTS / f"mutants-{target}.json"
+        if not page.exists():
+            continue
+        found = json.loads(page.read_text())
+        share = {}
+        for title, of in (("all", None), ("operators", True), ("slips", False)):
+            some = [m for m in found["mutants"] if of is None or (m["kind"] == "operator") is of]
+            dead = sum(m["verdict"] != "survived" for m in some)
+            share[title] = f"{dead} of {len(some)} ({100 * dead / max(1, len(some)):.1f} %)"
+        alive = sum(m["verdict"] == "survived" for m in found["mutants"])
+        parts = (found["of"], len(found["mutants"]), share["all"], share["operators"], share["slips"], alive)
+        lines.append(f"| {target} | {' | '.join(map(str, parts))} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("package", choices=TESTS)
+    parser.add_argument("target", nargs="?", choices=TARGETS)
+    parser.add_argument("--table", action="store_true", help="print what the results say, and run nothing")
     parser.add_argument("--sample", type=int, help="how many mutants; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="only those that survived the last time")
     options = parser.parse_args()
+    if options.table or options.target is None:
+        print(table())
+        return
     os.chdir(ROOT)
     torch.set_num_threads(1)
     quick = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # one failure is enough, however long
     hypothesis.settings.register_profile("mutants", phases=quick, derandomize=True, database=None, deadline=None)
     hypothesis.settings.load_profile("mutants")
     sys.dont_write_bytecode = True
-    package = f"rlkit/{options.package}"
-    first, tests = TESTS[options.package]
-    tests = [*tests, package]
-    found = [m for path in sorted((ROOT / package).glob("*.py")) for m in mutants(path)]
+    patterns, first, tests = TARGETS[options.target]
+    files = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    tests = [*tests, *(str(path.relative_to(ROOT)) for path in files)]
+    found = [m for path in files for m in mutants(path)]
     total = len(found)
-    page = Path(__file__).parent / "results" / f"mutants-{options.package}.json"
+    page = RESULTS / f"mutants-{options.target}.json"
     page.parent.mkdir(exist_ok=True)
     results: list[dict[str, Any]] = []
     if options.again:
@@ -233,7 +300,8 @@ def main() -> None:
 
     def report(mutant: Mutant, verdict: str) -> None:
         results.append({**attrs.asdict(mutant), "verdict": verdict})
-        page.write_text(json.dumps({"of": total, "seed": options.seed, "mutants": results}, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(result) for result in results)
+        page.write_text(f'{{"of": {total}, "seed": {options.seed}, "mutants": [\n{lines}\n]}}\n')
         if verdict == "survived":
             print(f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -40,6 +41,7 @@ OPERATORS: dict[type, type] = {
     ast.Or: ast.And,
 }
 PAIRS = "minimum maximum, min max, fmin fmax, argmin argmax, any all, sum mean, exp expm1, log log1p"
+LIKE = 0.6  # from where on two names are alike enough to be mistaken for each other
 TWINS = {a: b for pair in PAIRS.split(", ") for a, b in (pair.split(), reversed(pair.split()))}
 
 
@@ -53,13 +55,59 @@ class Mutant:
     line: int
     place: int
     choice: int
+    kind: str
     before: str
     after: str
     owner: str
 
 
-def changed(node: ast.AST) -> list[ast.AST]:
-    """What may stand in the place of ``node``."""
+def changed(node: ast.AST) -> list[tuple[str, ast.AST]]:
+    """What may stand in the place of ``node``, each with the kind of mistake that it is."""
+    return [*(("operator", new) for new in _operators(node)), *_slips(node)]
+
+
+def _slips(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """The mistakes of somebody who copies and edits."""
+    if isinstance(node, ast.Call):
+        for i, keyword in enumerate(node.keywords):
+            if keyword.arg:
+                yield "argument", ast.Call(node.func, node.args, node.keywords[:i] + node.keywords[i + 1 :])
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("detach", "copy", "clone") and not node.args:
+            yield node.func.attr, node.func.value
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and getattr(node, "twin", None):
+        yield "name", ast.Name(node.twin, node.ctx)  # type: ignore[attr-defined]
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        if isinstance(node.slice, ast.Name):
+            yield "index", ast.Subscript(node.value, ast.Constant(0), node.ctx)
+            yield "mask", node.value
+        if isinstance(node.slice, ast.Slice) and (node.slice.lower is None) != (node.slice.upper is None):
+            yield "slice", node.value
+
+
+def _name_twins(tree: ast.AST) -> None:
+    """Marks each name that a function reads with the one of its names that is most like it: low and high, a and b."""
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        arguments = function.args
+        bound = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg != "self"]
+        read = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+        bound += [n.id for n in read if isinstance(n.ctx, ast.Store) and n.id not in bound]
+        for node in read:
+            if node.id in bound and isinstance(node.ctx, ast.Load):
+                others = [name for name in bound if name != node.id]
+                alike = max(others, key=lambda other, name=node.id: _alike(name, other), default=None)
+                if alike and _alike(node.id, alike) >= LIKE:
+                    node.twin = alike  # type: ignore[attr-defined]
+
+
+def _alike(a: str, b: str) -> float:
+    """How alike two names are: 0 to 1; single letters are as like as any."""
+    return LIKE if len(a) == len(b) == 1 else SequenceMatcher(None, a, b).ratio()
+
+
+def _operators(node: ast.AST) -> list[ast.AST]:
+    """The changes of the usual tools."""
     if isinstance(node, ast.Compare):
         return [
             ast.Compare(node.left, [*node.ops[:i], new(), *node.ops[i + 1 :]], node.comparators)
@@ -116,11 +164,13 @@ def walk(node: ast.AST, owner: str = "") -> Iterator[tuple[ast.AST, str, Callabl
 
 def mutants(path: Path) -> Iterator[Mutant]:
     """All changes to a file."""
-    for place, (node, owner, _) in enumerate(walk(ast.parse(path.read_text()))):
-        for choice, new in enumerate(changed(node)):
+    tree = ast.parse(path.read_text())
+    _name_twins(tree)
+    for place, (node, owner, _) in enumerate(walk(tree)):
+        for choice, (kind, new) in enumerate(changed(node)):
             before, after = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(x))) for x in (node, new))
             name = str(path.relative_to(ROOT))
-            yield Mutant(name, getattr(node, "lineno", 0), place, choice, before, after, owner)
+            yield Mutant(name, getattr(node, "lineno", 0), place, choice, kind, before, after, owner)
 
 
 def compiled(mutant: Mutant) -> CodeType:
@@ -129,8 +179,9 @@ def compiled(mutant: Mutant) -> CodeType:
     tree = ast.parse(path.read_text())
     if mutant.place < 0:  # no change at all
         return compile(tree, str(path), "exec")
+    _name_twins(tree)
     node, _, replace = next(found for i, found in enumerate(walk(tree)) if i == mutant.place)
-    replace(ast.copy_location(changed(node)[mutant.choice], node))
+    replace(ast.copy_location(changed(node)[mutant.choice][1], node))
     return compile(ast.fix_missing_locations(tree), str(path), "exec")
 
 

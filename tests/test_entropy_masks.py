@@ -131,6 +131,23 @@ def test_refused(call: Any, error: type[Exception], message: str) -> None:
         call()
 
 
+def test_rounding_passes() -> None:
+    """Entropies and sums that float32 rounds beyond their range by up to 1e-4 are taken, and no more."""
+    one: dict[str, Any] = {
+        "entropy": [0.0],
+        "logprobs": [0.0],
+        "advantages": [-1.0],
+        "sum_p2": [1.0],
+        "sum_p2_logp": [0],
+    }
+    for name, edge in (("entropy", -1e-4), ("sum_p2", 1 + 1e-4), ("sum_p2_logp", 1e-4)):
+        assert clip_v(**{**one, name: [edge]}).tolist() == [1.0]
+        with pytest.raises(DataError, match=f"^{name}"):
+            clip_v(**{**one, name: [edge + np.sign(edge - 0.5 * (name == "sum_p2")) * 1e-6]})
+    with pytest.raises(DataError, match=r"^sum_p2\[0\]: is 0.0"):
+        clip_v(**{**one, "sum_p2": [0.0]})
+
+
 def test_defaults() -> None:
     """Defaults are pinned, and everything goes by name."""
     for function, expected in ((top_entropy, {"fraction": 0.2}), (clip_b, {"mu": 2.5})):
