@@ -47,7 +47,7 @@ from mutations import ROOT, Mutant, codes, compiled, mutants
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
 LOCAL = [f"rlkit/backends/local/{name}.py" for name in ("cuts", "logprobs", "packing", "tree")]
-SETTINGS = "tests/test_settings_matter.py"
+SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
         ["rlkit/advantages/*.py"],
@@ -62,12 +62,12 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     "corrections": (
         ["rlkit/corrections/*.py"],
         ["tests/test_corrections.py", "tests/test_entropy_masks.py"],
-        ["tests/test_corrections.py", "tests/test_entropy_masks.py", SETTINGS],
+        ["tests/test_corrections.py", "tests/test_entropy_masks.py", SETTINGS, RANGES],
     ),
-    "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS]),
-    "filters": (["rlkit/filters/*.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS]),
-    "rewards": (["rlkit/rewards/*.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS]),
-    "schedules": (["rlkit/schedules.py"], ["tests/test_schedules.py"], ["tests/test_schedules.py", SETTINGS]),
+    "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS, RANGES]),
+    "filters": (["rlkit/filters/*.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES]),
+    "rewards": (["rlkit/rewards/*.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS, RANGES]),
+    "schedules": (["rlkit/schedules.py"], ["tests/test_schedules.py"], ["tests/test_schedules.py", SETTINGS, RANGES]),
     "trajectory": (
         ["rlkit/trajectory/*.py"],
         ["tests/test_trajectory.py"],
