@@ -50,6 +50,8 @@ LOSS_OTHER: dict[str, Any] = {
     "behaviour_cap": 0.9,
     "unified_mask": True,
     "tau_pos": 2.0,
+    "detached": True,
+    "threshold": 0.4,
     "tau_neg": 0.4,
     "k_pos": 1.0,
     "lambda_pos": 1.5,
@@ -99,7 +101,8 @@ V = [[0.2, 0.4, 0.1], [-0.3, 0.6]]
 P, Q = [[-0.5, -1.5, -2.0], [-0.7, -1.1]], [[-0.9, -1.0, -2.2], [-1.6, -1.0]]
 RATIOS = {"trainer_logprobs": P, "sampling_logprobs": Q}
 MASK = [[1, 0, 1], [1, 1]]
-BOUNDS = {"clip_low_threshold": 1.1, "clip_high_threshold": 1.3}
+SEQUENCES = {"trainer_logprobs": P, "sampling_logprobs": [[-0.9, -1.0, -1.2], [-1.6, -1.0]]}  # ratios 0.41 and 2.2
+BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.3}
 TIME = {"gamma": 0.7, "bootstrap_value": 0.5, "mask": MASK}
 WHITE = {"ddof": 0, "eps": 0.5}
 SCORES = {"entropy": [1.2, 0.3, 2.0, 0.9], "logprobs": [-0.3, -1.2, -2.0, -0.1], "advantages": [-1.0] * 4}
@@ -138,7 +141,7 @@ MATTER: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "adv.step_wise_grpo": (
         adv.step_wise_grpo,
         {"rewards": [*G, [0.6]], "steps": [[1, 2, 1, 3], [2, 2, 1, 1], [2]]},
-        {"step_norm": True, **WHITE, "singleton": "raw"},
+        {"step_norm": True, "scale": "none", **WHITE, "singleton": "raw"},
     ),
     "adv.gigpo": (
         adv.gigpo,
@@ -213,21 +216,21 @@ MATTER: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "corrections.token_tis": (corrections.token_tis, RATIOS, BOUNDS),
     "corrections.sequence_tis": (
         corrections.sequence_tis,
-        RATIOS,
-        {"clip_low_threshold": 1.3, "clip_high_threshold": 1.5},
+        SEQUENCES,
+        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5},
     ),
     "corrections.icepop": (corrections.icepop, RATIOS, BOUNDS),
     "corrections.clamp": (corrections.clamp, RATIOS, {"bound": 0.2}),
     "corrections.token_mask": (corrections.token_mask, RATIOS, BOUNDS),
     "corrections.sequence_mask": (
         corrections.sequence_mask,
-        RATIOS,
-        {"clip_low_threshold": 1.3, "clip_high_threshold": 2.4},
+        SEQUENCES,
+        {"clip_low_threshold": 0.3, "clip_high_threshold": 2.4},
     ),
     "corrections.geometric_sequence_mask": (
         corrections.geometric_sequence_mask,
-        {**RATIOS, "clip_low_threshold": 0.9, "clip_high_threshold": 1.5},
-        {"clip_low_threshold": 1.2, "clip_high_threshold": 1.3},
+        {**SEQUENCES, "clip_low_threshold": 0.7, "clip_high_threshold": 1.6},
+        {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2},
     ),
     "corrections.outlier_veto": (
         corrections.outlier_veto,
@@ -287,6 +290,16 @@ MATTER: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"max_length": 5, "coef": 0.3},
     ),
     "rewards.mapping": (rewards.mapping, {"rewards": [1.0, 2.0], "table": {1: 5.0}, "default": 0.0}, {"default": -1.0}),
+    "rewards.nonterminal_override": (
+        rewards.nonterminal_override,
+        {"rewards": [0.6, 0.3], "finished": [False, True]},
+        {"value": -1.0},
+    ),
+    "rewards.nonterminal_reward": (
+        rewards.nonterminal_reward,
+        {"rewards": [[0.6], [0.3]], "finished": [False, True]},
+        {"value": -1.0},
+    ),
     "rewards.overlong_penalty": (
         rewards.overlong_penalty,
         {"lengths": [3, 6, 7], "max_length": 8, "buffer": 4},
@@ -347,7 +360,6 @@ EXEMPT = {  # settings that are told apart elsewhere, or are not of this kind
     "adv.pkpo": {"singleton"},  # k is at most the size of the smallest group
     "adv.rec": {"drop", "rng"},  # drops at random
     "adv.token_weights": {"groups"},  # with mode="prompt-mean" alone, where constant is refused
-    "rewards.nonterminal_reward": {"value"},
 }
 
 
