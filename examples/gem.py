@@ -114,18 +114,16 @@ class Settings:
         return [name for name in (self.env_wrappers or "").split(",") if name]
 
 
-def play(sampler: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple[list[Any], dict[str, float]]:
-    """Groups of episodes with at least ``batch_size`` turns in all, and what was counted, on average per wave."""
-    groups: list[Any] = []
-    counted: list[dict[str, float]] = []
+def play(sampler: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> Any:
+    """Groups of episodes with at least ``batch_size`` turns in all, and what was counted over all of them."""
     waves = -(-s.batch_size // s.num_env)  # enough if each episode has one turn
-    while len(counted) < waves and sum(len(t.turns) for g in groups for t in g.trajectories) < s.batch_size:
-        wave = number * waves + len(counted)
+    groups: Any = None
+    for wave in range(number * waves, (number + 1) * waves):
         played = rollout_sync(sampler, tasks.batch(wave, s.num_env // s.group_size, seed=s.seed), plan=plan, step=wave)
-        groups += played
-        counted.append(played.metrics)
-    names = counted[0].keys() | counted[-1].keys()
-    return groups, {name: float(np.mean([c.get(name, 0.0) for c in counted])) for name in names}
+        groups = played if groups is None else groups + played
+        if sum(len(t.turns) for group in groups for t in group.trajectories) >= s.batch_size:
+            break
+    return groups
 
 
 def credited(groups: list[Any], s: Settings) -> list[Any]:
@@ -159,7 +157,7 @@ def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple
     """One step: plays, gives credit, draws turns, trains. The groups, and the step's metrics."""
     began = time.monotonic()
     with policy.sampler().result() as sampler:
-        groups, metrics = play(sampler, tasks, plan, s, number)
+        groups = play(sampler, tasks, plan, s, number)
     sampled = time.monotonic()
     episodes = [t for group in groups for t in group.trajectories]
     lengths = [len(t.turns) for t in episodes]
@@ -173,14 +171,18 @@ def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple
     data: list[rlkit.Datum] = []
     for t, a, w in zip(episodes, advantages, rows, strict=True):  # an episode is one datum where its turns follow on
         data += [d for d in datums(t, a, weights=w.astype(float), split="allow") if d.inputs["weights"].any()]
-    if data:
+    metrics = dict(groups.metrics)
+    if any(d.inputs["advantages"].any() for d in data):  # all returns alike teach nothing; momentum alone is no step
         fb = policy.forward_backward(data, s.loss)
         update = policy.optim_step(rlkit.Adam(learning_rate=s.learning_rate))
         metrics |= tracking.train_metrics(data, fb.result(), update.result())
+    ended = time.monotonic()
     metrics |= {
         "train/turns": float(drawn.sum()),
+        "train/learning_rate": s.learning_rate,
         "time/sample": sampled - began,
-        "time/step": time.monotonic() - began,
+        "time/train": ended - sampled,
+        "time/step": ended - began,
     }
     return groups, metrics
 

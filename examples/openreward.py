@@ -11,6 +11,7 @@ lists the settings. One step of the loop is the function ``step``.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -39,7 +40,7 @@ ESTIMATORS: dict[str, Any] = {
 
 @attrs.frozen
 class Split:
-    """Tasks of a split: in an order of the seed's or in their own, and how many of them (None: all)."""
+    """Tasks of a split: in an order of the seed's or in their own, and the first so many in that order (None: all)."""
 
     shuffle: bool = True
     num_samples: int | None = None
@@ -95,14 +96,15 @@ class Settings:
         resume_from: a saved state to begin a new run with; its step is gone on from.
         max_response_tokens: of a turn.
         max_total_tokens: of an episode, with prompts.
-        max_turns: of an episode.
-        max_rollout_retries: attempts at an episode whose server has no capacity.
-        max_active_tasks: tasks played at a time.
-        max_rollout_concurrency: episodes played at a time; None: what max_active_tasks gives.
-        rollout_timeout: seconds of an episode, without waiting for its turn.
+        max_turns: of an episode; None: as many as max_total_tokens has room for.
+        reminder: what the agent is told after a turn without a call; null: such a turn ends the episode.
+        max_rollout_retries: further attempts at an episode that failed, for whatever reason.
+        max_active_tasks: episodes played at a time.
+        max_rollout_concurrency: the same; stands above max_active_tasks.
+        rollout_timeout: seconds of an episode, without waiting for its turn; it is cut there.
         loss_fn, loss_fn_config: the loss, and its settings.
         advantage_calculation: how a group's rewards become advantages.
-        num_epochs: passes over all tasks; None: until max_steps.
+        num_epochs: passes over all tasks, of whole batches only; None: until max_steps.
         max_steps: None: until num_epochs, or without end.
         save_every: steps between checkpoints.
         system_prompt_template: what the agent is told first; the tools follow by themselves.
@@ -124,7 +126,8 @@ class Settings:
     seed: int = 42
     max_response_tokens: int = 4096
     max_total_tokens: int = 32768
-    max_turns: int = 64
+    max_turns: int | None = None
+    reminder: str | None = "That was no tool call. Go on with the task by calling one of the tools."
     max_rollout_retries: int = 3
     max_active_tasks: int = 32
     max_rollout_concurrency: int | None = None
@@ -149,7 +152,7 @@ class Settings:
     def __attrs_post_init__(self) -> None:
         if not self.environments:
             raise rlkit.ConfigError("environments: there are none")
-        for name in ("batch_size", "save_every", "max_active_tasks", "num_epochs", "max_steps"):
+        for name in ("batch_size", "save_every", "max_active_tasks", "num_epochs", "max_steps", "max_turns"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise rlkit.ConfigError(f"{name}: is {getattr(self, name)}; expected at least 1")
         if "{tools}" in (self.system_prompt_template or ""):
@@ -159,7 +162,7 @@ class Settings:
 
     def adam(self) -> rlkit.Adam:
         """The optimizer's step."""
-        return rlkit.Adam(learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+        return rlkit.Adam(learning_rate=self.learning_rate, weight_decay=self.weight_decay, eps=1e-12)
 
 
 class InOrder(envs.Tasks):
@@ -183,12 +186,13 @@ def tasks_of(s: Settings) -> envs.Mixture:
         )
         secrets = {key: secret(key, hosts) for key, hosts in {**(s.secrets or {}), **(e.secrets or {})}.items()}
         for split, chosen in e.splits.items():
-            where = {"base_url": e.base_url, "variant": e.variant, "format": s.tool_format}
+            where = {"base_url": e.base_url, "variant": e.variant, "format": s.tool_format, "reminder": s.reminder}
             tasks = envs.openreward(name, split=split, secrets=secrets or None, settings=settings, **where)
-            tasks = tasks[: chosen.num_samples]
-            if not chosen.shuffle:
-                tasks = InOrder(lambda i, tasks=tasks: tasks[i].make(), len(tasks), name=name, settings=settings)
-            parts[label(name, split, s)] = tasks
+            order = np.random.default_rng(s.seed).permutation(len(tasks)) if chosen.shuffle else np.arange(len(tasks))
+            kind = envs.Tasks if chosen.shuffle else InOrder
+            make = functools.partial(lambda tasks, i: tasks[i].make(), tasks)
+            own = {"name": tasks.name, "split": split, "settings": settings}
+            parts[label(name, split, s)] = kind(make, order[: chosen.num_samples].tolist(), **own)
     return envs.mixture(parts, weights={name: len(part) for name, part in parts.items()})
 
 
@@ -218,22 +222,24 @@ def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int)
     began = time.monotonic()
     with policy.sampler().result() as sampler:
         groups = rollout_sync(sampler, tasks.batch(number, s.batch_size, seed=s.seed), plan=plan, step=number)
+    sampled = time.monotonic()
     clamped = [bounded(group, s) for group in groups]
-    estimator = ESTIMATORS[s.advantage_calculation]
-    kept = zero_variance(clamped) if s.advantage_calculation != "direct" else None
-    metrics = dict(groups.metrics) | {"time/sample": time.monotonic() - began}
-    metrics["train/groups_without_signal"] = float(sum(kept.dropped.values())) if kept else 0.0
+    kept = zero_variance(clamped)
+    metrics = dict(groups.metrics) | {"time/sample": sampled - began}
+    metrics["train/groups_without_signal"] = float(sum(kept.dropped.values()))
     metrics["train/reward"] = float(np.nanmean(np.concatenate(clamped)))  # within its bounds
     data: list[rlkit.Datum] = []
-    for i, (group, reward) in enumerate(zip(groups, clamped, strict=True)):
-        if kept is None or kept.keep[i]:
-            for trajectory, a in zip(group.trajectories, estimator(reward), strict=True):
+    for keep, group, reward in zip(kept.keep, groups, clamped, strict=True):
+        if keep:
+            for trajectory, a in zip(group.trajectories, ESTIMATORS[s.advantage_calculation](reward), strict=True):
                 data += datums(trajectory, a, split="allow")
-    if data:
+    if data:  # without any there is no step, since there is nothing to learn
         fb = policy.forward_backward(data, s.loss_fn, config=s.loss_fn_config)
         update = policy.optim_step(s.adam())
         metrics |= tracking.train_metrics(data, fb.result(), update.result())
-    return groups, metrics | {"time/step": time.monotonic() - began}
+    ended = time.monotonic()
+    metrics |= {"train/learning_rate": s.learning_rate, "time/train": ended - sampled, "time/step": ended - began}
+    return groups, metrics
 
 
 def bounded(group: Any, s: Settings) -> np.ndarray:
@@ -247,10 +253,13 @@ def bounded(group: Any, s: Settings) -> np.ndarray:
 def train(s: Settings) -> None:
     """The whole run."""
     tasks = tasks_of(s)
-    most = max(e.num_rollouts for e in s.environments.values())
     total = s.max_steps or sys.maxsize
     if s.num_epochs is not None:
-        total = min(total, -(-len(tasks) * s.num_epochs // s.batch_size))
+        total = min(total, s.num_epochs * (len(tasks) // s.batch_size))
+        if not total:
+            raise rlkit.ConfigError(
+                f"batch_size: is {s.batch_size}; expected at most the {len(tasks)} tasks of an epoch"
+            )
     options: dict[str, Any] = {"resume_from": s.resume_from} if s.resume_from else {}
     if s.backend == "toy":
         options["max_length"] = s.max_total_tokens
@@ -275,8 +284,10 @@ def train(s: Settings) -> None:
             max_turns=s.max_turns,
             max_length=s.max_total_tokens,
             deadline=s.rollout_timeout,
-            attempts=s.max_rollout_retries,
-            concurrency=s.max_rollout_concurrency or s.max_active_tasks * most,
+            call_timeout=s.rollout_timeout,
+            attempts=s.max_rollout_retries + 1,
+            retry=(Exception,),
+            concurrency=s.max_rollout_concurrency or s.max_active_tasks,
         )
         upload = None
         if s.openreward_run_name and os.environ.get("OPENREWARD_API_KEY"):

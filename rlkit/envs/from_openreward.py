@@ -18,7 +18,7 @@ from rlkit._calls import answered
 from rlkit.envs import calling
 from rlkit.envs._extras import package
 from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
-from rlkit.errors import ConfigError, EnvBusy, EnvError, UnknownNameError
+from rlkit.errors import ConfigError, EnvBusy, EnvError, RlkitError, UnknownNameError
 
 __all__ = ["openreward"]
 
@@ -55,13 +55,14 @@ def openreward(
         base_url: of a server of your own, such as "http://127.0.0.1:8080"; None: OpenReward's.
         variant: which environment, where the server holds several; None: its first.
         split: one of the environment's own.
-        api_key: None: the variable OPENREWARD_API_KEY where ``base_url`` is None, else none.
+        api_key: None: the variable OPENREWARD_API_KEY where ``base_url`` is None or the name has an owner; else none is
+            sent.
         secrets: name -> value, or (value, hosts it may be sent to): what the environment's tools need. They are sent to
             the server, and stand in no message, log or repr.
         toolset, env_overrides: as for the SDK's ``session``.
         format: how the policy writes calls, a name in ``rlkit.tools.formats``.
-        reminder: what the policy is told after a turn without a call, where there is no terminal tool; None: the
-            episode ends there, truncated.
+        reminder: what the policy is told after a turn without a call, where there is no terminal tool; then the episode
+            goes on. None: it ends there, truncated.
         settings: what these tasks want to have different.
         timeout: seconds for what is asked of the server here.
 
@@ -84,9 +85,11 @@ def openreward(
         if mapping is not None and not (isinstance(mapping, Mapping) and all(isinstance(k, str) for k in mapping)):
             raise ConfigError(_check.problem(label, f"is a {type(mapping).__name__}", "a mapping from names"))
     _check_secrets(secrets or {})
-    if "/" in name and not (api_key or (base_url is None and os.environ.get("OPENREWARD_API_KEY"))):
-        hint = "set OPENREWARD_API_KEY" if base_url is None else "give api_key=, or the name without its owner"
-        raise ConfigError(f"rlkit.envs.openreward: {name!r} needs an API key; {hint}")
+    if "/" in name:
+        api_key = api_key or os.environ.get("OPENREWARD_API_KEY")
+        if not api_key:
+            hint = "" if base_url is None else ", or give the name without its owner"
+            raise ConfigError(f"rlkit.envs.openreward: {name!r} needs an API key; set OPENREWARD_API_KEY{hint}")
     place = _Place(name, variant, base_url, api_key)
     size = calling.wait(_size, place, split, timeout=_check.real("timeout", timeout, above=0.0), where=place.where)
     options = {"secrets": secrets, "toolset": toolset, "env_overrides": env_overrides}
@@ -249,6 +252,11 @@ def _in_our_terms(where: str) -> Iterator[None]:
     http = package("openreward", "openreward.api._session.http", _INSTALL)
     try:
         yield
+    except RlkitError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # what the SDK makes of garbage
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise EnvError(f"{where}: the server's answer can not be read ({text}); is it an OpenReward server?") from error
     except (errors.OpenRewardError, http.AuthenticationError, aiohttp.ClientError, OSError, TimeoutError) as error:
         causes = [error, *getattr(error, "errors", ())]
         statuses = [cause.status for cause in causes if isinstance(cause, aiohttp.ClientResponseError)]

@@ -23,11 +23,28 @@ T = TypeVar("T")
 
 
 class Rollouts(list[Group]):
-    """Groups, and ``metrics``: what was counted while they were played."""
+    """Groups, and ``metrics``: what was counted while they were played.
 
-    def __init__(self, groups: Iterable[Group] = (), metrics: Mapping[str, float] | None = None) -> None:
+    Those of two rollouts can be added up: counts and seconds are then of both, means over all their episodes.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group] = (),
+        metrics: Mapping[str, float] | None = None,
+        counters: Counters | None = None,
+    ) -> None:
         super().__init__(groups)
         self.metrics = dict(metrics or {})
+        self._counters = counters
+
+    def __add__(self, other: Any) -> Any:
+        mine, theirs = self._counters, getattr(other, "_counters", None)
+        if mine is None or theirs is None:
+            return super().__add__(other)
+        both = mine.together(theirs)
+        seconds = self.metrics.get("time/rollout", 0.0) + other.metrics.get("time/rollout", 0.0)
+        return Rollouts([*self, *other], both.metrics() | {"time/rollout": seconds}, both)
 
 
 class Stream:
@@ -39,12 +56,12 @@ class Stream:
 
     def __init__(self, runner: Runner, counters: Counters) -> None:
         self._groups = runner.groups()
-        self._counters = counters
+        self.counters = counters
 
     @property
     def metrics(self) -> dict[str, float]:
         """What has been counted so far."""
-        return self._counters.metrics()
+        return self.counters.metrics()
 
     def __aiter__(self) -> AsyncIterator[Group]:
         return self._groups
@@ -123,7 +140,7 @@ async def rollout(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | N
     streamed = stream(sampler, tasks, step=step, plan=plan, **options)
     async with streamed:
         groups = [group async for group in streamed]
-    return Rollouts(sorted(groups, key=lambda group: group.number), streamed.metrics)
+    return Rollouts(sorted(groups, key=lambda group: group.number), streamed.metrics, streamed.counters)
 
 
 def rollout_sync(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Rollouts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -21,7 +22,18 @@ class Counters:
         self._began = time.monotonic()
         self.sums: Counter[str] = Counter()
         self._means: dict[str, list[float]] = {}
+        self._spreads: set[str] = set()  # of these means also min, max and std are told
         self._names: set[str] = set()
+
+    def together(self, other: Counters) -> Counters:
+        """What both have counted: counts added up, means over everything."""
+        found = Counters()
+        found.sums = Counter(self.sums)
+        found.sums.update(other.sums)
+        names = self._means.keys() | other._means.keys()
+        found._means = {name: [*self._means.get(name, ()), *other._means.get(name, ())] for name in names}
+        found._spreads = self._spreads | other._spreads
+        return found
 
     def add(self, name: str, number: float = 1) -> None:
         """Adds to a count or a sum."""
@@ -31,6 +43,11 @@ class Counters:
         """Takes a number into a mean."""
         if math.isfinite(number):
             self._means.setdefault(name, []).append(number)
+
+    def spread(self, name: str, number: float) -> None:
+        """Takes a number into a mean, of which min, max and std are told, too."""
+        self._spreads.add(name)
+        self.mean(name, number)
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """An episode that was carried through."""
@@ -42,9 +59,12 @@ class Counters:
             self.add(f"{env}/truncated/{trajectory.ended}")
         self.add(f"{env}/cut", sum(turn.stop_reason == "length" for turn in trajectory.turns))
         self.add(f"{env}/empty", sum(not turn.tokens.size for turn in trajectory.turns))
-        self.mean(f"{env}/reward", trajectory.reward)
         self.mean(f"{env}/turns", len(trajectory.turns))
-        self.mean(f"{env}/tokens", trajectory.token_count)
+        for all_or_one in (env, "rollout"):
+            self.spread(f"{all_or_one}/reward", trajectory.reward)
+            self.spread(f"{all_or_one}/tokens", trajectory.token_count)
+        self.add("rollout/episodes")
+        self.add(f"rollout/ended/{trajectory.ended or 'unknown'}")
         if trajectory.turns:
             for name, number in trajectory.turns[-1].metrics.items():
                 self.mean(f"{env}/info/{name}", number)
@@ -78,6 +98,12 @@ class Counters:
         found = {name: float(number) for name, number in self.sums.items()}
         # fsum rounds once: a mean does not depend on which episode ended first
         found |= {name: math.fsum(given) / len(given) for name, given in self._means.items()}
+        for name in self._spreads & self._means.keys():
+            given = self._means[name]
+            found |= {f"{name}/min": min(given), f"{name}/max": max(given)}
+            found[f"{name}/std"] = statistics.stdev(given) if len(given) > 1 else 0.0
+        for name in found.keys() & {name for name in self.sums if name.startswith("rollout/ended/")}:
+            found[name] /= found["rollout/episodes"]
         found["time/rollout"] = time.monotonic() - self._began
         return dict(sorted(found.items()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ def train_metrics(
 
     Returns:
         "train/loss", "train/tokens", "train/datums", whatever the loss and the optimizer report (without ":sum" and
-        ":mean"), and "train/kl_v1", "train/kl_v2", "train/kl_k3", "train/entropy", "train/clip_fraction/...",
-        "train/effective_sample_size", "train/ratio/...": see ``rlkit.metrics``.
+        ":mean"), "train/advantage/..." over the datums that have advantages, and "train/kl_v1", "train/kl_v2",
+        "train/kl_k3", "train/entropy", "train/clip_fraction/...", "train/effective_sample_size", "train/ratio/...":
+        see ``rlkit.metrics``.
 
     Raises:
         DataError: data and output do not belong together, or a logprob is not finite.
@@ -49,6 +51,7 @@ def train_metrics(
     for key in sorted(given):  # "x:mean" before "x:sum": where there are both, the sum keeps its ending
         name = f"train/{key.removesuffix(':mean').removesuffix(':sum')}"
         found[name if name not in found else f"train/{key}"] = float(given[key])
+    found |= _advantages(data)
     both = zip(data, output.selected, strict=True)
     pairs = [(datum, lp) for datum, lp in both if "sampling_logprobs" in datum.inputs and lp.size]
     if not pairs:
@@ -66,3 +69,14 @@ def train_metrics(
     found |= {f"train/clip_fraction/{side}": value for side, value in metrics.clip_fraction(**two).items()}
     found |= {f"train/ratio/{which}": value for which, value in metrics.ratio_statistics(**two).items()}
     return found
+
+
+def _advantages(data: Sequence[Datum]) -> dict[str, float]:
+    """Statistics over datums of the mean advantage of each."""
+    given = [datum.select(datum.inputs["advantages"]) for datum in data if "advantages" in datum.inputs]
+    means = [float(advantages.mean()) for advantages in given if advantages.size]
+    if not means:
+        return {}
+    std = statistics.stdev(means) if len(means) > 1 else 0.0
+    named = {"mean": statistics.fmean(means), "min": min(means), "max": max(means), "std": std}
+    return {f"train/advantage/{which}": value for which, value in named.items()}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import http.server
 import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -215,6 +217,45 @@ def test_no_key_is_sent_to_a_server_of_your_own(url, monkeypatch):
     assert contents(result)[0] == ""
 
 
+@pytest.mark.parametrize("given", [{}, {"api_key": "xyzzy-4711-xyzzy"}])
+def test_a_name_with_an_owner_on_a_server_of_your_own(url, monkeypatch, given):
+    """It needs a key, which is the variable's where none is given; the server is sent that one."""
+    monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
+    with pytest.raises(rlkit.ConfigError, match="'me/keys' needs an API key; set OPENREWARD_API_KEY, or .* owner"):
+        openreward("me/keys", base_url=url)
+    monkeypatch.setenv("OPENREWARD_API_KEY", "plugh-0815-plugh")
+    tasks = openreward("me/keys", base_url=url, variant="keys", **given)
+    _, (result,), _ = played(tasks, tool_call("keys"))
+    length = len(given.get("api_key", "plugh-0815-plugh"))
+    assert contents(result)[0] == f"OPENREWARD_API_KEY:{length}, api_key:{length}", "as the server names it"
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b"3", b'"text"', b'[["a"]]', b"<html>", b"\xff\xfe", b""])
+def test_a_server_that_answers_garbage(body):
+    """Whatever it is: one of our errors, that names the address."""
+
+    class Garbage(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Garbage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises((rlkit.EnvError, rlkit.UnknownNameError, rlkit.ConfigError), match=address) as caught:
+            openreward("sums", base_url=address, timeout=15.0)  # the SDK asks again after some of them
+        server.shutdown()
+    assert "\n" not in str(caught.value)
+
+
 def test_a_tool_that_fails_fails_the_episode(url):
     """That is no matter of the policy; the session is gone."""
     with pytest.raises(rlkit.EnvError, match="ToolFailed.*the disk is full") as caught:
@@ -376,5 +417,5 @@ def test_a_key_that_is_missing(monkeypatch):
     monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
     with pytest.raises(rlkit.ConfigError, match="'owner/name' needs an API key; set OPENREWARD_API_KEY"):
         openreward("owner/name")
-    with pytest.raises(rlkit.ConfigError, match="give api_key=, or the name without its owner"):
+    with pytest.raises(rlkit.ConfigError, match="give the name without its owner"):
         openreward("owner/name", base_url="http://127.0.0.1:9")

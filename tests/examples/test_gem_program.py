@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
+import attrs
 import numpy as np
 import pytest
 
 import rlkit
+from rlkit.tracking import read_metrics
 from tests.examples.programs import FOLDER, curve, cut, load, refused, script
 
 pytest.importorskip("torch")
@@ -84,6 +87,49 @@ def test_it_learns(credit, tmp_path):
         1
     ].keys()
     assert rows[0][1]["train/turns"] == 12
+
+
+def test_the_table_of_settings():
+    """docs/programs.md says every setting's default, beside that of GEM's own script."""
+    page = (FOLDER.parent / "docs" / "programs.md").read_text("utf-8").partition("| setting | here | there |")[2]
+    rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \| ([^|]*) \| ([^|]*) \|", page.partition("\n\n")[0], re.MULTILINE)
+    said = {name: here.strip() for names, here, _ in rows for name in re.findall("`([^`]+)`", names)}
+    own = {field.name: field.default for field in attrs.fields(program.Settings)}
+    assert said == {
+        name: f"`{value}`" if isinstance(value, str) else {"True": "true", "None": "none"}.get(str(value), str(value))
+        for name, value in own.items()
+    }
+    there = {name for names, _, value in rows if value != "not there" for name in re.findall("`([^`]+)`", names)}
+    assert there == {
+        *("model_name", "batch_size", "learning_rate", "lora_rank", "max_tokens", "seed", "max_steps", "save_every"),
+        *("env_id", "num_env", "env_wrappers", "template", "gamma", "use_rebn"),
+        *("wandb_project", "wandb_name", "log_dir"),
+    }
+
+
+def test_what_is_counted_is_counted_over_all_waves(tmp_path):
+    """Two waves of 8 episodes are 16 episodes, and the means are over all of them."""
+    run(tmp_path, "backend=toy", "max_steps=1", "batch_size=32")
+    (metrics,) = [row["metrics"] for row in read_metrics(tmp_path)]
+    played = [t for group in groups(tmp_path) for t in group.trajectories]
+    assert len(played) == 16
+    assert metrics["rollout/episodes"] == metrics[f"env/{DIGITS}/episodes"] == 16
+    rewards = [t.reward for t in played]
+    found = [metrics[f"rollout/reward{which}"] for which in ("", "/min", "/max", "/std")]
+    assert found == pytest.approx([np.mean(rewards), min(rewards), max(rewards), np.std(rewards, ddof=1)])
+    assert metrics["sampler/samples"] == sum(len(t.turns) for t in played)
+    assert metrics["time/sample"] + metrics["time/train"] == pytest.approx(metrics["time/step"])
+    assert metrics["train/learning_rate"] == 0.05
+
+
+def test_returns_that_are_all_alike_are_no_step(tmp_path, monkeypatch):
+    """No gradient and no optimizer step, which would move the parameters by its momentum."""
+    backend = type(rlkit.connect("toy"))
+    monkeypatch.setattr(Digits, "step", lambda self, action: ("", 0.5, True, False, {}))
+    monkeypatch.setattr(backend, "optim_step", lambda self, adam: pytest.fail("a step"))
+    rows = run(tmp_path, "backend=toy", "max_steps=2")
+    assert [metrics["train/turns"] for _, metrics in rows] == [12, 12]
+    assert not any("train/loss" in metrics for _, metrics in rows)
 
 
 def test_what_is_trained(tmp_path, monkeypatch):

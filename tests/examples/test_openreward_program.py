@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit.rollouts import rollout_sync
 from rlkit.storage import read
 from tests.examples.programs import FOLDER, curve, cut, load, refused, script
 
@@ -70,7 +71,7 @@ def test_it_learns(loss, settings, tmp_path):
 @pytest.mark.parametrize("how", ["direct", "centered"])
 def test_other_advantages(how, settings, tmp_path):
     """The rewards themselves, and centred without division."""
-    options = ["backend=toy", "max_steps=6", "learning_rate=0.1", f"advantage_calculation={how}"]
+    options = ["backend=toy", "max_turns=6", "max_steps=6", "learning_rate=0.1", f"advantage_calculation={how}"]
     found = rewards(run(settings(), tmp_path / "run", *options))
     assert np.mean(found[-2:]) > found[0] + 0.15
 
@@ -90,7 +91,14 @@ def caller(tmp_path):
 def test_tools_over_several_turns(settings, tmp_path, caller):
     """Calls are made, answered and trained on; the run goes on from the step in the name of the state it began with."""
     path = settings("doors", reward_reduction="sum", nonterminal_reward=-1.0)
-    options = ["backend=toy", "max_steps=6", "max_response_tokens=64", f"resume_from={caller}", "learning_rate=0.02"]
+    options = [
+        "backend=toy",
+        "max_turns=6",
+        "max_steps=6",
+        "max_response_tokens=64",
+        f"resume_from={caller}",
+        "learning_rate=0.02",
+    ]
     rows = run(path, tmp_path / "run", *options)
     assert [step for step, _ in rows] == list(range(3, 6))
     played = [t for group in read(tmp_path / "run/trajectories.jsonl") for t in group.trajectories]
@@ -108,6 +116,7 @@ def test_the_settings_of_each_environment(tmp_path, openreward_url):
         "model_name": "toy",
         "batch_size": 4,
         "max_response_tokens": 4,
+        "max_turns": 2,
         "environments": {
             "sums": {
                 "base_url": openreward_url,
@@ -132,7 +141,9 @@ def test_the_settings_of_each_environment(tmp_path, openreward_url):
     assert len(groups) == 16, "two passes over eight tasks, four in a step"
     assert [g.index for g in groups if g.env == "sums:train"] == [0, 1, 2, 3, 0, 1, 2, 3]
     digits = [g.index for g in groups if g.env == "digits"]
-    assert sorted(digits[:3]) == sorted(digits[3:]) == [0, 1, 2]
+    assert sorted(digits[:3]) == sorted(digits[3:])
+    assert len({*digits}) == 3
+    assert {*digits} != {0, 1, 2}, "three of all six in an order of the seed's, not the first three"
     sums = [g for g in groups if g.env.startswith("sums")]
     assert {len(g) for g in sums} == {3}
     assert {t.turns[0].sample.temperature for g in sums for t in g.trajectories} == {0.5}
@@ -227,7 +238,7 @@ def test_secrets_come_from_the_environment(settings, tmp_path, monkeypatch):
     """The environment's tools have them, the settings and the run do not."""
     monkeypatch.setenv("JUDGE_KEY", "canary-judge")
     path = settings("keys", secrets={"judge_key": ["judge.example"]}, nonterminal_reward=0.0)
-    run(path, tmp_path / "run", "backend=toy", "max_steps=1", "batch_size=1")
+    run(path, tmp_path / "run", "backend=toy", "max_steps=1", "batch_size=1", "max_turns=2")
     assert not any(b"canary-judge" in file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file())
     refused(program, arguments(settings("keys", secrets={"other": None}), tmp_path / "x"), "variable OTHER is not set")
     refused(program, arguments(settings("keys", secrets={"judge_key": None}), tmp_path / "x"), "hosts .* are not known")
@@ -235,6 +246,39 @@ def test_secrets_come_from_the_environment(settings, tmp_path, monkeypatch):
         program.main(arguments(settings("keys", secrets={"judge_key": "canary-file"}), tmp_path / "x"))
     assert "a key is no setting" in error.value.code
     assert "canary-file" not in error.value.code
+
+
+def test_what_is_counted_and_tried_again(settings, tmp_path, monkeypatch):
+    """Episodes in flight, further attempts after any failure, whole batches of an epoch, as in OpenReward's trainer."""
+    plans = []
+
+    def spy(sampler, tasks, *, plan, step):
+        plans.append((plan, len(tasks)))
+        return rollout_sync(sampler, tasks, plan=plan, step=step)
+
+    monkeypatch.setattr(program, "rollout_sync", spy)
+    options = ["backend=toy", "max_active_tasks=3", "max_rollout_retries=2", "rollout_timeout=60", "num_epochs=2"]
+    rows = run(settings(), tmp_path / "run", *options, "batch_size=4")
+    assert len(rows) == 2, "six tasks are one whole batch of four, twice"
+    plan, size = plans[0]
+    assert (plan.concurrency, plan.attempts, plan.retry, size) == (3, 3, (Exception,), 4)
+    assert (plan.deadline, plan.call_timeout, plan.max_turns) == (60.0, 60.0, None)
+    run(settings(), tmp_path / "more", "backend=toy", "max_steps=1", "max_active_tasks=3", "max_rollout_concurrency=5")
+    assert plans[-1][0].concurrency == 5
+    message = "batch_size: is 7; expected at most the 6 tasks of an epoch"
+    refused(program, arguments(settings(), tmp_path / "x", "backend=toy", "num_epochs=3", "batch_size=7"), message)
+    assert rows[0][1]["train/learning_rate"] == 0.05
+
+
+@pytest.mark.parametrize(("reminder", "turns"), [([], 3), (["reminder=null"], 1)])
+def test_a_turn_without_a_call_is_answered(settings, tmp_path, reminder, turns):
+    """By a reminder that tools are to be called, until there are no turns left; null ends the episode there."""
+    path = settings("doors", nonterminal_reward=0.0)
+    run(path, tmp_path / "run", "backend=toy", "max_steps=1", "max_turns=3", *reminder)
+    played = [t for group in read(tmp_path / "run/trajectories.jsonl") for t in group.trajectories]
+    assert {len(t.turns) for t in played} == {turns}
+    said = [message["content"] for message in played[0].messages if message["role"] == "user"]
+    assert ("no tool call" in said[-1]) == (not reminder)
 
 
 def test_the_documents_settings_load():

@@ -47,6 +47,16 @@ def test_what_rollouts_count_is_standard():
     assert got.metrics["env/moody/truncated/max_turns"] > 0
     unknown = [name for name in got.metrics if standard(name) is None]
     assert unknown == []
+    rewards = [t.reward for group in got for t in group.trajectories]
+    tokens = [t.token_count for group in got for t in group.trajectories]
+    for where in ("rollout", "env/moody"):
+        for what, values in (("reward", rewards), ("tokens", tokens)):
+            found = [got.metrics[f"{where}/{what}{which}"] for which in ("", "/min", "/max", "/std")]
+            assert found == pytest.approx([np.mean(values), min(values), max(values), np.std(values, ddof=1)])
+    assert got.metrics["rollout/episodes"] == got.metrics["env/moody/episodes"] == len(rewards)
+    ended = {name: value for name, value in got.metrics.items() if name.startswith("rollout/ended/")}
+    cut = np.mean([t.ended == "max_turns" for group in got for t in group.trajectories])
+    assert ended == pytest.approx({"rollout/ended/max_turns": cut, "rollout/ended/terminated": 1 - cut})
     particular = {standard(name).pattern for name in got.metrics}
     assert "time/<part>" not in particular  # each of them has an entry of its own
 
@@ -79,6 +89,9 @@ def test_what_training_reports_is_standard():
     assert found["train/entropy"] > 0
     assert found["train/grad_norm"] > 0
     assert found["train/tokens"] == sum(t.token_count for t in trajectories)
+    means = [d.select(d.inputs["advantages"]).mean() for d in data]
+    expected = {"mean": np.mean(means), "min": min(means), "max": max(means), "std": np.std(means, ddof=1)}
+    assert {which: found[f"train/advantage/{which}"] for which in expected} == pytest.approx(expected, abs=1e-6)
     with pytest.raises(rlkit.DataError, match="the batch that the output is of"):
         train_metrics(data[1:], output)
 
@@ -128,5 +141,24 @@ def test_other_names_are_not_standard(name):
 
 
 def test_the_page_has_the_table():
-    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", PAGE.read_text().partition("## Names")[2], flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (.+) \|$",
+        PAGE.read_text().partition("## Names\n")[2].partition("### ")[0],
+        flags=re.MULTILINE,
+    )
     assert [Name(*row) for row in rows] == list(NAMES)
+
+
+def test_names_elsewhere_are_of_names_here():
+    """The first column of the table of other systems' names holds standard ones, or what a program logs."""
+    rows = PAGE.read_text().partition("### Names elsewhere")[2].split("|---|---|---|---|\n")[1].splitlines()
+    assert len(rows) > 20
+    for row in rows:
+        here, *others = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(others) == 3
+        assert any(others), row
+        first = None
+        for name in re.findall(r"`([^`]+)`", here):
+            first = name if not name.startswith("/") else first
+            full = name if not name.startswith("/") else re.sub(r"/(mean|min)$", "", first) + name
+            assert standard(re.sub(r"<[^>]+>", "x", full)) is not None, full
