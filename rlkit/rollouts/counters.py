@@ -42,7 +42,7 @@ class Counters:
     def mean(self, name: str, number: float) -> None:
         """Takes a number into a mean."""
         if math.isfinite(number):
-            self._means.setdefault(name, []).append(number)
+            self._means.setdefault(name, []).append(float(number))
 
     def spread(self, name: str, number: float) -> None:
         """Takes a number into a mean, of which min, max and std are told, too."""
