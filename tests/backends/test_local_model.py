@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,17 @@ from rlkit.backends.local.export import save_merged
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+
+
+def test_an_adapter_names_its_base_by_the_name_it_was_asked_for_by(tiny, tmp_path, monkeypatch, capfd):
+    """Not by the folder of this machine's cache, which is nothing on another one; and loading shows no bar."""
+    monkeypatch.setattr("rlkit.backends.local.model.model_path", lambda model: tiny("qwen2"))
+    with rlkit.connect("local", model="some-model", lora=rlkit.Lora(rank=2), device="cpu", folder=tmp_path) as policy:
+        path = policy.save("a").result()
+    said = json.loads((Path(path) / "adapter_config.json").read_text("utf-8"))
+    assert said["base_model_name_or_path"] == "some-model"
+    assert "Loading" not in capfd.readouterr().err
+
 
 PARAMS = rlkit.SamplingParams(max_tokens=8, stop=())
 STEP = rlkit.Adam(learning_rate=0.02)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+import warnings
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -128,12 +131,28 @@ def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
     return str(folder.resolve()), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
-def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
-    import transformers
+@contextlib.contextmanager
+def quiet() -> Iterator[Any]:
+    """The package transformers, which shows no bar while it loads, and does not miss notebook widgets for one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        import transformers
 
+        shown = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            yield transformers
+        finally:
+            if shown:
+                transformers.utils.logging.enable_progress_bar()
+
+
+def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-        hf = transformers.AutoTokenizer.from_pretrained(path)
+        with quiet() as transformers:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+            hf = transformers.AutoTokenizer.from_pretrained(path)
+        model.name_or_path = str(name)  # which adapters name as their base; not where it lies on this machine
         model = model.to(device).eval().requires_grad_(False)
         size = model.get_input_embeddings().num_embeddings
         tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
