@@ -77,7 +77,8 @@ def function(
     def make(index: int) -> _Prompt:
         row = prompts[index]
         where = f"prompts[{index}]"
-        return _Prompt(_prompt(where, row), None if group else functools.partial(reward, **fields(where, row)))
+        info = {"answer": row["answer"]} if isinstance(row, Mapping) and "answer" in row else {}
+        return _Prompt(_prompt(where, row), None if group else functools.partial(reward, **fields(where, row)), info)
 
     def scores(index: int) -> Callable[[Sequence[Action]], Any]:
         return lambda actions: reward(actions, **fields(f"prompts[{index}]", prompts[index]))
@@ -89,23 +90,31 @@ def function(
 class _Prompt:
     """One prompt."""
 
-    def __init__(self, prompt: Observation, reward: Callable[[Action], Any] | None) -> None:
+    def __init__(
+        self,
+        prompt: Observation,
+        reward: Callable[[Action], Any] | None,
+        info: Mapping[str, Any],
+    ) -> None:
         self._prompt = prompt
         self._reward = reward
+        self._info = info
 
     def reset(self, seed: int) -> Observation:  # noqa: ARG002
         return self._prompt
 
     def step(self, action: Action) -> Any:
         value = None if self._reward is None else self._reward(action)  # None: the group's is to come
-        return _later(value) if inspect.isawaitable(value) else StepResult("", value, terminated=True)
+        return self._later(value) if inspect.isawaitable(value) else self._result(value)
 
     def close(self) -> None:
         pass
 
+    def _result(self, value: Any) -> StepResult:
+        return StepResult("", value, terminated=True, info=self._info)
 
-async def _later(value: Any) -> StepResult:
-    return StepResult("", await value, terminated=True)
+    async def _later(self, value: Any) -> StepResult:
+        return self._result(await value)
 
 
 def _prompt(where: str, row: Any) -> Observation:

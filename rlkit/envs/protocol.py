@@ -77,7 +77,8 @@ class StepResult:
             a minimum or the last one. An episode that gets no reward at all has failed.
         terminated: the episode came to an end of its own.
         truncated: the environment cut it off.
-        info: anything worth a look later.
+        info: anything worth a look later. Numbers are counted; ``info["answer"]``, text or a number, is what would have
+            been right, and becomes the trajectory's tag "answer".
         rewards: of this step one by one, where there are several, such as one per tool call; None among them is no
             reward. ``reward`` is then left out, and becomes their sum.
     """

@@ -52,7 +52,8 @@ _PANELS = (
     _Panel("Clip fraction", ("train/clip_fraction*", "train/clip*"), "share", "of tokens, ratio out of bounds"),
     _Panel("Length", ("env/*/tokens", "sample/tokens"), note="tokens of the policy's in an episode"),
     _Panel("Turns", ("env/*/turns",), note="in an episode"),
-    _Panel("Truncated", ("=truncated",), "share", "of episodes"),
+    _Panel("Cut at max_tokens", ("=cut",), "share", "of turns"),
+    _Panel("Truncated", ("=truncated",), "share", "of episodes, by a limit of turns, tokens or time"),
     _Panel("Failed", ("=failed",), "share", "of episodes begun"),
     _Panel("Where the time goes", ("=time",), "stack", "seconds of a step"),
     _Panel("Sampling speed", ("=speed",), note="tokens per second"),
@@ -88,7 +89,10 @@ def panels(of: Table) -> list[dict[str, Any]]:
         names = _matching(panel.patterns, of)
         used |= set(names)
         curves = [_curve(name, of.steps[name], of.values[name]) for name in names]
-        if panel.title == "Evaluation":  # of one environment the mean over environments says nothing new
+        if panel.title == "Evaluation":
+            used |= _add_intervals(curves, of)
+            # of one environment the mean over environments says nothing new
+            curves.sort(key=lambda curve: "low" not in curve)
             curves = [curve for i, curve in enumerate(curves) if not any(_alike(curve, other) for other in curves[:i])]
         for pattern in panel.patterns:
             if pattern.startswith("="):
@@ -226,6 +230,32 @@ def _time(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
     return curves, {*names, "time/step"} & of.steps.keys()
 
 
+def _cut(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
+    curves, used = [], set()
+    for env in _environments(of):
+        names = [f"env/{env}/{what}" for what in ("cut", "turns", "episodes")]
+        if names[0] not in of.steps or names[1] not in of.steps:
+            continue
+        rows = _joined(of, *names)
+        shares = {step: n / max(1.0, mean * episodes) for step, (n, mean, episodes) in sorted(rows.items())}
+        curves.append(_curve(names[0], list(shares), list(shares.values()), env))
+        used.add(names[0])
+    return curves, used
+
+
+def _add_intervals(curves: Iterable[dict[str, Any]], of: Table) -> set[str]:
+    """Gives each curve eval/<name>/mean its interval, where there is one at each of its steps; the names used."""
+    used = set()
+    for curve in curves:
+        for end in ("low", "high"):
+            name = f"{curve['name'].removesuffix('/mean')}/{end}"
+            known = dict(zip(of.steps.get(name, ()), of.values.get(name, ()), strict=True))
+            if all(math.isfinite(known.get(step, math.nan)) for step in curve["x"]):
+                curve[end] = [_digits(known[step]) for step in curve["x"]]
+                used.add(name)
+    return used
+
+
 def _speed(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
     rows = _joined(of, "sampler/tokens", "time/rollout")
     speeds = {step: tokens / seconds for step, (tokens, seconds) in sorted(rows.items()) if seconds > 0 and tokens > 0}
@@ -234,6 +264,7 @@ def _speed(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
 
 _WorkedOut = Callable[[Table], tuple[list[dict[str, Any]], set[str]]]
 _WORKED_OUT: dict[str, _WorkedOut] = {
+    "=cut": _cut,
     "=truncated": lambda of: _shares(of, "truncated", begun=False),
     "=failed": lambda of: _shares(of, "failed", begun=True),
     "=time": _time,

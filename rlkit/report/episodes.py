@@ -18,6 +18,7 @@ __all__ = ["Episodes", "chosen"]
 
 PART_SIZE = 400_000  # characters of JSON, about: unpacked in a few hundredths of a second
 SNIPPET = 110
+QUESTION = 52  # its end, which differs more often than its beginning
 _SCALE = 1000  # numbers per token are kept to a thousandth, as integers
 
 
@@ -86,6 +87,8 @@ class Episodes:
                 self._group,
                 len(self.parts),
                 len(self._waiting),
+                int(any(turn.stop_reason == "length" for turn in trajectory.turns)),
+                _question(record),
                 _snippet(record),
             )
             for name, value in zip(_COLUMNS, row, strict=True):
@@ -108,7 +111,7 @@ class Episodes:
 
 _COLUMNS = (
     *("step", "env", "item", "reward", "turns", "tokens", "ended", "advantage", "gap", "group", "part", "place"),
-    "snippet",
+    *("cut", "question", "snippet"),
 )
 
 
@@ -191,6 +194,17 @@ def _snippet(record: Mapping[str, Any]) -> str:
     """The beginning of what the policy said last."""
     said = [m["content"] for m in record["messages"] if m.get("role") == "assistant" and m["content"].strip()]
     return " ".join(said[-1].split())[:SNIPPET] if said else ""
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    """The end of what the policy was told before it first said something."""
+    told = ""
+    for message in record["messages"]:
+        if message.get("role") == "assistant":
+            break
+        told = message["content"]
+    words = " ".join(told.split())
+    return words if len(words) <= QUESTION else f"\u2026{words[-QUESTION:]}"
 
 
 def _length(record: Mapping[str, Any]) -> int:

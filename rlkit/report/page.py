@@ -86,6 +86,7 @@ def write(
         "panels": curves.panels(table),
         "counters": curves.counters(table),
         "config": run.config(),
+        "surroundings": run.surroundings(),
         "index": episodes.index,
         "environments": episodes.environments,
         "endings": episodes.endings,

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlkit import _check, storage
 from rlkit.errors import CheckpointError, ConfigError, DataError
+from rlkit.runs import surroundings
 from rlkit.tracking import masked, read_metrics
 from rlkit.tracking.jsonl import FILES, lines
 from rlkit.tracking.values import plain
@@ -58,6 +59,11 @@ class RunFolder:
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {"config": found}
+
+    def surroundings(self) -> dict[str, Any]:
+        """What it ran on, keys masked; {} where that is not known."""
+        shown = plain(masked(surroundings.found(self.path)))
+        return shown if isinstance(shown, dict) else {}
 
     def vocabulary(self) -> dict[str, str]:
         """Token id -> text, as far as it was kept."""

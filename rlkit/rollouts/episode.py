@@ -87,6 +87,7 @@ class Episode:
         self._seed = seeds.env_seed(*where) if task.seed is None else task.seed
         self._pauses = seeds.pauses(*where, member)
         self._deadline: float = settings.deadline or plan.deadline
+        self._answer: dict[str, Any] = {}
 
     async def play(self) -> Trajectory | Failure:
         """Plays from the start until an attempt succeeds or none is left; the clock starts here.
@@ -121,6 +122,7 @@ class Episode:
     async def _attempt(self) -> Trajectory:
         plan = self._shared.plan
         self._turns = []
+        self._answer = {}
         async with self._within("make"):
             env = await Guarded.opened(
                 self._task,
@@ -175,6 +177,8 @@ class Episode:
                     result = await env.step(action, timeout=self._call())
                 turn = Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards)
                 self._turns.append(turn)
+                if isinstance(answer := result.info.get("answer"), (str, int, float)):
+                    self._answer = {"answer": answer[:_SHORT] if isinstance(answer, str) else answer}
                 ended = "terminated" if result.terminated else "truncated" if result.truncated else self._over()
                 if ended:
                     async with self._within("chat"):
@@ -275,7 +279,7 @@ class Episode:
             reduction=settings.reduction or "sum",
             nonterminal_reward=settings.nonterminal_reward,
             nonterminal_override=settings.nonterminal_override,
-            tags=self._shared.plan.tags,
+            tags=self._answer | dict(self._shared.plan.tags),
             messages=messages,
         )
 

@@ -35,7 +35,8 @@ def withdraw(made: list[Path]) -> None:
     """Removes folders that a run has made, unless there is more in them than every run begins with."""
     if not made:
         return
-    always = {made[0] / name for name in ("lock", "lock.held", "run.json", "config.json")}
+    known = ("lock", "lock.held", "run.json", "config.json", "surroundings.jsonl")
+    always = {made[0] / name for name in known}
     if not any(path.is_file() and path.stat().st_size for path in {*made[0].rglob("*")} - always):
         shutil.rmtree(made[0], ignore_errors=True)
         with contextlib.suppress(OSError):  # something else is in it by now

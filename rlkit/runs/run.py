@@ -19,7 +19,7 @@ from rlkit._calls import answered
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import Storage, TrainerBackend
 from rlkit.errors import BackendError, CheckpointError, ConfigError, DataError
-from rlkit.runs import beginning, handover, logs
+from rlkit.runs import beginning, handover, logs, surroundings
 from rlkit.runs import record as records
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record
@@ -125,6 +125,7 @@ class Run:
             self.step = 0 if self.record is None else self.record.step
             self.seed = beginning.seed_of(self.folder, seed, self.record, stacklevel=4)
             beginning.note_config(self.folder, config, stacklevel=4)
+            surroundings.note(self.folder)
             self.trackers = logs.made(trackers, self.folder)
             logs.rewind(self.trackers, self.record)
             from rlkit.tracking import Several

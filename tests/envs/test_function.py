@@ -171,7 +171,7 @@ def test_a_reward_over_the_group():
     """Called once, with all answers and the fields of the row; the step itself is worth nothing."""
     tasks = function([{"prompt": "p", "answer": "a"}], ranks, group=True)
     task = tasks[0]
-    assert played(task, scored=True)[1] == StepResult("", 0.0, True, rewards=())
+    assert played(task, scored=True)[1] == StepResult("", 0.0, True, info={"answer": "a"}, rewards=())
     assert asyncio.run(scores(task, [Action("ba"), Action("bbbb"), Action("bba")])) == [0.5, 0.0, 1.0]
     assert asyncio.run(scores(task, [])) == []
 

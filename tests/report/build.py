@@ -129,3 +129,27 @@ def many(folder, groups, n=8, turns=2, length=100):
         if number % 50 == 0:
             tracker.log({"env/words/reward": float(group.rewards.mean())}, number // 50)
     return folder
+
+
+def cut(folder):
+    """A run of three steps on one question, in which three answers of four are cut by max_tokens, and evaluations."""
+    import rlkit
+    from rlkit.envs import function
+
+    tasks = function([{"prompt": "Work this out: 3 + 4 =", "answer": "7"}], lambda text, answer: float(answer in text))
+
+    class Half(Scripted):
+        def sample(self, prompt, params, *, n=1, seed=None):
+            said = [[*b"7", 257]] + [[*b"It is "]] * (n - 1)
+            stops = ["stop"] + ["length"] * (n - 1)
+            return Future.of([Sample(prompt, t, np.full(len(t), -0.5), s) for t, s in zip(said, stops, strict=True)])
+
+    with rlkit.Run(folder / "run", seed=0, config={"lr": 0.1}) as run:
+        for step in range(3):
+            groups = rollout_sync(Half(), tasks, step=step, n=4, params=SamplingParams(max_tokens=6))
+            run.log(groups.metrics, step)
+            run.log_trajectories(groups, step)
+            if step != 1:
+                at = 0.2 + 0.25 * step
+                run.log({f"eval/x/{k}": at + d for k, d in {"mean": 0.0, "low": -0.1, "high": 0.1}.items()}, step)
+    return folder / "run"

@@ -69,6 +69,55 @@ def test_curves_are_drawn(driver, path):
     assert page.complaints() == []
 
 
+def test_what_stays_the_same_is_folded_and_named(driver, path):
+    """Charts of one number at every step stand below, under a line that names them with it; evaluations are not."""
+    page = Page(driver, path)
+    named = page.text("#level-names")
+    assert "failed 0 %" in named
+    assert page.count("#level-grid article") == named.count(" · ") + 1
+    titles = page.js("return [...document.querySelectorAll('#standard h3')].map((x) => x.firstChild.textContent)")
+    assert "Reward" in titles
+    assert not {"Failed"} & set(titles)
+
+
+def test_cut_answers_are_seen(driver, tmp_path):
+    """Where max_tokens cut what was said: in the headline, a chart, the row and the episode, with the right answer."""
+    page = Page(driver, write(build.cut(tmp_path)))
+    assert "cut at max_tokens\n75 %" in page.text("#tiles")
+    assert "truncated" not in page.text("#tiles")
+    assert "cut at max_tokens 75 %" in page.text("#level-names")
+    page.click("#tab-trajectories")
+    rows = page.js("return [...document.querySelectorAll('.row')].map((row) => row.innerText)")
+    assert rows[0].startswith("step 2"), "the last step first"
+    assert sum("terminated, cut" in row for row in rows) == 9
+    assert all(row.splitlines()[-3].endswith("3 + 4 =") for row in rows)
+    page.until(lambda: "right answer" in page.text(".facts"))
+    facts = page.text(".facts").split("\n")
+    assert facts[facts.index("right answer") + 1] == "7"
+    assert page.js("return location.hash") == "#trajectories"
+    assert "Step 2" in page.text(".facts")
+    assert page.complaints() == []
+
+
+def test_evaluations_have_intervals(driver, tmp_path):
+    """Lines from low to high are drawn at each evaluation, and there is room for them."""
+    page = Page(driver, write(build.cut(tmp_path)))
+    page.until(lambda: page.count("#standard canvas") > 0)
+    scale = "return aligned && wider(0.5, 0.5, [{x: [0], low: [0.2], high: [0.9]}])"
+    assert page.js(scale) == [0.2, 0.9]
+    panels = page.js("return unpack('about').then((about) => about.panels)")
+    (curve,) = [curve for panel in panels if panel["title"] == "Evaluation" for curve in panel["curves"]]
+    assert (curve["low"], curve["y"], curve["high"]) == ([0.1, 0.6], [0.2, 0.7], [0.3, 0.8])
+    assert page.complaints() == []
+
+
+def test_what_it_ran_on_is_under_settings(driver, tmp_path):
+    page = Page(driver, write(build.cut(tmp_path)), tab="settings")
+    shown = page.text("#settings")
+    for name in ("command", "processor", "python", "versions.numpy", "starts"):
+        assert name in shown
+
+
 def test_a_trajectory_shows_what_was_said_and_its_numbers(driver, path):
     page = Page(driver, path, tab="trajectories/1")
     page.until(lambda: page.count(".turn.policy .t") > 20)
@@ -148,12 +197,14 @@ def test_only_rows_in_view_exist(driver, large):
     assert page.text(".under .count") == "800 trajectories"
     assert 5 < page.count(".row") < 40
     page.js("const l = document.querySelector('.list'); l.scrollTop = l.scrollHeight")
-    page.until(lambda: "step 1" in page.text(".row:last-child"))
+    page.until(lambda: "step 0" in page.text(".row:last-child"))
     assert page.count(".row") < 40
+    steps = page.js("return unpack('about').then((about) => about.index.step)")
+    order = sorted(range(800), key=lambda i: (-steps[i], i))  # the last step first
     page.click(".row:last-child")
-    page.until(lambda: page.js("return location.hash") == "#trajectories/799")
+    page.until(lambda: page.js("return location.hash") == f"#trajectories/{order[-1]}")
     page.js("document.querySelector('.list').dispatchEvent(new KeyboardEvent('keydown', {key: 'k'}))")
-    page.until(lambda: page.js("return location.hash") == "#trajectories/798")
+    page.until(lambda: page.js("return location.hash") == f"#trajectories/{order[-2]}")
 
 
 def test_on_a_phone_the_list_and_the_trajectory_take_turns(driver, path):

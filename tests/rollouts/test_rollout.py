@@ -657,3 +657,25 @@ def test_progress_is_shown_when_asked_for(capsys):
     run(Counted, progress=True)
     run(Counted)
     assert capsys.readouterr().out == ""
+
+
+class Asks(Counted):
+    """Says in ``info`` what would have been right."""
+
+    turns = 2
+    told = "7"
+
+    def step(self, action):
+        result = super().step(action)
+        return StepResult(result.observation, 1.0, result.terminated, info={"answer": self.told, "score": 1.0})
+
+
+@pytest.mark.parametrize(("told", "kept"), [("7", "7"), (7, 7), (7.5, 7.5), ("7" * 9999, "7" * 500), ([7], None)])
+def test_the_right_answer_is_a_tag(told, kept):
+    """What an environment gives as info["answer"], if text or a number, shortened; a tag of the plan's own stays."""
+    kind = type("Asks", (Asks,), {"told": told})
+    (group,) = run(kind, n=2, tags={"kind": "x"})
+    tags = {"kind": "x"} if kept is None else {"kind": "x", "answer": kept}
+    assert [dict(trajectory.tags) for trajectory in group.trajectories] == [tags, tags]
+    (group,) = run(kind, n=2, tags={"answer": "own"})
+    assert group.trajectories[0].tags["answer"] == "own"

@@ -1,5 +1,8 @@
 // The list of trajectories: only the rows in view exist.
-const ROW = 62;
+const ROW = 82;
+
+// How it ended; "cut" where something that the policy said stopped at max_tokens.
+const ending = (about, i) => `${about.endings[about.index.ended[i]] || "ended"}${about.index.cut[i] ? ", cut" : ""}`;
 
 class Browser {
   constructor(about, host) {
@@ -86,11 +89,12 @@ class Browser {
     const x = this.index;
     const i = this.rows[at];
     const item = x.item[i] < 0 ? "" : ` · item ${x.item[i]}`;
-    const facts = `${plural(x.turns[i], "turn")} · ${plural(x.tokens[i], "token")} · ${this.about.endings[x.ended[i]] || "ended"}`;
+    const facts = `${plural(x.turns[i], "turn")} · ${plural(x.tokens[i], "token")} · ${ending(this.about, i)}`;
     const node = h(
       "div",
       { class: `row${i === this.current ? " current" : ""}`, role: "option", "aria-selected": String(i === this.current), onclick: () => this.open(i) },
       h("div", { class: "one" }, h("b", {}, `step ${x.step[i]}`), h("span", { class: "name" }, `${this.about.environments[x.env[i]]}${item}`), h("span", { class: `reward ${this.tone(x.reward[i])}` }, number(x.reward[i]))),
+      h("div", { class: "asked" }, x.question[i] || "—"),
       h("div", { class: "two" }, x.snippet[i] || "—"),
       h("div", { class: "three" }, facts),
     );

@@ -99,7 +99,8 @@ class Chart {
         padding: [10, 8, 0, 0],
         cursor: { sync: { key: "steps" }, points: { size: 7 }, drag: { x: true, y: false } },
         legend: { live: true, markers: { width: 0, fill: (_, i) => series[i].colour || "transparent" } },
-        scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, floor) } },
+        scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : low === null ? [0, 1] : margins(low, high, panel.curves)) }, y: { range: (_, low, high) => span(...wider(low, high, panel.curves), floor) } },
+        hooks: { draw: [(plot) => intervals(plot, panel.curves)] },
         axes: [
           { ...axis, size: 26, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick) : "")) },
           { ...axis, size: room, values: (_, ticks) => ticks.map((tick) => format(tick)) },
@@ -112,6 +113,11 @@ class Chart {
     this.host.querySelectorAll(".u-legend .raw").forEach((row) => row.remove());
   }
 }
+
+const whole = (curves) => curves.filter((curve) => curve.low && curve.high);
+// Room for intervals: above and below, and beside the first and the last.
+const wider = (low, high, curves) => low === null || high === null || low === undefined ? [low, high] : [Math.min(low, ...whole(curves).flatMap((curve) => curve.low)), Math.max(high, ...whole(curves).flatMap((curve) => curve.high))];
+const margins = (low, high, curves) => (whole(curves).length ? [low - 0.03 * (high - low), high + 0.03 * (high - low)] : [low, high]);
 
 const lastOf = (values) => {
   for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i];
@@ -128,6 +134,27 @@ const span = (low, high, floor) => {
   }
   const room = (high - low) * 0.06;
   return [floor && low === 0 ? 0 : low - room, high + room];
+};
+
+// Vertical lines from low to high, where a curve has them.
+const intervals = (plot, curves) => {
+  const { ctx } = plot;
+  ctx.save();
+  curves.forEach((curve, i) => {
+    if (!curve.low || !curve.high) return;
+    ctx.strokeStyle = css(`--series-${i % SERIES}`);
+    ctx.lineWidth = devicePixelRatio;
+    ctx.beginPath();
+    curve.x.forEach((step, at) => {
+      const x = plot.valToPos(step, "x", true);
+      const ends = [curve.low[at], curve.high[at]].map((value) => plot.valToPos(value, "y", true));
+      ctx.moveTo(x, ends[0]);
+      ctx.lineTo(x, ends[1]);
+      for (const y of ends) ctx.rect(x - 4 * devicePixelRatio, y, 8 * devicePixelRatio, 0);
+    });
+    ctx.stroke();
+  });
+  ctx.restore();
 };
 
 // Draws charts when they come into view, again when the width, the smoothing or the theme changes.

@@ -92,18 +92,19 @@ class Detail {
   }
 
   facts() {
-    const { index, environments, endings } = this.about;
+    const { index, environments } = this.about;
     const { i, record } = this;
     const pairs = [
       ["reward", number(index.reward[i], 4)],
       ["advantage", index.advantage[i] === null ? null : number(index.advantage[i], 3)],
-      ["ended", endings[index.ended[i]] || null],
+      ["right answer", record.tags.answer === undefined ? null : String(record.tags.answer)],
+      ["ended", ending(this.about, i)],
       ["turns", number(index.turns[i])],
       ["tokens", number(index.tokens[i])],
       ["largest difference", index.gap[i] === null ? null : number(index.gap[i], 2)],
       ["policy version", number(record.version)],
       ["seed", record.seed === null ? null : String(record.seed)],
-      ...Object.entries(record.tags).map(([name, value]) => [name, String(value)]),
+      ...Object.entries(record.tags).filter(([name]) => name !== "answer").map(([name, value]) => [name, String(value)]),
       ...Object.entries(record.metrics).map(([name, value]) => [name, number(value)]),
     ].filter(([, value]) => value !== null);
     const members = this.browser.members(i);
@@ -149,7 +150,7 @@ class Detail {
   }
 
   action(turn, k, message) {
-    const facts = [plural(turn.t.length, "token"), turn.stop === "length" ? "cut at the limit" : null, turn.r === null ? "unscored" : `reward ${number(turn.r, 4)}`, turn.temperature === 1 ? null : `temperature ${number(turn.temperature)}`, ...Object.entries(turn.m).map(([name, value]) => `${name} ${number(value)}`)];
+    const facts = [plural(turn.t.length, "token"), turn.stop === "length" ? "cut at max_tokens" : null, turn.r === null ? "unscored" : `reward ${number(turn.r, 4)}`, turn.temperature === 1 ? null : `temperature ${number(turn.temperature)}`, ...Object.entries(turn.m).map(([name, value]) => `${name} ${number(value)}`)];
     return this.card(`policy${turn.stop === "length" ? " cut" : ""}`, `turn ${k + 1}`, facts.filter((fact) => fact).join(" · "), this.coloured(turn, k), message && this.calls(message));
   }
 

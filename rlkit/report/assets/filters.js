@@ -1,5 +1,6 @@
 // Which trajectories are listed, and in what order.
 const ORDERS = {
+  last: ["last step first", (x, i) => -x.step[i]],
   run: ["as in the run", (x, i) => i],
   best: ["highest reward", (x, i) => -(x.reward[i] ?? -Infinity)],
   worst: ["lowest reward", (x, i) => x.reward[i] ?? Infinity],
@@ -40,7 +41,7 @@ class Filters {
   reset() {
     for (const field of [this.text, ...this.steps, ...this.rewards]) field.value = "";
     this.env.value = this.ended.value = "";
-    this.order.value = "run";
+    this.order.value = "last";
     this.changed();
   }
 
@@ -65,7 +66,7 @@ class Filters {
       if (most !== null && !(x.reward[i] !== null && x.reward[i] <= most)) continue;
       found.push(i);
     }
-    const [, key] = ORDERS[this.order.value] || ORDERS.run;
+    const [, key] = ORDERS[this.order.value] || ORDERS.last;
     if (this.order.value !== "run") found.sort((a, b) => key(x, a) - key(x, b) || a - b);
     return found;
   }

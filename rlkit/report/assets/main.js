@@ -5,14 +5,15 @@ const TABS = ["curves", "trajectories", "counters", "settings"];
 const tiles = (about) => {
   const find = (title) => about.panels.find((panel) => panel.title === title);
   const found = [["steps", number(about.steps)], ["time", duration(about.seconds)]];
-  for (const [title, format] of [["Reward", number], ["Evaluation", number], ["KL, sampler to trainer", number], ["Truncated", percent]]) {
+  for (const [title, format] of [["Reward", number], ["Evaluation", number], ["KL, sampler to trainer", number], ["Cut at max_tokens", percent], ["Truncated", percent]]) {
     const panel = find(title);
     const curve = panel && (panel.curves.find((each) => each.name.includes("kl_k3") || each.name === "eval/mean") || panel.curves[0]);
     if (!curve || !curve.y.length) continue;
     const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
     const size = Math.max(1, Math.floor(curve.y.length / 10)); // the first and the last tenth of the run
-    const over = ["Reward", "Truncated"].includes(title) ? panel.curves.filter((each) => each.y.length) : [curve]; // environments
+    const over = ["Reward", "Cut at max_tokens", "Truncated"].includes(title) ? panel.curves.filter((each) => each.y.length) : [curve]; // environments
     const [then, now] = [mean(over.map((each) => mean(each.y.slice(0, size)))), mean(over.map((each) => mean(each.y.slice(-size))))];
+    if ({ "KL, sampler to trainer": 1e-4, Truncated: 1e-9 }[title] > Math.max(Math.abs(then), Math.abs(now))) continue; // says nothing
     found.push([title === "KL, sampler to trainer" ? "KL to the trainer" : title.toLowerCase(), format(now), curve.y.length > 1 ? `from ${format(then)}` : ""]);
   }
   const sum = (counter) => Object.entries(about.counters).filter(([env]) => env.startsWith("env/")).reduce((total, [, counts]) => total + (counts[counter] || 0), 0);
@@ -35,11 +36,12 @@ const flat = (value, path = []) => {
 };
 
 const settingsTable = (about) => {
-  const rows = flat(about.config).filter(([path]) => path);
-  const table = rows.length
-    ? h("table", { class: "settings" }, h("tbody", {}, rows.map(([path, value]) => h("tr", {}, h("th", { scope: "row" }, path), h("td", {}, typeof value === "string" ? value : JSON.stringify(value))))))
-    : h("p", { class: "hint" }, "This run kept no settings (config.json).");
-  return [table, h("p", { class: "hint" }, `Written by rlkit ${about.rlkit}. Keys and passwords are left out.`)];
+  const listed = (given) => {
+    const rows = flat(given).filter(([path]) => path);
+    return rows.length && h("table", { class: "settings" }, h("tbody", {}, rows.map(([path, value]) => h("tr", {}, h("th", { scope: "row" }, path), h("td", {}, typeof value === "string" ? value : JSON.stringify(value))))));
+  };
+  return [listed(about.config) || h("p", { class: "hint" }, "This run kept no settings (config.json)."),
+    Object.keys(about.surroundings).length > 0 && h("h2", { class: "part" }, "What it ran on"), listed(about.surroundings), h("p", { class: "hint" }, `Written by rlkit ${about.rlkit}. Keys and passwords are left out.`)];
 };
 
 const themed = (gallery) => {
@@ -61,14 +63,21 @@ const themed = (gallery) => {
   apply();
 };
 
+// Of several steps and the same number at each.
+const flatPanel = (panel) => panel.unit !== "stack" && panel.title !== "Reward" && panel.curves.every((curve) => !curve.low && !curve.bad && curve.y.length > 2 && curve.y.every((y) => y === curve.y[0]));
+
 const curvesPart = (about, gallery) => {
   fill(byId("tiles"), tiles(about));
-  const standard = about.panels.filter((panel) => panel.standard);
+  const known = about.panels.filter((panel) => panel.standard);
+  const [standard, level] = [known.filter((panel) => !flatPanel(panel)), known.filter(flatPanel)];
   const others = about.panels.filter((panel) => !panel.standard);
   for (const panel of standard) gallery.add(panel, byId("standard"));
-  if (!standard.length && !others.length) fill(byId("standard"), h("p", { class: "hint" }, "This run has no metrics."));
+  for (const panel of level) gallery.add(panel, byId("level-grid"));
+  byId("level").hidden = !level.length;
+  byId("level-names").textContent = level.map((panel) => `${panel.title.toLowerCase()} ${(unitOf[panel.unit] || number)(panel.curves[0].y[0])}`).join(" · ");
+  if (!known.length && !others.length) fill(byId("standard"), h("p", { class: "hint" }, "This run has no metrics."));
   byId("others").hidden = !others.length;
-  byId("others").open = !standard.length;
+  byId("others").open = !known.length;
   byId("others-count").textContent = String(others.length);
   const cards = others.map((panel) => gallery.add(panel, byId("others-grid")).node);
   byId("others-search").addEventListener("input", (event) => {
@@ -107,7 +116,7 @@ const start = async () => {
     browser = browser || new Browser(about, byId("trajectories"));
     const wide = matchMedia("(min-width: 900px)").matches;
     if (item !== undefined && item < episodes) browser.open(item);
-    else if (wide && browser.current < 0 && episodes) browser.open(0, { quiet: true });
+    else if (wide && browser.current < 0 && episodes) browser.open(browser.rows[0] ?? 0, { quiet: true });
     else browser.paint();
   };
   const route = () => {
