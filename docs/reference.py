@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ from rlkit.losses.base import marks
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# Reference
 
-Written by `docs/reference.py` from the docstrings; a test holds it to them. Every function's own docstring says more:
-its arguments, what it raises, and an example (`help(rlkit.advantages.grpo)`).
+Written by `docs/reference.py` from the docstrings; a test holds it to them. Core, rollouts and runs are told in full.
+Of the many estimators, losses, corrections and metrics there is what they are and take; the docstring of each has its
+arguments, what it raises, and an example too (`help(rlkit.advantages.grpo)`).
 """
 
 
@@ -63,10 +67,121 @@ def module(of: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(of, name)) for name in of.__all__ if inspect.isfunction(getattr(of, name))]
 
 
+# Sections of objects, told in full: the module that a user imports from, and the names.
+OBJECTS = {
+    "Core": {
+        "rlkit": "connect sampler Datum Sample SamplingParams Adam Lora Future ForwardBackwardOutput",
+        "rlkit.backends": "TrainerBackend Sampler Tokenizer",
+    },
+    "Rollouts": {
+        "rlkit.rollouts": "rollout rollout_sync stream async_rollouts Plan Rollouts Replay",
+        "rlkit.envs": "Env StepResult Action Task Tasks Settings "
+        "function reasoning_gym gem openreward gymnasium mixture",
+        "rlkit.trajectory": "Turn Trajectory Group Failure datums",
+    },
+    "Runs": {
+        "rlkit": "Run",
+        "rlkit.runs": "Record Retention records",
+        "rlkit.evaluation": "evaluate evaluate_sync Evaluation Score interval",
+        "rlkit.report": "write Display live",
+    },
+}
+HEADINGS = ("Args", "Attributes", "Returns", "Raises", "Yields")
+
+
+def told(docstring: str) -> str:
+    """The docstring as Markdown: sections as lists, examples as code."""
+    found, before = [], ""
+    for part in docstring.split("\n\n"):
+        heading, _, rest = part.partition("\n")
+        dedented = textwrap.dedent(part)
+        if heading.rstrip(":") in HEADINGS and heading.endswith(":"):
+            found.append(f"**{heading}**\n\n{listed(textwrap.dedent(rest), named=True)}")
+        elif dedented.startswith(">>>"):
+            found.append(f"```pycon\n{dedented}\n```")
+        elif part.startswith("    ") and before.endswith("::"):
+            found.append(f"```text\n{dedented}\n```")
+        elif part.strip() != "::":
+            found.append(listed(dedented.removesuffix("::")))
+        before = part.rstrip()
+    return "\n\n".join(found)
+
+
+def listed(text: str, *, named: bool = False) -> str:
+    """Lines as Markdown: "- what", and in a section "name: what", are entries of a list, the rest is text."""
+    entries: list[str] = []
+    for line in text.splitlines():
+        name, colon, rest = line.partition(":")
+        if line.startswith("- "):
+            entries.append(line)
+        elif named and colon and re.fullmatch(r"[\w.*]+(, [\w.*]+)*", name):
+            entries.append(f"- `{name}`:{rest}")
+        elif entries:
+            entries[-1] += f" {line.strip()}"
+        else:
+            entries.append(line)
+    return "\n".join(entries).replace("``", "`")
+
+
+def called(name: str, thing: Any) -> str:
+    """How it is called, a parameter to a line where one line would be long."""
+    signature = inspect.signature(thing)
+    found, before = [], None
+    for p in signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and before not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL):
+            found.append("*")
+        mark = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        kind = "" if p.annotation is p.empty else f": {annotated(p.annotation)}"
+        plain = p.default is None or isinstance(p.default, (str, int, float, tuple))
+        value = "" if p.default is p.empty else f" = {p.default!r}" if plain else " = ..."
+        found.append(f"{mark}{p.name}{kind}{value}")
+        before = p.kind
+    none = inspect.isclass(thing) or signature.return_annotation is signature.empty
+    back = "" if none else f" -> {annotated(signature.return_annotation)}"
+    shown = f"{name}({', '.join(found)}){back}"
+    if len(shown) > 100:
+        shown = f"{name}(\n    " + ",\n    ".join(found) + f",\n){back}"
+    return f"```text\n{shown}\n```"
+
+
+def annotated(kind: Any) -> str:
+    """An annotation as it is written."""
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+
+
+def methods(name: str, thing: type) -> list[str]:
+    """Its public methods and properties that say what they do."""
+    found = []
+    for key, value in vars(thing).items():
+        inner = (
+            value.fget if isinstance(value, property) else value.__func__ if isinstance(value, classmethod) else value
+        )
+        if key.startswith("_") or not inspect.isfunction(inner) or not inspect.getdoc(inner):
+            continue
+        head = f"`{name}.{key}`" if isinstance(value, property) else called(f"{name}.{key}", inner)
+        found.append(f"{head}\n\n{told(inspect.getdoc(inner) or '')}")
+    return found
+
+
+def objects(title: str, of: dict[str, str]) -> str:
+    """A section of classes and functions, told in full."""
+    found = [f"## {title}"]
+    for where, names in of.items():
+        for name in names.split():
+            thing = getattr(importlib.import_module(where), name)
+            found += [f"### {where}.{name}"]
+            if callable(thing) and not getattr(thing, "_is_protocol", False):
+                found.append(called(name, thing))
+            found.append(told(inspect.getdoc(thing) or ""))
+            found += methods(name, thing) if inspect.isclass(thing) else []
+    return "\n\n".join(part for part in found if part)
+
+
 def page() -> str:
     """The whole page."""
     losses = [(name, getattr(rlkit.losses, name)) for name in ("with_kl", "with_entropy", "prepare", "traceable")]
     sections = [
+        *(objects(title, of) for title, of in OBJECTS.items()),
         family("Advantages: rlkit.advantages", rlkit.advantages.registry.items()),
         family("Losses: rlkit.losses", rlkit.losses.registry.items(), loss=True),
         family("Around losses", losses),
