@@ -11,7 +11,7 @@ SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-chec
 PROCESSOR_TESTS := tests/test_critic.py tests/backends/test_local.py tests/backends/test_packing.py \
 $(patsubst %,tests/backends/test_local_%.py,engine packed prefixes tiles)
 
-.PHONY: help demo test test-server test-processors processor-own processor-avx2 processor-oldest lint types clean
+.PHONY: help demo test test-server test-processors test-install processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -35,6 +35,9 @@ processor-oldest: SET := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_
 processor-own processor-avx2 processor-oldest: $(READY)
 	env $(SET) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE MPLBACKEND=Agg \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(PROCESSOR_TESTS) $(ARGS)
+
+test-install: $(READY) ## README's lines, examples, notebooks and the wheel with each extra, in empty environments
+	$(BIN)/python tests/install/check.py $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check
@@ -64,7 +67,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV), once; this takes a few minutes"
 	$(call environment,$(VENV))
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[local,gguf,chat,rollouts,config,examples,tinker,test]'
+	$(PIP) -e '.[local,gguf,chat,rollouts,config,report,tinker,test]'
 	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
 	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
 	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \

@@ -1,0 +1,310 @@
+"""What each extra promises, used: ``python -P programs.py NAME`` in an environment with that extra alone.
+
+A function is named after its extra and imports what it needs; any exception is a promise that was not kept.
+``core`` is the wheel without an extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def core():
+    """The toy samples, episodes are played, a run is written, gone on with and shown; what is missing is named."""
+    assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"
+    import numpy as np
+
+    import rlkit
+    from rlkit.advantages import grpo
+
+    assert np.allclose(grpo([1.0, 0.0], scale="none"), [0.5, -0.5])
+    played()
+    for attempt in (lambda: rlkit.connect("local", model="x"), lambda: rlkit.losses.ppo, trained):
+        message = refused(attempt)
+        assert "torch" in message, message
+        assert "pip install" in message, message
+    done = subprocess.run(["rlkit", "doctor", "--offline"], capture_output=True, text=True, check=True)
+    assert "torch" in done.stdout
+    with rlkit.Run("run", seed=0) as run:
+        run.log({"train/loss": 0.5})
+        page = run.report()
+    assert page.stat().st_size > 10_000
+
+
+def torch():
+    """The toy learns."""
+    trained()
+
+
+def local():
+    """A small random model samples, learns, is saved, and is read again; its chat template renders."""
+    import rlkit
+
+    policy = rlkit.connect("local", model=str(model()), lora=rlkit.Lora(rank=4), seed=0)
+    prompt = policy.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    step(policy, prompt)
+    path = policy.save("state").result()
+    policy.close()
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model()), path)
+
+
+def gguf():
+    """The package that reads the model file; converting one needs ``local`` too, and says so."""
+    import gguf as package
+
+    assert package.GGUFReader
+    import rlkit
+
+    message = refused(lambda: rlkit.connect("local", model="smollm2-135m-instruct"))
+    assert "pip install" in message, message
+
+
+def chat():
+    """A conversation by a template."""
+    from rlkit.backends.toy.tokenizer import ByteTokenizer
+    from rlkit.chat import Chat
+
+    chat = Chat(ByteTokenizer())
+    assert chat.start([{"role": "user", "content": "Hi"}])
+
+
+def math():
+    """Two writings of one number."""
+    from rlkit.answers import math_equal
+
+    assert math_equal("0.5", r"\frac{1}{2}")
+    assert not math_equal("0.5", r"\frac{1}{3}")
+
+
+def rollouts():
+    """Episodes with a progress bar."""
+    played(progress=True)
+
+
+def tinker():
+    """Samples, learns by a hosted loss and saves on a server of the API, without torch."""
+    assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"
+    import rlkit
+
+    policy = rlkit.connect("tinker", model="toy", seed=0, tokenizer=os.environ.get("RLKIT_TOKENIZER"))
+    prompt = policy.tokenizer.encode("Call ")
+    step(policy, prompt)
+    assert policy.save("state").result().startswith("tinker://")
+    policy.close()
+
+
+def reasoning_gym():
+    """A problem, and its score."""
+    from rlkit.envs import Action
+    from rlkit.envs import reasoning_gym as tasks
+
+    env = tasks("chain_sum", size=3, min_terms=2, max_terms=2, min_digits=1, max_digits=1)[0].make()
+    assert env.reset(0).endswith("=")
+    assert 0.0 <= env.step(Action("7")).reward <= 1.0
+
+
+def gem():
+    """A game of one turn."""
+    from rlkit.envs import Action
+    from rlkit.envs import gem as games
+
+    env = games("game:GuessTheNumber-v0-easy")[0].make()
+    assert env.reset(0)
+    env.step(Action(r"\boxed{3}"))
+    env.close()
+
+
+def openreward():
+    """A session of a server that runs here."""
+    import asyncio
+
+    from rlkit.envs import openreward as tasks
+
+    server = Path(os.environ["RLKIT_OPENREWARD_SERVER"])
+    environment = os.environ | {"OPENREWARD_DISABLE_UPDATE_CHECK": "1"}
+    with subprocess.Popen([sys.executable, server], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            port = process.stdout.readline().strip()
+            found = tasks("sums", base_url=f"http://127.0.0.1:{port}")
+
+            async def first():
+                env = found[0].make()
+                try:
+                    return await env.reset(0)
+                finally:
+                    await env.close()
+
+            assert "Add these" in str(asyncio.run(first()))
+        finally:
+            process.terminate()
+            process.stdout.read()
+
+
+def gymnasium():
+    """An environment of the package's own, and what it is told."""
+    import gymnasium as package
+
+    from rlkit.envs import Action
+    from rlkit.envs import gymnasium as tasks
+
+    found = tasks(lambda: package.make("FrozenLake-v1"), action=int, text=str)
+    env = found[0].make()
+    env.reset(0)
+    env.step(Action("1"))
+    env.close()
+
+
+def config():
+    """Settings from YAML and the command line."""
+    import attrs
+
+    import rlkit.config
+
+    @attrs.frozen
+    class Settings:
+        steps: int = 3
+        name: str = "a"
+
+    Path("settings.yaml").write_text("name: b\n")
+    assert rlkit.config.load(Settings, "settings.yaml", overrides=["steps=5"]) == Settings(5, "b")
+
+
+def report():
+    """A run in a notebook's cell: its curves as a picture."""
+    import rlkit
+    from rlkit.report import Display
+
+    with rlkit.Run("run", seed=0) as run:
+        for loss in (0.5, 0.4):
+            run.log({"train/loss": loss}, step=int(10 * (0.5 - loss)))
+    assert "<img" in Display("run")._repr_html_()
+
+
+def wandb():
+    """A tracker opens, is told a number, and closes."""
+    tracked("wandb", "rlkit-tests", folder=".", mode="offline")
+
+
+def tensorboard():
+    """A tracker opens, is told a number, and closes."""
+    tracked("tensorboard", "events")
+
+
+def trackio():
+    """A tracker opens, is told a number, and closes."""
+    tracked("trackio", "rlkit-tests")
+
+
+def mlflow():
+    """A tracker opens, is told a number, and closes."""
+    tracked("mlflow", "rlkit-tests", uri=f"sqlite:///{Path('store.db').resolve()}")
+
+
+def examples():
+    """The quickstart on the toy."""
+    script = os.environ["RLKIT_QUICKSTART"]
+    small = ["--backend", "toy", "--steps", "2", "--prompts", "2", "--samples", "2", "--eval-size", "4"]
+    subprocess.run([sys.executable, "-P", script, *small], check=True, stdout=subprocess.DEVNULL)
+    assert Path("runs/quickstart/reward.png").exists()
+
+
+# What several of them do
+
+
+def played(**options):
+    """Episodes on the toy, by its sampler alone; text needs a chat template, and so jinja2, which tokens do not."""
+    import rlkit
+    from rlkit.envs import StepResult
+    from rlkit.rollouts import rollout_sync
+
+    class Digits:
+        def reset(self, seed):
+            return "Call " if importlib.util.find_spec("jinja2") else list(b"Call ")
+
+        def step(self, action):
+            return StepResult(reward=float("7" in action), terminated=True)
+
+        def close(self): ...
+
+    with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
+        (group,) = rollout_sync(sampler, Digits, n=4, params=rlkit.SamplingParams(max_tokens=4), **options)
+    assert len(group.trajectories) == 4
+
+
+def trained():
+    """A step on the toy."""
+    import rlkit
+
+    with rlkit.connect("toy", seed=0) as policy:
+        step(policy, policy.tokenizer.encode("Call "))
+
+
+def step(policy, prompt):
+    """Samples, one step of GRPO, and a sample of the policy after it."""
+    import rlkit
+    from rlkit.advantages import grpo
+
+    params = rlkit.SamplingParams(max_tokens=4)
+    with policy.sampler().result() as sampler:
+        samples = sampler.sample(prompt, params, n=4).result()
+    data = [sample.datum(a) for sample, a in zip(samples, grpo([1.0, 0.0, 0.0, 1.0]), strict=True)]
+    loss = policy.forward_backward(data, "ppo")
+    policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+    assert "loss:sum" in loss.result().metrics
+    with policy.sampler().result() as sampler:
+        assert sampler.sample(prompt, params, n=1).result()[0].version == 1
+
+
+def refused(attempt):
+    """The message of the error of rlkit that ``attempt`` raises."""
+    import rlkit
+
+    try:
+        attempt()
+    except rlkit.RlkitError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def tracked(name, *args, **options):
+    """Opens, logs, closes."""
+    from rlkit.tracking import Several, registry
+
+    with Several([registry[name](*args, config={"lr": 1e-4}, **options)], timeout=120.0) as several:
+        several.log({"train/loss": 0.5}, 0)
+    assert several.metrics == {}, several.metrics
+
+
+def model():
+    """The folder of a random model of two layers, and a tokenizer of bytes."""
+    folder = Path(tempfile.gettempdir()) / f"rlkit-model-{os.getpid()}"
+    if folder.exists():
+        return folder
+    import tokenizers
+    import transformers as tf
+
+    vocabulary = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<end>", pad_token="<end>")  # noqa: S106
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **ids, max_position_embeddings=64)).save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    with contextlib.chdir(tempfile.mkdtemp(dir=Path.cwd())):
+        globals()[sys.argv[1].replace("-", "_")]()
