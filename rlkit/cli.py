@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line that can not be read.
     """
     parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"{options.command}: unrecognized arguments: {' '.join(rest)}")

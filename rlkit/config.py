@@ -333,6 +333,8 @@ def _rows(kind: type[Any], where: str) -> Any:
         default = field.default
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             default = default.factory() if not default.takes_self else "..."
+        if isinstance(default, str) and not default.isprintable():
+            default = repr(default)  # so that it stays in its line
         shown = _name(hint) if default is attrs.NOTHING else f"{_name(hint)} = {default}"
         yield key, f"from ${variable}" if variable else shown, texts.get(field.name, "")
 

@@ -12,6 +12,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit._forms import ArrayLike, Number
+from rlkit._ratios import HIGHEST
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["Adam", "Datum", "ForwardBackwardOutput", "Lora", "Sample", "SamplingParams"]
@@ -172,6 +173,7 @@ class Sample:
             raise DataError(_check.problem(f"Sample.logprobs[{bad[0]}]", f"is {logprobs[bad[0]]}", "a finite number"))
         object.__setattr__(self, "prompt", prompt)
         object.__setattr__(self, "tokens", tokens)
+        _check_logprobs("Sample.logprobs", logprobs)
         object.__setattr__(self, "logprobs", _check.frozen(logprobs))
         _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
         _check.temperature("Sample.temperature", self.temperature, zero=True, error=DataError)
@@ -215,7 +217,7 @@ class SamplingParams:
     r"""How to sample.
 
     Args:
-        max_tokens: >= 1; the completion also ends where the model's context does.
+        max_tokens: in [1, 2^31); the completion also ends where the model's context does.
         temperature: in [0.001, 1000]; 0 is greedy, its logprobs untempered.
         top_p: in (0, 1]; 1 is off.
         top_k: >= 1, or -1 for off.
@@ -237,7 +239,7 @@ class SamplingParams:
 
     def __attrs_post_init__(self) -> None:
         where = "SamplingParams."
-        _check.integer(where + "max_tokens", self.max_tokens, low=1)
+        _check.integer(where + "max_tokens", self.max_tokens, low=1, high=2**31 - 1)
         _check.temperature(where + "temperature", self.temperature, zero=True)
         _check.real(where + "top_p", self.top_p, above=0.0, high=1.0)
         if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
@@ -353,6 +355,16 @@ def _mask(where: str, value: Any, length: int) -> np.ndarray:
     return _check.frozen(array.astype(bool))
 
 
+def _check_logprobs(where: str, array: np.ndarray) -> None:
+    """Raises DataError where an entry can be no logprob of a sampled token."""
+    high = np.argwhere(array > HIGHEST)
+    if high.size or (array.ndim == 0 and array > HIGHEST):
+        index = "".join(f"[{i}]" for i in high[0]) if high.size else ""
+        what = f"is {array[tuple(high[0])] if high.size else array}"
+        why = f"a logprob is at most 0, but for rounding up to {HIGHEST}; is it a probability, or its sign reversed?"
+        raise DataError(_check.problem(where + index, what, "a logprob", why))
+
+
 def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
     """``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
     where = f"Datum.inputs[{name!r}]"
@@ -384,6 +396,8 @@ def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
     if bad.size or (array.ndim == 0 and not np.isfinite(array)):
         index = "".join(f"[{i}]" for i in bad[0])
         raise DataError(_check.problem(where + index, f"is {array[tuple(bad[0])]}", "a finite float32"))
+    if name == "sampling_logprobs":
+        _check_logprobs(where, array)
     return _check.frozen(array)
 
 

@@ -47,7 +47,7 @@ def test_wrong_command_lines(arguments, capsys):
     ("arguments", "message"),
     [
         (["--backend", "nothing"], "nothing"),
-        (["--backend", "toy", "--host", "0.0.0.0"], "wants a key"),  # noqa: S104  # it is refused
+        (["--backend", "toy", "--host", "0.0.0.0"], "RLKIT_SERVER_KEY"),  # noqa: S104  # it is refused
         (["--backend", "toy", "--port", "70000"], "serve(port)"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
     ],
@@ -117,3 +117,52 @@ def test_words_that_no_command_knows(capsys):
         cli.main(["doctor", "--nothing"])
     assert caught.value.code == 2
     assert "doctor: unrecognized arguments: --nothing" in capsys.readouterr().err
+
+
+def test_without_a_command(capsys):
+    """The whole help, with every command, and status 2."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert all(f"    {name}" in told for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "missing.yaml"], "missing.yaml: there is no such file"),
+        (["train", "a.b=1"], "a.b=1: there is no such file; the overrides come after the file"),
+        (["eval", "nothing", "chain_sum"], "POLICY: nothing: there is no such folder"),
+        (["eval", "./runs/first", "chain_sum"], "POLICY: ./runs/first: there is no such folder"),
+        (
+            ["eval", "smollm2-135m-instruct", "questions.jsonl"],
+            "TASKS: is 'questions.jsonl'; expected a file that exists",
+        ),
+        (["checkpoints", "nothing"], "nothing is no run"),
+        (["report", "nothing"], "nothing"),
+    ],
+)
+def test_paths_are_looked_at_before_anything_heavy_is_imported(arguments, words, tmp_path):
+    """A path that is missing is answered without torch, transformers or omegaconf having been imported."""
+    program = f"""
+import sys
+from rlkit import cli
+status = cli.main({arguments!r})
+assert not {{"torch", "transformers", "omegaconf"}} & sys.modules.keys()
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_of_a_folder_above_runs(tmp_path, monkeypatch, capsys):
+    """A folder that has a folder named checkpoints is no run for that: nothing is written or removed there."""
+    (tmp_path / "checkpoints" / "rlkit").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["checkpoints", ".", "--keep", "1"]) == 2
+    assert "is no run: it has no run.json" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

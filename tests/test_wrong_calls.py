@@ -215,3 +215,98 @@ class TestRegistering:
 
     def test_without_a_name(self):
         assert '@register("name")' in answer(losses.register, len)
+
+
+NUMBERS = [
+    (lambda: rlkit.SamplingParams(max_tokens=10**12), "SamplingParams.max_tokens"),
+    (lambda: rlkit.Sample([1], [2], [0.5]), "Sample.logprobs[0]: is 0.5; expected a logprob"),
+    (
+        lambda: rlkit.Datum([1, 2], [0, 1], {"sampling_logprobs": [0.5]}),
+        "Datum.inputs['sampling_logprobs'][1]: is 0.5; expected a logprob",
+    ),
+    (lambda: SAMPLE.datum(1.0, sampling_logprobs=[0.2, -1.0]), "is it a probability, or its sign reversed?"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), NUMBERS)
+def test_numbers_that_cannot_be_meant(call, words):
+    """Numbers far out of any use, and probabilities where logprobs belong, are refused."""
+    assert words in answer(call)
+
+
+class Words:
+    def reset(self, seed):
+        return self.first
+
+    def step(self, action):
+        return envs.StepResult(reward=1.0, terminated=True)
+
+    def close(self):
+        pass
+
+
+class TestEnvironments:
+    @pytest.mark.parametrize("first", ["", [], (), np.array([], np.int64)])
+    def test_an_empty_first_observation(self, sampler, first):
+        """There has to be something to answer."""
+        env = type("Empty", (Words,), {"first": first})
+        tasks = envs.Tasks(lambda _: env(), 1, name="empty")
+        text = answer(lambda: rlkit.rollouts.rollout_sync(sampler, tasks, n=2, params=PARAMS, attempts=1))
+        assert "observation: is empty; expected what the policy is to answer" in text
+
+    def test_a_task_beyond_the_last(self):
+        """It stays an IndexError, which ends a for loop, and says how many there are."""
+        tasks = envs.function(["a", "b"], lambda text: 1.0)
+        with pytest.raises(IndexError, match=r"tasks\[7\]: Tasks\('function'.* has 2 tasks"):
+            tasks[7]
+        assert len(list(tasks)) == 2
+
+    def test_a_reward_of_another_library(self):
+        def accuracy(completions, **kwargs):
+            return [1.0 for _ in completions]
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return 1.0
+
+        for reward in (accuracy, compute_score):
+            text = answer(envs.function, ["a"], reward)
+            assert f"reward: {reward.__name__!r} is of another library's form" in text
+            assert "def reward(text, answer)" in text
+
+    @pytest.mark.parametrize("later", [False, True])
+    def test_a_reward_that_raises(self, sampler, later):
+        """The message names the reward and the row, beside the environment and the exception; the cause is its own."""
+
+        def broken(text, answer):
+            return {}[answer]
+
+        async def broken_later(text, answer):
+            return {}[answer]
+
+        reward = broken_later if later else broken
+        tasks = envs.function([{"prompt": "a", "answer": "b"}], reward)
+        with pytest.raises(rlkit.BackendError) as caught:
+            rlkit.rollouts.rollout_sync(sampler, tasks, n=2, params=PARAMS, attempts=1)
+        assert f"2 KeyError in step; the first said: 'b'; in the reward {reward.__name__!r} for prompts[0]" in str(
+            caught.value
+        )
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    def test_a_reward_that_sometimes_raises(self, sampler, caplog):
+        """Who loses a part of the episodes is told, once for each kind."""
+        calls = []
+
+        def every_third(text):
+            calls.append(text)
+            return 1.0 if len(calls) % 3 else {}["b"]
+
+        tasks = envs.function(["a", "c"], every_third)
+        played = rlkit.rollouts.rollout_sync(sampler, tasks, n=6, params=PARAMS, attempts=1, min_n=1)
+        assert sum(map(len, played)) == 8
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.runner"]
+        assert told.startswith("function: an episode failed in step, KeyError: 'b'; in the reward 'every_third' for")
+        assert "env/function/failed counts them" in told
+
+    def test_a_name_that_reasoning_gym_does_not_have(self):
+        pytest.importorskip("reasoning_gym")
+        assert "did you mean 'chain_sum'" in answer(envs.reasoning_gym, "chain_summ")

@@ -41,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.folder)
     if not (folder / records.CHECKPOINTS).is_dir():
         raise CheckpointError(f"{folder} is no run: it has no {records.CHECKPOINTS}")
+    if not (folder / "run.json").exists() and not records.paths(folder):  # `rlkit train` keeps runs below checkpoints/
+        raise CheckpointError(f"{folder} is no run: it has no run.json, and no checkpoint in {records.CHECKPOINTS}")
     whole, damaged = [], 0
     for path in records.paths(folder):
         try:

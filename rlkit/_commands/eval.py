@@ -9,6 +9,8 @@ rlkit eval RUN digits --import my_tasks                   an environment of your
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +50,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plays, and prints a line for each kind of task."""
-    import rlkit
+    _check_paths(options)
+    import rlkit  # the rest takes seconds
     from rlkit.evaluation import evaluate_sync
 
     _modules.imported(options)
     params = rlkit.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
     tasks = _tasks(options)
+    print(f"{len(tasks)} tasks, {options.n} episodes each", file=sys.stderr, flush=True)
     with _sampler(options) as sampler:
         found = evaluate_sync(
             sampler,
@@ -64,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
             success=options.success,
             params=params,
             seed=options.seed,
+            progress=True if importlib.util.find_spec("rich") is not None else None,
         )
         if options.out is not None:
             from rlkit.tracking import Jsonl
@@ -77,6 +82,21 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name}: mean {score.mean:.3f} (95 % interval {score.low:.3f} to {score.high:.3f}){tries}", end="  ")
         print(f"{score.tasks} tasks, {score.episodes} episodes, {score.failed} failed")
     return 0
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a policy or a file of tasks that looks like a path and is not there."""
+    from rlkit import _check
+    from rlkit.errors import ConfigError
+
+    for path in options.tasks:
+        if Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(path).exists():
+            raise ConfigError(_check.problem("TASKS", f"is {path!r}", "a file that exists"))
+    policy = options.policy
+    elsewhere = "://" in policy or options.backend != "local"
+    if not elsewhere and policy != "smollm2-135m-instruct" and policy.count("/") != 1 and not Path(policy).exists():
+        known = "a run's folder, what save() returned, a hub id (owner/name) or smollm2-135m-instruct"
+        raise ConfigError(f"POLICY: {policy}: there is no such folder; give {known}")
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 
 from rlkit._commands import _modules
 
@@ -16,7 +17,9 @@ __all__ = ["add_options", "run"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``rlkit train``."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as algorithm.optimizer.lr=1e-4")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="or none; such as algorithm.optimizer.lr=1e-4"
+    )
     _modules.add_option(parser)
     parser.add_argument("--check", action="store_true", help="only check the settings and what they name")
     parser.add_argument("--keys", action=_Keys, nargs=0, help="say every key there is, its kind, default and meaning")
@@ -36,7 +39,8 @@ class _Keys(argparse.Action):
 
 def run(options: argparse.Namespace) -> int:
     """Trains, and prints where the run is kept."""
-    from rlkit import recipes
+    _check_file(options.config)
+    from rlkit import recipes  # which takes seconds
 
     _modules.imported(options)
     settings = recipes.load(options.config, options.overrides)
@@ -49,3 +53,12 @@ def run(options: argparse.Namespace) -> int:
     for outcome in recipes.run(settings, trackers=["console"]):
         print(outcome.folder)
     return 0
+
+
+def _check_file(path: str) -> None:
+    """Raises ConfigError where there is no such file."""
+    from rlkit.errors import ConfigError
+
+    if not Path(path).exists():
+        hint = "; the overrides come after the file" if "=" in path else ""
+        raise ConfigError(f"{path}: there is no such file{hint}")

@@ -29,7 +29,10 @@ def first_observation(value: Any, *, where: str, max_chars: int) -> Observation:
     """What ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "role" not in value[1]:
         value = value[0]
-    return observation(value, where=where, max_chars=max_chars)
+    found = observation(value, where=where, max_chars=max_chars)
+    if len(found) == 0:
+        raise EnvError(_check.problem(f"{where}: observation", "is empty", "what the policy is to answer"))
+    return found
 
 
 def observation(value: Any, *, where: str, max_chars: int) -> Observation:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,8 @@ def function(
         row = prompts[index]
         where = f"prompts[{index}]"
         info = {"answer": row["answer"]} if isinstance(row, Mapping) and "answer" in row else {}
-        return _Prompt(_prompt(where, row), None if group else functools.partial(reward, **fields(where, row)), info)
+        scored = None if group else functools.partial(reward, **fields(where, row))
+        return _Prompt(_prompt(where, row), scored, info, f"in the reward {_name(reward)} for {where}")
 
     def scores(index: int) -> Callable[[Sequence[Action]], Any]:
         return lambda actions: reward(actions, **fields(f"prompts[{index}]", prompts[index]))
@@ -95,16 +97,19 @@ class _Prompt:
         prompt: Observation,
         reward: Callable[[Action], Any] | None,
         info: Mapping[str, Any],
+        where: str,
     ) -> None:
         self._prompt = prompt
         self._reward = reward
         self._info = info
+        self._where = where
 
     def reset(self, seed: int) -> Observation:  # noqa: ARG002
         return self._prompt
 
     def step(self, action: Action) -> Any:
-        value = None if self._reward is None else self._reward(action)  # None: the group's is to come
+        with _noted(self._where):
+            value = None if self._reward is None else self._reward(action)  # None: the group's is to come
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
 
     def close(self) -> None:
@@ -114,7 +119,22 @@ class _Prompt:
         return StepResult("", value, terminated=True, info=self._info)
 
     async def _later(self, value: Any) -> StepResult:
-        return self._result(await value)
+        with _noted(self._where):
+            return self._result(await value)
+
+
+@contextlib.contextmanager
+def _noted(where: str) -> Iterator[None]:
+    """An error of the user's own function passes through, with a note of where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+def _name(reward: Callable[..., Any]) -> str:
+    return repr(getattr(reward, "__name__", type(reward).__name__))
 
 
 def _prompt(where: str, row: Any) -> Observation:
@@ -137,6 +157,7 @@ def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
         parameters = list(inspect.signature(reward).parameters.values())[1:]
     except ValueError:  # some built-in functions do not say
         return lambda where, row: {}
+    _check_form(reward)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     every = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -149,3 +170,18 @@ def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
         return {str(k): v for k, v in given.items() if every or k in {p.name for p in named}}
 
     return fields
+
+
+def _check_form(reward: Callable[..., Any]) -> None:
+    """Raises ConfigError for a reward of another library's form, which takes all completions and gives a list."""
+    names = list(inspect.signature(reward).parameters)
+    why = ""
+    if {"completions", "completion_ids"} & set(names):
+        why = "it takes completions, and gives a list of rewards"
+    elif {"solution_str", "data_source"} <= set(names):
+        why = "it takes data_source and solution_str"
+    if why:
+        raise ConfigError(
+            f"reward: {_name(reward)} is of another library's form: {why}; here it is called once for each answer: "
+            "def reward(text, answer): return 1.0, with the row's fields by name (for whole groups: group=True)"
+        )

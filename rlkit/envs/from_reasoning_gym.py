@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import importlib
 import re
 import threading
 import zlib
@@ -77,10 +79,20 @@ def reasoning_gym(
         raise ConfigError(_check.problem("template", f"got {_check.shown(template)}", "text with {question} in it"))
     if extract is not None and not callable(extract):
         raise ConfigError(_check.problem("extract", f"got {_check.shown(extract)}", "a function of a text"))
+    _check_known(name)
     shield(["reasoning_gym"])
     problems = _Problems(factory, check_name("name", name), size, seed, split, config)
     make = functools.partial(_Problem, problems, template, tagged if extract is None else extract)
     return Tasks(make, size, name=name, split=split, settings=settings)
+
+
+def _check_known(name: Any) -> None:
+    """Raises ConfigError, with near names, where reasoning-gym lists its generators and this is none of them."""
+    known = getattr(importlib.import_module("reasoning_gym.factory"), "DATASETS", None)
+    if isinstance(name, str) and isinstance(known, dict) and known and name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"it has {len(known)}, such as chain_sum"
+        raise ConfigError(f"rlkit.envs.reasoning_gym: no generator named {name!r}; {hint}")
 
 
 def tagged(text: str) -> str:

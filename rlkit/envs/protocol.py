@@ -288,7 +288,10 @@ class Tasks(Sequence[Task]):
             _check.integer("Tasks[...]: number of tasks", len(indices), low=1)
             kept: dict[str, Any] = {"name": self.name, "split": self.split, "settings": self.settings}
             return type(self)(self._make, indices, seeds=self._seeds, scores=self._scores, **kept)
-        index = self._indices[item]
+        try:
+            index = self._indices[item]
+        except IndexError:  # which ends a for loop, so it stays one
+            raise IndexError(f"tasks[{item}]: {self!r} has {len(self)} tasks") from None
         seed = None if self._seeds is None else self._seeds(index)
         score = None if self._scores is None else self._scores(index)
         return Task(functools.partial(self._make, index), self.name, index, seed, self.settings, score)

@@ -18,7 +18,7 @@ from rlkit.recipes import models
 from rlkit.recipes.job import Job, prepared
 from rlkit.recipes.loop import evaluated, trained
 from rlkit.recipes.settings import Settings
-from rlkit.runs import Retention, Run, records
+from rlkit.runs import Retention, Run, beginning, records
 
 __all__ = ["Outcome", "check", "run"]
 
@@ -128,6 +128,12 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
         [record for record in records(settings.folder) if record.step >= job.total] if settings.folder.exists() else []
     )
     if done:
+        changed = beginning.changes(settings.folder, dump(settings))
+        if changed:
+            raise ConfigError(
+                f"{settings.folder} has all of its {job.total} steps, which were done with other settings: "
+                f"{', '.join(changed)}; give another name= for a run with these"
+            )
         logger.info("%s has all of its %d steps", settings.folder, job.total)
         return Outcome(name, settings.folder, _final(done[-1]))
     options = models.options_of(settings)

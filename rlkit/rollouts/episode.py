@@ -104,7 +104,7 @@ class Episode:
                     trajectory = await self._attempt()
         except _Fault as fault:
             self.error = fault.error
-            text = str(fault.error)[:_SHORT]
+            text = described(fault.error)
             return Failure(self._task.name, fault.kind, text, fault.where, len(self._turns), self._member)
         if trajectory is None:  # pragma: no cover  # the last attempt returns or raises
             raise AssertionError
@@ -302,3 +302,8 @@ def _last(observation: Observation) -> tuple[Mapping[str, Any], ...]:
 
 def _messages(conversation: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(dict(message) for message in getattr(conversation, "messages", ()))
+
+
+def described(error: BaseException) -> str:
+    """The error's text with its notes, which say whose it is; shortened."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])[:_SHORT]

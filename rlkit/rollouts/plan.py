@@ -65,7 +65,8 @@ class Plan:
         shared_start: the first turns of a group are sampled in one request, so that its prompt is computed once; a
             member then waits for the first turns of all.
         tags: name -> text, number or bool, given to every trajectory.
-        progress: a progress bar on stderr; needs rich. None: where stderr is a terminal and rich is there.
+        progress: a progress bar on stderr, and lines where it is no terminal; needs rich. None: a bar where stderr is
+            a terminal and rich is there.
 
     Raises:
         ConfigError: naming the field.

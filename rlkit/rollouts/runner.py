@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
@@ -17,7 +18,7 @@ from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts import seeds
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start
 from rlkit.rollouts.counters import Counters
-from rlkit.rollouts.episode import Episode, Shared
+from rlkit.rollouts.episode import Episode, Shared, described
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.progress import Progress
@@ -25,6 +26,8 @@ from rlkit.rollouts.scoring import rewarded, scored
 from rlkit.trajectory import Failure, Group, Trajectory
 
 __all__ = ["Runner"]
+
+_log = logging.getLogger(__name__)
 
 
 _START = 2**31  # stands for the member where a whole group is meant
@@ -85,6 +88,7 @@ class Runner:
         self._kept = 0
         self._failed: list[Failure] = []
         self._cause: Exception | None = None
+        self._told: set[tuple[str, str]] = set()  # a warning for each kind of failure
 
     async def groups(self) -> AsyncGenerator[Group, None]:
         """The groups that are kept, as they are complete.
@@ -208,6 +212,10 @@ class Runner:
 
     def _fail(self, gathering: _Gathering, failure: Failure, error: Exception | None) -> None:
         self._counters.failure(failure)
+        if (failure.env, failure.kind) not in self._told:
+            self._told.add((failure.env, failure.kind))
+            text = "%s: an episode failed in %s, %s: %s; env/%s/failed counts them"
+            _log.warning(text, failure.env, failure.where, failure.kind, failure.message, failure.env)
         gathering.failures.append(failure)
         self._failed.append(failure)
         self._cause = self._cause or error
@@ -224,7 +232,7 @@ class Runner:
             kind = "timeout" if isinstance(error, EnvTimeout) else type(error).__name__
             for member, trajectory in gathering.trajectories.items():
                 turns = len(trajectory.turns)
-                self._fail(gathering, Failure(task.name, kind, str(error)[:500], "score", turns, member), error)
+                self._fail(gathering, Failure(task.name, kind, described(error), "score", turns, member), error)
             gathering.trajectories = {}
         for member, trajectory in list(gathering.trajectories.items()):
             outcome = rewarded(trajectory, member)

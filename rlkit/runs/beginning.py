@@ -23,7 +23,7 @@ from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.runs.record import Record
 
-__all__ = ["missing", "note_config", "seed_of", "withdraw"]
+__all__ = ["changes", "missing", "note_config", "seed_of", "withdraw"]
 
 
 def missing(folder: Path) -> list[Path]:
@@ -93,25 +93,46 @@ def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
         ConfigError: it is no mapping and no attrs object.
         CheckpointError: it can not be written.
     """
-    from rlkit.tracking import masked
-    from rlkit.tracking.values import plain as as_json
-
     if config is None:
         return
-    plain = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
-    if not isinstance(plain, Mapping):
-        raise ConfigError(_check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object"))
-    plain = as_json(masked(plain))
+    plain = _plain(config)
     path = folder / "config.json"
     if path.is_file():
         try:
-            changed = ", ".join(_changes(as_json(json.loads(path.read_text("utf-8"))), plain))
+            changed = ", ".join(_changes(_before(path), plain))
             text = f"the config of {folder} has changed: {changed}" if changed else ""
         except (ValueError, RecursionError) as error:  # nothing goes on from it, so it is written anew
             text = f"{path} is damaged, so whether the config has changed is not known: {error}"
         if text:
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
     _write(path, plain)
+
+
+def changes(folder: Path, config: Any) -> list[str]:
+    """Which settings of ``config`` are others than the run in ``folder`` noted down; [] where that is not known."""
+    path = folder / "config.json"
+    try:
+        return list(_changes(_before(path), _plain(config)))
+    except (OSError, ValueError, RecursionError):
+        return []
+
+
+def _before(path: Path) -> Any:
+    """The config that was written down."""
+    from rlkit.tracking.values import plain
+
+    return plain(json.loads(path.read_text("utf-8")))
+
+
+def _plain(config: Any) -> Any:
+    """``config`` as it is written down, without what looks like a key."""
+    from rlkit.tracking import masked
+    from rlkit.tracking.values import plain
+
+    found = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
+    if not isinstance(found, Mapping):
+        raise ConfigError(_check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object"))
+    return plain(masked(found))
 
 
 def _no_secret(field: Any, value: Any) -> bool:

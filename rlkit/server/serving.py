@@ -65,7 +65,9 @@ def serve(
     if not isinstance(host, str) or not host:
         raise ConfigError(_check.problem("serve(host)", f"got {_check.shown(host)}", "a name or an address"))
     if key is None and not _loopback(host):
-        raise ConfigError(f"serve(host={host!r}) can be reached from other machines and wants a key=")
+        raise ConfigError(
+            f"serve(host={host!r}) can be reached from other machines; give a key= (rlkit serve: in RLKIT_SERVER_KEY)"
+        )
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
         raise ConfigError(_check.problem("serve(names)", f"got {_check.shown(names)}", "a list of texts"))
     own, options = _options(backend, options)

@@ -95,6 +95,16 @@ def test_a_run_that_is_done_is_left_alone(tmp_path):
         played(tmp_path, "continue_from_checkpoint=false", steps=4)
 
 
+def test_a_run_that_is_done_is_no_other_run(tmp_path):
+    """With other settings the steps that are there are not those that were asked for: refused, each one named."""
+    first = played(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
+    words = r"other settings: algorithm\.algorithm_type from 'grpo' to 'rloo'.*give another name="
+    with pytest.raises(rlkit.ConfigError, match=words):
+        played(tmp_path, "algorithm.algorithm_type=rloo")
+    assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()} == before
+
+
 def test_minibatches_and_epochs(tmp_path):
     """32 trajectories by 12 are three updates, twice over are six; each sees every trajectory once per epoch."""
     rows = curve(played(tmp_path, "buffer.train_batch_size=12", "trainer.epochs=2", steps=2))
