@@ -219,7 +219,7 @@ def _requests_of(run: str, group: Group, trajectory: Trajectory) -> Iterator[lis
 
 
 def _messages(rollout: str, now: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-    rewards = iter(trajectory.rewards.tolist())
+    rewards = iter([math.nan if turn.rewards == () else turn.reward for turn in trajectory.turns])  # NaN: none
     for index, message in enumerate(trajectory.messages):
         kind = _TYPES.get(str(message.get("role")), "user_message")
         content = message.get("content")

@@ -8,6 +8,7 @@ import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import attrs
 import pytest
 
 from rlkit import ConfigError, DataError, Sample
@@ -92,6 +93,15 @@ def test_what_is_sent(server, monkeypatch):
     assert messages[4]["isFinished"]
     assert {m["rolloutEventId"] for m in messages} == {start["eventId"]} == {update["eventId"]}
     assert (update["eventType"], update["rollout_info"]) == ("rollout_update", {"task_index": 4, "current_step": 7})
+
+
+def test_a_turn_without_a_reward_is_sent_without(server):
+    (trajectory,) = group().trajectories
+    turns = [attrs.evolve(trajectory.turns[0], reward=0.0, rewards=()), *trajectory.turns[1:]]
+    with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
+        upload.submit(attrs.evolve(group(), trajectories=[attrs.evolve(trajectory, turns=turns)]))
+    said = [m for m in server.seen[1][2]["events"] if m.get("type") == "assistant_message"]
+    assert "reward" not in said[0]
 
 
 def test_tried_again(server):
