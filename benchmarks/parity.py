@@ -1,13 +1,11 @@
 """One recipe, one seed, several ways to train: the curves, side by side.
 
-    python benchmarks/parity.py [--steps 15] [--out docs/images/parity.png] [--server .venv-server/bin/python]
+    python benchmarks/parity.py [--steps 15] [--out docs/images/parity.png]
 
 GRPO with a KL term, minibatches and one step off-policy, on the toy backend and on the service over the same exact
 model: the two have to be equal, bit for bit. And GRPO with a KL term on the local backend with a two-layer model, and
-on the service over that: there, float32 sums in another order can change a sampled token sooner or later. With --server
-(``make test-server`` installs one) also on a server that is not rlkit's: three seeds of each, which may differ as seeds
-do. That server begins with another adapter, samples other tokens, trains no head, and can not score with a reference
-while it trains, so there is no adapter on the head and no KL term on either side, and both learn slowly.
+on the service over that: there, float32 sums in another order can change a sampled token sooner or later. Both sides of
+a pair are rlkit's arithmetic, so this shows the protocol; ``two_implementations.py`` has a server that is not rlkit's.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import contextlib
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,44 +56,16 @@ def over_local(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "tinker", {"model": "m", "base_url": fake.base_url}
 
 
-@contextlib.contextmanager
-def over_server(folder: Path, python: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """SkyRL's server over the same base model."""
-    with table.backend("local", folder) as (_, options):
-        from tests.realserver.server import RealServer
-
-        model = options["model"]
-        server = RealServer(python, model, folder / "server", mode="sum")
-        with server, mock.patch.dict(os.environ, TINKER_API_KEY="tml-local"):
-            yield "tinker", {"model": model, "tokenizer": model, "base_url": server.url}
-
-
-INNER = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-HEADLESS = [
-    f"model.lora_configs=[{{lora_rank: 8, lora_alpha: 32, target_modules: [{INNER}]}}]",
-    "model.tinker.train_unembed=false",
-    "algorithm.kl_loss_fn_args.kl_coef=0.0",
-    "algorithm.optimizer.lr=0.02",
-    "algorithm.repeat_times=32",
-    "buffer.explorer_input.taskset.workflow_args.letters='0123456789'",
-]
-
-
 def curve(
     name: str,
     where: tuple[str, dict[str, Any]],
     folder: Path,
     steps: int,
-    *,
-    seed: int = 0,
-    more: Sequence[str] = (),
 ) -> np.ndarray:
     """The mean reward of each step."""
     rate = {"toy": 0.02, "local": 0.01}[name]
     own = [*table.settings("grpo", name, folder, where, steps), *MORE, f"algorithm.optimizer.lr={rate}"]
-    own += [f"seed={seed}", f"name=seed-{seed}"]
     own += [] if name == "toy" else ["buffer.train_batch_size=0", "synchronizer.sync_offset=0"]
-    own += more
     (outcome,) = recipes.run(recipes.load(overrides=own))
     return np.array([row["metrics"]["env/write/reward"] for row in read_metrics(outcome.folder)])
 
@@ -103,7 +73,6 @@ def curve(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--server", help="the Python of a server's environment")
     parser.add_argument("--out", type=Path, default=table.ROOT / "docs" / "images" / "parity.png")
     given = parser.parse_args()
     found = {}
@@ -119,31 +88,13 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder, make(Path(folder)) as where:
                 found[title, way] = curve(name, where, Path(folder), given.steps)
             print(title, way, found[title, way].round(4).tolist(), flush=True)
-    seeds: dict[str, list[np.ndarray]] = {}
-    if given.server:
-        make = {"local": lambda f: table.backend("local", f), "server": lambda f: over_server(f, given.server)}
-        for way in make:
-            with tempfile.TemporaryDirectory() as folder, make[way](Path(folder)) as where:
-                seeds[way] = [
-                    curve("local", where, Path(folder), given.steps, seed=seed, more=HEADLESS) for seed in range(3)
-                ]
-            print("three seeds", way, np.round(seeds[way], 4).tolist(), flush=True)
-    draw(found, seeds, given.out)
+    draw(found, given.out)
 
 
-def draw(found: dict[tuple[str, str], np.ndarray], seeds: dict[str, list[np.ndarray]], path: Path) -> None:
+def draw(found: dict[tuple[str, str], np.ndarray], path: Path) -> None:
     titles = list(dict.fromkeys(title for title, _ in found))
-    figure, axes = plt.subplots(1, len(titles) + bool(seeds), figsize=(14 if seeds else 10, 4), layout="constrained")
-    for way, color in zip(seeds, ("tab:blue", "tab:orange"), strict=False):
-        for i, values in enumerate(seeds[way]):
-            text = {"local": "local backend", "server": "a server that is not rlkit's"}[way]
-            axes[-1].plot(values, color=color, marker=".", alpha=0.7, label=None if i else f"{text}, 3 seeds")
-    if seeds:
-        axes[-1].set(title="two-layer model, no adapter on the head", xlabel="step", ylim=(0, 0.12))
-        axes[-1].grid(alpha=0.3)
-        axes[-1].spines[["top", "right"]].set_visible(False)
-        axes[-1].legend(loc="lower right", frameon=False)
-    for axis, title in zip(axes, titles, strict=False):
+    figure, axes = plt.subplots(1, len(titles), figsize=(10, 4), layout="constrained")
+    for axis, title in zip(axes, titles, strict=True):
         ways = {way: values for (of, way), values in found.items() if of == title}
         (here, a), (_, b) = ways.items()
         axis.plot(a, color="tab:blue", linewidth=5, alpha=0.35, label=f"{here} backend, in this process")
