@@ -142,8 +142,8 @@ class LocalBackend(InProcessBackend):
 
         Returns:
             "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
-            whatever is decoded beside it, with this processor and number of threads. That is tried now, on a few
-            tokens, and takes as long as some of them take to be decoded.
+            whatever is decoded beside it, with this processor and number of threads: never with experts, nor where
+            the library's own cache decodes (sliding windows); for others it is tried now, on a few tokens.
         """
         found = self._submit("capabilities", lambda: self._engine.invariant(self._empty), trains=False).result()
         return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": found}
