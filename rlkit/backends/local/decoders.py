@@ -40,7 +40,7 @@ class Decoder(Protocol):
         """Lets the rows go whose request was dropped."""
 
     def invariant(self) -> bool:
-        """Whether a row's logits have the same bits alone and beside others: it is made so, and a few tokens show it."""
+        """Whether a row's logits have the same bits alone and beside others: made so, and shown by some tokens."""
 
     def score(self, request: ScoreRequest) -> np.ndarray:
         """float32 [T]."""
