@@ -26,7 +26,6 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +36,7 @@ UNPINNED = {"gem"}  # its own pins are older than those of constraints.txt
 NOT_ALONE = {"all", "docs", "test"}  # README's lines install the first; the others are for developers
 SECONDS = 1800  # one line, on a machine that is busy
 
-# What README's and the pages' lines must be able to run. Small settings; {port} is of a server that listens meanwhile.
+# What README's and the pages' lines must be able to run. Small settings.
 EXAMPLES = """
 python examples/quickstart.py --steps 1 --prompts 2 --samples 4 --eval-size 4 --out runs/local
 python examples/quickstart.py --backend toy --steps 2 --prompts 2 --samples 2 --eval-size 4 --out runs/toy
@@ -54,10 +53,12 @@ python examples/multi_turn.py --steps 1
 rlkit train examples/configs/chain_sum.yaml --check
 rlkit doctor --offline
 rlkit report runs/toy
-python examples/plain_sdk/grpo.py toy --steps 1
-python examples/plain_sdk/supervised.py toy --steps 1
-python examples/plain_sdk/resume.py toy
-python examples/plain_sdk/custom_loss.py toy --steps 1
+"""
+SERVED = """
+python examples/plain_sdk/grpo.py smollm2-135m-instruct --steps 1 --samples 2
+python examples/plain_sdk/supervised.py smollm2-135m-instruct --steps 1
+python examples/plain_sdk/resume.py smollm2-135m-instruct --steps 1
+python examples/plain_sdk/custom_loss.py smollm2-135m-instruct --steps 1
 """
 GEM = """
 python examples/guess_the_number.py --model toy --steps 1 --episodes 4 --folder runs/guess
@@ -116,8 +117,10 @@ def readme(place: Environment, _: Path) -> None:
     copied(place.work)
     for line in install_lines("README.md"):
         place.run(line)
-    with served(place) as address:
-        for line in EXAMPLES.strip().splitlines():
+    for line in EXAMPLES.strip().splitlines():
+        place.run(line)
+    with served(place, "rlkit serve --model smollm2-135m-instruct") as address:
+        for line in SERVED.strip().splitlines():
             place.run(line, **address)
     place.run(next(line for line in install_lines("docs/environments.md") if "gem-llm" in line))
     for line in GEM.strip().splitlines():
@@ -138,17 +141,16 @@ def notebooks(place: Environment, _: Path) -> None:
 
 
 class served:  # used as a function
-    """A server of the Tinker API over a toy, in the environment; what is yielded leads clients there."""
+    """A server of the Tinker API, started in the environment; what is yielded leads clients there."""
 
-    def __init__(self, place: Environment, program: Sequence[str] = ("rlkit",)) -> None:
+    def __init__(self, place: Environment, command: str) -> None:
         self.place = place
-        self.program = program
+        self.command = f"exec {command} --port 0"
 
     def __enter__(self) -> dict[str, str]:
-        command = shlex.join([*self.program, "serve", "--backend", "toy", "--port", "0"])
         self.log = (self.place.folder / "server.log").open("w")
         self.process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"],
+            ["bash", "-c", self.command],
             cwd=self.place.work,
             env=self.place.variables | {"PYTHONUNBUFFERED": "1"},
             stdout=self.log,
@@ -180,7 +182,8 @@ def extra(name: str, place: Environment, wheel: Path) -> None:
     variables["RLKIT_OPENREWARD_SERVER"] = str(ROOT / "tests/envs/openreward_server.py")
     with contextlib.ExitStack() as stack:
         if name == "tinker":  # by this Python's rlkit, since a server trains, which wants torch
-            variables |= stack.enter_context(served(place, [sys.executable, "-m", "rlkit.cli"]))
+            program = f"{shlex.quote(sys.executable)} -m rlkit.cli serve --backend toy"
+            variables |= stack.enter_context(served(place, program))
         place.run(f"python -P '{PROGRAMS}' {name}", **variables)
     if name in TRACKERS:
         place.run(f"pip install pytest pytest-timeout {' '.join(TRACKERS[name])}{constraints}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def core():
-    """The toy samples, episodes are played, a run is written, gone on with and shown; what is missing is named."""
+    """The toy samples, a run is written and shown; what is missing is named with what to install."""
     assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"
     import numpy as np
 
@@ -24,10 +24,16 @@ def core():
     from rlkit.advantages import grpo
 
     assert np.allclose(grpo([1.0, 0.0], scale="none"), [0.5, -0.5])
-    played()
-    for attempt in (lambda: rlkit.connect("local", model="x"), lambda: rlkit.losses.ppo, trained):
+    with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
+        (sample,) = sampler.sample(list(b"Call "), rlkit.SamplingParams(max_tokens=4)).result()
+        assert np.isfinite(sample.logprobs).all()
+    for attempt, missing in (
+        (lambda: rlkit.connect("local", model="x"), "torch"),
+        (trained, "torch"),
+        (played, "jinja2"),
+    ):
         message = refused(attempt)
-        assert "torch" in message, message
+        assert missing in message, message
         assert "pip install" in message, message
     done = subprocess.run(["rlkit", "doctor", "--offline"], capture_output=True, text=True, check=True)
     assert "torch" in done.stdout
@@ -95,7 +101,7 @@ def tinker():
     assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"
     import rlkit
 
-    policy = rlkit.connect("tinker", model="toy", seed=0, tokenizer=os.environ.get("RLKIT_TOKENIZER"))
+    policy = rlkit.connect("tinker", model="toy", seed=0, tokenizer=tokenizer())  # the server names one on a hub
     prompt = policy.tokenizer.encode("Call ")
     step(policy, prompt)
     assert policy.save("state").result().startswith("tinker://")
@@ -221,14 +227,14 @@ def examples():
 
 
 def played(**options):
-    """Episodes on the toy, by its sampler alone; text needs a chat template, and so jinja2, which tokens do not."""
+    """Episodes on the toy, by its sampler alone."""
     import rlkit
     from rlkit.envs import StepResult
     from rlkit.rollouts import rollout_sync
 
     class Digits:
         def reset(self, seed):
-            return "Call " if importlib.util.find_spec("jinja2") else list(b"Call ")
+            return "Call "
 
         def step(self, action):
             return StepResult(reward=float("7" in action), terminated=True)
@@ -286,6 +292,20 @@ def tracked(name, *args, **options):
 
 def model():
     """The folder of a random model of two layers, and a tokenizer of bytes."""
+    folder = tokenizer()
+    if (folder / "config.json").exists():
+        return folder
+    import transformers as tf
+
+    size = len(tf.AutoTokenizer.from_pretrained(folder))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": size, "eos_token_id": size - 1, "pad_token_id": size - 1, "max_position_embeddings": 64}
+    tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **ids)).save_pretrained(folder)
+    return folder
+
+
+def tokenizer():
+    """The folder of a tokenizer of bytes."""
     folder = Path(tempfile.gettempdir()) / f"rlkit-model-{os.getpid()}"
     if folder.exists():
         return folder
@@ -296,12 +316,9 @@ def model():
     bare = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<end>", pad_token="<end>")  # noqa: S106
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **ids, max_position_embeddings=64)).save_pretrained(folder)
+    made = tf.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<end>", pad_token="<end>")  # noqa: S106
+    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    made.save_pretrained(folder)
     return folder
 
 
