@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import hashlib
 import json
@@ -572,3 +573,17 @@ def test_chunked_head(connect, kind, monkeypatch):
     for name in ("logprobs", "entropy"):
         pair = [out.logprobs if name == "logprobs" else out.outputs[name] for out in (a, b)]
         assert max(np.abs(x - y).max() for x, y in zip(*pair, strict=True)) < 1e-5
+
+
+def test_adapters_made_at_once(tiny):
+    """By several threads, as a server's clients do: no warning of peft's gets out, the random state is as it was."""
+    from rlkit.backends.local.adapters import with_adapter
+    from rlkit.backends.local.model import load_base
+
+    base, before = load_base(tiny("llama"), "float32", "cpu"), torch.random.get_rng_state()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda k: with_adapter(base, rlkit.Lora(rank=2), k % 2), range(48)))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    weights = [dict(model.named_parameters()) for model in made]
+    for name, parameter in weights[2].items():
+        assert torch.equal(parameter, weights[46][name])
