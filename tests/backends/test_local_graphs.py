@@ -137,8 +137,9 @@ def test_memory_that_runs_out_halfway_leaves_nothing_behind(tiny, monkeypatch, r
         return grown(self, x)
 
     monkeypatch.setattr(Slots, "_grown", fails)
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+    with pytest.raises(rlkit.BackendError, match="out of memory: 9 completions") as caught:
         sampler.sample([5, 6, 7], params, n=9, seed=1).result()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     found = [s.tokens.tolist() for s in sampler.sample([5, 6, 7], params, n=9, seed=1).result()]
     assert found == expected
     assert recorder.replayed

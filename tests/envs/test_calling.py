@@ -446,7 +446,6 @@ def test_an_environment_may_be_made_asynchronously():
     ("answer", "form"),
     [
         ("text", "text"),
-        ("", ""),
         (("text", {"seed": 1}), "text"),
         ({"role": "user", "content": "hi"}, ({"role": "user", "content": "hi"},)),
         ([{"role": "user", "content": None}], ({"role": "user", "content": None},)),
@@ -454,7 +453,6 @@ def test_an_environment_may_be_made_asynchronously():
             ({"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}),
             ({"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}),
         ),
-        ([], ()),
     ],
 )
 def test_forms_of_an_observation(answer, form):
@@ -466,6 +464,21 @@ def test_forms_of_an_observation(answer, form):
         return await (await Guarded.opened(Task(lambda: Answering(None)))).reset(0)
 
     assert asyncio.run(scene()) == form
+
+
+@pytest.mark.parametrize("answer", ["", [], ("", {"seed": 1})])
+def test_an_episode_begins_with_something(answer):
+    """A policy cannot answer nothing: an empty first observation is the environment's failure."""
+
+    class Silent(Stub):
+        def reset(self, seed):
+            return answer
+
+    async def scene():
+        return await (await Guarded.opened(Task(lambda: Silent(None)))).reset(0)
+
+    with pytest.raises(rlkit.errors.EnvError, match="observation: is empty"):
+        asyncio.run(scene())
 
 
 @pytest.mark.parametrize("answer", [[3, 4], (3, 4), np.array([3, 4], np.int32)])

@@ -276,9 +276,9 @@ def test_many_samples_at_once(server):
 
 
 def test_off_loopback_wants_a_key():
-    with pytest.raises(rlkit.ConfigError, match="wants a key"):
+    with pytest.raises(rlkit.ConfigError, match="give a key="):
         serve(ExactModels(), host="0.0.0.0")  # noqa: S104  # it is refused
-    with pytest.raises(rlkit.ConfigError, match="wants a key"):
+    with pytest.raises(rlkit.ConfigError, match="give a key="):
         serve(ExactModels(), host="example.com")
     for key in ("secret", "tml-short", 5):
         with pytest.raises(rlkit.ConfigError, match="tml-"):
@@ -396,7 +396,7 @@ def test_the_command(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--backend", "nothing"], "nothing"), (["--backend", "toy", "--host", "0.0.0.0"], "wants a key")],  # noqa: S104
+    [(["--backend", "nothing"], "nothing"), (["--backend", "toy", "--host", "0.0.0.0"], "give a key=")],  # noqa: S104
 )
 def test_the_command_refuses(arguments, message, capsys):
     """With one line and status 2."""
