@@ -24,6 +24,9 @@ LOSSES = [
     ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.05}),
 ]
 ADAM = types.AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-6)
+# With a small eps a step is nearly the gradient's sign, and where a gradient is next to 0 rounding decides it: two
+# implementations part within ten steps, sooner or later by the processor. This one is smooth there, and moves as far.
+SMOOTH = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +159,14 @@ def test_ten_steps(real_server, client, tmp_path, name, config, reduction):
     training = client(server).create_lora_training_client(server.model, rank=4, seed=2).result(timeout=WAIT)
     path = training.save_weights_for_sampler("start").result(timeout=WAIT).path
     model = oracle.model(server.model, server.adapter(path, tmp_path))
-    adamw = oracle.optimizer(model, ADAM)
+    adamw = oracle.optimizer(model, SMOOTH)
     rng = np.random.default_rng(4)
     sizes = (9,) if reduction == "own" else (9, 5)
     data = batch(name, rng, lambda _, *at: oracle.logprobs(model, *at).detach().numpy(), sizes)
     found, expected, norms = [], [], []
     for _ in range(10):
         result = training.forward_backward(datums(data), name, config or None)
-        step = training.optim_step(ADAM).result(timeout=WAIT)
+        step = training.optim_step(SMOOTH).result(timeout=WAIT)
         found.append(result.result(timeout=WAIT).metrics["loss:sum"])
         norms.append(step.metrics["skyrl.ai/grad_norm"])
         adamw.zero_grad()
