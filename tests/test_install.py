@@ -130,3 +130,35 @@ except rlkit.ConfigError as error:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"Plan.progress: needs rich, which is not installed: {_install.command('rollouts')}"
+
+
+def install_lines():
+    """(page, line) of every ``pip install`` of this package in the pages and in the examples' comments."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.yaml")]
+    for page in pages:
+        for line in page.read_text("utf-8").splitlines():
+            if re.search(r"pip install [^`]*\[[\w,-]+\]", line):
+                yield page, line
+
+
+def test_the_lines_of_the_pages_can_be_run():
+    """Each names extras that exist and pins versions; gem, whose pins contradict constraints.txt, stands in none."""
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    lines = list(install_lines())
+    assert len(lines) > 6
+    for page, line in lines:
+        named = set(re.search(r"\[([\w,-]+)\]", line)[1].split(","))
+        assert named <= extras.keys(), f"{page.name}: {line}"
+        assert "-e '.[" in line, f"{page.name}: {line}"
+        assert "gem" not in named or "constraints" not in line, f"{page.name}: {line}"
+
+
+def test_every_extra_has_a_program():
+    """tests/install: what each extra promises is used where it alone is installed."""
+    from tests.install import check, programs
+
+    for name in check.CHECKS.keys() - {"readme", "notebooks"}:
+        assert callable(getattr(programs, name.replace("-", "_"))), name
+    assert check.EXTRAS.keys() - check.CHECKS.keys() == check.NOT_ALONE
