@@ -62,7 +62,7 @@ python examples/plain_sdk/custom_loss.py smollm2-135m-instruct --steps 1
 """
 GEM = """
 python examples/guess_the_number.py --model toy --steps 1 --episodes 4 --folder runs/guess
-python examples/gem.py backend=toy max_steps=1 batch_size=4 num_env=2 log_path=runs/gem
+python examples/gem.py backend=toy max_steps=1 batch_size=4 num_env=2 log_dir=runs/gem
 """
 
 
