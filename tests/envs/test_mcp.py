@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 
+import attrs
 import pytest
 
 import rlkit
@@ -69,10 +70,26 @@ def test_a_rollout_closes_every_session(program, caplog):
     assert groups.metrics["env/shop/close_failed"] == 0
     assert groups.metrics["env/shop/episodes"] == 12
 
+    class Slow:
+        """Has its session open when its time is up."""
+
+        def __init__(self):
+            self.inner = tasks[0].make()
+
+        async def reset(self, seed):
+            await self.inner.reset(seed)
+            await asyncio.sleep(60)
+
+        async def step(self, action):
+            return await self.inner.step(action)
+
+        async def close(self):
+            await self.inner.close()
+
     async def given_up():
-        env = await Guarded.opened(tasks[0])
+        env = await Guarded.opened(attrs.evolve(tasks[0], make=Slow))
         with pytest.raises(rlkit.EnvTimeout):
-            await env.reset(0, timeout=0.0)
+            await env.reset(0, timeout=2.0)
         return await env.close(timeout=60)
 
     assert asyncio.run(given_up()) is None

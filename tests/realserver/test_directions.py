@@ -34,9 +34,9 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module")
-def batch(stock):
+def batch(fresh_stock):
     """Four samples of one length at ratio 1, where all these losses have one gradient: that of A lp."""
-    with connect(stock) as policy, policy.sampler().result() as sampler:
+    with connect(fresh_stock) as policy, policy.sampler().result() as sampler:
         params = rlkit.SamplingParams(max_tokens=8, stop=())
         samples = sampler.sample(policy.tokenizer.encode("hello 12"), params, n=4, seed=0).result()
         data = [s.datum(a) for s, a in zip(samples, ADVANTAGES, strict=True)]
@@ -78,16 +78,16 @@ def policy_inputs(loss):
 
 
 @pytest.fixture(scope="module")
-def expected(stock, batch):
-    found = change(stock, batch, "importance_sampling")
+def expected(fresh_stock, batch):
+    found = change(fresh_stock, batch, "importance_sampling")
     assert np.abs(found).max() > 1e-6
     return found
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_directions(stock, batch, expected, name):
+def test_directions(fresh_stock, batch, expected, name):
     """The cosine of the change of the logprobs to importance sampling's is 1."""
-    found = change(stock, batch, LOSSES[name])
+    found = change(fresh_stock, batch, LOSSES[name])
     cosine = float(found @ expected / np.linalg.norm(found) / np.linalg.norm(expected))
     print(f"{name}: {cosine:.4f}")
     assert cosine > 0.999
