@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlkit import _install
+from tests.install import first_hour, programs
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -162,3 +164,16 @@ def test_every_extra_has_a_program():
     for name in check.CHECKS.keys() - {"readme", "notebooks"}:
         assert callable(getattr(programs, name.replace("-", "_"))), name
     assert check.EXTRAS.keys() - check.CHECKS.keys() == check.NOT_ALONE
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("program", first_hour.PROGRAMS, ids=lambda program: program.__name__)
+def test_first_hour(program, tmp_path, monkeypatch):
+    """What a new user writes from the pages works; check.py runs the same on a real model in an empty environment."""
+    pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    if program is first_hour.looked_at:
+        pytest.importorskip("tensorboardX")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    program(str(programs.model()))

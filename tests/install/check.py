@@ -113,7 +113,7 @@ def copied(target: Path) -> None:
 
 
 def readme(place: Environment, _: Path) -> None:
-    """README's own lines, then every example that they promise; gem.py after the line of docs/environments.md."""
+    """README's own lines, then every example that they promise, gem.py with its own line, first_hour.py."""
     copied(place.work)
     for line in install_lines("README.md"):
         place.run(line)
@@ -125,6 +125,8 @@ def readme(place: Environment, _: Path) -> None:
     place.run(next(line for line in install_lines("docs/environments.md") if "gem-llm" in line))
     for line in GEM.strip().splitlines():
         place.run(line)
+    place.run("pip install -e '.[tensorboard]' -c constraints.txt")
+    place.run("python -P tests/install/first_hour.py smollm2-135m-instruct")
 
 
 def notebooks(place: Environment, _: Path) -> None:

@@ -299,7 +299,7 @@ def model():
 
     size = len(tf.AutoTokenizer.from_pretrained(folder))
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {"vocab_size": size, "eos_token_id": size - 1, "pad_token_id": size - 1, "max_position_embeddings": 64}
+    ids = {"vocab_size": size, "eos_token_id": size - 1, "pad_token_id": size - 1, "max_position_embeddings": 1024}
     tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **ids)).save_pretrained(folder)
     return folder
 
