@@ -188,7 +188,7 @@ def exported(model):
 
     with rlkit.connect("local", model=model, lora=rlkit.Lora(rank=4), seed=0) as policy:
         tokens = policy.tokenizer.encode("Numbers: 1, 2, 3")
-        datum = rlkit.Datum(np.array(tokens), np.array([0] + [1] * (len(tokens) - 1)), {})
+        datum = rlkit.Datum(tokens, np.arange(len(tokens)) > 0, {})
         for _ in range(2):
             policy.forward_backward([datum], "cross_entropy")
             policy.optim_step(rlkit.Adam(learning_rate=1e-2)).result()
@@ -197,8 +197,9 @@ def exported(model):
     save_merged(adapter, "merged")
     for read in (AutoModelForCausalLM.from_pretrained("merged"), PeftModel.from_pretrained(base(adapter), adapter)):
         with torch.no_grad():
-            logprobs = read(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        theirs = logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+            ids = torch.as_tensor(tokens)
+            logprobs = read(ids[None]).logits[0].float().log_softmax(-1)
+        theirs = logprobs[:-1].gather(1, ids[1:, None])[:, 0].numpy()
         assert np.abs(ours - theirs).max() < 1e-3, np.abs(ours - theirs).max()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import threading
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.body import adapter_of
-from rlkit.backends.local.model import Base
+from rlkit.backends.local.model import PROCESS_WIDE, Base
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
 
 __all__ = ["lora_targets", "with_adapter"]
 
-_making = threading.Lock()  # filters of warnings and the random state are the process's
 ROUTERS = {"router", "gate", "shared_expert_gate"}  # parts of the names of what chooses experts
 
 
@@ -110,7 +108,7 @@ def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
         target_modules=sorted(short) if set(hit) == set(names) else names,
         task_type="CAUSAL_LM",
     )
-    with _making, torch.random.fork_rng(), warnings.catch_warnings():
+    with PROCESS_WIDE, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied heads and Conv1D layers, both meant and both tested
         try:
             return peft.get_peft_model(base.tree(), config).eval()

@@ -27,10 +27,11 @@ from rlkit.backends.local.tokenizer import LocalTokenizer
 from rlkit.backends.local.tree import Run, TreeAttention
 from rlkit.errors import ConfigError
 
-__all__ = ["Base", "load_base"]
+__all__ = ["PROCESS_WIDE", "Base", "load_base"]
 
 READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROCESS_WIDE = threading.RLock()  # filters of warnings, and the random state
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -134,7 +135,7 @@ def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
 @contextlib.contextmanager
 def quiet() -> Iterator[Any]:
     """The package transformers, which shows no bar while it loads, and does not miss notebook widgets for one."""
-    with warnings.catch_warnings():
+    with PROCESS_WIDE, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
         import transformers
 
