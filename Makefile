@@ -9,9 +9,9 @@ READY := $(VENV)/ready
 SERVER := .venv-server
 SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-server.txt
 
-PROCESSOR_TESTS := tests/test_critic.py tests/backends/test_local.py tests/backends/test_packing.py \
-$(patsubst %,tests/backends/test_local_%.py,engine packed prefixes tiles) \
---deselect tests/backends/test_packing.py::test_flex_attention_compiles
+PROCESSOR_TESTS := tests/test_critic.py tests/backends/local/test_local.py tests/backends/local/test_packing.py \
+$(patsubst %,tests/backends/local/test_%.py,engine packed prefixes tiles) \
+--deselect tests/backends/local/test_packing.py::test_flex_attention_compiles
 
 .PHONY: help demo test test-server test-processors test-install processor-own processor-avx2 processor-oldest lint types clean
 

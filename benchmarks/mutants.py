@@ -76,13 +76,13 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     "toy": (["rlkit/backends/toy/*.py"], ["tests/backends/test_toy.py"], ["tests/backends/test_toy.py"]),
     "local": (
         LOCAL,
-        ["tests/backends/test_packing.py"],
-        ["tests/backends/test_packing.py", "tests/backends/test_local_logprobs.py"],
+        ["tests/backends/local/test_packing.py"],
+        ["tests/backends/local/test_packing.py", "tests/backends/local/test_logprobs.py"],
     ),
     "routes": (
         ["rlkit/backends/tinker/routes.py"],
-        ["tests/backends/test_tinker_routes.py"],
-        ["tests/backends/test_tinker_routes.py"],
+        ["tests/backends/tinker/test_routes.py"],
+        ["tests/backends/tinker/test_routes.py"],
     ),
     "recipes": (
         ["rlkit/recipes/credit.py", "rlkit/recipes/batch.py"],

@@ -19,8 +19,8 @@ __all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "causal", "logits_at", "probe_
 SHORT = 9
 BUDGET = {"cpu": 10**12, "other": 10**14}  # operations of a forward at most: ten seconds of two cores
 READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for tokens one by one: ten seconds too
-# In bfloat16 a small difference looks like rounding. There only these, which tests/backends/test_families.py shows to
-# agree in float32, are computed in slots and as a tree, and the last ones without their cache.
+# In bfloat16 a small difference looks like rounding. Only these, which test_families.py shows to agree in float32,
+# are computed in slots and as a tree there, and the last ones without their cache.
 SLOTS = frozenset(
     [
         "apertus",

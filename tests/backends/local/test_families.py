@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.export import save_merged  # noqa: E402
 from rlkit.backends.local.probe import SLOTS, WHOLE  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RIGHT = [name for name, family in FAMILIES.items() if family.path != "refused"]
 PROMPTS = (3, 17, 30)  # tokens; with 40 more they go beyond every window
 PARAMS = rlkit.SamplingParams(max_tokens=40, stop=())
