@@ -9,9 +9,10 @@ READY := $(VENV)/ready
 SERVER := .venv-server
 SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-server.txt
 
-PROCESSOR_TESTS := tests/test_critic.py tests/backends/local/test_local.py tests/backends/local/test_packing.py \
-$(patsubst %,tests/backends/local/test_%.py,engine packed prefixes tiles) \
---deselect tests/backends/local/test_packing.py::test_flex_attention_compiles
+LOCAL_TESTS := tests/backends/local
+PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TESTS)/gemm $(LOCAL_TESTS)/training \
+$(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache attention_tiles) \
+--deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
 .PHONY: help demo test test-server test-processors test-install processor-own processor-avx2 processor-oldest lint types clean
 

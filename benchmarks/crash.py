@@ -343,7 +343,7 @@ def measured(args: argparse.Namespace, where: Path) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1]))
         from tests.models.build import build
 
-        for name in ("rlkit.backends.local", "rlkit.backends.local.trainer", "transformers", "peft"):
+        for name in ("rlkit.backends.local", "rlkit.backends.local.training.trainer", "transformers", "peft"):
             importlib.import_module(name)
         OPTIONS.update(name="local", model=str(build("llama", where / "model")), lora=rlkit.Lora(rank=2))
     results: dict[str, dict[str, Any]] = {}

@@ -25,8 +25,8 @@ import torch
 import workload
 
 import rlkit
-from rlkit.backends.local import kernels
 from rlkit.backends.local.hub import model_path
+from rlkit.backends.local.training import flex_attention as kernels
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -46,7 +46,10 @@ from mutations import ROOT, Mutant, codes, compiled, mutants
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
-LOCAL = [f"rlkit/backends/local/{name}.py" for name in ("cuts", "logprobs", "packing", "tree")]
+LOCAL = [
+    f"rlkit/backends/local/{name}.py"
+    for name in ("training/partition", "model/unembedding", "training/micro_batches", "model/tree_attention")
+]
 SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
@@ -76,8 +79,8 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     "toy": (["rlkit/backends/toy/*.py"], ["tests/backends/test_toy.py"], ["tests/backends/test_toy.py"]),
     "local": (
         LOCAL,
-        ["tests/backends/local/test_packing.py"],
-        ["tests/backends/local/test_packing.py", "tests/backends/local/test_logprobs.py"],
+        ["tests/backends/local/training/test_micro_batches.py"],
+        ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/model/test_unembedding.py"],
     ),
     "routes": (
         ["rlkit/backends/tinker/routes.py"],

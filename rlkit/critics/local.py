@@ -14,8 +14,6 @@ from torch import nn
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.local import adapter_seed, device_of
-from rlkit.backends.local.adapters import with_adapter
-from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import (
     ADAPTER,
     check_finite,
@@ -24,11 +22,13 @@ from rlkit.backends.local.checkpoint import (
     read_optimizer,
     write_optimizer,
 )
-from rlkit.backends.local.head import Head
 from rlkit.backends.local.hub import located
-from rlkit.backends.local.model import load_base
-from rlkit.backends.local.packing import Batch
-from rlkit.backends.local.trainer import Trainer
+from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.training.forward import body_of
+from rlkit.backends.local.training.head import Head
+from rlkit.backends.local.training.micro_batches import Batch
+from rlkit.backends.local.training.trainer import Trainer
 from rlkit.backends.sampling import entropy_of
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
 from rlkit.errors import CheckpointError, ConfigError

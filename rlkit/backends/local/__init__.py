@@ -14,8 +14,6 @@ import torch
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.inprocess import InProcessBackend
-from rlkit.backends.local.adapters import with_adapter
-from rlkit.backends.local.body import body_of
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
@@ -24,14 +22,16 @@ from rlkit.backends.local.checkpoint import (
     write_adapter,
     write_optimizer,
 )
-from rlkit.backends.local.decoders import decoder_for
-from rlkit.backends.local.engine import Engine
-from rlkit.backends.local.head import Head
 from rlkit.backends.local.hub import located
-from rlkit.backends.local.model import load_base
-from rlkit.backends.local.sampler import LocalSampler
-from rlkit.backends.local.trainer import Trainer
-from rlkit.backends.local.weights import Snapshot, take_snapshot
+from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.sampling.decoders import decoder_for
+from rlkit.backends.local.sampling.sampler import LocalSampler
+from rlkit.backends.local.sampling.scheduler import Engine
+from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
+from rlkit.backends.local.training.forward import body_of
+from rlkit.backends.local.training.head import Head
+from rlkit.backends.local.training.trainer import Trainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of

@@ -21,8 +21,9 @@ import pytest
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local import head, logprobs
 from rlkit.backends.local.export import save_merged
+from rlkit.backends.local.model import unembedding as logprobs
+from rlkit.backends.local.training import head
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -31,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 def test_an_adapter_names_its_base_by_the_name_it_was_asked_for_by(tiny, tmp_path, monkeypatch, capfd):
     """Not by the folder of this machine's cache, which is nothing on another one; and loading shows no bar."""
-    monkeypatch.setattr("rlkit.backends.local.model.model_path", lambda model: tiny("qwen2"))
+    monkeypatch.setattr("rlkit.backends.local.model.base.model_path", lambda model: tiny("qwen2"))
     with rlkit.connect("local", model="some-model", lora=rlkit.Lora(rank=2), device="cpu", folder=tmp_path) as policy:
         path = policy.save("a").result()
     said = json.loads((Path(path) / "adapter_config.json").read_text("utf-8"))
@@ -577,8 +578,8 @@ def test_chunked_head(connect, kind, monkeypatch):
 
 def test_adapters_made_at_once(tiny):
     """By several threads, as a server's clients do: no warning of peft's gets out, the random state is as it was."""
-    from rlkit.backends.local.adapters import with_adapter
-    from rlkit.backends.local.model import load_base
+    from rlkit.backends.local.model.base import load_base
+    from rlkit.backends.local.model.lora import with_adapter
 
     base, before = load_base(tiny("llama"), "float32", "cpu"), torch.random.get_rng_state()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

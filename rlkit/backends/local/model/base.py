@@ -1,0 +1,203 @@
+"""The base model, read once and never written, and the trees of modules that share its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+
+from rlkit.backends.local.gemm.lora_linear import wide
+from rlkit.backends.local.hub import model_path
+from rlkit.backends.local.model.lengths import context, indexed, plain_attention
+from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
+from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, causal, logits_at, probe_of, reached
+from rlkit.backends.local.model.tree_attention import Run, TreeAttention
+from rlkit.backends.local.model.unembedding import Unembedding
+from rlkit.backends.local.tokenizer import LocalTokenizer
+from rlkit.errors import ConfigError
+
+__all__ = ["PROCESS_WIDE", "Base", "load_base"]
+
+READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROCESS_WIDE = threading.RLock()  # filters of warnings, and the random state
+
+
+@attrs.frozen(eq=False, weakref_slot=True)
+class Base:
+    """A frozen model and its tokenizer; every backend and sampler of this process on the same model shares it.
+
+    Attributes:
+        max_length: tokens at most of a sequence that is trained or sampled.
+        probe: tokens that ways to compute it are compared on.
+        llama: whether ``Llama`` computes what the library does.
+        linear: names of the linear modules that an adapter on has its effect.
+        known: what was found out about it once, by whoever asked first.
+    """
+
+    path: str
+    model: nn.Module
+    tokenizer: LocalTokenizer
+    max_length: int
+    device: torch.device
+    probe: Probe
+    llama: bool
+    linear: frozenset[str]
+    known: dict[str, Any] = attrs.field(factory=dict)
+
+    def tree(self, attention: str | None = None) -> nn.Module:
+        """A copy of the module tree whose tensors are the base's own, so that it costs no memory.
+
+        Args:
+            attention: name of the attention implementation that its forward uses; None is the library's choice.
+        """
+        shared = {id(x): x for x in [*self.model.parameters(), *self.model.buffers()]}
+        tree = copy.deepcopy(self.model, shared)
+        config: Any = tree.config
+        if attention is not None:
+            config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
+        return tree.eval()
+
+    @cached_property
+    def head(self) -> torch.Tensor:
+        """The output embedding [V, hidden] in float32 at least; made once, as it takes as long as 100 rows' logits."""
+        model: Any = self.model
+        weight: torch.Tensor = model.get_output_embeddings().weight
+        return wide(weight.detach())
+
+    @property
+    def plain(self) -> bool:
+        """Whether it may do as a mask and positions say: nothing speaks against it, and whatever may can be tried."""
+        model: Any = self.model
+        config = model.config.get_text_config()
+        tried = self.probe.beyond and (self.probe.exact or config.model_type in SLOTS)
+        return tried and plain_attention(config, self.max_length)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights, each counted once."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+
+_Key = tuple[str, tuple[tuple[str, int, int], ...], str, str]
+
+_bases: weakref.WeakValueDictionary[_Key, Base] = weakref.WeakValueDictionary()
+_loading = threading.Lock()
+
+
+def load_base(model: str, dtype: str, device: str) -> Base:
+    """The base model, from disk or shared with whoever has it already.
+
+    Raises:
+        ConfigError: it cannot be loaded, or computes something else than a causal language model does.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
+    path, place = model_path(model), placed(device)
+    with _loading:
+        key = (*_on_disk(path), dtype, str(place))
+        found = _bases.get(key)
+        if found is None:
+            found = _bases[key] = _loaded(model, path, dtype, place)
+        return found
+
+
+def placed(device: str) -> torch.device:
+    """The device of that name, which then has one name alone: "cuda" is "cuda:0", or whichever is the current one."""
+    given = torch.device(device)
+    if given.type == "cpu":
+        return torch.device("cpu")
+    if given.index is None and given.type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return given
+
+
+def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
+    """What identifies the model behind ``path``: the directory, and size and time of its files."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path, ()
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.suffix in READ_FROM]
+    return str(folder.resolve()), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[Any]:
+    """The package transformers, which shows no bar while it loads, and does not miss notebook widgets for one."""
+    with PROCESS_WIDE, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        import transformers
+
+        shown = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            yield transformers
+        finally:
+            if shown:
+                transformers.utils.logging.enable_progress_bar()
+
+
+def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
+    try:
+        with quiet() as transformers:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+            hf = transformers.AutoTokenizer.from_pretrained(path)
+        model.name_or_path = str(name)  # which adapters name as their base; not where it lies on this machine
+        model = model.to(device).eval().requires_grad_(False)
+        size = model.get_input_embeddings().num_embeddings
+        tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
+        max_length = context(model.config.get_text_config())
+    except Exception as error:  # libraries raise whatever they like
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason}") from error
+    probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
+    try:
+        linear = reached(model, probe)
+        right = causal(model, probe) and not indexed(model.config.get_text_config(), max_length)
+    except FAILURES as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model {name!r} cannot compute a text of {probe.tokens.size} tokens: {reason}") from error
+    if not right:
+        raise ConfigError(
+            f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
+            "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
+        )
+    llama = _computes_alike(model, probe, max_length)
+    return Base(path, model, tokenizer, max_length, device, probe, llama, linear)
+
+
+@torch.no_grad()
+def _computes_alike(model: Any, probe: Probe, max_length: int) -> bool:
+    """Whether ``Llama`` gives the logits that the model's own forward gives."""
+    if not (is_llama(model) and plain_attention(model.config, max_length)):
+        return False
+    expected = logits_at(model, probe.tokens[None], probe.places)
+    fuse_layers(model)
+    llama = Llama(model, {}, 0.0)
+    n = probe.tokens.size
+    attention = TreeAttention([Run(0, n)], llama.heads, llama.key_heads)
+    tokens, positions, places = (
+        torch.from_numpy(x).to(model.device) for x in (probe.tokens, np.arange(n), probe.places)
+    )
+    hidden = llama.normed(llama.hidden(tokens, positions, attention)[places])
+    found = Unembedding(wide(model.get_output_embeddings().weight)).logits(hidden)
+    return probe.agrees(found, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    ends: list[int] = []
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ends += found if isinstance(found, list) else [found] if found is not None else []
+    return sorted(set(ends))

@@ -1,0 +1,181 @@
+"""Which modules get an adapter, and the peft model that has exactly those."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlkit.backends.local.model.base import PROCESS_WIDE, Base
+from rlkit.errors import ConfigError, UnsupportedError
+from rlkit.types import Lora
+
+__all__ = ["adapter_of", "lora_targets", "with_adapter"]
+
+ROUTERS = {"router", "gate", "shared_expert_gate"}  # parts of the names of what chooses experts
+
+
+def lora_targets(base: Base, lora: Lora) -> list[str]:
+    """Full names of the linear modules that get an adapter.
+
+    The output embedding is "unembed"; of the others, those on a path with "attn" or "attention" are attention, the
+    rest is MLP. Routers get one only if ``target_modules`` names them.
+
+    Raises:
+        ConfigError: a name of ``target_modules`` is no linear module, or one whose adapter would have no effect.
+        UnsupportedError: nothing matches.
+    """
+    model: Any = base.model
+    names = [name for name, _ in model.named_modules() if name in base.linear and not _unusable(model, name)]
+    if lora.target_modules is not None:
+        for target in lora.target_modules:
+            if not any(_named(name, target) for name in names):
+                raise ConfigError(_no_target(model, target, names))
+        return [name for name in names if any(_named(name, target) for target in lora.target_modules)]
+    head = model.get_output_embeddings()
+    wanted = []
+    for name in names:
+        parts = name.split(".")
+        if model.get_submodule(name) is head:
+            found = lora.train_unembed
+        elif ROUTERS & set(parts):
+            found = False
+        elif any("attn" in part or "attention" in part for part in parts):
+            found = lora.train_attn
+        else:
+            found = lora.train_mlp
+        if found:
+            wanted.append(name)
+    if not wanted:
+        why = "; its experts are stacked parameters, on which adapters are not made yet" if _experts(model) else ""
+        raise UnsupportedError(f"{lora}: the model has no such linear modules; it has: {_listed(names)}{why}")
+    return wanted
+
+
+def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> Any:
+    """A tree of ``base`` with a fresh LoRA as a peft model; the global random state is left as it was.
+
+    A is uniform in +-1/sqrt(d_in) from ``seed``, B is zero, both float32. The head of a model with tied embeddings
+    gets its adapter on the head alone. Where it is ``fresh``, that is not one that was saved, experts that get no
+    adapter are warned of.
+
+    Raises:
+        ConfigError: see ``lora_targets``; or peft puts adapters elsewhere than on the modules that were named.
+        UnsupportedError: see ``lora_targets``.
+    """
+    names = lora_targets(base, lora)
+    model = _peft_model(base, lora, names)
+    missing = set(names) - adapter_of(model).keys()
+    if missing and lora.target_modules is None:  # peft takes names of dense layers for experts
+        short = {_last(name) for name in missing}
+        names = [name for name in names if _last(name) not in short]
+        if not names:
+            raise ConfigError(_rewritten(base, lora, missing))
+        model = _peft_model(base, lora, names)
+    odd = set(names) ^ adapter_of(model).keys()
+    if odd:
+        raise ConfigError(_rewritten(base, lora, odd))
+    if fresh and lora.train_mlp and lora.target_modules is None and (missing or _experts(base.model)):
+        warnings.warn(_left_out(base, names, missing), stacklevel=4)
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if "lora_A" in name:
+            bound = parameter.shape[1] ** -0.5
+            drawn = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            parameter.data.copy_(drawn)
+        else:
+            parameter.data.zero_()
+    return model
+
+
+def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Full module name in the base -> (A [r, in], B [out, r]), the parameters of a peft model themselves."""
+    pairs = {}
+    for name, module in model.base_model.model.named_modules():
+        if "default" in getattr(module, "lora_A", ()):
+            pairs[name] = (module.lora_A["default"].weight, module.lora_B["default"].weight)
+    return pairs
+
+
+def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
+    import peft
+
+    short = {_last(name) for name in names}
+    hit = [name for name, _ in base.model.named_modules() if any(_named(name, x) for x in short)]
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=sorted(short) if set(hit) == set(names) else names,
+        task_type="CAUSAL_LM",
+    )
+    with PROCESS_WIDE, torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tied heads and Conv1D layers, both meant and both tested
+        try:
+            return peft.get_peft_model(base.tree(), config).eval()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0][:300]
+            raise ConfigError(f"{lora}: peft cannot adapt {_listed(names)} of {_kind(base)}: {reason}") from error
+
+
+def _unusable(model: nn.Module, name: str) -> bool:
+    """A state-space mixer's kernel reads these weights past their modules, and so past an adapter."""
+    parent, _, last = name.rpartition(".")
+    return last in ("out_proj", "dt_proj") and hasattr(model.get_submodule(parent), "A_log")
+
+
+def _experts(model: nn.Module) -> bool:
+    """Whether it has experts whose weights are stacked in one parameter."""
+    return any(
+        "Experts" in type(m).__name__ and any(p.ndim == 3 for p in m.parameters(recurse=False)) for m in model.modules()
+    )
+
+
+def _no_target(model: nn.Module, target: str, names: Iterable[str]) -> str:
+    there = [name for name, _ in model.named_modules() if _named(name, target)]
+    if there:
+        kind = type(model.get_submodule(there[0])).__name__
+        return (
+            f"lora: target_modules has {target!r}, which is {there[0]} ({kind}); expected linear modules that a "
+            f"forward on text calls and that give a tensor, as an adapter elsewhere has no effect: {_listed(names)}"
+        )
+    known = sorted({x for name in names for x in (name, _last(name))})
+    close = difflib.get_close_matches(target, known, n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"it has {_listed(names)}"
+    return f"lora: target_modules has {target!r}, and the model has no such linear module; {hint}"
+
+
+def _rewritten(base: Base, lora: Lora, odd: Iterable[str]) -> str:
+    return (
+        f"{lora}: peft takes {_listed(odd)} of {_kind(base)} for its experts, whose names they share, and does not put "
+        "the adapters where they were asked for; leave these modules out"
+    )
+
+
+def _left_out(base: Base, names: Iterable[str], missing: Iterable[str]) -> str:
+    too = f", nor do {_listed(missing)}, which peft takes for them" if missing else ""
+    return f"{_kind(base)}: its experts get no adapter{too}; trained are {_listed(names)}"
+
+
+def _kind(base: Base) -> str:
+    model: Any = base.model
+    return f"the {model.config.model_type} model"
+
+
+def _named(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted({_last(name) for name in names}))

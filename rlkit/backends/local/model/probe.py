@@ -1,0 +1,170 @@
+"""Tokens on which the ways to compute a model are compared with its own forward, before any of them is taken."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from rlkit.backends.local.model.lengths import thresholds
+from rlkit.backends.local.model.logits_to_keep import selected_logits
+
+__all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "causal", "logits_at", "probe_of", "reached"]
+
+SHORT = 9
+BUDGET = {"cpu": 10**12, "other": 10**14}  # operations of a forward at most: ten seconds of two cores
+READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for tokens one by one: ten seconds too
+# In bfloat16 a small difference looks like rounding. Only these, which test_families.py shows to agree in float32,
+# are computed in slots and as a tree there, and the last ones without their cache.
+SLOTS = frozenset(
+    [
+        "apertus",
+        "arcee",
+        "cohere",
+        "deepseek_v2",
+        "deepseek_v3",
+        "diffllama",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "gemma",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "minimax_m2",
+        "ministral3",
+        "mixtral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi",
+        "phi3",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ]
+)
+WHOLE = frozenset({"bamba", "minimax", "recurrent_gemma"})
+FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
+
+
+@attrs.frozen(eq=False)
+class Probe:
+    """What is computed to compare.
+
+    Attributes:
+        tokens: int64 [N], ordinary ones of the vocabulary.
+        places: of logits that are compared: the first ones, those around each threshold, and the last ones.
+        beyond: whether N is beyond every length at which the config says that something may change; longer ones are
+            left out where they would take more than ``BUDGET``.
+        steps: how many of the first tokens are decoded one by one.
+        exact: whether the model is computed in float32 at least.
+    """
+
+    tokens: np.ndarray
+    places: np.ndarray
+    beyond: bool
+    steps: int
+    exact: bool
+
+    def agrees(self, found: torch.Tensor, expected: torch.Tensor, *, slack: float = 1.0) -> bool:
+        """Whether logits [n, V] are the same up to rounding: each row in float32, all of them together in bfloat16."""
+        found, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (found, expected))
+        if self.exact:
+            return bool(((found - expected).norm(dim=-1) <= slack * 1e-4 * expected.norm(dim=-1)).all())
+        return bool((found - expected).norm() <= slack * 0.1 * expected.norm())
+
+
+def probe_of(model: Any, special: set[int], longest: int) -> Probe:
+    """The probe of a model.
+
+    Args:
+        model: a causal language model.
+        special: ids that stand for no text, and perhaps for an image.
+        longest: tokens of its context.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    ordinary = np.setdiff1d(np.arange(size), np.array(sorted(special), np.int64))
+    ends = thresholds(model.config.get_text_config(), longest)
+    operations = 2 * sum(p.numel() for p in model.parameters())
+    size_in_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    kind = "cpu" if model.device.type == "cpu" else "other"
+    budget, steps = BUDGET[kind], READ[kind] // size_in_bytes
+    within = [end for end in ends if operations * (end + SHORT) <= budget]
+    length = min(max([0, *within]) + SHORT, longest)
+    tokens = np.random.default_rng(0).choice(ordinary if ordinary.size else np.arange(size), length)
+    around = [range(end - 1, end + 3) for end in within]
+    places = sorted({x for r in [range(SHORT), *around, range(length - 4, length)] for x in r if 0 <= x < length})
+    return Probe(tokens, np.array(places), within == ends, min(max(steps, 4), 64), model.dtype != torch.bfloat16)
+
+
+def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:
+    """Logits [n, V] at the flat ``index`` of ``rows`` [B, T], by the model's own forward."""
+    tokens, places = (torch.from_numpy(x).to(model.device) for x in (rows, index))
+    with selected_logits(model, places):
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def causal(model: Any, probe: Probe) -> bool:
+    """Whether a row's logits depend neither on the tokens behind nor on a longer row beside it."""
+    tokens, places, half = probe.tokens, probe.places, probe.tokens.size // 2
+    other = tokens[::-1][:-3].copy()
+    few, begin = places[places < other.size], places[places < half]
+    rows = np.stack([tokens, np.append(other, np.zeros(3, np.int64))])
+    expected = [logits_at(model, tokens[None], places), logits_at(model, other[None], few)]
+    found = logits_at(model, rows, np.concatenate([places, tokens.size + few]))
+    begun = logits_at(model, tokens[None, :half], begin)
+    whole = torch.cat([*expected, expected[0][: begin.size]])
+    return probe.agrees(torch.cat([found, begun]), whole, slack=5)
+
+
+@torch.no_grad()
+def reached(model: Any, probe: Probe) -> frozenset[str]:
+    """Names of the linear modules that a forward on text calls, and whose output is a tensor.
+
+    The others do nothing for text (a vision tower), are read past the module (a state-space mixer's ``dt_proj``), or
+    give more than a product (routers of some kinds). An expert may be idle for a few tokens and counts as its
+    neighbours do.
+    """
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and name}
+    called: set[str] = set()
+    hooks = []
+    for name, module in linear.items():
+
+        def note(_: nn.Module, __: Any, out: Any, name: str = name) -> None:
+            if isinstance(out, torch.Tensor):
+                called.add(name)
+
+        hooks.append(module.register_forward_hook(note))
+    try:
+        model(input_ids=torch.from_numpy(probe.tokens[None, :SHORT]).to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    alike = {_pattern(name) for name in called}
+    experts = {name for name in linear if "expert" in name and _pattern(name) in alike}
+    return frozenset(name for name in called | experts if linear[name].weight.is_floating_point())
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)

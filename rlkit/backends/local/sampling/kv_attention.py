@@ -1,0 +1,210 @@
+"""Attention over slots that depends on a row's own tokens alone.
+
+What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
+as many rows as ``rows_alike`` asks for. Keys past a token's own are masked before the softmax, where they add exact
+zeros; how many queries are multiplied and how many keys are summed at once is measured (``tile_of``), because libraries
+split a sum by its length, each in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rlkit.backends.local.sampling.attention_tiles import KEYS, Tile, tile_of
+from rlkit.backends.local.sampling.kv_cache import Slots
+
+__all__ = ["ATTENTION", "Shared", "SlotAttention", "kernel_attention", "matmul_attention"]
+
+ATTENTION = "rlkit_matmul"
+
+
+@attrs.frozen
+class Shared:
+    """Rows that begin with the same tokens.
+
+    Attributes:
+        length: of what they share, a multiple of ``KEYS``, so that sums are cut as for a row by itself.
+        groups: indices of the rows, every row in one of them.
+    """
+
+    length: int
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, beginnings: Sequence[np.ndarray]) -> Shared | None:
+        """What rows that begin so have in common; None where that is not worth it.
+
+        >>> a, b = np.arange(600), np.append(np.arange(300), np.zeros(9))
+        >>> Shared.of([a, b, a, b])
+        Shared(length=256, groups=[[0, 1, 2, 3]])
+        >>> Shared.of([a, b, a[:40]])
+        """
+        length = min(x.size for x in beginnings) // KEYS * KEYS
+        groups: dict[bytes, list[int]] = {}
+        for i, x in enumerate(beginnings if length else ()):
+            groups.setdefault(x[:length].astype(np.int64).tobytes(), []).append(i)
+        return cls(length, list(groups.values())) if 0 < 2 * len(groups) <= len(beginnings) else None
+
+
+def matmul_attention(
+    _: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    shared: Shared | None = None,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
+
+    Args:
+        query: [P, H, T, D]; the rows after the first B are padding.
+        key, value: [B, H / G, S, D].
+        attention_mask: added to the scores, [B, 1, T, S].
+        scaling: of the scores; None is D ** -0.5.
+        softcap: c tanh(scores / c), for the architectures that have it.
+        shared: which rows begin with the same keys and values; each of those is then read once.
+
+    Returns:
+        [P, T, H, D], and no weights.
+    """
+    padded, heads, length, width = query.shape
+    rows, key_heads = key.shape[:2]
+    stacked = query[:rows].reshape(rows, key_heads, heads // key_heads * length, width)
+    scaling = width**-0.5 if scaling is None else scaling
+    each = attention_mask
+    if each is not None and length > 1:
+        each = each.repeat(1, 1, heads // key_heads, 1)
+    tile = Tile()
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        tile = tile_of(_attended, key_heads, width, value.shape[-1])
+    out = _attended(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, shared=shared)
+    out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
+
+
+def _attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    tile: Tile,
+    *,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+    shared: Shared | None = None,
+) -> torch.Tensor:
+    """[B, H, C, D] by keys and values [B, H, S, D], with a mask [B, 1, 1 or C, S]: [B, H, C, D]."""
+    count = query.shape[2]
+    missing = -count % tile.queries
+    stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
+    wide = torch.promote_types(query.dtype, torch.float32)  # scores of 20 have two digits in bfloat16
+    scores = _scores(stacked.to(wide), key, shared).mul_(scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores[:, :, :count] += mask
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    out = _weighted(weights, value, 0, tile.keys, shared)
+    for start in range(tile.keys, value.shape[2], tile.keys):
+        out += _weighted(weights, value, start, tile.keys, shared)
+    return out[:, :, :count]
+
+
+def kernel_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """The same by one kernel of the library's: queries that share a key head are rows of it, so that none is copied.
+
+    Args:
+        query: [B, H, T, D], already scaled.
+        key, value: [B, H / G, S, D].
+        visible: bool [B, 1, T, S].
+
+    Returns:
+        [B, T, H, D].
+    """
+    rows, heads, length, width = query.shape
+    group = heads // key.shape[1]
+    stacked = query.reshape(rows, key.shape[1], group * length, width)
+    each = visible if length == 1 else visible.repeat(1, 1, group, 1)
+    out = scaled_dot_product_attention(stacked, key, value, attn_mask=each, scale=1.0)
+    return out.reshape(rows, heads, length, width).transpose(1, 2)
+
+
+def _scores(queries: torch.Tensor, key: torch.Tensor, shared: Shared | None) -> torch.Tensor:
+    """[B, H, C, D] by [B, H, S, D] -> [B, H, C, S]."""
+    if shared is None:
+        return queries @ key.to(queries.dtype).transpose(-1, -2)
+    scores = queries.new_empty(*queries.shape[:3], key.shape[2])
+    for rows in shared.groups:
+        alike = key[rows[0], :, : shared.length].to(queries.dtype).transpose(-1, -2)
+        scores[rows, ..., : shared.length] = _apart(_together(queries[rows]) @ alike, len(rows))
+    rest = key[:, :, shared.length :].to(queries.dtype)
+    scores[..., shared.length :] = queries @ rest.transpose(-1, -2)
+    return scores
+
+
+def _weighted(weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: Shared | None) -> torch.Tensor:
+    """The part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
+    weights, value = weights[..., start : start + keys], value[..., start : start + keys, :]
+    if shared is None or start >= shared.length:
+        return weights @ value
+    out = weights.new_empty(*weights.shape[:3], value.shape[3])
+    for rows in shared.groups:
+        out[rows] = _apart(_together(weights[rows]) @ value[rows[0]], len(rows))
+    return out
+
+
+def _together(x: torch.Tensor) -> torch.Tensor:
+    """[n, H, C, K] -> [H, n C, K]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(x: torch.Tensor, n: int) -> torch.Tensor:
+    """[H, n C, K] -> [n, H, C, K]."""
+    return x.unflatten(1, (n, -1)).transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION, matmul_attention)
+
+
+class SlotAttention:
+    """Attention of tokens [B, T] over slots, layer after layer, as ``Llama`` calls it: by matrix products on a CPU, by
+    the library's kernel elsewhere.
+
+    Args:
+        slots: told by ``Slots.at`` where these tokens are.
+        mask: what ``Slots.at`` returned.
+        shape: (B, T), padding included.
+        shared: which of the B rows begin alike.
+    """
+
+    def __init__(self, slots: Slots, mask: torch.Tensor, shape: Sequence[int], shared: Shared | None = None) -> None:
+        self._slots, self._mask, self._shape, self._shared = slots, mask, shape, shared
+        self._visible = None if mask.device.type == "cpu" else mask == 0
+        self._layer = 0
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+        """From q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
+        q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        keys, values = self._slots.update(k, v, self._layer)
+        self._layer += 1
+        if self._visible is None:
+            out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
+        else:
+            out = kernel_attention(q, keys, values, self._visible)
+        return out.flatten(0, 1).flatten(1), ()
+
+    def backward(self, *_: Any) -> Any:
+        """There is none: samples have no gradient."""
+        raise NotImplementedError("attention over slots is for sampling, which has no backward pass")

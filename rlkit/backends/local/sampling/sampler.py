@@ -1,0 +1,106 @@
+"""``LocalSampler``: what a user holds of a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from rlkit import _check
+from rlkit._calls import answered, hinted
+from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
+from rlkit.errors import BackendError
+from rlkit.futures import Future
+from rlkit.types import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from rlkit.backends.local import LocalBackend
+    from rlkit.backends.local.sampling.snapshots import Snapshot
+
+__all__ = ["LocalSampler"]
+
+
+@hinted("sampler")
+class LocalSampler:
+    """A frozen policy of a local backend; its requests are decoded together with everybody's."""
+
+    def __init__(
+        self, backend: LocalBackend, snapshot: Snapshot, seeds: SeedStream, submit: Callable[[Any], None]
+    ) -> None:
+        self.tokenizer = backend.tokenizer
+        self.max_length = backend.max_length
+        self.version = snapshot.version
+        self._backend = backend  # keeps the worker alive
+        self._snapshot: Snapshot | None = snapshot
+        self._seeds = seeds
+        self._submit = submit
+
+    @answered
+    def sample(
+        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+    ) -> Future[list[Sample]]:
+        """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch.
+
+        A request whose future was forgotten, or whose waiting was ended by Ctrl-C, makes room within a token.
+        """
+        snapshot = self.snapshot
+        tokens = checked_request(
+            prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
+        )
+        request = SampleRequest(
+            snapshot,
+            tokens,
+            params,
+            Stop(params.stop, self.tokenizer),
+            streams(self._seeds.next() if seed is None else seed, n),
+            min(params.max_tokens, self.max_length - tokens.size),
+        )
+        self._submit(request)
+        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
+
+    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """See ``Sampler.logprobs``."""
+        snapshot = self.snapshot
+        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
+        request = ScoreRequest(snapshot, array, temperature)
+        self._submit(request)
+        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
+
+    def close(self) -> None:
+        """Frees the snapshot; what was asked for before is still answered."""
+        self._snapshot = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        of = self._backend.about.partition(",")[0]
+        return f"<LocalSampler {of}, version {self.version}{', closed' if self._snapshot is None else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a LocalSampler belongs to its backend, and cannot be pickled or copied; open one in each process: "
+            "rlkit.sampler('local', path=...)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the snapshot keeps, 0 once it is closed."""
+        adapter = {} if self._snapshot is None else self._snapshot.adapter
+        return sum(x.numel() * x.element_size() for pair in adapter.values() for x in pair)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The adapter that it samples from."""
+        if self._snapshot is None:
+            raise BackendError("this sampler is closed")
+        return self._snapshot
+
+    def _returned(self, result: Any) -> Any:
+        return result  # a bound method: a future that is waited for keeps its sampler, and so the worker, alive

@@ -1,0 +1,1 @@
+"""Training: micro-batches that share prefixes, their forward and backward pass, AdamW."""

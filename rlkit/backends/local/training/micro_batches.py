@@ -1,0 +1,119 @@
+"""Micro-batches: which datums are computed together, with what they have in common computed once.
+
+The tokens of a micro-batch lie one after the other. A datum that begins as another one of the batch does adds only what
+comes after, a run, which sees its own sequence alone and stands at the positions that it has there; so a group reads
+its prompt once, and so do the turns of an episode what they share. Batches are cut where least is computed twice.
+Tokens after the last one that is scored are left out: nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from rlkit.backends.local.model.tree_attention import Run, visible
+from rlkit.backends.local.training.partition import LOOK_BACK, cuts, in_common, row_costs, tree_costs
+from rlkit.types import Datum
+
+__all__ = ["Batch", "pack"]
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """One forward and backward.
+
+    Attributes:
+        members: indices of datums, in the order of the outputs.
+        tokens: int64 [N].
+        positions: int64 [N], of each token in its own sequence.
+        runs: which tokens see which.
+        index: int64 [n], the places whose logits predict the members' masked-in tokens, in order.
+    """
+
+    members: list[int]
+    tokens: np.ndarray
+    positions: np.ndarray
+    runs: list[Run]
+    index: np.ndarray
+
+    def visible(self) -> np.ndarray:
+        """Which places each one sees, bool [N, N]."""
+        return visible(self.runs, self.tokens.size)
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
+        lengths = [run.end - run.begin for run in self.runs]
+        places = np.concatenate([r * max(lengths) + np.arange(n) for r, n in enumerate(lengths)])
+        tokens = np.zeros(len(lengths) * max(lengths), np.int64)
+        tokens[places] = self.tokens
+        return tokens.reshape(len(lengths), -1), places[self.index]
+
+
+def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True) -> list[Batch]:
+    """Batches of at most ``budget`` tokens of all datums with a masked-in token.
+
+    Args:
+        data: the datums.
+        budget: a unit (a datum, or a pair of them) longer than that is a batch by itself.
+        pairs: datums 2k and 2k + 1 stay in one batch, in that order.
+        share: compute what sequences have in common once. Otherwise every datum is a run by itself, and the padding
+            of ``Batch.rows`` counts.
+    """
+    width = 2 if pairs else 1
+    units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
+    read = {i: datum.tokens[: np.flatnonzero(datum.mask)[-1]] for i, datum in enumerate(data) if datum.mask.any()}
+    chosen = [found for unit in units if (found := [i for i in unit if i in read])]
+    if share:
+        chosen.sort(key=lambda unit: read[unit[0]].tobytes())
+    else:
+        chosen.sort(key=lambda unit: max(read[i].size for i in unit))
+    members = [read[i] for unit in chosen for i in unit]
+    firsts = np.cumsum([0, *map(len, chosen)])
+    costs = tree_costs(members, firsts) if share else row_costs(members, firsts)
+    batches = []
+    for part in cuts(len(chosen), costs, budget):
+        batch = _Filling(share)
+        for i in (i for unit in chosen[part] for i in unit):
+            batch.take(i, read)
+        batches.append(batch.done(data))
+    return batches
+
+
+@attrs.define
+class _Filling:
+    """A batch on its way."""
+
+    share: bool
+    members: list[int] = attrs.field(factory=list)
+    places: dict[int, np.ndarray] = attrs.field(factory=dict)  # datum -> the places of its tokens
+    parts: list[np.ndarray] = attrs.field(factory=list)
+    runs: list[Run] = attrs.field(factory=list)
+    size: int = 0
+
+    def take(self, i: int, read: dict[int, np.ndarray]) -> None:
+        """Appends a datum."""
+        tokens = read[i]
+        earlier = self.members[-LOOK_BACK:] if self.share else []
+        n, like = max(((in_common(tokens, read[j]), j) for j in earlier), default=(0, i))
+        before = self.places[like][:n] if n else np.zeros(0, np.int64)
+        end = self.size + tokens.size - n
+        self.members.append(i)
+        self.places[i] = np.concatenate([before, np.arange(self.size, end)])
+        if end > self.size:
+            self.parts.append(tokens[n:])
+            self.runs.append(Run(self.size, end, _slices(before)))
+        self.size = end
+
+    def done(self, data: Sequence[Datum]) -> Batch:
+        index = [self.places[i][np.flatnonzero(data[i].mask) - 1] for i in self.members]
+        positions = [np.arange(run.start, run.start + run.end - run.begin) for run in self.runs]
+        tokens = np.concatenate(self.parts).astype(np.int64)
+        return Batch(self.members, tokens, np.concatenate(positions), self.runs, np.concatenate(index))
+
+
+def _slices(places: np.ndarray) -> tuple[slice, ...]:
+    """Ascending places as slices."""
+    cuts = np.flatnonzero(np.diff(places) != 1) + 1
+    return tuple(slice(int(p[0]), int(p[-1]) + 1) for p in np.split(places, cuts) if p.size)

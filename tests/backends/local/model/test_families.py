@@ -1,0 +1,213 @@
+"""Every architecture of the table: the numbers of transformers and of plain peft by whatever path, or a refusal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+import rlkit
+from tests.models.families import FAMILIES, LENGTH, build
+
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from rlkit.backends.local.export import save_merged  # noqa: E402
+from rlkit.backends.local.model.probe import SLOTS, WHOLE  # noqa: E402
+
+ROOT = Path(__file__).parents[4]
+RIGHT = [name for name, family in FAMILIES.items() if family.path != "refused"]
+PROMPTS = (3, 17, 30)  # tokens; with 40 more they go beyond every window
+PARAMS = rlkit.SamplingParams(max_tokens=40, stop=())
+
+
+@attrs.frozen(eq=False)
+class Made:
+    """A policy of one family, with an adapter that changes its numbers."""
+
+    family: object
+    folder: str
+    path: str
+    policy: rlkit.TrainerBackend
+    samples: list[rlkit.Sample]
+    data: list[rlkit.Datum]
+    logprobs: list[np.ndarray]
+    gradient: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=RIGHT)
+def made(request, tmp_path_factory):
+    """The model is built, adapted, sampled from at prompts of unequal lengths together, and saved."""
+    family, root = FAMILIES[request.param], tmp_path_factory.mktemp("family")
+    folder = str(build(family, root / "model"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = rlkit.connect(
+            "local", model=folder, lora=rlkit.Lora(rank=4), seed=0, device="cpu", micro_batch_tokens=200, folder=root
+        )
+    said = [str(w.message) for w in caught if "its experts get no adapter" in str(w.message)]
+    assert len(said) == ("experts" in family.note)
+    assert any("nor do" in text for text in said) == ("dense layers" in family.note)
+    rng = np.random.default_rng(0)
+    for name, parameter in policy._trainer.parameters.items():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.from_numpy(0.02 * rng.standard_normal(parameter.shape)))
+    path = policy.save("x").result()
+    with policy.sampler().result() as sampler:
+        futures = [sampler.sample(rng.integers(3, 290, size), PARAMS, n=2, seed=size) for size in PROMPTS]
+        samples = [sample for future in futures for sample in future.result()]
+    data = [sample.datum(1.0) for sample in samples]
+    found = policy.forward_backward(data, "cross_entropy").result().selected
+    gradient = {name: p.grad.clone() for name, p in policy._trainer.parameters.items()}
+    policy.discard().result()
+    yield Made(family, folder, path, policy, samples, data, list(found), gradient)
+    policy.close()
+
+
+def logprobs_of(model, sample):
+    """[n] of a sample's tokens, by a model's own forward on that sample alone; with its gradient."""
+    tokens = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens]))
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[sample.prompt.size - 1 :, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings:UserWarning")  # the adapter is on the head alone
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # peft finds it out by itself
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers for it
+def test_trainer(made):
+    """Logprobs and gradient are those of plain peft, which reads the saved adapter, on one sequence at a time."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
+    model = peft.PeftModel.from_pretrained(base, made.path, is_trainable=True).eval()
+    total = 0.0
+    for sample, found in zip(made.samples, made.logprobs, strict=True):
+        expected = logprobs_of(model, sample)
+        assert np.abs(expected.detach().numpy() - found).max() < 1e-4
+        total = total - expected.sum()
+    total.backward()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert parameters.keys() == made.gradient.keys()
+    difference = torch.cat([(p.grad - made.gradient[name]).flatten() for name, p in parameters.items()])
+    assert difference.norm() < 1e-5 * torch.cat([g.flatten() for g in made.gradient.values()]).norm()
+    assert all(g.any() for g in made.gradient.values())  # an adapter without a gradient is on a module that is not read
+
+
+def test_sampler(made):
+    """Sampled logprobs and scores are the trainer's, merged or not, and requests do not change one another's."""
+    for sample, expected in zip(made.samples, made.logprobs, strict=True):
+        assert np.abs(sample.logprobs - expected).max() < 1e-4
+    with made.policy.sampler().result() as sampler:
+        whole = np.concatenate([made.samples[-1].prompt, made.samples[-1].tokens])
+        scored = sampler.logprobs(whole).result()[-made.samples[-1].tokens.size :]
+        assert np.abs(scored - made.logprobs[-1]).max() < 1e-4
+        alone = sampler.sample(made.samples[0].prompt, PARAMS, n=2, seed=PROMPTS[0]).result()
+        assert [s.tokens.tolist() for s in alone] == [s.tokens.tolist() for s in made.samples[:2]]
+    with rlkit.sampler("local", path=made.path, merge=False, device="cpu") as sampler:
+        again = sampler.sample(made.samples[0].prompt, PARAMS, n=2, seed=PROMPTS[0]).result()
+    assert max(np.abs(a.logprobs - b).max() for a, b in zip(again, made.logprobs, strict=False)) < 1e-3
+
+
+def test_path(made):
+    """It is computed by the path that docs/models.md names, up to the context that its positions allow."""
+    base = made.policy.base
+    assert ("own" if base.llama else base.known["way"]) == made.family.path
+    assert base.max_length == (48 if "longrope" in str(made.family.settings) else LENGTH) or base.max_length == 2**20
+
+
+def test_export_and_greedy(made, tmp_path):
+    """The merged model has the policy's logprobs by itself, and its greedy tokens are the sampler's."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(save_merged(made.path, str(tmp_path / "merged"))).eval()
+    with torch.no_grad():
+        expected = logprobs_of(model, made.samples[-1]).numpy()
+    assert np.abs(expected - made.logprobs[-1]).max() < 1e-4
+    greedy = rlkit.SamplingParams(max_tokens=30, temperature=0.0, stop=())
+    with made.policy.sampler().result() as sampler:
+        (sample,) = sampler.sample(made.samples[2].prompt, greedy).result()
+    cache = made.family.path != "whole"
+    prompt = torch.from_numpy(np.array(sample.prompt))[None]
+    settings = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 2, "use_cache": cache, "max_new_tokens": 30}
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    assert tokens[0, sample.prompt.size :].tolist() == sample.tokens.tolist()
+
+
+def test_resume(made, tmp_path):
+    """A step after a save is, to the bit, the step of a policy that was resumed from it."""
+    options = {"device": "cpu", "folder": tmp_path, "micro_batch_tokens": 200}
+    with rlkit.connect("local", resume_from=made.path, **options) as first:
+        step(first, made.data)
+        path = first.save("later").result()
+        with rlkit.connect("local", resume_from=path, **options) as second:
+            states = [step(policy, made.data) for policy in (first, second)]
+    assert all(torch.equal(p, states[1][name]) for name, p in states[0].items())
+
+
+def step(policy, data):
+    """The adapter after one step on ``data``."""
+    policy.forward_backward(data, "cross_entropy")
+    policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+    return {name: p.detach().clone() for name, p in policy._trainer.parameters.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gpt_neo", "mpt", "llama4_text, chunks beyond the context", "gemma2"]
+)
+def test_path_in_bfloat16(name, tmp_path):
+    """Rounding hides no difference of a path, and is none."""
+    family = FAMILIES[name]
+    folder = str(build(family, tmp_path))
+    with rlkit.connect("local", model=folder, device="cpu", dtype="bfloat16", lora=rlkit.Lora(rank=2)) as policy:
+        (sample,) = policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=2)).result()
+        assert sample.tokens.size
+        assert ("own" if policy.base.llama else policy.base.known["way"]) == family.path
+
+
+def test_what_is_known_in_bfloat16():
+    """It is what the table shows in float32."""
+    for path, known in {"slots": SLOTS, "whole": WHOLE}.items():
+        assert known == {family.model_type for family in FAMILIES.values() if family.path == path}
+
+
+def test_page():
+    """docs/models.md is what ``python docs/models.py`` writes."""
+    found = subprocess.run([sys.executable, "docs/models.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("name", ["llama, rope longrope", "phi3, rope longrope", "llama, rope dynamic"])
+def test_positions_that_change_with_the_length(name, tmp_path):
+    """Up to the context a long companion changes nothing, nor does it write into the base; beyond it is refused."""
+    folder = str(build(FAMILIES[name], tmp_path))
+    options = {"device": "cpu", "lora": rlkit.Lora(rank=2), "seed": 0, "micro_batch_tokens": 400}
+    with rlkit.connect("local", model=folder, **options) as policy:
+        length, rng = policy.max_length, np.random.default_rng(0)
+        kept = {name: x.clone() for name, x in policy.base.model.named_buffers()}
+        short, long = (
+            rlkit.Datum.supervised(rng.integers(3, 290, 5), rng.integers(3, 290, n)) for n in (9, length - 5)
+        )
+        alone = policy.forward([short]).result().logprobs[0]
+        beside = policy.forward([short, long]).result().logprobs[0]
+        assert np.abs(alone - beside).max() < 1e-5
+        params = rlkit.SamplingParams(max_tokens=1000, stop=())
+        with policy.sampler().result() as sampler:
+            futures = [sampler.sample(rng.integers(3, 290, n), params, seed=n) for n in (4, length - 4)]
+            samples = [future.result()[0] for future in futures]
+        found = policy.forward([s.datum(1.0) for s in samples]).result().selected
+        assert samples[0].tokens.size == length - 4
+        assert max(np.abs(lp - s.logprobs).max() for lp, s in zip(found, samples, strict=True)) < 1e-4
+        assert all(torch.equal(x, kept[name]) for name, x in policy.base.model.named_buffers())
+        too_long = rlkit.Datum.supervised([5] * length, [6])
+        with pytest.raises(rlkit.DataError, match=f"{length}"):
+            policy.forward([too_long])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in RIGHT])
+def test_refused(name, tmp_path):
+    """What cannot be computed rightly is refused when it is connected, with the reason."""
+    folder = build(FAMILIES[name], tmp_path)
+    with pytest.raises(rlkit.ConfigError, match=f"{FAMILIES[name].model_type}.*depends on the tokens behind it"):
+        rlkit.connect("local", model=str(folder), device="cpu")

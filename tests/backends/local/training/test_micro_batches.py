@@ -1,0 +1,328 @@
+"""Packing: every datum sees what it would see alone, and gives the same outputs and gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+from rlkit.backends.local.model import tree_attention as tree  # noqa: E402
+from rlkit.backends.local.model.base import DTYPES  # noqa: E402
+from rlkit.backends.local.training import flex_attention as kernels  # noqa: E402
+from rlkit.backends.local.training import head  # noqa: E402
+from rlkit.backends.local.training.forward import LibraryBody  # noqa: E402
+from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
+
+
+@st.composite
+def batches_of_data(draw):
+    """Groups behind shared prompts, some datums alone, masks with gaps, some all masked out."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    data = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = rng.integers(3, 200, rng.integers(1, 12))
+        for _ in range(draw(st.integers(1, 5))):
+            rest = rng.integers(3, 200, rng.integers(1, 9))
+            own = rng.random(rest.size) < 0.7
+            own[0] = rng.random() < 0.8
+            mask = np.concatenate([np.zeros(prompt.size, bool), own])
+            data.append(rlkit.Datum(np.concatenate([prompt, rest]), mask, {"advantages": rng.normal()}))
+    return [data[i] for i in rng.permutation(len(data))]
+
+
+@given(batches_of_data(), st.integers(8, 80), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_every_token_sees_its_own_past(data, budget, share):
+    """Each scored token is predicted from exactly its own datum's earlier tokens, at their own positions."""
+    seen = []
+    for batch in pack(data, budget, share=share):
+        visible = batch.visible()
+        if share:
+            assert len(batch.members) == 1 or batch.tokens.size <= budget
+        else:
+            rows, index = batch.rows()
+            assert len(batch.members) == 1 or rows.size <= budget
+            assert all(not run.before for run in batch.runs)
+        places = iter(zip(batch.index, batch.index if share else index, strict=True))
+        for i in batch.members:
+            seen.append(i)
+            for t in np.flatnonzero(data[i].mask):
+                place, in_rows = next(places)
+                keys = np.flatnonzero(visible[place])
+                assert batch.tokens[keys].tolist() == data[i].tokens[:t].tolist()
+                assert batch.positions[keys].tolist() == list(range(t))
+                if not share:
+                    row, column = divmod(int(in_rows), rows.shape[1])
+                    assert rows[row, : column + 1].tolist() == data[i].tokens[:t].tolist()
+    assert sorted(seen) == [i for i, datum in enumerate(data) if datum.mask.any()]
+
+
+@given(batches_of_data(), st.integers(8, 60))
+@settings(max_examples=40, deadline=None)
+def test_pairs_stay_together(data, budget):
+    """Datums 2k and 2k + 1 are in one batch, one behind the other."""
+    data = [datum for datum in data if datum.mask.any()]
+    data = data[: len(data) // 2 * 2]
+    for batch in pack(data, budget, pairs=True):
+        assert all(a % 2 == 0 and b == a + 1 for a, b in zip(batch.members[::2], batch.members[1::2], strict=True))
+
+
+def test_a_group_reads_its_prompt_once():
+    """Eight completions of 4 tokens behind a prompt of 20 are 20 + 8 * 3 tokens."""
+    data = [rlkit.Datum.supervised(np.arange(1, 21), np.full(4, k + 30)) for k in range(8)]
+    (batch,) = pack(data, 1024)
+    assert batch.tokens.shape == (20 + 8 * 3,)
+    assert sum(b.tokens.size for b in pack(data, 1024, share=False)) == 8 * 23
+
+
+def test_turns_of_episodes_share_their_history():
+    """Four episodes of three turns, a datum each, with one opening: every token of the tree is computed once."""
+    data, distinct = [], set()
+    for k in range(4):
+        history = [1, 2, 3, 4, 5]
+        for turn in range(3):
+            answer = [10 * k + turn + 20] * 4
+            data.append(rlkit.Datum.supervised(history, answer))
+            distinct |= {tuple([*history, *answer[:-1]][: n + 1]) for n in range(len(history) + 3)}
+            history = [*history, *answer, 7, 8]
+    (batch,) = pack([data[i] for i in np.random.default_rng(0).permutation(12)], 1024)
+    assert batch.tokens.size == len(distinct)
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """In float32 a random Qwen3 is 4e-5 off float64 by itself, whoever computes it."""
+    monkeypatch.setitem(DTYPES, "float64", torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_shared_prefixes_change_no_number(tiny, kind, double):
+    """Outputs, loss and gradient are those of the library's forward on every datum by itself."""
+    rng = np.random.default_rng(0)
+    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": 90, "dtype": "float64"}
+    policy = rlkit.connect("local", model=tiny(kind), **options)
+    assert policy.base.llama == (kind != "gpt2")
+    trainer = policy._trainer
+    for parameter in trainer.parameters.values():
+        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
+    own, plain = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
+    assert own.body.shares
+    for loss, data in ((loss, random_tree(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
+        near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
+        data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
+        for want in ((), ("entropy",)):
+            found = []
+            for trainer._head in (own, plain):
+                output = policy.forward_backward(data, loss, want=want).result()
+                found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
+                policy.discard().result()
+            (a, packed), (b, alone) = found
+            numbers = [[*out.logprobs, *out.outputs.get("entropy", [])] for out in (a, b)]
+            assert max(np.abs(x - y).max() for x, y in zip(*numbers, strict=True)) < 1e-5  # of float32 logits
+            assert relative(packed, alone) < 2e-6
+    policy.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_gradients_in_float32(tiny, kind):
+    """The own gradient is the library's to 1e-5 of its norm."""
+    rng = np.random.default_rng(3)
+    policy = rlkit.connect("local", model=tiny(kind), lora=rlkit.Lora(rank=4), seed=0, device="cpu")
+    trainer = policy._trainer
+    for parameter in trainer.parameters.values():
+        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
+    data, found = random_tree(rng), []
+    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
+    for trainer._head in heads:
+        policy.forward_backward(data, "cross_entropy").result()
+        found.append([p.grad.clone() for p in trainer.parameters.values()])
+        policy.discard().result()
+    assert relative(*found) < 1e-5
+    policy.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"train_mlp": False},
+        {"train_attn": False},
+        {"train_unembed": False},
+        {"train_attn": False, "train_mlp": False},  # the head alone
+        {"target_modules": ("layers.1.self_attn.k_proj",)},  # nothing below it has a gradient
+    ],
+)
+def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
+    """The own backward gives the library's gradients whichever modules have an adapter, and long runs are cut."""
+    rng = np.random.default_rng(1)
+    monkeypatch.setattr(tree, "SCORES", 50)
+    options = {"lora": rlkit.Lora(rank=3, alpha=7, **lora), "seed": 0, "device": "cpu", "dtype": "float64"}
+    policy = rlkit.connect("local", model=tiny(kind), **options)
+    trainer = policy._trainer
+    for parameter in trainer.parameters.values():
+        parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
+    data = random_tree(rng)
+    found = []
+    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
+    for trainer._head in heads:
+        policy.forward_backward(data, "importance_sampling").result()
+        found.append([p.grad.clone() for p in trainer.parameters.values()])
+        policy.discard().result()
+    assert relative(*found) < 2e-6
+    policy.close()
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from([200, 3000, 2**22]))
+@settings(max_examples=15, deadline=None)
+def test_tree_attention_is_masked_attention(seed, heads, scores):
+    """On random trees, in blocks of any size: the attention over all pairs with a mask, and its gradients."""
+    rng = np.random.default_rng(seed)
+    (batch,) = pack(random_tree(rng), 10**6)
+    q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 8))) for h in (heads[0], heads[1], heads[1]))
+    grad = torch.from_numpy(rng.normal(size=(batch.tokens.size, heads[0] * 8)))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "SCORES", scores)
+        for attention in (
+            tree.TreeAttention(batch.runs, *heads),
+            kernels.MaskedAttention(torch.from_numpy(batch.visible())),
+        ):
+            out, saved = attention.forward(q, k, v)
+            found.append([out, *attention.backward(grad, saved)])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_masked_attention_sees(seed, heads):
+    """On random trees; not compiled, forward alone, which is what a CPU can do."""
+    rng = np.random.default_rng(seed)
+    (batch,) = pack(random_tree(rng), 10**6)
+    begins, ends = tree.spans(batch.runs)
+    places = np.arange(batch.tokens.size)
+    seen = (begins <= begins[:, None]) & (begins[:, None] < ends) & (places <= places[:, None])
+    assert np.array_equal(seen, batch.visible())
+    q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 16))) for h in (heads[0], heads[1], heads[1]))
+    flex = kernels.FlexAttention(batch.runs, torch.device("cpu"), compiled=False)
+    expected = kernels.MaskedAttention(torch.from_numpy(batch.visible())).forward(q, k, v)[0]
+    assert torch.allclose(flex.forward(q, k, v)[0], expected, atol=1e-12)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex_attention is compiled for a CPU with g++")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch's code for it has vector instructions alone"
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flex_attention_compiles(tmp_path, monkeypatch):
+    """With captured spans, for two sizes; a CPU has the forward pass alone."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it keeps does not know other instructions apart
+    for last in (300, 517):
+        runs = [tree.Run(0, 150), tree.Run(150, 290, (slice(0, 100),)), tree.Run(290, last, (slice(0, 150),))]
+        q, k, v = torch.randn(3, last, 4, 64, generator=torch.Generator().manual_seed(0)).unbind()
+        visible = torch.from_numpy(tree.visible(runs, last))
+        with torch.no_grad():
+            found, _ = kernels.FlexAttention(runs, torch.device("cpu")).forward(q / 8, k, v)
+            expected, _ = kernels.MaskedAttention(visible).forward(q / 8, k, v)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_without_a_working_compiler_attention_is_masked(monkeypatch):
+    """With a warning, once; the numbers are those of the mask."""
+
+    def broken(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernels, "_flex", lambda _: broken)
+    kernels._flex_works.cache_clear()
+    (batch,) = pack(random_tree(np.random.default_rng(0)), 10**6)
+    with pytest.warns(UserWarning, match="without flex_attention.*no compiler"):
+        found = kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2, 16)
+    assert isinstance(found, kernels.MaskedAttention)
+    assert isinstance(
+        kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2, 16), kernels.MaskedAttention
+    )
+    kernels._flex_works.cache_clear()
+
+
+def relative(a, b):
+    """The norm of the difference of two gradients, in norms of the second."""
+    a, b = (torch.cat([x.flatten() for x in tensors]) for tensors in (a, b))
+    return float((a - b).norm() / b.norm())
+
+
+def random_tree(rng):
+    """Groups behind shared prompts; some episodes go on for a second turn."""
+    data = []
+    for _ in range(3):
+        prompt = rng.integers(3, 200, rng.integers(1, 20))
+        for _ in range(rng.integers(1, 6)):
+            n = int(rng.integers(1, 12))
+            sample = rlkit.Sample(prompt, rng.integers(3, 200, n), -rng.random(n) * 5)
+            data.append(sample.datum(rng.normal(), weights=rng.normal()))
+            if rng.random() < 0.5:
+                longer = np.concatenate([sample.tokens, rng.integers(3, 200, 3)])
+                second = rlkit.Sample(np.concatenate([prompt, longer]), rng.integers(3, 200, n), -rng.random(n) * 5)
+                data.append(second.datum(rng.normal(), weights=rng.normal()))
+    return [data[i] for i in rng.permutation(len(data))]
+
+
+@given(batches_of_data(), st.integers(8, 80))
+@settings(max_examples=60, deadline=None)
+def test_no_other_cut_computes_less(data, budget):
+    """Against every way to cut the sorted datums: tokens, and a 32nd of the budget for each batch."""
+    order = [i for batch in pack(data, 10**6) for i in batch.members][:9]
+    data = [data[i] for i in order]
+    found = pack(data, budget)
+    assert [i for batch in found for i in batch.members] == list(range(len(data)))
+    one = functools.cache(lambda i, j: pack(data[i:j], 10**6)[0].tokens.size)
+    best = np.inf
+    for bits in itertools.product((False, True), repeat=max(0, len(data) - 1)):
+        cuts = [0, *(k for k, cut in enumerate(bits, 1) if cut), len(data)]
+        parts = [p for p in itertools.pairwise(cuts) if p[0] < p[1]]
+        if all(one(*p) <= budget or p[1] == p[0] + 1 for p in parts):
+            best = min(best, sum(one(*p) + budget / 32 for p in parts))
+    assert not data or sum(b.tokens.size + budget / 32 for b in found) == pytest.approx(best)
+
+
+def test_groups_stay_whole():
+    """Two groups of 110 tokens do not fit into 200; cut in the middle of one, its prompt would be computed twice."""
+    data = [rlkit.Datum.supervised(np.arange(p, p + 61), np.full(11, k + 100)) for p in (1, 5, 9) for k in range(5)]
+    assert [batch.tokens.size for batch in pack(data, 200)] == [61 + 5 * 10] * 3
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_many_datums_are_packed_fast_enough(share):
+    """Ten thousand of them: no step is quadratic."""
+    rng = np.random.default_rng(0)
+    data = [
+        rlkit.Datum.supervised(rng.integers(3, 50, 4), rng.integers(3, 50, rng.integers(1, 8))) for _ in range(10**4)
+    ]
+    batches = pack(data, 16384, share=share)
+    assert sorted(i for batch in batches for i in batch.members) == list(range(10**4))
+
+
+@given(batches_of_data(), st.integers(4, 60))
+@settings(max_examples=60, deadline=None)
+def test_rows_of_pairs_stay_within_the_budget(data, budget):
+    """Padded rows count, also where the first of a pair is the longer one."""
+    data = [datum for datum in data if datum.mask.any()]
+    data = data[: len(data) // 2 * 2]
+    for batch in pack(data, budget, pairs=True, share=False):
+        assert len(batch.members) == 2 or batch.rows()[0].size <= budget
+
+
+def test_the_longer_of_a_pair_counts():
+    """Pairs of 9 and 1 tokens: two pairs are four rows of 9, not of 1."""
+    data = [rlkit.Datum.supervised([3], np.arange(4, 4 + n)) for n in (9, 1, 9, 1)]
+    assert [len(batch.members) for batch in pack(data, 20, pairs=True, share=False)] == [2, 2]
