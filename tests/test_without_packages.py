@@ -77,6 +77,20 @@ def test_what_needs_torch_says_so_at_the_call():
     assert "write 1 - 0.2 and 1 + 0.2" in lines[-1]
 
 
+def test_tools_need_jsonschema_for_schemas_alone():
+    """Calls are read without it; checking their arguments names it before any text is looked at."""
+    program = """
+import rlkit.tools as tools
+text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+assert tools.parse(text).calls[0].name == "f"
+try:
+    tools.parse(text, tools=[{"name": "f", "parameters": {"type": "object"}}])
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert re.match(r"checking arguments .* needs jsonschema: pip install .*tools\]", printed(["jsonschema"], program))
+
+
 def test_a_foreign_error_is_not_taken_for_a_missing_package(monkeypatch):
     """A backend of a package whose own import fails raises that import's error."""
     monkeypatch.setitem(rlkit.backends.registry, "theirs", "nothing_of_that_name:Backend")

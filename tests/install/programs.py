@@ -96,6 +96,18 @@ def rollouts():
     played(progress=True)
 
 
+def tools():
+    """A function as a tool, whose arguments are checked."""
+    from rlkit.tools import parse, schema
+
+    def add(x: int) -> int:
+        """Adds."""
+        return x
+
+    text = '<tool_call>{"name": "add", "arguments": {"x": "1"}}</tool_call>'
+    assert "not of type 'integer'" in parse(text, tools=[schema(add)]).errors[0].problem
+
+
 def tinker():
     """Samples, learns by a hosted loss and saves on a server of the API, without torch."""
     assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"

@@ -217,7 +217,7 @@ def test_calls_are_answered_in_order():
     assert contents[0] == "2"
     assert contents[1].startswith("The call of nothing was not made: there is no such tool.")
     assert contents[2] == '{"waited": 2}'
-    assert "arguments.x: '1' is a string, not an integer" in contents[3]
+    assert "arguments.x: '1' is not of type 'integer'" in contents[3]
     assert [message["tool_call_id"] for message in result.observation] == [f"call{i:05d}" for i in range(4)]
     assert (result.reward, result.terminated, dict(result.info)) == (
         0.0,
