@@ -12,33 +12,29 @@ Reading is left to OmegaConf (the extra ``config``); what the keys may be is sai
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import attrs
 
-from rlkit import _check, _install
+from rlkit import _check, _yaml
 from rlkit.errors import ConfigError
 
 __all__ = ["describe", "dump", "load", "read_env", "secret"]
 
 T = TypeVar("T")
-_MAX_BYTES = 1_000_000
-_MAX_ALIASES = 100
-_SHOWN = 200  # characters of somebody else's message
-_MAX_DEPTH = 50  # the parsers' time grows with its square
 _ENV_LINE = re.compile(r"""([A-Za-z_]\w*)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\"']).*?))(?:\s+#.*)?""")
 SECRET = "rlkit.secret"  # noqa: S105  # the name of a mark
 
 
 def secret(variable: str) -> Any:
-    """A field that comes from the environment alone: ``key: str | None = secret("SERVICE_KEY")``.
+    """Make a field that is read from the environment alone: ``key: str | None = secret("SERVICE_KEY")``.
 
     It may not stand in a file or an override, is not shown, and is never written. None where the variable is not set.
     """
@@ -46,7 +42,7 @@ def secret(variable: str) -> Any:
 
 
 def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> T:
-    """An instance of an attrs class from its defaults, a YAML file, and overrides, the later the stronger.
+    """Fill an attrs class from its defaults, a YAML file and overrides; later ones win.
 
     Args:
         kind: the class; its fields may be attrs classes too.
@@ -55,8 +51,8 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
         overrides: texts ``"a.b=value"``, the value as in YAML; ``"a.0.b=value"`` is of the first entry of a list.
 
     Raises:
-        ConfigError: the file can not be read, a key is unknown, or a value is of another kind; the message has the
-            whole path of the key, and the nearest one that exists.
+        ConfigError: the file cannot be read, a key is unknown, or a value has another type; the message has the whole
+            path of the key, and the closest one that exists.
 
     >>> @attrs.frozen
     ... class Lora:
@@ -73,31 +69,12 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
     """
     if not attrs.has(kind):
         raise ConfigError(_check.problem("load(kind)", f"got {_check.shown(kind)}", "a class made with attrs"))
-    omega = _omegaconf()
-    given = omega.OmegaConf.create({})
-    if path is not None:
-        given = omega.OmegaConf.merge(given, _read(omega, Path(path)))
-    for text in overrides:
-        if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-/\[\]]+", text.partition("=")[0]):
-            raise ConfigError(_check.problem("override", f"is {_cut(repr(text))}", "key.of.it=value"))
-        key, _, value = text.partition("=")
-        _shallow(key, text)
-        try:
-            read = omega.OmegaConf.to_container(omega.OmegaConf.from_dotlist([f"it={value}"]))["it"]
-            omega.OmegaConf.update(given, key, read, merge=True, force_add=True)
-        except _failures(omega) as error:
-            raise ConfigError(f"{_cut(key)}: can not be set: {_reason(error)}") from error
-    try:
-        plain = omega.OmegaConf.to_container(given, resolve=True, throw_on_missing=True)
-    except _failures(omega) as error:
-        where = "the settings" if path is None else str(path)
-        raise ConfigError(f"{where}: {_reason(error)}") from error
-    found: T = _built(kind, plain, "")
-    return found
+    made: T = _structure(kind, _yaml.read(path, overrides), "")
+    return made
 
 
 def dump(config: Any) -> dict[str, Any]:
-    """``config`` as plain data, without its secrets; ``load`` takes it back.
+    """Return ``config`` as plain data without its secrets; ``load`` reads it back.
 
     >>> @attrs.frozen
     ... class Settings:
@@ -114,7 +91,7 @@ def dump(config: Any) -> dict[str, Any]:
 
 
 def describe(kind: type[Any]) -> str:
-    """One line for each setting: its key, kind, default, and what the class's docstring says of it.
+    """Return one line per setting: its key, type, default, and description from the class's docstring.
 
     >>> @attrs.frozen
     ... class Settings:
@@ -133,13 +110,13 @@ def describe(kind: type[Any]) -> str:
 
 
 def read_env(path: str | os.PathLike[str]) -> None:
-    """Puts the lines ``NAME=value`` of a file such as .env into the environment, where it does not have them.
+    """Set environment variables from the lines ``NAME=value`` of a file such as .env; those that are set stay.
 
-    A value may stand in quotes; ``#`` after a space begins a comment; ``export`` before the name does nothing. Nothing
-    is put in for other variables. A file that is not there is as an empty one.
+    A value may be quoted; ``#`` after a space begins a comment; ``export`` before the name is ignored; ``$NAME`` is not
+    expanded. A missing file is treated as empty.
 
     Raises:
-        ConfigError: it can not be read, or a line has another form; the message names the line, not what is in it.
+        ConfigError: it cannot be read, or a line has another form; the message has the line's number, not its text.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / ".env"
@@ -153,163 +130,86 @@ def read_env(path: str | os.PathLike[str]) -> None:
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can not be read: {type(error).__name__}") from error
+        raise ConfigError(f"{path} cannot be read: {type(error).__name__}") from error
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue
-        found = _ENV_LINE.fullmatch(text)
-        if found is None:
+        match = _ENV_LINE.fullmatch(text)
+        if match is None:
             raise ConfigError(f"{path}, line {number}: is not of the form NAME=value")
-        os.environ.setdefault(found[1], next(x for x in found.groups()[1:] if x is not None))
+        os.environ.setdefault(match[1], next(value for value in match.groups()[1:] if value is not None))
 
 
-def _omegaconf() -> Any:
-    try:
-        omega = importlib.import_module("omegaconf")
-        importlib.import_module("omegaconf.errors")
-    except ImportError as error:
-        raise ConfigError(f"rlkit.config needs omegaconf: {_install.command('config')}") from error
-    return omega
-
-
-def _read(omega: Any, path: Path) -> Any:
-    yaml = importlib.import_module("yaml")
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device has no end
-            raise ConfigError(f"{path} can not be read as settings: it is no file")
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes, which no settings need")
-        text = path.read_text("utf-8")
-        _shallow(str(path), text)
-        aliases = depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            aliases += isinstance(event, yaml.AliasEvent)
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep, which no settings are")
-        if aliases > _MAX_ALIASES:  # a few lines of them can stand for more than fits into memory
-            raise ConfigError(f"{path} has {aliases} aliases; at most {_MAX_ALIASES} are read")
-        found = omega.OmegaConf.create(text)
-    except ConfigError:
-        raise
-    except _failures(omega) as error:
-        raise ConfigError(f"{path} can not be read as settings: {_reason(error)}") from error
-    if not isinstance(found, omega.DictConfig):
-        raise ConfigError(f"{path} holds no mapping of settings")
-    return found
-
-
-def _failures(omega: Any) -> tuple[type[Exception], ...]:
-    """What reading, setting and resolving raise: the parsers pass on what Python says of a value."""
-    yaml = importlib.import_module("yaml").YAMLError
-    kinds = (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-        RecursionError,
-    )
-    return (omega.errors.OmegaConfBaseException, yaml, *kinds)
-
-
-def _shallow(where: str, text: str) -> None:
-    """Raises where brackets are nested deeper than settings are, before a parser sees them."""
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
-        if depth > _MAX_DEPTH:
-            raise ConfigError(f"{_cut(where)}: brackets are nested more than {_MAX_DEPTH} deep, which no settings are")
-    if text.count("${") > _MAX_BYTES // 1000:
-        raise ConfigError(f"{_cut(where)}: there are more than {_MAX_BYTES // 1000} references to other values")
-
-
-def _reason(error: Exception) -> str:
-    """Why a file can not be read, in one short line: the parsers' own messages show the place, or all of a text."""
-    mark = getattr(error, "problem_mark", None)  # of a yaml.MarkedYAMLError
-    if mark is not None:
-        return f"line {mark.line + 1}, column {mark.column + 1}: {_cut(str(getattr(error, 'problem', '')))}"
-    return _cut(str(error).strip().partition("\n")[0]) or type(error).__name__
-
-
-def _cut(text: str, most: int = _SHOWN) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _built(kind: type[Any], given: Any, where: str) -> Any:
-    """An instance of an attrs class from a mapping."""
-    if not isinstance(given, Mapping):
-        raise ConfigError(_check.problem(where or "the settings", f"got {_check.shown(given)}", "a mapping"))
+def _structure(kind: type[attrs.AttrsInstance], values: object, where: str) -> Any:
+    """Make an instance of an attrs class from a mapping."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(_check.problem(where or "the settings", f"got {_check.shown(values)}", "a mapping"))
     fields = {field.name: field for field in attrs.fields(kind) if field.init}
     hints = _hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        path = f"{where}.{_cut(str(key), 60)}" if where else _cut(str(key), 60)
-        field = fields.get(key)
-        if field is None:
+    arguments: dict[str, object] = {}
+    for key, value in values.items():
+        path = f"{where}.{_yaml.cut(str(key), 60)}".lstrip(".")
+        if key not in fields:
             raise ConfigError(f"{path}: there is no such setting{_check.near(str(key), fields)}")
-        if SECRET in field.metadata:
-            raise ConfigError(f"{path}: is read from the environment alone, from {field.metadata[SECRET]}")
-        values[key] = _value(hints.get(key, Any), value, path)
+        if variable := fields[key].metadata.get(SECRET):
+            raise ConfigError(f"{path}: is read from the environment alone, from {variable}")
+        arguments[key] = _convert(hints.get(key, Any), value, path)
     for name, field in fields.items():
-        if SECRET in field.metadata:
-            values[name] = os.environ.get(field.metadata[SECRET]) or None
-        elif name not in values and field.default is attrs.NOTHING:
-            raise ConfigError(f"{where}.{name}".lstrip(".") + ": is needed, and is not given")
+        if variable := field.metadata.get(SECRET):
+            arguments[name] = os.environ.get(variable) or None
+        elif name not in arguments and field.default is attrs.NOTHING:
+            raise ConfigError(f"{where}.{name}".lstrip(".") + ": required setting is missing")
     try:
-        return kind(**values)
+        return kind(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """``value`` as what the annotation says."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or hint is object:
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """Return ``value`` as the type of an annotation; nothing but a whole number for a float is converted silently."""
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint in (Any, object):
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        options = [a for a in arguments if a is not type(None)]
-        for option in options[:-1]:
-            try:
-                return _value(option, value, where)
-            except ConfigError:
-                continue
-        return _value(options[-1], value, where)
+        *options, last = [option for option in arguments if option is not type(None)]
+        for option in options:
+            with contextlib.suppress(ConfigError):
+                return _convert(option, value, where)
+        return _convert(last, value, where)
     if origin is Literal:
         if isinstance(value, bool):  # which YAML makes of some words
             words = ("yes", "on", "true") if value else ("no", "off", "false")
             value = next((word for word in words if word in arguments), value)
         if value in arguments and not isinstance(value, bool):
             return value
-        raise ConfigError(_check.problem(where, f"is {_cut(repr(value))}", "one of " + ", ".join(map(repr, arguments))))
-    if isinstance(hint, type) and attrs.has(hint):
-        return _built(hint, value, where)
-    if origin in (list, tuple, Sequence) or hint in (list, tuple):
+        raise ConfigError(
+            _check.problem(where, f"is {_yaml.cut(repr(value))}", "one of " + ", ".join(map(repr, arguments)))
+        )
+    if attrs.has(hint):
+        return _structure(hint, value, where)
+    if origin in (list, tuple, Sequence):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(_check.problem(where, f"is {_check.shown(value)}", "a list"))
-        item = arguments[0] if arguments else Any
-        made = [_value(item, x, f"{where}[{i}]") for i, x in enumerate(value)]
-        return tuple(made) if tuple in (origin, hint) else made
-    if origin in (dict, Mapping) or hint is dict:
+        items = [_convert(arguments[0] if arguments else Any, item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(_check.problem(where, f"is {_check.shown(value)}", "a mapping"))
         item = arguments[1] if arguments else Any
-        return {str(k): _value(item, v, f"{where}.{k}") for k, v in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return {str(key): _convert(item, x, f"{where}.{key}") for key, x in value.items()}
+    if hint is float and type(value) is int:
         try:
             return float(value)
         except OverflowError as error:
-            raise ConfigError(_check.problem(where, "is larger than any float", "a value of kind float")) from error
-    if isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+            raise ConfigError(_check.problem(where, "is larger than any float", "a value of type float")) from error
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
-    raise ConfigError(_check.problem(where, f"is {_cut(repr(value))}", f"a value of kind {_name(hint)}"))
+    raise ConfigError(_check.problem(where, f"is {_yaml.cut(repr(value))}", f"a value of type {_name(hint)}"))
 
 
 def _plain(value: Any) -> Any:
@@ -322,15 +222,15 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _rows(kind: type[Any], where: str) -> Any:
-    hints, texts = _hints(kind), _texts(kind)
+def _rows(kind: type[attrs.AttrsInstance], where: str) -> Iterator[tuple[str, str, str]]:
+    """Yield key, type with default, and description of each setting."""
+    hints, texts = _hints(kind), _descriptions(kind)
     for field in attrs.fields(kind):
         hint, key = hints.get(field.name, Any), f"{where}{field.name}"
-        if isinstance(hint, type) and attrs.has(hint):
+        if attrs.has(hint):
             yield from _rows(hint, f"{key}.")
             continue
-        variable = field.metadata.get(SECRET)
-        default = field.default
+        variable, default = field.metadata.get(SECRET), field.default
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             default = default.factory() if not default.takes_self else "..."
         if isinstance(default, str) and not default.isprintable():
@@ -339,27 +239,26 @@ def _rows(kind: type[Any], where: str) -> Any:
         yield key, f"from ${variable}" if variable else shown, texts.get(field.name, "")
 
 
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    """The annotations, also of a class that was made inside of a function and names others from there."""
+def _hints(kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
+    """Return the annotations, also of a class that was made inside of a function and names others from there."""
     near = {type(f.default).__name__: type(f.default) for f in attrs.fields(kind) if attrs.has(type(f.default))}
     return typing.get_type_hints(kind, localns=near)
 
 
-def _texts(kind: type[Any]) -> dict[str, str]:
-    """What the section Args of the class's docstring says of each field."""
-    found: dict[str, str] = {}
+def _descriptions(kind: type[object]) -> dict[str, str]:
+    """Return what the section Args of the class's docstring says of each field."""
+    texts: dict[str, str] = {}
     names: list[str] = []
     for line in (kind.__doc__ or "").partition("Args:")[2].splitlines():
-        match = re.match(r"\s*((?:\w+, )*\w+): (.*)", line)
-        if match:
+        if match := re.match(r"\s*((?:\w+, )*\w+): (.*)", line):
             names = match[1].split(", ")
-            found |= dict.fromkeys(names, match[2].strip())
+            texts |= dict.fromkeys(names, match[2].strip())
         elif line.strip() and names and line.startswith(" " * 8):
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
         elif not line.strip():
             names = []
-    return found
+    return texts
 
 
-def _name(hint: Any) -> str:
+def _name(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

@@ -83,7 +83,7 @@ def test_overrides_reach_into_lists_and_mappings(tmp_path):
     assert found.extra == {"a": 1.0, "b/c": 4.0, "d": 5.0}
     assert load(Settings, path, ["sizes=[4]", "decay=${sizes.0}"]).sizes == (4,)
     for override in ("sizes.5=1", "anything.x.rank=1"):
-        with pytest.raises(rlkit.ConfigError, match=r"^(sizes\.5|anything\.x\.rank): can not be set"):
+        with pytest.raises(rlkit.ConfigError, match=r"^(sizes\.5|anything\.x\.rank): cannot be set"):
             load(Settings, path, [override])
 
 
@@ -100,7 +100,7 @@ def test_what_is_dumped_is_read_back(tmp_path):
     [
         ("needed: x\nrtae: 1", [], "rtae: there is no such setting; did you mean 'rate'"),
         ("needed: x\nlora: {rnak: 1}", [], "lora.rnak.*did you mean 'rank'"),
-        ("rate: 1", [], "needed: is needed"),
+        ("rate: 1", [], "needed: required setting is missing"),
         ("needed: 3", [], "needed: is 3"),
         ("needed: x\nrate: fast", [], "rate"),
         ("needed: x\nrate: true", [], "rate: is True"),
@@ -120,31 +120,31 @@ def test_what_is_dumped_is_read_back(tmp_path):
         ("needed: x\nrate: ${nothing}", [], "nothing"),
         ("needed: ???", [], "needed"),
         ("- 1\n- 2", [], "no mapping"),
-        ("needed: [x", [], "can not be read as settings: line 1, column 11: expected ',' or ']'"),
-        ("needed: x\nrate: 1\nrate: 2", [], "can not be read as settings: line 3, column 1: found duplicate key rate"),
-        ("needed: ${x", [], "can not be read"),
-        ("needed: !!python/object/apply:os.system ['touch /tmp/never']", [], "can not be read"),
+        ("needed: [x", [], "cannot be read as settings: line 1, column 11: expected ',' or ']'"),
+        ("needed: x\nrate: 1\nrate: 2", [], "cannot be read as settings: line 3, column 1: found duplicate key rate"),
+        ("needed: ${x", [], "cannot be read"),
+        ("needed: !!python/object/apply:os.system ['touch /tmp/never']", [], "cannot be read"),
         ("a: &a [1]\nb: [" + "*a, " * 200 + "1]", [], "200 aliases"),
         ("needed: " + "x" * 1_100_000, [], "bytes"),
-        ("\x00", [], "can not be read"),
+        ("\x00", [], "cannot be read"),
         ("needed: " + "[" * 50_000, [], "brackets are nested more than 50 deep"),
         ("needed: " + "{a: " * 3000, [], "brackets are nested"),
         ("needed:\n  " + "- " * 3000 + "x", [], "is nested more than 50 deep"),
         ("".join(" " * i + "a:\n" for i in range(900)), [], "is nested more than 50 deep"),
         ("needed: " + "${" * 2000, [], "brackets are nested"),
         ("needed: '" + "${rate}" * 2000 + "'", [], "more than 1000 references"),
-        ("rate: " + "1" * 10_000, [], "can not be read"),
+        ("rate: " + "1" * 10_000, [], "cannot be read"),
         ("rate: 0x" + "f" * 10_000, [], "rate: is larger than any float"),
-        ("needed: !!binary 'x'", [], "can not be read"),
-        ("needed: x", ["rate=" + "1" * 10_000], "rate: can not be set"),
-        ("needed: x", ["needed=!!python/object/apply:os.system [id]"], "needed: can not be set.*constructor"),
+        ("needed: !!binary 'x'", [], "cannot be read"),
+        ("needed: x", ["rate=" + "1" * 10_000], "rate: cannot be set"),
+        ("needed: x", ["needed=!!python/object/apply:os.system [id]"], "needed: cannot be set.*constructor"),
         ("needed: x", ["needed=" + "[" * 5000], "needed: brackets are nested"),
-        ("needed: x", ["needed='"], "needed: can not be set"),
-        ("needed: x", ["needed=\ud800"], "needed: can not be set"),
-        ("needed: x", [".".join("a" * 3000) + "=1"], "can not be set|there is no such setting"),
+        ("needed: x", ["needed='"], "needed: cannot be set"),
+        ("needed: x", ["needed=\ud800"], "needed: cannot be set"),
+        ("needed: x", [".".join("a" * 3000) + "=1"], "cannot be set|there is no such setting"),
         ("needed: x", ["q" * 100_000], "override"),
-        ("root:x:0:0:root:/root:/bin/bash\n" * 1000, [], "there is no such setting|can not be read"),
-        ("x" * 900_000 + ": 1", [], "there is no such setting|can not be read"),
+        ("root:x:0:0:root:/root:/bin/bash\n" * 1000, [], "there is no such setting|cannot be read"),
+        ("x" * 900_000 + ": 1", [], "there is no such setting|cannot be read"),
         ("needed: x\nmaybe: " + "y" * 900_000, [], "maybe"),
     ],
 )
@@ -165,7 +165,7 @@ def test_as_deep_as_settings_are(tmp_path):
 
 def test_files_that_are_none(tmp_path):
     for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(rlkit.ConfigError, match="can not be read"):
+        with pytest.raises(rlkit.ConfigError, match="cannot be read"):
             load(Settings, path)
     with pytest.raises(rlkit.ConfigError, match="attrs"):
         load(dict)

@@ -244,7 +244,7 @@ def test_on_tinker(tmp_path, monkeypatch):
     ("arguments", "match"),
     [
         (["batchsize=3"], "batchsize: there is no such setting; did you mean 'batch_size'"),
-        (["batch_size=many"], "batch_size: is 'many'; expected a value of kind int"),
+        (["batch_size=many"], "batch_size: is 'many'; expected a value of type int"),
         (["max_steps"], "override: is 'max_steps'"),
         (["credit=grpo"], "credit=grpo compares episodes of a group; group_size is 1"),
         (["group_size=5"], "num_env=8 is no multiple of group_size=5"),

@@ -298,7 +298,7 @@ def test_the_documents_settings_load():
     ("overrides", "match"),
     [
         (["batchsize=3"], "batchsize: there is no such setting; did you mean 'batch_size'"),
-        (["batch_size=many"], "batch_size: is 'many'; expected a value of kind int"),
+        (["batch_size=many"], "batch_size: is 'many'; expected a value of type int"),
         (
             ["environments.digits.num_rolouts=3"],
             r"environments.digits.num_rolouts: there is no such setting",
@@ -327,7 +327,7 @@ def test_mistakes(overrides, match, settings, tmp_path):
 
 
 def test_no_file_and_no_key(settings, tmp_path, monkeypatch):
-    refused(program, arguments(tmp_path / "nothing.yaml", tmp_path), "nothing.yaml can not be read")
+    refused(program, arguments(tmp_path / "nothing.yaml", tmp_path), "nothing.yaml cannot be read")
     (tmp_path / ".env").write_text("TINKER_API_KEY\n")
     refused(program, arguments(settings(), tmp_path), r"\.env, line 1: is not of the form NAME=value")
     (tmp_path / ".env").unlink()
