@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import os
 import random
@@ -139,7 +140,7 @@ def taken_over(mutant: Mutant, living: Mapping[Key, list[FunctionType]]) -> set[
     spaces = [fresh, *(vars(x) for x in fresh.values() if isinstance(x, type) and x.__module__ == module.__name__)]
     differ: set[Key] = set()
     for name, new in [pair for space in spaces for pair in space.items()]:
-        new = getattr(new, "__func__", new)  # of class methods
+        new = inspect.unwrap(getattr(new, "__func__", new))  # of class methods; wrappers share their code
         if type(new) is FunctionType:
             for old in living.get(key(new.__code__), []):
                 for part in ("__defaults__", "__kwdefaults__", "__dict__"):
