@@ -43,6 +43,7 @@ import numpy as np  # noqa: F401 - imported before the first fork, since it take
 import pytest
 import torch
 from _pytest.runner import runtestprotocol
+from _pytest.warnings import catch_warnings_for_item
 from mutations import ROOT, Mutant, codes, compiled, mutants
 
 RESULTS = Path(__file__).parent / "results"
@@ -167,6 +168,12 @@ def imported_anew(mutant: Mutant, tests: list[str]) -> bool:
     return pytest.main([*tests, *OPTIONS, "-x"]) == 0
 
 
+def ran(item: pytest.Item) -> list[pytest.TestReport]:
+    """Run a test under the filters of warnings that its marks ask for."""
+    with catch_warnings_for_item(config=item.config, ihook=item.ihook, when="runtest", item=item):
+        return runtestprotocol(item, log=False, nextitem=None)
+
+
 def traced(items: list[pytest.Item], record: Path) -> bool:
     """Whether all tests pass; what each took and called goes to a file."""
     found = []
@@ -174,7 +181,7 @@ def traced(items: list[pytest.Item], record: Path) -> bool:
         seen: set[CodeType] = set()
         sys.settrace(lambda frame, _event, _arg, seen=seen: seen.add(frame.f_code))  # None: no line by line
         start = time.perf_counter()
-        reports = runtestprotocol(item, log=False, nextitem=None)
+        reports = ran(item)
         sys.settrace(None)
         if any(r.failed for r in reports):
             return False
@@ -186,7 +193,7 @@ def traced(items: list[pytest.Item], record: Path) -> bool:
 
 def quiet(items: list[pytest.Item]) -> bool:
     """Whether all of these tests pass; the first that fails ends it."""
-    return not any(r.failed for item in items for r in runtestprotocol(item, log=False, nextitem=None))
+    return not any(r.failed for item in items for r in ran(item))
 
 
 class Loop:
