@@ -28,13 +28,14 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import attrs
@@ -179,10 +180,16 @@ def traced(items: list[pytest.Item], record: Path) -> bool:
     found = []
     for item in items:
         seen: set[CodeType] = set()
-        sys.settrace(lambda frame, _event, _arg, seen=seen: seen.add(frame.f_code))  # None: no line by line
+
+        def trace(frame: FrameType, _event: str, _arg: Any, seen: set[CodeType] = seen) -> None:
+            seen.add(frame.f_code)  # None is returned: no line by line
+
+        sys.settrace(trace)
+        threading.settrace(trace)  # the workers of backends
         start = time.perf_counter()
         reports = ran(item)
         sys.settrace(None)
+        threading.settrace(None)
         if any(r.failed for r in reports):
             return False
         inside = [key(code) for code in seen if code.co_filename.startswith(str(ROOT))]

@@ -51,6 +51,15 @@ RANGES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any], list[Any]
     (rewards.stop_properly, {"rewards": [1.0], "truncated": [True]}, "coef", [1.0, -BIG], [1.0000001, -2 * BIG]),
     (rewards.whitening, {"rewards": [1.0, 2.0]}, "eps", [0.0], [DOWN]),
     (rewards.whitening, {"rewards": [1.0, 2.0]}, "ddof", [0, 1], [-1, 2]),
+    (rewards.stop_properly, {"truncated": [True]}, "rewards", [[BIG]], [[2 * BIG], [np.inf]]),
+    (rewards.repetition_penalty, {}, "tokens", [[[1, 2]], [[]]], [[[1, 2], 3], [], 3]),
+    (
+        rewards.nonterminal_reward,
+        {"rewards": [[1.0]], "finished": [True]},
+        "value",
+        [-BIG, BIG],
+        [-2 * BIG, 2 * BIG],
+    ),
     (rewards.affine, {"rewards": [1.0]}, "bias", [-BIG, BIG], [-2 * BIG, 2 * BIG]),
     (rewards.think_format, {"texts": ["a"]}, "tags", [("<", ">")], [("", ">"), ("<", 1), ("<",)]),
     *[
@@ -65,6 +74,10 @@ RANGES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any], list[Any]
             (schedules.chord_schedule, {"warmup_steps": 2, "decay_steps": 3}),
         )
     ],
+    (schedules.wsd, {"step": 0, "peak": 1.0, "steps": 9, "decay_steps": 3}, "warmup_steps", [0, 6], [-1, 0.5]),
+    (schedules.wsd, {"step": 0, "peak": 1.0, "steps": 9}, "decay_steps", [0, 9], [-1, 10]),
+    (schedules.chord_schedule, {"step": 1, "decay_steps": 3}, "warmup_steps", [0], [-1]),
+    (schedules.chord_schedule, {"step": 1, "warmup_steps": 2}, "decay_steps", [0], [-1]),
     (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, "valley", [0.0, 0.9], [DOWN, 1.1]),
     (schedules.chord_schedule, {"step": 1, "warmup_steps": 2, "decay_steps": 3}, "peak", [1.0, 0.05], [1.1, DOWN]),
 ]
@@ -90,6 +103,58 @@ def test_what_is_on_an_end_counts_as_inside() -> None:
     assert filters.overlong([0], max_length=0).keep.tolist() == [True]
     score = corrections.clip_b(entropy=[0.5, 1.0], logprobs=[-0.5, -1.0], advantages=[-1.0, -1.0], mu=1.0)
     assert score.tolist() == [1.0, 1.0]  # of two scores each is one deviation from the mean, the lower on the bound
+
+
+def test_sequences_of_one_token() -> None:
+    """A mean over one token is that token's value, and nothing at a threshold of 0 is off it without a difference."""
+    one = {"trainer_logprobs": [[-1.0], [-3.0]], "sampling_logprobs": [[-1.5], [-1.0]]}
+    bounds = {"clip_low_threshold": 0.2, "clip_high_threshold": 1.5}
+    kept = [row.tolist() for row in corrections.geometric_sequence_mask(**one, **bounds)]
+    assert kept == [[0.0], [0.0]], "ratios of 1.65 and 0.135"
+    half = [
+        row.tolist()
+        for row in corrections.divergence_rejection(**one, level="sequence-mean", estimator="k2", threshold=0.125)
+    ]
+    assert half == [[1.0], [0.0]], "0.5 * 0.5 ** 2 is on the threshold"
+    same = {"trainer_logprobs": [-1.0, -2.0], "sampling_logprobs": [-1.0, -2.0]}
+    for level in ("token", "sequence-max", "sequence-mean", "sequence-sum"):
+        assert corrections.divergence_rejection(**same, level=level, threshold=0.0).tolist() == [1.0, 1.0]
+
+
+def test_groups_of_one() -> None:
+    """A group of one reward has a mean, and lies in a band or not; it counts among the groups."""
+    assert filters.difficulty_band([[0.5], [0.9]], high=0.6).keep.tolist() == [True, False]
+    assert metrics.group_informativeness([[1.0], [0.0, 1.0]]) == {"zero": 0.5, "too_easy": 0.5, "too_hard": 0.0}
+
+
+def test_one_problem_or_many() -> None:
+    """``n`` and ``c`` are both numbers or both arrays."""
+    for n, c in ((4, [1, 2]), ([4, 4], 1)):
+        with pytest.raises(DataError, match=r"^[nc]: has shape"):
+            metrics.pass_at_k(n, c, 2)
+
+
+def test_selections_are_themselves() -> None:
+    """Selections are compared by identity, since their arrays have no one truth value."""
+    first, second = (filters.Selection([True], {}) for _ in range(2))  # type: ignore[arg-type]
+    assert first == first
+    assert first != second
+    assert len({first, second}) == 2
+
+
+def test_the_first_unknown_reward_is_named() -> None:
+    """Of several."""
+    with pytest.raises(DataError, match=r"^rewards\[1\]: is 0.5"):
+        rewards.mapping([1.0, 0.5, 0.25], {1.0: 1.0})
+
+
+def test_rows_of_any_form() -> None:
+    """Lists of lists of different lengths are as good as arrays."""
+    lists = {"entropy": [[0.5], [1.0, 0.2]], "logprobs": [[-0.5], [-1.0, -0.1]], "advantages": [[-1.0], [-1.0, 1.0]]}
+    sums = {"sum_p2": [[0.5], [0.6, 0.9]], "sum_p2_logp": [[-0.3], [-0.2, -0.1]]}
+    flat = {name: np.concatenate(rows) for name, rows in {**lists, **sums}.items()}
+    ragged = np.concatenate(corrections.clip_v(**lists, **sums, mu=0.5))
+    assert ragged.tolist() == corrections.clip_v(**flat, mu=0.5).tolist()
 
 
 def test_schedules_at_their_corners() -> None:

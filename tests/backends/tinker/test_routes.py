@@ -11,6 +11,7 @@ import pytest
 
 import rlkit
 from rlkit import losses
+from rlkit.backends.tinker import routes
 from rlkit.backends.tinker.session import Session
 from rlkit.losses import with_entropy, with_kl
 from rlkit.server import losses as served
@@ -165,6 +166,24 @@ def test_a_mask_is_sent_as_a_cross_entropy_anywhere(dividing_service):
         assert policy.route([data[0].with_inputs(weights=0.5)], "cross_entropy").calls == ("cispo",)
 
 
+def test_what_takes_the_place_of_a_weighted_cross_entropy():
+    """cispo whose ratio is 1, with the weights as advantages; matrices, masks and other losses stay as they are."""
+    half, mask, matrix = np.array([0.5, 1.0]), np.array([0.0, 1.0]), np.ones((2, 3)) / 2
+    (part,) = [routes.without_weights(routes.Part("cross_entropy", {}, [{"weights": half}, None, {"weights": mask}]))]
+    assert (part.loss, part.config) == ("cispo", {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0})
+    assert part.arrays[0]["advantages"].tolist() == [0.5, 1.0]
+    assert part.arrays[0]["logprobs"].tolist() == [0.0, 0.0]
+    assert part.arrays[1] is None
+    for loss, arrays in (
+        ("cross_entropy", [{"weights": mask}]),
+        ("cross_entropy", [{"weights": mask}, {"weights": matrix}]),
+        ("cross_entropy", [{"weights": half}, {"weights": matrix}]),
+        ("ppo", [{"weights": half}]),
+    ):
+        same = routes.Part(loss, {}, arrays)
+        assert routes.without_weights(same) is same
+
+
 def test_a_matrix_of_weights_is_warned_about_once(dividing_service):
     """It goes by no other loss."""
     data = episodes("topk_forward_kl")
@@ -226,6 +245,10 @@ def test_a_function_is_run_as_it_is_written(service):
 def test_what_hosted_losses_cannot_say_takes_another_way(service):
     """Negative weights under a minimum, and advantages that differ under gspo, are not folded."""
     data = [d.with_inputs(weights=-0.5) for d in episodes("ppo")]
+    for datum in episodes("ppo"):  # one negative weight is enough
+        weights = np.ones(int(datum.mask.sum()))
+        weights[-1] = -0.5
+        assert check_equal(connect(service), [datum.with_inputs(weights=weights)], "ppo").kind == "server"
     for name in ("ppo", "decoupled_ppo", "gspo_token", "mix"):
         own = [d.with_inputs(weights=-0.5) for d in episodes(name)]
         assert check_equal(connect(service), own, name).kind == "server"
@@ -301,6 +324,16 @@ def test_topr_with_negative_weights(service):
     """The advantage decides in which call a token counts, not the sign of its weight."""
     data = [d.with_inputs(weights=-0.5) for d in episodes("topr")]
     assert check_equal(connect(service), data, "topr").kind == "composed"
+
+
+def test_mix_within_a_datum(service):
+    """Tokens of the expert and of the policy in one datum, and a datum of either alone."""
+    data = []
+    for i, datum in enumerate(episodes("mix")):
+        n = int(datum.mask.sum())
+        expert = [np.arange(n) % 2, np.zeros(n), np.ones(n), np.arange(n) > 0][i % 4]
+        data.append(datum.with_inputs(expert=expert.astype(float)))
+    assert check_equal(connect(service), data, "mix").kind == "composed"
 
 
 def test_mix_without_mu(service):
