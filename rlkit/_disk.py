@@ -1,21 +1,42 @@
-"""Making what was written outlast a power failure, as far as a file system can."""
+"""Files that outlast a power failure, as far as the file system can, and are there whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["owned", "synced"]
+__all__ = ["owned", "replacing", "synced"]
 
 # What systems answer where there is no such thing as syncing, on network drives and some that are mounted by programs.
 _UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _warned: set[int] = set()  # devices
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give an empty file beside ``path`` that only its owner reads; it replaces ``path`` if the block raises nothing.
+
+    Raises:
+        OSError: it could not be written; ``path`` is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
+        yield temporary
+        synced(temporary)
+        temporary.replace(path)
+        synced(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def synced(path: Path) -> None:
-    """Syncs a file or a folder.
+    """Sync a file or a folder.
 
     A file system that cannot do it is no reason to stop: of files it is warned once for each, of folders not at all,
     as databases have it, since most that cannot sync a folder write names at once.
@@ -42,7 +63,7 @@ def synced(path: Path) -> None:
 
 
 def owned(path: Path) -> None:
-    """Lets nobody but its owner read a file, where the file system knows owners."""
+    """Let nobody but its owner read a file, where the file system knows owners."""
     try:
         path.chmod(0o600)
     except OSError as error:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
-import logging
 import math
 import os
-import queue
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn, Self, TypeAlias
 
 from rlkit import _check
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError
+from rlkit.tracking.delivery import QueuedDelivery
 from rlkit.trajectory import Group, Trajectory
+from rlkit.trajectory.types import checked_groups
 
 __all__ = ["OpenRewardUpload"]
 
@@ -27,14 +28,16 @@ _URL = "https://api.openreward.ai"
 _EVENTS = 100  # in a request
 _TYPES = {"user": "user_message", "assistant": "assistant_message", "system": "system_message", "tool": "tool_result"}
 
-_log = logging.getLogger(__name__)
+_Event: TypeAlias = dict[str, object]
+_Post: TypeAlias = Callable[[Mapping[str, object], float], None]
 
 
 class OpenRewardUpload:
-    """Uploads in a thread of its own, over a queue of limited length. A context manager.
+    """Uploads trajectories in a thread of its own, over a queue of limited length. A tracker and a context manager.
 
-    ``submit`` returns at once. What does not fit into the queue, and what can not be sent after some attempts, is left
-    out and counted in ``metrics``; a warning is logged at the first time.
+    ``submit`` returns at once. What does not fit into the queue, and what cannot be sent after some attempts, is left
+    out and counted in ``metrics``; a warning is logged the first time. ``Run(trackers=[...])`` takes it too: of a run
+    it uploads the trajectories, not the numbers.
 
     Args:
         run: the run's name there.
@@ -68,59 +71,48 @@ class OpenRewardUpload:
         if not isinstance(api_key, str) or not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key: is no printable text")
         self.run = run
-        self._attempts = _check.integer("attempts", attempts, low=1)
-        self._timeout = _check.real("timeout", timeout, above=0.0, why="seconds")
-        self._waiting: queue.Queue[tuple[Group, Trajectory] | None] = queue.Queue(
-            _check.integer("capacity", capacity, low=1)
-        )
-        self._request = _requests(url.rstrip("/") + "/v1/rollouts", api_key)
-        self._closing = threading.Event()
-        self._counts = {"sent": 0, "failed": 0, "dropped": 0}
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="rlkit-upload", daemon=True)
-        self._thread.start()
+        attempts = _check.integer("attempts", attempts, low=1)
+        timeout = _check.real("timeout", timeout, above=0.0, why="seconds")
+        client = _Client(_requests(url.rstrip("/") + "/v1/rollouts", api_key), timeout, attempts)
+        self._delivery = QueuedDelivery(client, type(self).__name__, _check.integer("capacity", capacity, low=1))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Trajectories "upload/sent", "upload/failed" (could not be), "upload/dropped" (no room), "upload/waiting"."""
-        with self._lock:
-            counts = {f"upload/{name}": float(number) for name, number in self._counts.items()}
-        return counts | {"upload/waiting": 0.0 if self._closing.is_set() else float(self._waiting.qsize())}
+        """Trajectories "upload/sent", "upload/failed" (gave an error), "upload/dropped" (no room), "upload/waiting"."""
+        counts = {"sent": self._delivery.receiver.sent, "waiting": self._delivery.waiting}
+        counts |= {name: self._delivery.counts[name] for name in ("failed", "dropped")}
+        return {f"upload/{name}": float(number) for name, number in counts.items()}
 
     def submit(self, groups: Iterable[Group] | Group) -> None:
-        """Queues the trajectories of these groups; never waits.
+        """Queue the trajectories of these groups; never wait.
 
         Raises:
             DataError: something else than groups.
         """
-        groups = [groups] if isinstance(groups, Group) else list(groups)
-        for i, group in enumerate(groups):
-            if not isinstance(group, Group):
-                raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
-        for group in groups:
+        for group in checked_groups(groups):
             for trajectory in group.trajectories:
-                try:
-                    if self._closing.is_set():
-                        raise queue.Full
-                    self._waiting.put_nowait((group, trajectory))
-                except queue.Full:
-                    self._count("dropped", "there was no room for it in the queue")
+                self._delivery.do(functools.partial(_Client.send, run=self.run, group=group, trajectory=trajectory))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing: numbers are not uploaded."""
+
+    def log_trajectories(
+        self,
+        groups: Iterable[Group],
+        step: int,  # noqa: ARG002  # a group has its own
+        *,
+        advantages: Sequence[object] | None = None,  # noqa: ARG002
+        trainer_logprobs: Sequence[object] | None = None,  # noqa: ARG002
+    ) -> None:
+        """Queue the trajectories, as ``submit`` does."""
+        self.submit(groups)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Sends what waits for up to ``timeout`` seconds, then gives it up."""
-        _check.real("timeout", timeout, low=0.0, why="seconds")
-        ends = time.monotonic() + timeout
-        if not self._closing.is_set():
-            while self._waiting.unfinished_tasks and self._thread.is_alive() and time.monotonic() < ends:
-                time.sleep(0.01)
-        self._closing.set()
-        while True:
-            try:
-                self._waiting.get_nowait()
-            except queue.Empty:
-                break
-            self._count("dropped", "the upload was closed")
-        self._waiting.put(None)
+        """Send what waits for up to ``timeout`` seconds, then give it up."""
+        deadline = time.monotonic() + _check.real("timeout", timeout, low=0.0, why="seconds")
+        self._delivery.end()
+        self._delivery.wait(deadline)
+        self._delivery.receiver.closing.set()
 
     def __enter__(self) -> Self:
         return self
@@ -131,26 +123,31 @@ class OpenRewardUpload:
     def __repr__(self) -> str:
         return f"OpenRewardUpload({self.run!r}, {self.metrics})"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("an upload holds a key and a thread; it is not pickled")
 
-    def _work(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            try:
-                for events in _requests_of(self.run, *item):
-                    self._send(events)
-                with self._lock:
-                    self._counts["sent"] += 1
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to end a run
-                self._count("failed", f"{type(error).__name__}: {error}")
-            finally:
-                self._waiting.task_done()
 
-    def _send(self, events: list[dict[str, Any]]) -> None:
+class _Client:
+    """Sends one trajectory after the other, each request several times if need be."""
+
+    def __init__(self, post: _Post, timeout: float, attempts: int) -> None:
+        self.sent = 0
+        self.closing = threading.Event()
+        self._post, self._timeout, self._attempts = post, timeout, attempts
+
+    def send(self, run: str, group: Group, trajectory: Trajectory) -> None:
+        for events in _requests_of(run, group, trajectory):
+            self._send(events)
+        self.sent += 1
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _send(self, events: list[_Event]) -> None:
         pause = 0.5
         for attempt in range(1, self._attempts + 1):
             try:
-                self._request({"events": events}, self._timeout)
+                return self._post({"events": events}, self._timeout)
             except urllib.error.HTTPError as error:
                 error.close()
                 if attempt == self._attempts or (error.code < 500 and error.code != 429):
@@ -158,32 +155,24 @@ class OpenRewardUpload:
             except (OSError, http.client.HTTPException):
                 if attempt == self._attempts:
                     raise
-            else:
-                return
-            if self._closing.wait(pause):
+            if self.closing.wait(pause):
                 raise ConnectionError("closed before it could be sent again")
             pause *= 2
-
-    def _count(self, name: str, why: str) -> None:
-        with self._lock:
-            self._counts[name] += 1
-            first = self._counts[name] == 1
-        if first:
-            _log.warning("upload to OpenReward: a trajectory was left out (%s): %s", name, why)
+        return None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect would take the key to another address."""
 
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """None: the answer is an error."""
+    def redirect_request(self, *args: object, **kwargs: object) -> None:
+        """Return None, so that the answer is an error."""
 
 
-def _requests(url: str, api_key: str) -> Any:
-    """What posts a body; the key stays inside."""
+def _requests(url: str, api_key: str) -> _Post:
+    """Make the function that posts a body; the key stays inside of it."""
     opener = urllib.request.build_opener(_NoRedirect)
 
-    def post(body: Mapping[str, Any], timeout: float) -> None:
+    def post(body: Mapping[str, object], timeout: float) -> None:
         data = json.dumps(body, default=repr).encode()
         headers = {"Content-Type": "application/json", "x-api-key": api_key, "User-Agent": "rlkit"}
         request = urllib.request.Request(url, data, headers, method="POST")  # noqa: S310  # http or https, checked
@@ -193,10 +182,10 @@ def _requests(url: str, api_key: str) -> Any:
     return post
 
 
-def _requests_of(run: str, group: Group, trajectory: Trajectory) -> Iterator[list[dict[str, Any]]]:
-    """The events of one trajectory, in the order in which they are to arrive."""
+def _requests_of(run: str, group: Group, trajectory: Trajectory) -> Iterator[list[_Event]]:
+    """Yield the events of one trajectory, request by request, in the order in which they are to arrive."""
     name, now = str(uuid.uuid4()), int(time.time() * 1000)
-    start = {
+    start: _Event = {
         "eventType": "rollout",
         "eventId": name,
         "timestamp": now,
@@ -207,7 +196,7 @@ def _requests_of(run: str, group: Group, trajectory: Trajectory) -> Iterator[lis
         "metadata": dict(trajectory.tags) | {"ended": trajectory.ended, "reward": _finite(trajectory.reward)},
     }
     yield [start]
-    info: dict[str, Any] = {"current_step": group.step}
+    info: _Event = {"current_step": group.step}
     if trajectory.index is not None:
         info["task_index"] = trajectory.index
     events = list(_messages(name, now, trajectory))
@@ -218,17 +207,17 @@ def _requests_of(run: str, group: Group, trajectory: Trajectory) -> Iterator[lis
         yield events[i : i + _EVENTS]
 
 
-def _messages(rollout: str, now: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+def _messages(rollout: str, now: int, trajectory: Trajectory) -> Iterator[_Event]:
     rewards = iter([math.nan if turn.rewards == () else turn.reward for turn in trajectory.turns])  # NaN: none
     for index, message in enumerate(trajectory.messages):
         kind = _TYPES.get(str(message.get("role")), "user_message")
         content = message.get("content")
-        body: dict[str, Any] = {"type": kind, "content": content if isinstance(content, str) else json.dumps(content)}
+        body: _Event = {"type": kind, "content": content if isinstance(content, str) else json.dumps(content)}
         if kind == "tool_result":
             body["callId"] = str(message.get("tool_call_id", ""))
         if kind == "assistant_message":
             body["reward"] = _finite(next(rewards, math.nan))
-        head = {"eventType": "message", "eventId": str(uuid.uuid4()), "timestamp": now, "index": index}
+        head: _Event = {"eventType": "message", "eventId": str(uuid.uuid4()), "timestamp": now, "index": index}
         yield {k: v for k, v in (head | {"rolloutEventId": rollout} | body).items() if v is not None}
 
 

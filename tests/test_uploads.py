@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import attrs
 import pytest
 
+import rlkit
 from rlkit import ConfigError, DataError, Sample
 from rlkit.trajectory import Group, Trajectory, Turn
 from rlkit.uploads import OpenRewardUpload
@@ -118,7 +119,9 @@ def test_refused(server, caplog):
     with OpenRewardUpload("run", url=server.url, api_key=KEY) as upload:
         upload.submit([group(), group(), group()])
     assert (upload.metrics["upload/failed"], upload.metrics["upload/sent"]) == (2, 1)
-    assert len([r for r in caplog.records if "left out" in r.message]) == 1
+    assert [r.message.partition(";")[0] for r in caplog.records] == [
+        "tracker OpenRewardUpload failed: HTTPError: HTTP Error 401: Unauthorized"
+    ]
 
 
 def test_a_redirect_is_not_followed(server):
@@ -140,6 +143,16 @@ def test_a_server_that_hangs_holds_up_nothing(server):
     assert upload.metrics["upload/sent"] == 0
     upload.submit(group())
     assert upload.metrics["upload/dropped"] + 1 >= 50
+
+
+def test_a_run_uploads_its_trajectories(server, tmp_path):
+    """It is a tracker: a run's trajectories are sent, its numbers are not, and closing the run sends what waits."""
+    upload = OpenRewardUpload("run", url=server.url, api_key=KEY)
+    with rlkit.Run(tmp_path, trackers=[upload], seed=0) as run:
+        run.log({"train/loss": 0.5})
+        run.log_trajectories([group()])
+    assert upload.metrics["upload/sent"] == 1
+    assert [event["eventType"] for _, _, body in server.seen for event in body["events"]][:2] == ["rollout", "message"]
 
 
 def test_no_server():

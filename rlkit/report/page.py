@@ -13,6 +13,7 @@ from typing import Any
 
 import rlkit
 from rlkit import _check
+from rlkit._disk import replacing
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.report import curves
 from rlkit.report.episodes import Episodes, chosen, texts
@@ -94,16 +95,11 @@ def write(
         "unread": run.unread,
         "texts": texts(vocabulary, episodes.tokens),
     }
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123  # a descriptor, with its mode
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(_pieces(redact(run.name), about, episodes.parts))
-        temporary.replace(path)
     except OSError as error:
         raise CheckpointError(f"{path}: can not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

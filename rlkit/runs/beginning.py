@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 import attrs
 
 from rlkit import _check
-from rlkit._disk import synced
+from rlkit._disk import replacing
 from rlkit.backends.sampling import entropy_of
 from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
@@ -151,15 +150,9 @@ def _changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
+    """Write JSON, whole or not at all."""
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-        synced(temporary)
-        temporary.replace(path)
-        synced(path.parent)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1, allow_nan=False), "utf-8")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"could not write {path}: {error}") from error

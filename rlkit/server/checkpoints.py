@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 import attrs
 
+from rlkit._disk import replacing
 from rlkit.errors import CheckpointError, RlkitError
 from rlkit.server.requests import ApiError
 from rlkit.types import Lora
@@ -240,12 +240,8 @@ class Checkpoints:
             {"format": _FORMAT, "states": states, "runs": runs, "unwanted": [str(x) for x in self._unwanted]}, indent=1
         )
         self._index.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._index.with_suffix(".partial")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._index)
+        with replacing(self._index) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 def _lora(item: Mapping[str, Any]) -> Lora:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -10,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlkit._disk import synced
+from rlkit._disk import replacing, synced
 from rlkit.errors import CheckpointError
 
 __all__ = ["record_of", "rewound"]
@@ -94,20 +93,11 @@ def _cut(path: Path, step: int, place: int) -> int:
 
 
 def _rewritten(path: Path, pieces: list[tuple[int, int]]) -> None:
-    """Puts a file with these pieces of it in its place."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        with path.open("rb") as old, open(descriptor, "wb") as new:  # noqa: PTH123  # a descriptor, with its mode
-            for begin, end in pieces:
-                old.seek(begin)
-                _copied(old, new, end - begin)
-        synced(temporary)
-        temporary.replace(path)
-        synced(path.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    """Replace a file by these pieces of it."""
+    with replacing(path) as temporary, path.open("rb") as old, temporary.open("wb") as new:
+        for begin, end in pieces:
+            old.seek(begin)
+            _copied(old, new, end - begin)
 
 
 def _copied(old: BinaryIO, new: BinaryIO, count: int) -> None:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-import logging
-import queue
-import threading
+import operator
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.tracking import pertoken, values
+from rlkit.tracking.delivery import Delivery, QueuedDelivery
 from rlkit.tracking.protocol import Tracker
-from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
 from rlkit.trajectory.types import checked_groups
 
 __all__ = ["Several"]
-
-_log = logging.getLogger(__name__)
-_Call = Callable[[Any], None]
 
 
 class Several:
@@ -63,21 +57,21 @@ class Several:
             raise ConfigError(_check.problem("trackers", "is empty", "at least one"))
         _check.integer("capacity", capacity, low=1)
         self._timeout = _check.real("timeout", timeout, low=0.0, why="seconds")
-        self._lanes: list[_Lane] = []
+        self._deliveries: list[Delivery[Tracker]] = []
         for tracker in trackers:
             name = type(tracker).__name__
-            name += f"-{sum(lane.name.partition('-')[0] == name for lane in self._lanes) + 1}" * any(
-                lane.name.partition("-")[0] == name for lane in self._lanes
+            name += f"-{sum(delivery.name.partition('-')[0] == name for delivery in self._deliveries) + 1}" * any(
+                delivery.name.partition("-")[0] == name for delivery in self._deliveries
             )
             direct = bool(getattr(tracker, "inline", False))
-            self._lanes.append((_Lane if direct else _Threaded)(tracker, name, capacity))
+            self._deliveries.append((Delivery if direct else QueuedDelivery)(tracker, name, capacity))
 
     @property
     def metrics(self) -> dict[str, float]:
         """What was lost so far: "tracking/<tracker>/failed", "/dropped" (no room), "/refused" (could not be logged)."""
         found: dict[str, float] = {}
-        for lane in self._lanes:
-            found |= {f"tracking/{lane.name}/{what}": float(n) for what, n in sorted(lane.counts.items())}
+        for delivery in self._deliveries:
+            found |= {f"tracking/{delivery.name}/{what}": float(n) for what, n in sorted(delivery.counts.items())}
         return found
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -89,8 +83,8 @@ class Several:
             numbers = _good(metrics)
             if not numbers or isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 return
-        for lane in self._lanes:
-            lane.do(lambda tracker: tracker.log(dict(numbers), step))
+        for delivery in self._deliveries:
+            delivery.do(lambda tracker: tracker.log(dict(numbers), step))
 
     def log_trajectories(
         self,
@@ -109,22 +103,22 @@ class Several:
         except Exception as error:  # noqa: BLE001
             self._refuse(error)
             return
-        for lane in self._lanes:
-            lane.do(lambda tracker: tracker.log_trajectories(list(listed), step, **extras))
+        for delivery in self._deliveries:
+            delivery.do(lambda tracker: tracker.log_trajectories(list(listed), step, **extras))
 
     def rewind(self, step: int) -> None:
         """Tells those trackers that can that the run goes on from ``step``."""
-        for lane in self._lanes:
-            if callable(getattr(lane.tracker, "rewind", None)):
-                lane.do(lambda tracker: tracker.rewind(step))
+        for delivery in self._deliveries:
+            if callable(getattr(delivery.receiver, "rewind", None)):
+                delivery.do(operator.methodcaller("rewind", step))
 
     def close(self) -> None:
         """Closes all trackers, side by side; after ``timeout`` seconds what still waits is given up, and counted."""
         ends = time.monotonic() + self._timeout
-        for lane in self._lanes:
-            lane.end()
-        for lane in self._lanes:
-            lane.wait(ends)
+        for delivery in self._deliveries:
+            delivery.end()
+        for delivery in self._deliveries:
+            delivery.wait(ends)
 
     def __enter__(self) -> Self:
         return self
@@ -133,97 +127,8 @@ class Several:
         self.close()
 
     def _refuse(self, error: Exception) -> None:
-        for lane in self._lanes:
-            lane.count("refused", f"was given what can not be logged: {error}")
-
-
-class _Lane:
-    """A tracker whose calls are made at once."""
-
-    def __init__(self, tracker: Tracker, name: str, capacity: int) -> None:
-        self.tracker = tracker
-        self.name = name
-        self.capacity = capacity
-        self.counts: Counter[str] = Counter()
-        self.ended = False
-        self._lock = threading.Lock()
-
-    def do(self, call: _Call) -> None:
-        if not self.ended:
-            self.run(call)
-
-    def run(self, call: _Call) -> None:
-        try:
-            call(self.tracker)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the run goes on
-            self.count("failed", f"failed: {type(error).__name__}: {error}")
-
-    def count(self, what: str, text: str, number: int = 1) -> None:
-        """Counts; says so the first time."""
-        with self._lock:
-            first = what not in self.counts
-            self.counts[what] += number
-        if first:
-            _log.warning("tracker %s %s; the run goes on, and this is not said again", self.name, redact(text))
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self.run(lambda tracker: tracker.close())
-
-    def wait(self, ends: float) -> None:
-        """Nothing is under way."""
-
-
-class _Threaded(_Lane):
-    """A tracker whose calls are made in a thread of its own."""
-
-    def __init__(self, tracker: Tracker, name: str, capacity: int) -> None:
-        super().__init__(tracker, name, capacity)
-        self._waiting: queue.Queue[_Call | None] = queue.Queue(capacity + 1)  # and the end
-        self._thread: threading.Thread | None = None
-        self._gone = threading.Event()
-
-    def do(self, call: _Call) -> None:
-        if self.ended:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"rlkit-{self.name}", daemon=True)
-            self._thread.start()
-        if self._waiting.qsize() >= self.capacity:
-            self.count("dropped", f"is slower than the run: {self.capacity} calls wait for it, and one was left out")
-            return
-        self._waiting.put_nowait(call)
-
-    def _work(self) -> None:
-        while True:
-            call = self._waiting.get()
-            if self._gone.is_set():
-                return
-            self.run(call or (lambda tracker: tracker.close()))
-            if call is None:
-                return
-
-    def end(self) -> None:
-        if self.ended:
-            return
-        self.ended = True
-        if self._thread is None:  # nothing was logged, so nothing is open
-            self._thread = threading.Thread(target=self._work, name=f"rlkit-{self.name}", daemon=True)
-            self._thread.start()
-        self._waiting.put_nowait(None)
-
-    def wait(self, ends: float) -> None:
-        if self._thread is None or self._gone.is_set():
-            return
-        self._thread.join(max(0.0, ends - time.monotonic()))
-        if self._thread.is_alive():
-            self._gone.set()
-            left = max(0, self._waiting.qsize() - 1)
-            if left:
-                self.count("dropped", f"was not done in time: {left} calls were given up", left)
-            else:
-                self.count("failed", "was not done in time")
+        for delivery in self._deliveries:
+            delivery.count("refused", f"was given what can not be logged: {error}")
 
 
 def _good(metrics: Any) -> dict[str, float]:
