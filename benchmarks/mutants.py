@@ -91,9 +91,9 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/backends/tinker/test_routes.py"],
     ),
     "recipes": (
-        ["rlkit/recipes/credit.py", "rlkit/recipes/batch.py"],
-        ["tests/recipes/test_parts.py"],
-        ["tests/recipes/test_parts.py"],
+        ["rlkit/credit/*.py", "rlkit/recipes/batch.py"],
+        ["tests/test_credit.py"],
+        ["tests/test_credit.py", "tests/recipes/test_parts.py"],
     ),
 }
 OPTIONS = ["-qs", "-pno:cacheprovider", "-otimeout=0", "-Wignore::pytest.PytestAssertRewriteWarning"]

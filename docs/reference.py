@@ -79,6 +79,7 @@ OBJECTS = {
         "function reasoning_gym gem openreward gymnasium mixture",
         "rlkit.trajectory": "Turn Trajectory Group Failure datums",
     },
+    "Credit": {"rlkit.credit": "assign Batch Item weigh minibatches"},
     "Runs": {
         "rlkit": "Run",
         "rlkit.runs": "Record Retention records",

@@ -12,9 +12,9 @@ import argparse
 import numpy as np
 
 import rlkit
-from rlkit import losses
-from rlkit.advantages import token_weights
+from rlkit import credit, losses
 from rlkit.filters import zero_variance
+from rlkit.trajectory import Group
 
 ALGORITHMS = {  # name: (estimator, loss, settings of the loss, token weighting)
     "GRPO": ("grpo", "ppo", {}, "seq-mean-token-mean"),
@@ -44,19 +44,12 @@ def run(name: str, steps: int) -> list[float]:
         texts = [[policy.tokenizer.decode(s.tokens) for s in group] for group in samples]
         rewards = np.array([[sum(c.isdigit() for c in text) / 6 for text in group] for group in texts])
         means.append(float(rewards.mean()))
-        advantages = rlkit.advantages.registry[estimator](rewards).ravel()
-        keep = zero_variance(rewards).keep  # groups that teach nothing
-        flat = [sample for group in samples for sample in group]
-        weights = token_weights([sample.tokens.size for sample in flat], mode)
-        data = []
-        for k in np.flatnonzero(np.repeat(keep, rewards.shape[1])):
-            inputs = {"weights": weights[k]}
-            if name.endswith("KL"):  # the reference is asked only where it is used
-                whole = np.concatenate([flat[k].prompt, flat[k].tokens])
-                inputs["reference_logprobs"] = reference.logprobs(whole).result()[flat[k].prompt.size :]
-            data.append(flat[k].datum(advantages[k], **inputs))
-        if data:
-            policy.forward_backward(data, loss, config=config)
+        keep = zero_variance(rewards).keep  # the others teach nothing
+        kept = [Group.of_samples(samples[i], rewards[i]) for i in np.flatnonzero(keep)]
+        if kept:
+            asked = reference if name.endswith("KL") else None  # only where it is used
+            batch = credit.assign(kept, estimator, weights=mode, reference=asked)
+            policy.forward_backward(batch.data, loss, config=config)
             policy.optim_step(rlkit.Adam(learning_rate=0.05))
     return means
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 import rlkit
-from rlkit.advantages import grpo, token_weights
+from rlkit import credit
 from rlkit.corrections import sequence_mask
 from rlkit.envs import Tasks, function
 from rlkit.metrics import kl_v1
@@ -36,16 +36,13 @@ def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float) ->
     with async_rollouts(policy, tasks, size=4, steps=steps, max_lag=lag, plan=plan) as batches:
         for step, groups in enumerate(batches):
             began = time.monotonic()
-            samples = [t.turns[0].sample for group in groups for t in group.trajectories]
-            advantages = np.concatenate([grpo(group.rewards) for group in groups])
-            weights = token_weights([s.tokens.size for s in samples], "token-mean")
-            data = [s.datum(a) for s, a in zip(samples, advantages, strict=True)]
+            data = credit.assign(groups, "grpo", weights="token-mean").data
             pair = {
                 "trainer_logprobs": policy.forward(data).result().selected,
-                "sampling_logprobs": [s.logprobs for s in samples],
+                "sampling_logprobs": [d.select(d.inputs["sampling_logprobs"]) for d in data],
             }
             near = sequence_mask(**pair)  # 1 for the tokens of sequences whose ratio lies in [0.5, 2], 0 for the others
-            data = [d.with_inputs(weights=w * mask) for d, w, mask in zip(data, weights, near, strict=True)]
+            data = [d.with_inputs(weights=d.inputs["weights"] * mask) for d, mask in zip(data, near, strict=True)]
             policy.forward_backward(data, "ppo")
             policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
             means.append(float(np.mean([group.rewards.mean() for group in groups])))

@@ -13,12 +13,11 @@ import argparse
 import numpy as np
 
 import rlkit
-from rlkit.advantages import grpo, token_weights
+from rlkit import credit
 from rlkit.chat import Chat
 from rlkit.envs import Action, Mixture, Settings, StepResult, Tasks, function, mixture
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import Plan, rollout_sync
-from rlkit.trajectory import datums
 
 WAYS = {"<-": "l", "->": "r"}  # a sign, and the answer that it wants
 PLAIN = "{% for message in messages %}{{ message.content }} {% endfor %}"  # the toy sees the last words
@@ -69,13 +68,7 @@ def train(steps: int) -> tuple[list[float], rlkit.evaluation.Evaluation]:
         for step in range(steps):
             with policy.sampler().result() as sampler:
                 groups = rollout_sync(sampler, tasks("train").batch(step, 8), step=step, plan=plan)
-            trajectories = [t for group in groups for t in group.trajectories]
-            advantages = np.concatenate([grpo(group.rewards) for group in groups])
-            weights = token_weights([t.token_count for t in trajectories])
-            data = []
-            for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
-                data += datums(trajectory, advantage, weights=weight)
-            policy.forward_backward(data, "ppo")
+            policy.forward_backward(credit.assign(groups, "grpo").data, "ppo")
             policy.optim_step(rlkit.Adam(learning_rate=0.1)).result()
             means.append(groups.metrics["env/maze/reward"])
             print(f"step {step:2}  maze {means[-1]:.2f} of 3, out {groups.metrics['env/maze/info/out']:.2f}")

@@ -18,10 +18,10 @@ import attrs
 import numpy as np
 
 import rlkit
-from rlkit import config
-from rlkit.advantages import on_policy_distillation, token_weights
+from rlkit import config, credit
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.chat import Chat
+from rlkit.trajectory import Group
 
 PROMPTS = ["Call me.", "Which room?", "How many?", "Your number?"]
 
@@ -88,15 +88,12 @@ def train(s: Settings) -> list[float]:
             with policy.sampler().result() as sampler:
                 asked = [sampler.sample(prompt, params, n=s.samples) for prompt in prompts]
                 samples = [sample for future in asked for sample in future.result()]
-            theirs = rlkit.reference_logprobs(teacher, samples).result()
-            own = [x.logprobs for x in samples]
-            advantages = on_policy_distillation(teacher_logprobs=theirs, sampling_logprobs=own)
-            weights = token_weights([x.tokens.size for x in samples], "token-mean")
-            data = [x.datum(a, weights=w) for x, a, w in zip(samples, advantages, weights, strict=True)]
-            policy.forward_backward(data, "importance_sampling")
+            group = Group.of_samples(samples, np.zeros(len(samples)))
+            batch = credit.assign([group], "on_policy_distillation", level="token", teacher=teacher)
+            policy.forward_backward(batch.data, "importance_sampling")
             policy.optim_step(rlkit.Adam(learning_rate=s.learning_rate)).result()
-            kls.append(float(np.mean(np.concatenate(own) - np.concatenate(theirs))))
-            run.log({"train/kl_teacher": kls[-1]})
+            kls.append(batch.metrics["train/kl_teacher"])
+            run.log(batch.metrics)
             run.checkpoint(policy, every=s.save_every)
             print(f"step {step:3}  KL to the teacher {kls[-1]:6.3f}  {policy.tokenizer.decode(samples[0].tokens)!r}")
     return kls

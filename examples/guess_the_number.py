@@ -15,14 +15,19 @@ import time
 from typing import Any
 
 import rlkit
+from rlkit import credit
 from rlkit.advantages import discounted_returns, rebn
 from rlkit.chat import Chat
 from rlkit.envs import gem
 from rlkit.rollouts import Plan, rollout_sync
-from rlkit.trajectory import datums
 
 ENVIRONMENT = "game:GuessTheNumber-v0-easy"
 BOX = "\\boxed{"
+
+
+def returns(rewards: list[Any]) -> list[Any]:
+    """What is still to come at each turn, discounted, compared with all turns of the batch (ReBN)."""
+    return rebn(discounted_returns(rewards, gamma=0.9))
 
 
 def train(folder: str, *, model: str, steps: int, episodes: int, rate: float) -> list[tuple[float, float]]:
@@ -40,14 +45,11 @@ def train(folder: str, *, model: str, steps: int, episodes: int, rate: float) ->
             started = time.monotonic()
             with policy.sampler().result() as sampler:
                 groups = rollout_sync(sampler, tasks.batch(step, episodes), step=step, plan=plan)
-            trajectories = [t for group in groups for t in group.trajectories]
-            returns = discounted_returns([t.rewards for t in trajectories], gamma=0.9)
-            data: list[Any] = []
-            for trajectory, advantages in zip(trajectories, rebn(returns), strict=True):
-                data += datums(trajectory, advantages, split="allow")
-            fb = policy.forward_backward(data, "importance_sampling")
+            batch = credit.assign(groups, returns, level="turn", weights=None, split="allow")
+            fb = policy.forward_backward(batch.data, "importance_sampling")
             policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
-            texts = [policy.tokenizer.decode(turn.tokens) for t in trajectories for turn in t.turns]
+            turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
+            texts = [policy.tokenizer.decode(turn.tokens) for turn in turns]
             formed = sum(bool(re.match(r"\s*\d+\s*\}", text)) for text in texts) / len(texts)
             mean = groups.metrics["env/guess/reward"]
             curve.append((mean, formed))

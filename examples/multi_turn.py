@@ -13,13 +13,13 @@ import argparse
 import numpy as np
 
 import rlkit
-from rlkit.advantages import discounted_returns, rebn, token_weights
+from rlkit import credit
+from rlkit.advantages import discounted_returns, rebn
 from rlkit.chat import Chat
 from rlkit.envs import Action, StepResult, Tasks
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import Plan, rollout_sync
 from rlkit.storage import append
-from rlkit.trajectory import datums
 
 
 class GuessDigit:
@@ -46,6 +46,11 @@ class GuessDigit:
         """Nothing to free."""
 
 
+def turn_advantages(rewards: list[np.ndarray]) -> list[np.ndarray]:
+    """What is still to come at each turn, discounted, compared with all turns of the batch."""
+    return rebn(discounted_returns(rewards, gamma=0.9))
+
+
 def train(steps: int, *, keep: str | None = None) -> tuple[list[float], rlkit.evaluation.Evaluation]:
     """The mean return of each step, and a score on games that were not trained on."""
     policy = rlkit.connect("toy", seed=0)
@@ -58,13 +63,8 @@ def train(steps: int, *, keep: str | None = None) -> tuple[list[float], rlkit.ev
             groups = rollout_sync(sampler, tasks.batch(step, 4), step=step, plan=plan)
         if keep is not None:
             append(keep, groups)
-        trajectories = [t for group in groups for t in group.trajectories]
-        returns = discounted_returns([t.rewards for t in trajectories], gamma=0.9)
-        weights = token_weights([t.token_count for t in trajectories])
-        data = []
-        for t, advantages, weight in zip(trajectories, rebn(returns), weights, strict=True):
-            data += datums(t, advantages, weights=weight)  # one number per turn, one datum per game
-        policy.forward_backward(data, "ppo")
+        batch = credit.assign(groups, turn_advantages, level="turn")  # one number per turn, one datum per game
+        policy.forward_backward(batch.data, "ppo")
         policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
         means.append(groups.metrics["env/digit/reward"])
         print(

@@ -24,11 +24,10 @@ import attrs
 import numpy as np
 
 import rlkit
-from rlkit import advantages, config, envs, losses, rewards, tracking
+from rlkit import advantages, config, credit, envs, losses, rewards, tracking
 from rlkit.chat import Chat
 from rlkit.filters import zero_variance
 from rlkit.rollouts import Plan, rollout_sync
-from rlkit.trajectory import datums
 from rlkit.uploads import OpenRewardUpload
 
 ESTIMATORS: dict[str, Any] = {
@@ -228,12 +227,11 @@ def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int)
     metrics = dict(groups.metrics) | {"time/sample": sampled - began}
     metrics["train/groups_without_signal"] = float(sum(kept.dropped.values()))
     metrics["train/reward"] = float(np.nanmean(np.concatenate(clamped)))  # within its bounds
-    data: list[rlkit.Datum] = []
-    for keep, group, reward in zip(kept.keep, groups, clamped, strict=True):
-        if keep:
-            for trajectory, a in zip(group.trajectories, ESTIMATORS[s.advantage_calculation](reward), strict=True):
-                data += datums(trajectory, a, split="allow")
-    if data:  # without any there is no step, since there is nothing to learn
+    if kept.keep.any():  # without any there is no step, since there is nothing to learn
+        informative = [group for group, keep in zip(groups, kept.keep, strict=True) if keep]
+        rewards_of = np.concatenate([r for r, keep in zip(clamped, kept.keep, strict=True) if keep])
+        estimator = ESTIMATORS[s.advantage_calculation]
+        data = credit.assign(informative, estimator, rewards=rewards_of, weights=None, split="allow").data
         fb = policy.forward_backward(data, s.loss_fn, config=s.loss_fn_config)
         update = policy.optim_step(s.adam())
         metrics |= tracking.train_metrics(data, fb.result(), update.result())

@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 
 import rlkit
-from rlkit.advantages import grpo, token_weights
+from rlkit import credit
 from rlkit.backends import Sampler, TrainerBackend
 from rlkit.envs import Tasks
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import rollout_sync
 from rlkit.tracking import read_metrics, train_metrics
-from rlkit.trajectory import datums
 
 try:
     import reasoning_gym
@@ -77,17 +76,16 @@ def train(run: rlkit.Run, policy: TrainerBackend, tasks: Tasks, args: argparse.N
         groups = rollout_sync(sampler, batch, step=run.step, **own, **PLAIN)
     sampled = time.perf_counter()
 
-    trajectories = [t for group in groups for t in group.trajectories]
-    advantages = np.concatenate([grpo(group.rewards) for group in groups])
-    weights = token_weights([t.token_count for t in trajectories], "token-mean")
-    data = [d for t, a, w in zip(trajectories, advantages, weights, strict=True) for d in datums(t, a, weights=w)]
-    loss = policy.forward_backward(data, "ppo")
+    batch = credit.assign(groups, "grpo", weights="token-mean")  # each token's advantage and weight
+    loss = policy.forward_backward(batch.data, "ppo")
     update = policy.optim_step(args.adam)  # submitted before the loss is read
 
+    trajectories = [t for group in groups for t in group.trajectories]
     means = np.array([group.rewards.mean() for group in groups])
     metrics = {
         **groups.metrics,
-        **train_metrics(data, loss.result(), update.result()),
+        **batch.metrics,
+        **train_metrics(batch.data, loss.result(), update.result()),
         "reward/std_error": float(means.std() / max(1, len(means) - 1) ** 0.5),
         "reward/without_signal": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "reward/with_number": with_number(trajectories),
@@ -96,7 +94,7 @@ def train(run: rlkit.Run, policy: TrainerBackend, tasks: Tasks, args: argparse.N
         "time/train": time.perf_counter() - sampled,
     }
     run.log(metrics)
-    run.log_trajectories(groups, advantages=advantages, trainer_logprobs=loss.result().selected)
+    run.log_trajectories(groups, advantages=batch.advantages, trainer_logprobs=loss.result().selected)
     return metrics
 
 

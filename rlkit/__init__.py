@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import chat as chat
     from rlkit import config as config
     from rlkit import corrections as corrections
+    from rlkit import credit as credit
     from rlkit import critics as critics
     from rlkit import envs as envs
     from rlkit import evaluation as evaluation
@@ -70,6 +71,7 @@ else:
         "chat",
         "config",
         "corrections",
+        "credit",
         "critics",
         "envs",
         "evaluation",

@@ -34,7 +34,7 @@ def peer_hints(
     """
     found: list[np.ndarray | None] = []
     for group in groups:
-        rewards = np.array([trajectory.reward for trajectory in group.trajectories], float)
+        rewards = np.array([t.reward if t.token_count else np.nan for t in group.trajectories], float)
         scored = bool(np.isfinite(rewards).any())
         best: list[int] = np.flatnonzero(rewards == np.nanmax(rewards)).tolist() if scored else []
         differ = scored and np.nanmin(rewards) < np.nanmax(rewards)

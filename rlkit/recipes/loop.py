@@ -10,10 +10,12 @@ from typing import Any
 import attrs
 import numpy as np
 
+from rlkit.backends import reference_logprobs
+from rlkit.credit import Batch, Item, minibatches
 from rlkit.evaluation import Evaluation, evaluate_sync
 from rlkit.recipes import models
 from rlkit.recipes.ahead import Ahead
-from rlkit.recipes.batch import Item, demonstrated, scored, trajectories_of, weighted
+from rlkit.recipes.batch import assign_credit, experts, weigh
 from rlkit.recipes.demonstrations import demonstrations, preferences, texts
 from rlkit.recipes.hints import peer_hints
 from rlkit.recipes.job import Job
@@ -122,8 +124,9 @@ class _Loop:
         advantages: list[Any] = []
         if groups is not None:
             groups, dropped = self.job.operators.applied(groups)
-            items, numbers, advantages = self._credited(step, groups)
-            numbers |= dropped
+            batch = self._assign(step, groups)
+            items = [item for item in batch.items if not self._skipped(item.trajectory)]
+            numbers, advantages = {**batch.metrics, **dropped}, list(batch.advantages)
         if not self.rows:
             return items, numbers, advantages
         if self.method.recipe.data != "mixed":
@@ -132,24 +135,26 @@ class _Loop:
         ratio = self.method.expert_ratio
         count = max(round(len(items) * ratio / (1 - ratio)), 1)
         items = [attrs.evolve(item, data=[d.with_inputs(expert=0.0) for d in item.data]) for item in items]
-        return items + demonstrated(self.run.batch(self.rows, count, name="rows")), numbers, advantages
+        return items + experts(self.run.batch(self.rows, count, name="rows")), numbers, advantages
 
-    def _credited(self, step: int, groups: Sequence[Group]) -> tuple[list[Item], dict[str, float], list[Any]]:
-        """The items of what was played; a policy that is its own teacher teaches as it is now."""
-        beside: dict[str, Any] = {"reference": self.reference, "critic": self.critic, "skip": self._skipped}
-        beside["seed"] = (self.run.seed, step)
+    def _assign(self, step: int, groups: Sequence[Group]) -> Batch:
+        """Give credit to what was played; a policy that is its own teacher teaches as it is now."""
+        beside: dict[str, Any] = {"reference": self.reference, "critic": self.critic, "seed": (self.run.seed, step)}
         if "itself" not in self.method.recipe.needs:
-            return trajectories_of(self.method, groups, teacher=self.teacher, **beside)
+            return assign_credit(self.method, groups, teacher=self.teacher, **beside)
         with self.policy.sampler().result() as teacher:
-            hint = functools.partial(peer_hints, chat=self.chat, text=self.job.settings.algorithm.hint, teacher=teacher)
-            return trajectories_of(self.method, groups, teacher=teacher, hint=hint, **beside)
+            hints = peer_hints(groups, chat=self.chat, text=self.job.settings.algorithm.hint, teacher=teacher)
+            return assign_credit(self.method, groups, teacher=teacher, prefixes=hints, **beside)
 
     def updated(self, step: int, items: Sequence[Item]) -> dict[str, float]:
         """Trains, in as many optimizer steps as minibatches and epochs say; means over these."""
         adam = self.job.adam(step)
         if self.method.old_logprobs is not None and items:
             items = self._with_old(items, self.method.old_logprobs)
-        found: list[Mapping[str, float]] = [self._update(step, chunk, adam) for chunk in self._chunks(step, items)]
+        parts = minibatches(
+            items, self.job.minibatch, epochs=self.job.settings.trainer.epochs, seed=(self.run.seed, step)
+        )
+        found: list[Mapping[str, float]] = [self._update(step, part, adam) for part in parts]
         names = sorted({name for each in found for name in each})
         means = {name: float(np.mean([each[name] for each in found if name in each])) for name in names}
         return {**means, "train/learning_rate": adam.learning_rate, "train/updates": float(len(found))}
@@ -158,27 +163,21 @@ class _Loop:
         """Whether there is an array of advantages for each trajectory."""
         return bool(advantages) and len(advantages) == sum(len(group) for group in groups)
 
-    def _skipped(self, trajectory: Trajectory) -> bool:
-        return (self.job.operators.masks or trajectory.env in self.job.masked) and was_cut(trajectory)
+    def _skipped(self, trajectory: Trajectory | None) -> bool:
+        return (
+            trajectory is not None
+            and (self.job.operators.masks or trajectory.env in self.job.masked)
+            and was_cut(trajectory)
+        )
 
     def _play(self, tasks: Any, sampler: Any, step: int) -> Rollouts:
         return played(self.method, tasks, self.job.size, self.plan, sampler, step)
-
-    def _chunks(self, step: int, items: Sequence[Item]) -> list[list[Item]]:
-        """The minibatches of a step, epoch by epoch; shuffled where there are several."""
-        size, found = self.job.minibatch or len(items), []
-        for epoch in range(self.job.settings.trainer.epochs if items else 0):
-            count = -(-len(items) // size)
-            seed = np.random.SeedSequence([self.run.seed, step, epoch])
-            order = np.random.default_rng(seed).permutation(len(items)) if count > 1 else np.arange(len(items))
-            found += [[items[i] for i in part] for part in np.array_split(order, count)]
-        return found
 
     def _update(self, step: int, items: Sequence[Item], adam: Any) -> dict[str, float]:
         """One optimizer step."""
         constant = float(self.job.settings.model.max_response_tokens)
         mu = None if self.method.mu is None else self.method.mu(step)
-        data = weighted(self.method, items, constant=constant, mu=mu)
+        data = weigh(self.method, items, constant=constant, mu=mu)
         found = {} if mu is None else {"train/mu": mu}
         if self.critic is not None:
             valued = self.critic.forward_backward(data, config=self.job.critic[1])
@@ -198,5 +197,5 @@ class _Loop:
 
     def _with_reference(self, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The rows, with the reference's logprobs, which are asked for once."""
-        found = iter(scored(self.reference, [datum for row in rows for datum in row]))
+        found = iter(reference_logprobs(self.reference, [datum for row in rows for datum in row]).result())
         return [[datum.with_inputs(reference_logprobs=next(found)) for datum in row] for row in rows]

@@ -277,6 +277,20 @@ class Group:
             if name != "index" or self.index is not None:
                 _check.integer(f"Group.{name}", getattr(self, name), low=0, error=DataError)
 
+    @classmethod
+    def of_samples(cls, samples: Sequence[Sample], rewards: Sequence[float] | np.ndarray) -> Group:
+        """Make a group of single turns from the samples of one prompt and their rewards.
+
+        >>> from rlkit import Sample
+        >>> Group.of_samples([Sample([5], [7], [-0.5]), Sample([5], [8], [-1.0])], [0.0, 1.0]).rewards
+        array([0., 1.])
+        """
+        samples = _items("Group.of_samples(samples)", samples, Sample)
+        if len(rewards) != len(samples):
+            what = f"has {len(rewards)} entries"
+            raise DataError(_check.problem("Group.of_samples(rewards)", what, f"{len(samples)}", "one per sample"))
+        return cls([Trajectory([Turn(s, r)], terminated=True) for s, r in zip(samples, rewards, strict=True)])
+
     @property
     def rewards(self) -> np.ndarray:
         """float64 [trajectories], what an estimator takes as one group."""

@@ -11,7 +11,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
 from rlkit.recipes import algorithms
-from rlkit.recipes.batch import trajectories_of
+from rlkit.recipes.batch import assign_credit
 from rlkit.recipes.hints import peer_hints
 from rlkit.recipes.learning import Algorithm
 from rlkit.recipes.method import resolved
@@ -75,17 +75,15 @@ def test_advantages(policy: Any) -> None:
     assert method.recipe.needs == ("itself",)
     groups, chat = [group(policy, ["3", "2"], [0.0, 1.0])], Chat(policy.tokenizer)
     with policy.sampler().result() as teacher:
-        items, numbers, advantages = trajectories_of(
-            method, groups, teacher=teacher, hint=lambda g: peer_hints(g, chat=chat)
-        )
-        (hint, nothing) = peer_hints(groups, chat=chat)
+        (hint, nothing) = hints = peer_hints(groups, chat=chat)
+        found = assign_credit(method, groups, teacher=teacher, prefixes=hints)
         assert nothing is None
         (turn,) = groups[0].trajectories[0].turns
         whole = teacher.logprobs(np.concatenate([hint, turn.prompt, turn.tokens])).result()
-    np.testing.assert_allclose(advantages[0], whole[-turn.tokens.size :] - turn.logprobs, rtol=1e-5)
-    np.testing.assert_array_equal(advantages[1], 0.0)
-    assert len(items) == 2
-    assert numbers["train/with_signal"] == 0.5
+    np.testing.assert_allclose(found.advantages[0], whole[-turn.tokens.size :] - turn.logprobs, rtol=1e-5)
+    np.testing.assert_array_equal(found.advantages[1], 0.0)
+    assert len(found.items) == 2
+    assert found.metrics["train/with_signal"] == 0.5
 
 
 def test_a_hint_without_an_answer() -> None:

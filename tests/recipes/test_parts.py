@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +17,8 @@ pytest.importorskip("omegaconf")
 import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
-from rlkit.recipes import batch, credit, demonstrations, rows, tasks
+from rlkit.credit import Item
+from rlkit.recipes import batch, demonstrations, rows, tasks
 from rlkit.recipes.algorithms import best_of_group
 from rlkit.recipes.inputs import Format, Taskset
 from rlkit.recipes.learning import Algorithm
@@ -40,17 +42,15 @@ GROUPS = [
 ]
 
 
-def credited(groups=GROUPS, given=None, **settings):
+def credited(groups=GROUPS, beside=None, **settings):
     """Advantages of a method, as lists."""
-    flat = [np.concatenate([turn.logprobs for turn in t.turns]) for g in groups for t in g.trajectories]
-    method = resolved(Algorithm(**settings))
-    found, returns = credit.credited(method, groups, {"sampling_logprobs": flat, **(given or {})}, seed=(0,))
-    return [a.round(4).tolist() for a in found], returns
+    found = batch.assign_credit(resolved(Algorithm(**settings)), groups, **(beside or {}))
+    return [a.round(4).tolist() for a in found.advantages]
 
 
 def test_per_group():
     """The reward is the episode's sum; every token of it gets the group's advantage."""
-    found, _ = credited(algorithm_type="dr_grpo")
+    found = credited(algorithm_type="dr_grpo")
     assert found == [[0.5] * 2, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
 
 
@@ -60,38 +60,21 @@ def test_per_turn():
     said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "1"}]
     others = [*said[:2], {"role": "tool", "content": "2"}]
     group = Group([trajectory([0.5, 1.5], [1, 2], messages=said), trajectory([1.0, 0.0], [2, 1], messages=others)])
-    found, _ = credited([group], algorithm_type="gigpo", advantage_fn_args={"fnorm": "none"})
+    found = credited([group], algorithm_type="gigpo", advantage_fn_args={"fnorm": "none"})
     assert found == [[1.0, 0.5, 0.5], [-1.0, -1.0, -0.5]]
-    found, _ = credited([group], algorithm_type="multi_step_grpo", advantage_fn_args={"enable_step_norm": True})
+    found = credited([group], algorithm_type="multi_step_grpo", advantage_fn_args={"enable_step_norm": True})
     assert found == [[0.3536] * 3, [-0.3536] * 3]
 
 
 def test_per_token():
     """ReMax: what is still to come, less the greedy reward."""
-    found, _ = credited(GROUPS[1:], {"baseline": [1.0, 1.0]}, algorithm_type="remax")
-    assert found == [[1.0, 0.5, 0.5], [0.0, 0.0, -1.0]]
-
-
-def test_values_give_returns():
-    """GAE with gamma 1 and lambda 1 and values of 0: the returns are what is still to come, the advantages the same,
-    normalised over the batch's tokens."""
-    zeros = [np.zeros(3), np.zeros(3)]
-    found, returns = credited(GROUPS[1:], {"values": zeros}, algorithm_type="ppo", advantage_fn_args={"lam": 1.0})
-    raw = np.array([2.0, 1.5, 1.5, 1.0, 1.0, 0.0])
-    assert np.concatenate(returns).tolist() == raw.tolist()
-    assert np.concatenate(found) == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-4)
-
-
-def test_a_penalty_is_taken_off_rewards():
-    """k1 of a reference that finds each token half a nat less likely: 0.5 coef per token off the episode's reward."""
-    given = {"reference_logprobs": [np.full(n, -1.5) for n in (2, 3, 3, 3)]}
-    found, _ = credited(given=given, algorithm_type="dr_grpo", kl_penalty_fn_args={"kl_coef": 0.1})
-    assert found[0] == [round(((1 - 0.1) - (0 - 0.15)) / 2, 4)] * 2
+    greedy = [attrs.evolve(t, tags={"greedy": 1.0}) for t in GROUPS[1].trajectories]
+    assert credited([Group(greedy)], algorithm_type="remax") == [[1.0, 0.5, 0.5], [0.0, 0.0, -1.0]]
 
 
 def test_the_bonus_of_entropy():
     """-coef log q is added to each token's advantage."""
-    found, _ = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
+    found = credited(algorithm_type="dr_grpo", entropy_loss_fn_args={"entropy_coef": 0.25})
     assert found[0] == [0.75, 0.75]
 
 
@@ -113,14 +96,14 @@ def test_weights_of_a_mixed_batch():
     method = resolved(Algorithm(algorithm_type="mix"))
     own = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {"expert": 0.0})
     shown = rlkit.Datum([1, 2, 3], [0, 1, 1])
-    items = [batch.Item([own]), *batch.demonstrated([[shown], [shown]])]
-    data = batch.weighted(method, items, constant=9.0, mu=0.3)
+    items = [Item([own]), *batch.experts([[shown], [shown]])]
+    data = batch.weigh(method, items, constant=9.0, mu=0.3)
     assert [float(d.inputs["weights"]) for d in data] == pytest.approx([1 / 3, 1 / 4, 1 / 4])
     assert [float(d.inputs["mu"]) for d in data] == pytest.approx([0.3] * 3)
     method = resolved(Algorithm(algorithm_type="dr_grpo"))
-    assert batch.weighted(method, items[:1], constant=9.0, mu=None)[0].inputs["weights"] == pytest.approx(1 / 9)
+    assert batch.weigh(method, items[:1], constant=9.0, mu=None)[0].inputs["weights"] == pytest.approx(1 / 9)
     method = resolved(Algorithm(algorithm_type="dpo"))
-    pair = batch.weighted(method, [batch.Item([shown, shown])] * 2, constant=9.0, mu=None)
+    pair = batch.weigh(method, [Item([shown, shown])] * 2, constant=9.0, mu=None)
     assert [float(d.inputs["weights"]) for d in pair] == [0.5] * 4
 
 
@@ -355,8 +338,8 @@ def _buffer(taskset, **more):
 def test_what_was_not_scored_teaches_nothing(name, count):
     """A group's estimator gives it 0; those over turns and tokens do not see it; what has no tokens is left out."""
     group = Group([trajectory([r], [2]) for r in (1.0, 0.0, float("nan"))] + [trajectory([0.5], [0])])
-    items, _, advantages = batch.trajectories_of(resolved(Algorithm(algorithm_type=name)), [group])
-    assert len(items) == len(advantages) == count
-    assert all(np.isfinite(a).all() for a in advantages)
-    if count == 3:
-        assert not advantages[2].any()
+    found = batch.assign_credit(resolved(Algorithm(algorithm_type=name)), [group])
+    assert len(found.items) == count
+    assert [a.size for a in found.advantages] == [2, 2, 2, 0]
+    assert all(np.isfinite(a).all() for a in found.advantages)
+    assert not found.advantages[2].any()

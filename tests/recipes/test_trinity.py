@@ -19,6 +19,7 @@ import torch
 
 import rlkit
 from rlkit import losses, recipes
+from rlkit.credit import Item
 from rlkit.recipes import algorithms, batch
 from rlkit.recipes.differences import NAMES, differences, notes
 from rlkit.recipes.learning import Algorithm
@@ -86,23 +87,24 @@ def gradients(name, own=()):
             )
             if key in (*method.recipe.needs, "reference" if method.wants_reference else "")
         }
-        items, _, found = batch.trajectories_of(method, groups, **beside)
+        credited = batch.assign_credit(method, groups, **beside)
+        items, found = list(credited.items), credited.advantages
     else:
         rows = REFERENCE["pair"] if name == "dpo" else range(len(logprobs))
         data = [rlkit.Datum([i, *[50] * len(logprobs[i])], [0] + [1] * len(logprobs[i])) for i in rows]
         if method.wants_reference:
             data = [d.with_inputs(reference_logprobs=GIVEN["reference_logprobs"][d.tokens[0]]) for d in data]
-        items = [batch.Item(data)] if name == "dpo" else [batch.Item([d], i) for i, d in enumerate(data)]
+        items = [Item(data)] if name == "dpo" else [Item([d], i) for i, d in enumerate(data)]
         logprobs = [logprobs[i] for i in rows]
     if method.recipe.data == "mixed":
         shown = [rlkit.Datum([0, *[50] * len(x)], [0] + [1] * len(x)) for x in GIVEN["expert_logprobs"]]
-        items = [batch.Item([d.with_inputs(expert=0.0) for d in item.data], item.group) for item in items]
+        items = [Item([d.with_inputs(expert=0.0) for d in item.data], item.group) for item in items]
         if method.wants_reference:
             given = zip(shown, GIVEN["expert_reference_logprobs"], strict=True)
             shown = [d.with_inputs(reference_logprobs=row) for d, row in given]
-        items += batch.demonstrated([[d] for d in shown])
+        items += batch.experts([[d] for d in shown])
         logprobs += [np.array(x) for x in GIVEN["expert_logprobs"]]
-    data = batch.weighted(method, items, constant=9.0, mu=None if method.mu is None else method.mu(STEP))
+    data = batch.weigh(method, items, constant=9.0, mu=None if method.mu is None else method.mu(STEP))
     prepared = losses.prepare(method.loss, method.loss_args)
     result = prepared.gradient([torch.tensor(x) for x in logprobs], data)
     return found, [x.numpy() for x in result.driver]

@@ -1,0 +1,110 @@
+"""What an estimator is given and gives back: an entry per episode, per turn, or per token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.errors import ConfigError, DataError
+from rlkit.trajectory import Trajectory
+from rlkit.trajectory.turns import turn_states
+
+__all__ = ["LEVELS", "Estimator", "Known", "Played"]
+
+Estimator: TypeAlias = Callable[..., Any]  # what comes back is checked here, level by level
+Arrays: TypeAlias = list[np.ndarray]
+Known: TypeAlias = dict[str, Arrays]
+_ARGUMENTS = {"values": "critic", "teacher_logprobs": "teacher", "reference_logprobs": "reference"}
+
+
+@attrs.frozen(eq=False)
+class Played:
+    """Trajectories that train, in the order of their groups.
+
+    Attributes:
+        trajectories: each with tokens.
+        sizes: trajectories per group, none 0.
+        totals: float64 [trajectories], the reward of each, less the penalty.
+        rewards: float64 [token_count] each, less the penalty.
+        known: what estimators of tokens may name.
+    """
+
+    trajectories: Sequence[Trajectory]
+    sizes: Sequence[int]
+    totals: np.ndarray
+    rewards: Arrays
+    known: Known
+
+    def by_group(self, array: np.ndarray) -> Arrays:
+        """Cut one entry per trajectory into an array per group."""
+        return np.split(array, np.cumsum(self.sizes)[:-1])
+
+    def members(self) -> list[slice]:
+        """Return where each group's trajectories are."""
+        ends = np.cumsum(self.sizes).tolist()
+        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+
+
+def _per_group(estimator: Estimator, config: Mapping[str, Any], played: Played) -> Arrays:
+    lengths = {}
+    if "lengths" in inspect.signature(estimator).parameters:
+        lengths["lengths"] = played.by_group(np.array([float(t.token_count) for t in played.trajectories]))
+    flat = np.concatenate(list(estimator(played.by_group(played.totals), **lengths, **config)))
+    sizes = [t.token_count for t in played.trajectories]
+    return np.split(np.repeat(_fits(flat, len(sizes), "trajectory"), sizes), np.cumsum(sizes)[:-1])
+
+
+def _per_turn(estimator: Estimator, config: Mapping[str, Any], played: Played) -> Arrays:
+    pairs = zip(played.trajectories, played.rewards, strict=True)
+    rewards = [np.array([part.sum() for part in t.per_turn(r)]) for t, r in pairs]
+    named = inspect.signature(estimator).parameters
+    per_turn: Iterable[np.ndarray]
+    if "steps" in named:  # one call, since a deviation may be that of the whole batch
+        sums, steps = np.array([r.sum() for r in rewards]), np.array([r.size for r in rewards])
+        groups = estimator(played.by_group(sums), played.by_group(steps), **config)
+        per_turn = [turns for group in groups for turns in group]
+    elif "states" in named:
+        states = [turn_states(t) for t in played.trajectories]
+        per_turn = [turns for own in played.members() for turns in estimator(rewards[own], states[own], **config)]
+    else:
+        per_turn = estimator(rewards, **config)
+    flat = _fits(np.concatenate(list(per_turn)), sum(r.size for r in rewards), "turn")
+    sizes = [turn.tokens.size for t in played.trajectories for turn in t.turns]
+    return np.split(np.repeat(flat, sizes), np.cumsum([t.token_count for t in played.trajectories])[:-1])
+
+
+def _per_token(estimator: Estimator, config: Mapping[str, Any], played: Played) -> Arrays | tuple[Arrays, Arrays]:
+    known = {"rewards": played.rewards, **played.known}
+    wanted = {}
+    for name, parameter in inspect.signature(estimator).parameters.items():
+        if name in known:
+            wanted[name] = known[name]
+        elif (
+            name not in config and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        ):
+            argument = f"{_ARGUMENTS.get(name, name)}="
+            raise ConfigError(_check.problem("estimator", f"names {name!r}", argument, "it cannot do without"))
+    found = estimator(**wanted, **config)
+    for arrays in found if isinstance(found, tuple) else (found,):
+        for array, trajectory in zip(arrays, played.trajectories, strict=True):
+            _fits(array, trajectory.token_count, "token")
+    return (list(found[0]), list(found[1])) if isinstance(found, tuple) else list(found)
+
+
+LEVELS: Mapping[str, Callable[[Estimator, Mapping[str, Any], Played], Arrays | tuple[Arrays, Arrays]]] = {
+    "group": _per_group,
+    "turn": _per_turn,
+    "token": _per_token,
+}
+
+
+def _fits(array: np.ndarray, count: int, each: str) -> np.ndarray:
+    if array.shape != (count,):
+        what = f"gave an array of shape {array.shape}"
+        raise DataError(_check.problem("estimator", what, f"({count},)", f"one advantage per {each}"))
+    return array
