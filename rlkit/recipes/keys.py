@@ -1,49 +1,47 @@
 """What a key of a foreign configuration means here: the same, something near, nothing, or that it is refused.
 
-The classes of ``rlkit.recipes.settings`` say it field by field, with the four functions below; ``table`` reads it
-back, for the documentation and for the lines that a run logs.
+keys.toml says it, class by class; ``with_keys`` puts it into the classes of settings, and ``table`` reads it back for
+the documentation.
 """
 
 from __future__ import annotations
 
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from importlib import resources
+from typing import TypeVar
 
 import attrs
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 
-__all__ = ["check", "mapped", "own", "refused", "table", "unused"]
+__all__ = ["check", "table", "with_keys"]
 
+T = TypeVar("T")
 _KIND, _WHY = "rlkit.key", "rlkit.why"
+_NAMES = {"mapped": "mapped", "own": "rlkit's own", "unused": "without effect", "refused": "refused"}
+_TABLE = tomllib.loads(resources.files(__package__).joinpath("keys.toml").read_text("utf-8"))
 
 
-def mapped(default: Any, what: str) -> Any:
-    """A field that means something near to what it means where it comes from."""
-    return attrs.field(default=default, metadata={_KIND: "mapped", _WHY: what})
+def with_keys(kind: type[T]) -> type[T]:
+    """Give a class of settings what keys.toml says of its fields, and fields for its dead keys; attrs comes after."""
+    for part, keys in _TABLE.get(kind.__name__, {}).items():
+        for name, why in keys.items():
+            dead = part in ("unused", "refused")
+            if dead:
+                kind.__annotations__[name] = object
+            mark = {_KIND: _NAMES[part], _WHY: why}
+            setattr(kind, name, attrs.field(default=None if dead else getattr(kind, name), metadata=mark))
+    return kind
 
 
-def own(default: Any, what: str) -> Any:
-    """A field that exists only here."""
-    return attrs.field(default=default, metadata={_KIND: "rlkit's own", _WHY: what})
+def table(kind: type, where: str = "", seen: set[type] | None = None) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, its mark, what it means or why it does nothing) of all marked keys below a settings class.
 
-
-def unused(why: str) -> Any:
-    """A field that is accepted and changes nothing here; a line of the log says so."""
-    return attrs.field(default=None, metadata={_KIND: "without effect", _WHY: why})
-
-
-def refused(why: str) -> Any:
-    """A field that may be there only if it switches nothing on."""
-    return attrs.field(default=None, metadata={_KIND: "refused", _WHY: why})
-
-
-def table(kind: type[Any], where: str = "", seen: set[type[Any]] | None = None) -> Iterator[tuple[str, str, str]]:
-    """(key, "mapped" | "without effect" | "refused" | "rlkit's own", what or why), of all keys below a settings class.
-
-    What stands in several places (task sets, the sections of a stage) is listed at the first.
+    The marks are "mapped", "rlkit's own", "without effect" and "refused". What stands in several places (task sets, the
+    sections of a stage) is listed at the first.
     """
     seen = {kind} if seen is None else seen
     hints = typing.get_type_hints(kind)
@@ -56,8 +54,8 @@ def table(kind: type[Any], where: str = "", seen: set[type[Any]] | None = None) 
                 yield from table(inner, f"{where}{field.name}.", seen)
 
 
-def check(settings: Any, where: str = "") -> list[str]:
-    """What is set and has no effect, one text each.
+def check(settings: attrs.AttrsInstance, where: str = "") -> list[str]:
+    """Return what is set and has no effect, one text each.
 
     Raises:
         ConfigError: a refused key switches something on.
@@ -78,15 +76,15 @@ def check(settings: Any, where: str = "") -> list[str]:
     return found
 
 
-def _on(value: Any) -> bool:
-    """Whether a value switches something on: not null, false, 0, "none" or ``enable: false``."""
+def _on(value: object) -> bool:
+    """Return whether a value switches something on: not null, false, 0, "none" or ``enable: false``."""
     if isinstance(value, Mapping):
         return _on(value.get("enable", any(_on(x) for x in value.values())))
     return bool(value) and value != "none"
 
 
-def _classes(hint: Any) -> list[type[Any]]:
-    """The settings classes in an annotation."""
+def _classes(hint: object) -> list[type]:
+    """Return the settings classes in an annotation."""
     if isinstance(hint, type) and attrs.has(hint):
         return [hint]
     return [kind for part in typing.get_args(hint) for kind in _classes(part)]

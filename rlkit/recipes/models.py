@@ -15,8 +15,7 @@ from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.chat import Chat
 from rlkit.errors import ConfigError
 from rlkit.recipes.inputs import Format
-from rlkit.recipes.running import Teacher
-from rlkit.recipes.settings import Settings
+from rlkit.recipes.settings import Settings, Teacher
 from rlkit.rollouts import Plan
 from rlkit.types import Lora, SamplingParams
 

@@ -1,10 +1,9 @@
 """The settings of a run, read from one YAML file: the keys are those of Trinity-RFT's configurations.
 
-Fields without a mark mean what they mean there. ``mapped``, ``unused`` and ``refused`` (``rlkit.recipes.keys``) say
-which ones do not.
+Unmarked keys keep Trinity-RFT's meaning; keys.toml marks the others, and has those that do nothing here.
 """
 
-# ruff: noqa: RUF009  # defaults are fields, or frozen
+# ruff: noqa: RUF009  # defaults are frozen
 
 from __future__ import annotations
 
@@ -16,19 +15,114 @@ import attrs
 
 from rlkit import config
 from rlkit.recipes.inputs import Buffer, DataProcessor
-from rlkit.recipes.keys import mapped, own, refused, unused
+from rlkit.recipes.keys import with_keys
 from rlkit.recipes.learning import Algorithm, Model
-from rlkit.recipes.running import Explorer, Log, Monitor, Synchronizer, Trainer
 
 __all__ = ["Settings", "Stage", "load"]
 
-_NO_CLUSTER = "there are no engines and workers: a backend samples and trains"
-_ONE_PROCESS = "one process, or a service, does the training"
-_BY_ITSELF = "set by itself"
 Mode: TypeAlias = Literal["both", "train", "explore", "bench", "colocate", "serve"]
 
 
 @attrs.frozen
+@with_keys
+class Engine:
+    """What engines that serve a model can be told."""
+
+
+@attrs.frozen
+@with_keys
+class RolloutModel(Engine):
+    """The engine that samples."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    seed: int | None = None
+    enable_thinking: bool | None = None
+    chat_template: str | None = None
+
+
+@attrs.frozen
+@with_keys
+class Teacher(Engine):
+    """A frozen model: the first of explorer.auxiliary_models is the teacher."""
+
+    model_path: str | None = None
+    name: str | None = None
+    backend: str | None = None
+    path: str | None = None
+    options: Mapping[str, Any] = attrs.Factory(dict)
+
+
+@attrs.frozen
+@with_keys
+class OverRollout:
+    """Waiting for most episodes only."""
+
+    ratio: float = 0.0
+
+
+@attrs.frozen
+@with_keys
+class Explorer:
+    """How episodes are played, and how often is evaluated."""
+
+    rollout_model: RolloutModel = RolloutModel()
+    auxiliary_models: Sequence[Teacher] = ()
+    eval_interval: int = 100
+    eval_on_startup: bool = True
+    bench_on_latest_checkpoint: bool = False
+    max_timeout: float = 1800.0
+    max_retry_times: int = 2
+    max_turns: int = 16
+    max_total_tokens: int | None = None
+    concurrency: int = 128
+    over_rollout: OverRollout = OverRollout()
+
+
+@attrs.frozen
+@with_keys
+class Trainer:
+    """Saving and clipping."""
+
+    save_interval: int = 10
+    max_checkpoints_to_keep: int = 2
+    grad_clip: float = 1.0
+    epochs: int = 1
+    total_steps: int | None = None
+    critic_warmup: int = 0
+    trainer_config: Mapping[str, Any] = attrs.Factory(dict)
+
+
+@attrs.frozen
+@with_keys
+class Synchronizer:
+    """When the sampler takes the trained weights."""
+
+    sync_interval: int = 1
+    sync_offset: int = 0
+    explorer_sync_interval: int | None = None
+    trainer_sync_interval: int | None = None
+
+
+@attrs.frozen
+@with_keys
+class Monitor:
+    """Where metrics go, beside metrics.jsonl."""
+
+    monitor_type: str | None = None
+    monitor_args: Mapping[str, Any] | None = None
+    trajectories: bool = True
+
+
+@attrs.frozen
+@with_keys
+class Log:
+    """Python's logging."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+@attrs.frozen
+@with_keys
 class Stage:
     """One stage: each section that it has takes the place of the run's."""
 
@@ -38,26 +132,25 @@ class Stage:
     buffer: Buffer | None = None
     explorer: Explorer | None = None
     trainer: Trainer | None = None
-    init_from: str | None = own(None, "as for the run; null: what the stage before ended with")
+    init_from: str | None = None
     data_processor: DataProcessor | None = None
 
 
 @attrs.frozen
+@with_keys
 class Settings:
-    """Everything."""
+    """Root settings."""
 
-    mode: Mode = mapped("both", "colocate is both; serve is a command of its own")
+    mode: Mode = "both"
     project: str = "rlkit"
     group: str = ""
     name: str = "run"
     checkpoint_root_dir: str = "./checkpoints"
     continue_from_checkpoint: bool = True
-    backend: str | None = own(
-        None, "toy, local, tinker ...; null: tinker where model.tinker.enable is true, else local"
-    )
-    options: Mapping[str, Any] = own(attrs.Factory(dict), "further arguments of rlkit.connect")
-    seed: int | None = own(None, "of everything random; null: a fresh one, which the run's folder remembers")
-    init_from: str | None = own(None, "weights to begin with: what a save returned, or stage:<name>")
+    backend: str | None = None
+    options: Mapping[str, Any] = attrs.Factory(dict)
+    seed: int | None = None
+    init_from: str | None = None
     algorithm: Algorithm = Algorithm()
     model: Model = Model()
     buffer: Buffer = Buffer()
@@ -67,17 +160,11 @@ class Settings:
     synchronizer: Synchronizer = Synchronizer()
     log: Log = Log()
     stages: Sequence[Stage] = ()
-    cluster: Any = unused(_ONE_PROCESS)
-    service: Any = unused("there are no services beside")
     data_processor: DataProcessor = DataProcessor()
-    cod: Any = refused("no packing of several problems into one")
-    checkpoint_job_dir: Any = unused(_BY_ITSELF)
-    ray_namespace: Any = unused(_NO_CLUSTER)
-    ignore_validator_suggestions: Any = unused("every setting is checked")
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Output folder of the run."""
         return Path(self.checkpoint_root_dir, self.project, self.group, self.name)
 
 
