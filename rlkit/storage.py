@@ -15,6 +15,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._disk import synced
+from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups
@@ -226,8 +227,6 @@ def _reward(value: float | None) -> float:
 
 def _text(record: Mapping[str, Any]) -> str:
     """The record as JSON; what JSON has no word for, which tags and messages may hold, becomes text."""
-    from rlkit.tracking.values import plain
-
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
     except (ValueError, TypeError):

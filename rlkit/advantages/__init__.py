@@ -12,15 +12,14 @@ from rlkit.advantages.baselines import asymre, gpg, maxrl, opmd, opo, reinforce
 from rlkit.advantages.bootstrapped import gae, lambda_returns, length_adaptive_lambda, n_step_returns, vtrace
 from rlkit.advantages.components import gdpo
 from rlkit.advantages.episodes import gigpo, hierarchical_grpo, step_wise_grpo
-from rlkit.advantages.group import dr_grpo, grpo, rloo
+from rlkit.advantages.from_logprobs import entropy_bonus, jsd, jsd_gradient, kl_penalty, on_policy_distillation
+from rlkit.advantages.group import dr_grpo, grpo, loo_std, rloo
 from rlkit.advantages.labelled import by_group
-from rlkit.advantages.leave_one_out import loo_std
 from rlkit.advantages.optimal_token import optimal_token_baseline
 from rlkit.advantages.passk import pass_at_k, pkpo
 from rlkit.advantages.returns import discounted_returns, rebn
 from rlkit.advantages.running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
 from rlkit.advantages.shaping import potential_shaping
-from rlkit.advantages.tokens import entropy_bonus, jsd, jsd_gradient, kl_penalty, on_policy_distillation
 from rlkit.advantages.tokenwise import reinforce_pp, reinforce_pp_baseline, remax
 from rlkit.advantages.weights import token_weights
 

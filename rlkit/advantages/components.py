@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check, _rows
+from rlkit import _check, _groups, _rows
 from rlkit._calls import estimator
-from rlkit.advantages import _groups
-from rlkit.advantages._groups import Groups
+from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 from rlkit.errors import DataError
 

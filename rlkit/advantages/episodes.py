@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check, _rows
+from rlkit import _check, _groups, _rows
 from rlkit._calls import estimator
 from rlkit._forms import row_wise
-from rlkit.advantages import _groups, _scan
-from rlkit.advantages._groups import Groups
+from rlkit._groups import Groups
+from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
 from rlkit.advantages.group import grpo

@@ -14,7 +14,6 @@ from rlkit._calls import answered
 from rlkit.advantages import baselines, group
 from rlkit.advantages._registry import registry
 from rlkit.advantages.balanced import rec
-from rlkit.advantages.leave_one_out import loo_std
 from rlkit.advantages.passk import pass_at_k, pkpo
 from rlkit.advantages.returns import discounted_returns, rebn
 from rlkit.advantages.tokenwise import reinforce_pp_baseline
@@ -24,7 +23,7 @@ __all__ = ["by_group"]
 
 _FLAT = (  # these take the groups as they are stored, so that no list of them is built
     *(getattr(module, name) for module in (baselines, group) for name in module.__all__),
-    *(discounted_returns, loo_std, pass_at_k, pkpo, rebn, rec, reinforce_pp_baseline),
+    *(discounted_returns, pass_at_k, pkpo, rebn, rec, reinforce_pp_baseline),
 )
 _PER_SAMPLE = ("lengths",)  # settings that hold one number per reward, and are regrouped with them
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, _groups
 from rlkit._forms import row_wise
-from rlkit.advantages import _groups
-from rlkit.advantages._groups import Groups
+from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 from rlkit.errors import ConfigError, DataError
 

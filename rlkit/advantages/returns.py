@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check, _rows
+from rlkit import _check, _groups, _rows
 from rlkit._forms import row_wise
-from rlkit.advantages import _groups, _scan
+from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, _groups
 from rlkit._forms import row_wise
-from rlkit.advantages import _groups, _scan
-from rlkit.advantages._groups import Groups
+from rlkit._groups import Groups
+from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
 from rlkit.errors import ConfigError

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._interaction import Action, Observation
 from rlkit.chat.control import PLACEHOLDER
 from rlkit.chat.core import Chat
 from rlkit.chat.templates import Template
-from rlkit.envs.protocol import Action, Observation
 from rlkit.errors import DataError
 
 __all__ = ["Conversation"]

@@ -9,10 +9,10 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit._interaction import Action, Observation
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.control import ControlText
 from rlkit.chat.templates import Template
-from rlkit.envs.protocol import Action, Observation
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -29,5 +29,5 @@ __all__ = [
     "reasoning_gym",
 ]
 
-for _name in ("function", "gem", "gymnasium", "mixture", "openreward", "reasoning_gym"):
-    globals()[_name].__module__ = __name__  # where users import it from
+for _name in ("Action", "StepResult", "function", "gem", "gymnasium", "mixture", "openreward", "reasoning_gym"):
+    globals()[_name].__module__ = __name__  # where users import them from

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
-from rlkit.envs.protocol import Observation, StepResult
+from rlkit._interaction import Observation, StepResult
 from rlkit.errors import DataError, EnvError
 
 _FORMS = "text, chat messages or token ids"

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit.advantages._groups import Groups
+from rlkit._groups import Groups
 from rlkit.errors import ConfigError
 from rlkit.filters.selection import Selection, select
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._calls import answered
-from rlkit.advantages._groups import Groups
+from rlkit._groups import Groups
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["group_informativeness", "pass_at_k"]

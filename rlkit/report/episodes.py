@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rlkit._json import from_json
 from rlkit.report.packing import packed
 from rlkit.tracking import masked
 from rlkit.tracking.secrets import redactor
-from rlkit.tracking.values import from_json
 from rlkit.trajectory import Group, Trajectory
 
 __all__ = ["Episodes", "chosen"]

@@ -7,7 +7,7 @@ import gzip
 import json
 from typing import Any
 
-from rlkit.tracking import values
+from rlkit._json import plain
 
 __all__ = ["packed", "unpacked"]
 
@@ -24,7 +24,7 @@ def packed(value: Any) -> str:
     try:
         text = json.dumps(value, **options)
     except (ValueError, TypeError):  # seldom, and it takes a copy
-        text = json.dumps(values.plain(value), **options)
+        text = json.dumps(plain(value), **options)
     data = text.encode("utf-8", errors="backslashreplace")  # a lone surrogate is no text
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 

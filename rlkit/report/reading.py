@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check, storage
+from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
-from rlkit.runs import surroundings
-from rlkit.tracking import masked, read_metrics
+from rlkit.tracking import masked, read_metrics, surroundings
 from rlkit.tracking.jsonl import FILES, lines
-from rlkit.tracking.values import plain
 from rlkit.tracking.vocabulary import read_vocabulary
 from rlkit.trajectory import Group
 

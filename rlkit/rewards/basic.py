@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check, _rows
+from rlkit import _check, _groups, _rows
 from rlkit._calls import answered
 from rlkit._forms import row_wise
-from rlkit.advantages import _groups
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["affine", "clamp", "mapping", "nonterminal_override", "nonterminal_reward", "reduction", "whitening"]

@@ -17,6 +17,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._disk import replacing
+from rlkit._json import plain
 from rlkit.backends.sampling import entropy_of
 from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
@@ -118,15 +119,12 @@ def changes(folder: Path, config: Any) -> list[str]:
 
 def _before(path: Path) -> Any:
     """The config that was written down."""
-    from rlkit.tracking.values import plain
-
     return plain(json.loads(path.read_text("utf-8")))
 
 
 def _plain(config: Any) -> Any:
     """``config`` as it is written down, without what looks like a key."""
     from rlkit.tracking import masked
-    from rlkit.tracking.values import plain
 
     found = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
     if not isinstance(found, Mapping):

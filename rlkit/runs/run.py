@@ -19,14 +19,14 @@ from rlkit._calls import answered
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
 from rlkit.backends.protocol import Storage, TrainerBackend
 from rlkit.errors import BackendError, CheckpointError, ConfigError, DataError
-from rlkit.runs import beginning, handover, logs, surroundings
+from rlkit.runs import beginning, handover, logs
 from rlkit.runs import record as records
 from rlkit.runs.lock import Lock
 from rlkit.runs.record import Record
 from rlkit.runs.retention import Retention
 from rlkit.runs.signals import Stopper
 from rlkit.runs.state import capture, encode, restore
-from rlkit.tracking import values
+from rlkit.tracking import surroundings, values
 
 if TYPE_CHECKING:
     from rlkit.critics.protocol import Critic

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._json import from_json, to_json
 from rlkit.errors import CheckpointError, ConfigError
-from rlkit.tracking import values
 
 __all__ = ["Stateful", "capture", "decode", "encode", "restore"]
 
@@ -126,7 +126,7 @@ def encode(where: str, value: Any) -> Any:
         return int(value)
     if isinstance(value, (float, np.float16, np.float32)):
         number = float(value)
-        return number if math.isfinite(number) else {_FLOAT: values.to_json(number)}
+        return number if math.isfinite(number) else {_FLOAT: to_json(number)}
     if isinstance(value, (np.ndarray, np.generic, complex)):
         array = np.asarray(value)
         if array.dtype.kind in _KINDS:
@@ -158,7 +158,7 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if _FLOAT in value:
-        number = values.from_json(value[_FLOAT])
+        number = from_json(value[_FLOAT])
         if number is None:
             raise ValueError(f"a number that is {_check.shown(value[_FLOAT])}")
         return number

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlkit import _check
-from rlkit.envs.protocol import Action, Observation, StepResult
+from rlkit._interaction import Action, Observation, StepResult
 from rlkit.errors import ConfigError
 from rlkit.tools.formats import Format, formats, parameters, parse
 from rlkit.tools.functions import schema

@@ -14,6 +14,7 @@ import attrs
 
 from rlkit import _check, storage
 from rlkit._disk import synced
+from rlkit._json import from_json, to_json
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.tracking import pertoken, values
 from rlkit.tracking.rewinding import record_of, rewound
@@ -98,7 +99,7 @@ class Jsonl:
             CheckpointError: the file can not be written.
         """
         found, step = values.checked(metrics, step)
-        written = {name: values.to_json(value) for name, value in found.items()}
+        written = {name: to_json(value) for name, value in found.items()}
         append(self.folder / FILES["metrics"], [{"step": step, "time": self._clock(), "metrics": written}])
 
     def log_trajectories(
@@ -196,10 +197,10 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     rows = []
     for record in lines(folder / FILES["metrics"]):
         metrics = record.get("metrics")
-        step, seconds = record.get("step"), values.from_json(record.get("time"))
+        step, seconds = record.get("step"), from_json(record.get("time"))
         if not isinstance(metrics, dict) or isinstance(step, bool) or not isinstance(step, int) or step < 0:
             continue
-        numbers = {name: values.from_json(value) for name, value in metrics.items()}
+        numbers = {name: from_json(value) for name, value in metrics.items()}
         kept = {name: value for name, value in numbers.items() if value is not None}
         rows.append({"step": step, "time": seconds or 0.0, "metrics": kept})
     return rows

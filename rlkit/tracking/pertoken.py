@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check
+from rlkit._json import to_json
 from rlkit.errors import DataError
-from rlkit.tracking.values import to_json
 from rlkit.trajectory import Group
 
 __all__ = ["records"]
