@@ -82,7 +82,7 @@ OBJECTS = {
     "Credit": {"rlkit.credit": "assign Batch Item weigh minibatches"},
     "Runs": {
         "rlkit": "Run",
-        "rlkit.runs": "Record Retention records",
+        "rlkit.runs": "Record Retention records sampler",
         "rlkit.evaluation": "evaluate evaluate_sync Evaluation Score interval",
         "rlkit.report": "write Display live",
     },

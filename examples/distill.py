@@ -64,8 +64,10 @@ class Settings:
 
 def teacher_of(s: Settings) -> Any:
     """The teacher's sampler; for the toy a policy that has just learned to answer with a telephone number."""
-    if s.teacher != "toy" or s.teacher_path:
-        return rlkit.sampler(s.teacher, model=s.teacher_model, path=s.teacher_path)
+    if s.teacher_path:
+        return rlkit.runs.sampler(s.teacher_path, **({"model": s.teacher_model} if s.teacher_model else {}))
+    if s.teacher != "toy":
+        return rlkit.sampler(s.teacher, model=s.teacher_model)
     made = rlkit.connect("toy", seed=1)
     chat, number = Chat(made.tokenizer), np.append(made.tokenizer.encode("555-0199"), made.tokenizer.eos_ids[0])
     data = [rlkit.Datum.supervised(chat.start(prompt).prompt, number) for prompt in s.prompts]

@@ -135,17 +135,8 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
 def _sampler(options: argparse.Namespace) -> Sampler:
     """The policy, frozen."""
     import rlkit
-    from rlkit.backends import saves
-    from rlkit.runs.record import is_run, newest
 
-    path = options.policy
-    if is_run(path):
-        path = newest(path, role=options.role, step=options.step)
-    if path.startswith("tinker://"):
-        if "/weights/" in path:  # a state to train from, of which the service first has to make a snapshot
-            return rlkit.connect("tinker", init_from=path).sampler().result()
-        return rlkit.sampler("tinker", path=path)
-    if (Path(path) / "state.json").is_file():
-        _, state = saves.read(path, backend=None)
-        return rlkit.sampler(state["backend"], path=path)
-    return rlkit.sampler(options.backend, model=None if options.backend == "toy" else path)
+    policy, saved = options.policy, Path(options.policy)
+    if "://" in policy or (saved / "state.json").is_file() or (saved / "checkpoints").is_dir():
+        return rlkit.runs.sampler(policy, role=options.role, step=options.step)
+    return rlkit.sampler(options.backend, model=None if options.backend == "toy" else policy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
@@ -80,17 +82,16 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     Args:
         name: as in ``connect``.
         model: the base model.
-        path: what ``save`` returned, or the folder of a run for its newest policy; None is the base model itself.
+        path: what ``save`` returned; None is the base model itself. ``rlkit.runs.sampler`` opens a run's policy.
         options: as in ``connect``, without ``init_from`` and ``resume_from``.
     """
-    from rlkit.runs.record import is_run, newest
-
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
+    if isinstance(path, (str, os.PathLike)) and (Path(path) / "checkpoints").is_dir():
+        expected = "what save() returned; rlkit.runs.sampler opens a run's newest policy"
+        raise ConfigError(_check.problem("rlkit.sampler(path)", f"{path} is a run's folder", expected))
     alone = getattr(_class_of(name), "open_sampler", None)
-    if path is not None and is_run(path):
-        path, alone = newest(path), None  # a state to train from, of which a service first has to make a snapshot
     if alone is not None:
         found: Sampler = alone(model=model, path=path, **options)
         return found

@@ -209,9 +209,7 @@ def teacher_of(settings: Settings, tokenizer: Tokenizer, stages: Any = None) -> 
     options = dict(given.options) if name != backend_of(settings) else {**_frozen(settings), **given.options}
     if given.model_path is not None:
         options["model"] = given.model_path
-    if path is not None:
-        options["path"] = path
-    teacher = rlkit.sampler(name, **options)
+    teacher = rlkit.sampler(name, **options) if path is None else rlkit.runs.sampler(path, **options)
     problem = same_tokenizer(tokenizer, teacher.tokenizer)
     if problem:
         teacher.close()

@@ -125,11 +125,15 @@ def test_stages(tmp_path, options):
         further = step(policy)
     path = record.policy("policy")
     where = {name: value for name, value in options.items() if name not in ("lora", "model")}
-    with rlkit.sampler(**where, path=str(tmp_path / "sft")) as newest:  # a run's folder stands for its newest policy
+    own = {name: value for name, value in where.items() if name != "name"}
+    with rlkit.runs.sampler(tmp_path / "sft", **own) as newest, rlkit.runs.sampler(path, **own) as saved:
+        assert np.allclose(saved.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
         assert np.allclose(newest.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
     Run(tmp_path / "empty", trackers=()).close()
     with pytest.raises(rlkit.CheckpointError, match="empty has no whole checkpoint with a 'policy'"):
-        rlkit.sampler(**where, path=tmp_path / "empty")
+        rlkit.runs.sampler(tmp_path / "empty", **own)
+    with pytest.raises(rlkit.ConfigError, match=r"is a run's folder; expected .* rlkit.runs.sampler opens"):
+        rlkit.sampler(**where, path=str(tmp_path / "sft"))
 
     with Run(tmp_path / "further", seed=2, trackers=()) as run:
         policy = run.connect(**options, resume_from=path)

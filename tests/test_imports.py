@@ -1,0 +1,100 @@
+"""Packages stand on each other in one direction, lazy imports included."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import itertools
+from collections import defaultdict
+from pathlib import Path
+
+import rlkit
+
+ROOT = Path(rlkit.__file__).parent
+KNOWN = {("rlkit.backends.local.model", "rlkit.backends.local")}  # upward imports that are still to go; it only shrinks
+
+
+def node(name):
+    """The folder that a module lies in, or the file itself where that is directly in rlkit/."""
+    path = ROOT.parent / name.replace(".", "/")
+    while path != ROOT:
+        if path.is_dir() or path.parent == ROOT:
+            return ".".join(path.relative_to(ROOT.parent).parts)
+        path = path.parent
+    return "rlkit"
+
+
+def is_type_checking(statement):
+    return isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)
+
+
+def walk(tree):
+    """Every node that runs: what stands under ``if TYPE_CHECKING`` does not."""
+    for child in ast.iter_child_nodes(tree):
+        if is_type_checking(child):
+            for other in child.orelse:
+                yield other
+                yield from walk(other)
+        else:
+            yield child
+            yield from walk(child)
+
+
+def imported(source):
+    """The names that a module's text imports, anywhere in it; ``rlkit.connect`` imports what ``connect`` lies in."""
+    for statement in walk(ast.parse(source)):
+        if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.split(".")[0] == "rlkit":
+            for alias in statement.names:
+                yield f"{statement.module}.{alias.name}" if statement.module != "rlkit" else public(alias.name)
+        elif isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names if alias.name.startswith("rlkit."))
+        elif isinstance(statement, ast.Attribute) and ast.unparse(statement.value) == "rlkit":
+            yield public(statement.attr)
+
+
+def public(name):
+    """The module that an attribute of ``rlkit`` is or lies in."""
+    if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file():
+        return f"rlkit.{name}"
+    return getattr(getattr(rlkit, name), "__module__", "rlkit")
+
+
+def graph():
+    edges = defaultdict(dict)
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        if path == ROOT / "__init__.py":
+            continue  # the door, which opens on everything
+        here = node(name.removesuffix(".__init__"))
+        for other in imported(path.read_text("utf-8")):
+            if (there := node(other)) not in (here, "rlkit") and (here, there) not in KNOWN:
+                edges[here].setdefault(there, name)
+    return edges
+
+
+def test_packages_have_an_order():
+    """No package imports, now or later, one that stands on it."""
+    edges = graph()
+    assert len(edges) > 30
+    try:
+        order = list(graphlib.TopologicalSorter(edges).static_order())
+    except graphlib.CycleError as error:
+        cycle = error.args[1][::-1]
+        steps = [f"{a} imports {b} (in {edges[a][b]})" for a, b in itertools.pairwise(cycle)]
+        raise AssertionError("\n".join(steps)) from None
+    assert order.index("rlkit.types") < order.index("rlkit.backends") < order.index("rlkit.runs")
+
+
+def test_lazy_imports_count():
+    """An import within a function, and an attribute of the package, are imports; one for type checkers is none."""
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from rlkit.runs import Run
+def f():
+    import rlkit
+    from rlkit import advantages
+    from rlkit.losses.prepare import prepare
+    return rlkit.connect
+"""
+    assert {node(name) for name in imported(source)} == {"rlkit.advantages", "rlkit.losses", "rlkit.backends"}
