@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast, overload
 
 import numpy as np
@@ -18,6 +18,11 @@ class ArrayLike(Protocol):
     """An array of numpy, or what can become one, such as a tensor or a column of a table."""
 
     def __array__(self) -> Any: ...
+
+
+RowsLike: TypeAlias = Sequence[Row] | Sequence[Number] | ArrayLike  # one row, or several
+Arrays: TypeAlias = np.ndarray | list[np.ndarray]  # an array for one row or for a matrix, a list for a list
+Labels: TypeAlias = Sequence[Hashable] | ArrayLike
 
 
 class RowWise(Protocol[P]):
@@ -48,7 +53,7 @@ class TwoRowWise(Protocol[P]):
     ) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-def row_wise(function: Callable[Concatenate[Any, P], Any]) -> RowWise[P]:
+def row_wise(function: Callable[Concatenate[RowsLike, P], Arrays]) -> RowWise[P]:
     """Decorator: ``answered``, and for type checkers a function that gives an array for an array, a list for a list.
 
     A list of numbers is a row, too, and gives an array.
@@ -56,6 +61,6 @@ def row_wise(function: Callable[Concatenate[Any, P], Any]) -> RowWise[P]:
     return cast("RowWise[P]", answered(function, kind="estimators"))
 
 
-def two_row_wise(function: Callable[Concatenate[Any, P], tuple[Any, Any]]) -> TwoRowWise[P]:
+def two_row_wise(function: Callable[Concatenate[RowsLike, P], tuple[Arrays, Arrays]]) -> TwoRowWise[P]:
     """Decorator: as ``row_wise``, of a function with two results."""
     return cast("TwoRowWise[P]", answered(function, kind="estimators"))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import attrs
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import Arrays, RowsLike
 from rlkit.errors import DataError
 
 SINGLETON = ("zero", "raw", "error")
@@ -29,7 +29,7 @@ class Groups:
     lowest: np.ndarray  # [B], NaN where nothing is scored
 
     @classmethod
-    def parse(cls, rewards: Any, where: str = "rewards") -> Groups:
+    def parse(cls, rewards: RowsLike, where: str = "rewards") -> Groups:
         """Check and take apart what a user gave."""
         rows = _rows.parse(where, rewards)
         rows.check_finite(rows.flat, nan=True)
@@ -130,7 +130,7 @@ class Groups:
         """Advantages [N], 0 where unscored."""
         return advantages if self.scored.all() else np.where(self.scored, advantages, 0.0)
 
-    def finish(self, advantages: np.ndarray, singleton: str = "zero") -> Any:
+    def finish(self, advantages: np.ndarray, singleton: str = "zero") -> Arrays:
         """Advantages [N] in the form in which the rewards came."""
         return self.rows.restore(self.apply_singleton(advantages, singleton))
 
@@ -167,7 +167,7 @@ def settings(*, ddof: int = 1, eps: float = 0.0, singleton: str = "zero") -> Non
     _check.choice("singleton", singleton, SINGLETON)
 
 
-def lengths_like(groups: Groups, lengths: Any) -> np.ndarray:
+def lengths_like(groups: Groups, lengths: RowsLike) -> np.ndarray:
     """Tokens of each sample [N], checked to be integers >= 0 in the layout of the rewards."""
     flat = groups.rows.like("lengths", lengths)
     with np.errstate(invalid="ignore"):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import RowsLike
 from rlkit.errors import ConfigError, DataError
 
 HIGHEST = 0.1  # a log-sum-exp of 30, rounded to bfloat16, is off by up to 0.0625; beyond this it is no logprob
@@ -32,7 +33,9 @@ def check(rows: _rows.Rows, flat: np.ndarray, where: str, among: np.ndarray | No
         raise DataError(_check.problem(rows.name(index, where), f"is {flat[index]}", "a logprob", why))
 
 
-def log_ratios(trainer_logprobs: Any, sampling_logprobs: Any, *, some: bool = True) -> tuple[_rows.Rows, np.ndarray]:
+def log_ratios(
+    trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, *, some: bool = True
+) -> tuple[_rows.Rows, np.ndarray]:
     """The rows, and trainer - sampling for each token [N]."""
     rows = logprobs("trainer_logprobs", trainer_logprobs, some=some)
     sampling = rows.like("sampling_logprobs", sampling_logprobs)

@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._forms import Arrays, RowsLike
 from rlkit.errors import DataError
 
 LARGEST = 1e150  # squares and sums of squares of anything smaller stay finite in float64
@@ -62,7 +63,7 @@ class Rows:
         """One number per row [B] -> one per entry [N]."""
         return np.repeat(per_row, self.lengths)
 
-    def restore(self, flat: np.ndarray) -> Any:
+    def restore(self, flat: np.ndarray) -> Arrays:
         """[N] in the form in which the rows came."""
         if self.form in ("one", "flat"):
             return flat
@@ -103,7 +104,7 @@ class Rows:
             index = int(np.argmin(good))
             raise DataError(_check.problem(self.name(index, where), f"is {flat[index]}", expected))
 
-    def like(self, where: str, value: Any, *, boolean: bool = False) -> np.ndarray:
+    def like(self, where: str, value: RowsLike, *, boolean: bool = False) -> np.ndarray:
         """``value`` as a flat array, required to have the layout of these rows; its entries are not checked."""
         other = parse(where, value, boolean=boolean, empty=True)
         if (other.form == "one") != (self.form == "one") or other.lengths.size != self.lengths.size:
@@ -117,7 +118,7 @@ class Rows:
         return other.flat
 
 
-def parse(where: str, value: Any, *, boolean: bool = False, empty: bool = False) -> Rows:
+def parse(where: str, value: RowsLike | Rows, *, boolean: bool = False, empty: bool = False) -> Rows:
     """``value`` as rows of float64 (bool where ``boolean``); ``empty`` allows rows without entries.
 
     Raises:

@@ -6,12 +6,12 @@ Masked steps are taken out before a recursion runs and come back as zeros, so th
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import attrs
 import numpy as np
 
 from rlkit import _check, _rows
+from rlkit._forms import Arrays, RowsLike
 from rlkit.errors import DataError
 
 
@@ -28,7 +28,13 @@ class Steps:
 
     @classmethod
     def parse(
-        cls, rewards: Any, *, mask: Any = None, bootstrap_value: Any = 0.0, where: str = "rewards", empty: bool = False
+        cls,
+        rewards: RowsLike,
+        *,
+        mask: RowsLike | None = None,
+        bootstrap_value: RowsLike | float = 0.0,
+        where: str = "rewards",
+        empty: bool = False,
     ) -> Steps:
         """Check and take apart what a user gave; ``empty`` allows trajectories without steps."""
         rows = _rows.parse(where, rewards, empty=empty)
@@ -54,13 +60,13 @@ class Steps:
         """How many steps there are from each one to the end of its trajectory, itself included."""
         return np.asarray(np.repeat(self.last + 1, self.lengths) - np.arange(self.rewards.size))
 
-    def select(self, where: str, value: Any) -> np.ndarray:
+    def select(self, where: str, value: RowsLike) -> np.ndarray:
         """A further array, shaped like the rewards, at the masked-in steps."""
         flat = self.rows.like(where, value)
         self.rows.check_finite(flat, where=where, among=self.mask)
         return flat if self.mask is None else flat[self.mask]
 
-    def per_trajectory(self, where: str, value: Any) -> np.ndarray:
+    def per_trajectory(self, where: str, value: RowsLike | float) -> np.ndarray:
         """A number, or one per trajectory, for the trajectories that have masked-in steps [b]."""
         return np.asarray(_per_row(where, value, self.rows)[self.filled])
 
@@ -77,7 +83,7 @@ class Steps:
         result[self.last] = 0.0
         return result
 
-    def restore(self, selected: np.ndarray) -> Any:
+    def restore(self, selected: np.ndarray) -> Arrays:
         """[n] in the form in which the rewards came, 0 where masked out."""
         if self.mask is None:
             return self.rows.restore(selected)
@@ -86,7 +92,7 @@ class Steps:
         return self.rows.restore(flat)
 
 
-def _per_row(where: str, value: Any, rows: _rows.Rows) -> np.ndarray:
+def _per_row(where: str, value: RowsLike | float, rows: _rows.Rows) -> np.ndarray:
     """A number, or one per row."""
     count = rows.lengths.size
     if _rows.is_one(value):

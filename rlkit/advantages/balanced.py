@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _groups, _rows
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 from rlkit.errors import ConfigError
@@ -18,7 +16,7 @@ __all__ = ["rec"]
 @register("rec")
 @row_wise
 def rec(
-    rewards: Any,
+    rewards: RowsLike,
     *,
     normalize: bool = False,
     ddof: int = 0,
@@ -26,7 +24,7 @@ def rec(
     drop: str | None = None,
     rng: np.random.Generator | None = None,
     singleton: str = "zero",
-) -> Any:
+) -> Arrays:
     """Centred rewards of the samples that are kept, 0 for those dropped (group-relative REINFORCE, REC).
 
     A_i = R_i - mean of the kept, on demand divided by (their standard deviation + eps)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _groups, _rows
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 
@@ -16,7 +14,7 @@ __all__ = ["asymre", "gpg", "maxrl", "opmd", "opo", "reinforce"]
 
 @register("reinforce")
 @row_wise
-def reinforce(rewards: Any, *, normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> Any:
+def reinforce(rewards: RowsLike, *, normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> Arrays:
     """The rewards themselves, without a baseline; on demand normalised over the whole batch.
 
     A_i = R_i, or (R_i - mean of the batch) / (standard deviation of the batch + eps)
@@ -48,7 +46,7 @@ def reinforce(rewards: Any, *, normalize: bool = False, ddof: int = 1, eps: floa
 
 @register("opo")
 @row_wise
-def opo(rewards: Any, *, lengths: Any, singleton: str = "zero") -> Any:
+def opo(rewards: RowsLike, *, lengths: RowsLike, singleton: str = "zero") -> Arrays:
     """Rewards minus the mean of their group weighted by length (optimal reward baseline).
 
     A_i = R_i - sum of n_j R_j / sum of n_j
@@ -80,7 +78,7 @@ def opo(rewards: Any, *, lengths: Any, singleton: str = "zero") -> Any:
 
 @register("gpg")
 @row_wise
-def gpg(rewards: Any, *, count: str = "rewards", f_norm: float = 1.0, singleton: str = "zero") -> Any:
+def gpg(rewards: RowsLike, *, count: str = "rewards", f_norm: float = 1.0, singleton: str = "zero") -> Arrays:
     """Centred rewards, made larger where few of the batch carry signal (group policy gradient).
 
     A_i = alpha (R_i - mean of the group) / f_norm, with alpha = all / those with signal
@@ -117,7 +115,7 @@ def gpg(rewards: Any, *, count: str = "rewards", f_norm: float = 1.0, singleton:
 
 @register("opmd")
 @row_wise
-def opmd(rewards: Any, *, baseline: str = "mean", tau: float = 1.0, singleton: str = "zero") -> Any:
+def opmd(rewards: RowsLike, *, baseline: str = "mean", tau: float = 1.0, singleton: str = "zero") -> Arrays:
     """Rewards minus the mean of their group, or minus its tempered log-mean-exp (online policy mirror descent).
 
     A_i = R_i - mean of the group, or R_i - tau log(mean of exp(R / tau))
@@ -154,7 +152,7 @@ def opmd(rewards: Any, *, baseline: str = "mean", tau: float = 1.0, singleton: s
 
 @register("asymre")
 @row_wise
-def asymre(rewards: Any, *, shift: float = -0.1, singleton: str = "zero") -> Any:
+def asymre(rewards: RowsLike, *, shift: float = -0.1, singleton: str = "zero") -> Arrays:
     """Rewards minus a baseline shifted away from the mean of their group (asymmetric REINFORCE).
 
     A_i = R_i - (mean of the group + shift)
@@ -184,7 +182,7 @@ def asymre(rewards: Any, *, shift: float = -0.1, singleton: str = "zero") -> Any
 
 @register("maxrl")
 @row_wise
-def maxrl(rewards: Any, *, singleton: str = "zero") -> Any:
+def maxrl(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     """Centred rewards divided by the mean of their group (maximum-likelihood reinforcement learning).
 
     A_i = (R_i - mean of the group) / mean of the group, and 0 in groups whose mean is not positive

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._calls import estimator
-from rlkit._forms import row_wise, two_row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise, two_row_wise
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -20,14 +18,14 @@ __all__ = ["gae", "lambda_returns", "length_adaptive_lambda", "n_step_returns", 
 @register("gae")
 @two_row_wise
 def gae(
-    rewards: Any,
+    rewards: RowsLike,
     *,
-    values: Any,
-    bootstrap_value: Any = 0.0,
-    mask: Any = None,
+    values: RowsLike,
+    bootstrap_value: RowsLike | float = 0.0,
+    mask: RowsLike | None = None,
     gamma: float = 1.0,
-    lam: Any = 0.95,
-) -> tuple[Any, Any]:
+    lam: RowsLike | float = 0.95,
+) -> tuple[Arrays, Arrays]:
     """Generalised advantage estimates and the returns that the values should predict.
 
     d_t = r_t + gamma V_{t+1} - V_t, A_t = d_t + gamma lam A_{t+1}, returns = A + V; after the last step V is
@@ -65,7 +63,7 @@ def gae(
 
 @register("length_adaptive_lambda")
 @estimator
-def length_adaptive_lambda(lengths: Any, *, alpha: float = 0.05) -> np.ndarray:
+def length_adaptive_lambda(lengths: RowsLike, *, alpha: float = 0.05) -> np.ndarray:
     """The lambda of GAE for each trajectory, nearer to 1 for longer ones (VAPO).
 
     lam = max(0, 1 - 1 / (alpha n))
@@ -99,14 +97,14 @@ def length_adaptive_lambda(lengths: Any, *, alpha: float = 0.05) -> np.ndarray:
 @register("lambda_returns")
 @row_wise
 def lambda_returns(
-    rewards: Any,
+    rewards: RowsLike,
     *,
-    values: Any,
-    bootstrap_value: Any = 0.0,
-    mask: Any = None,
+    values: RowsLike,
+    bootstrap_value: RowsLike | float = 0.0,
+    mask: RowsLike | None = None,
     gamma: float = 1.0,
-    lam: Any = 0.95,
-) -> Any:
+    lam: RowsLike | float = 0.95,
+) -> Arrays:
     """Returns that mix bootstrapping after one step with going on.
 
     G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}); after the last step V = G = bootstrap_value
@@ -137,14 +135,14 @@ def lambda_returns(
 @register("n_step_returns")
 @row_wise
 def n_step_returns(
-    rewards: Any,
+    rewards: RowsLike,
     *,
-    values: Any,
+    values: RowsLike,
     n: int = 1,
-    bootstrap_value: Any = 0.0,
-    mask: Any = None,
+    bootstrap_value: RowsLike | float = 0.0,
+    mask: RowsLike | None = None,
     gamma: float = 1.0,
-) -> Any:
+) -> Arrays:
     """The discounted rewards of n steps and the value after them.
 
     G_t = r_t + gamma r_{t+1} + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n}; a window that reaches the end stops
@@ -176,17 +174,17 @@ def n_step_returns(
 @register("vtrace")
 @two_row_wise
 def vtrace(
-    rewards: Any,
+    rewards: RowsLike,
     *,
-    values: Any,
-    log_ratios: Any,
-    bootstrap_value: Any = 0.0,
-    mask: Any = None,
+    values: RowsLike,
+    log_ratios: RowsLike,
+    bootstrap_value: RowsLike | float = 0.0,
+    mask: RowsLike | None = None,
     gamma: float = 1.0,
-    lam: Any = 1.0,
+    lam: RowsLike | float = 1.0,
     clip_rho: float = 1.0,
     clip_pg_rho: float = 1.0,
-) -> tuple[Any, Any]:
+) -> tuple[Arrays, Arrays]:
     """Advantages and value targets corrected for actions that another policy took (V-trace).
 
     v_t - V_t = rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})
@@ -229,7 +227,7 @@ def vtrace(
     return steps.restore(advantages), steps.restore(targets)
 
 
-def _lam(steps: Steps, lam: Any) -> np.ndarray:
+def _lam(steps: Steps, lam: RowsLike | float) -> np.ndarray:
     """The lam of each step [n], from one number or one per trajectory."""
     per_trajectory = steps.per_trajectory("lam", lam)
     if ((per_trajectory < 0) | (per_trajectory > 1)).any():

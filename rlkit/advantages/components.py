@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlkit import _check, _groups, _rows
 from rlkit._calls import estimator
+from rlkit._forms import RowsLike
 from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 from rlkit.errors import DataError
@@ -17,7 +19,14 @@ __all__ = ["gdpo"]
 
 @register("gdpo")
 @estimator
-def gdpo(rewards: Any, *, weights: Any = None, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero") -> Any:
+def gdpo(
+    rewards: Sequence[RowsLike],
+    *,
+    weights: Sequence[float] | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+) -> Any:
     """The weighted sum of each component's GRPO advantages, normalised over the batch.
 
     B_i = sum over components c of w_c GRPO(R_c)_i, and A_i = (B_i - mean of the batch) / (its deviation + eps)
@@ -57,7 +66,7 @@ def gdpo(rewards: Any, *, weights: Any = None, ddof: int = 1, eps: float = 1e-6,
     return first.rows.restore(np.where(first.rows.spread(idle), 0.0, advantages))
 
 
-def _components(rewards: Any) -> list[Groups]:
+def _components(rewards: Sequence[RowsLike]) -> list[Groups]:
     expected = "a list with the rewards of each component"
     if _rows.is_one(rewards) or len(rewards) == 0:
         raise DataError(_check.problem("rewards", f"got {_check.shown(rewards)}", expected))
@@ -70,7 +79,7 @@ def _components(rewards: Any) -> list[Groups]:
     return components
 
 
-def _weights(weights: Any, count: int) -> np.ndarray:
+def _weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
     array = _rows.vector("weights", weights, count, why="one per component")
     bad = np.flatnonzero(~(np.abs(array) <= _rows.LARGEST))
     if bad.size:

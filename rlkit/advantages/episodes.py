@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit import _check, _groups, _rows
 from rlkit._calls import estimator
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, Labels, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
@@ -23,8 +23,8 @@ __all__ = ["gigpo", "hierarchical_grpo", "step_wise_grpo"]
 @register("step_wise_grpo")
 @estimator
 def step_wise_grpo(
-    rewards: Any,
-    steps: Any,
+    rewards: RowsLike,
+    steps: RowsLike,
     *,
     step_norm: bool = False,
     scale: str = "group",
@@ -76,7 +76,7 @@ def step_wise_grpo(
 @register("gigpo")
 @row_wise
 def gigpo(
-    rewards: Any,
+    rewards: RowsLike,
     states: Any,
     *,
     omega: float = 1.0,
@@ -84,7 +84,7 @@ def gigpo(
     scale: str = "group",
     ddof: int = 1,
     eps: float = 1e-6,
-) -> Any:
+) -> Arrays:
     """An episode's advantage plus omega times that of each step among the steps taken from the same state (GiGPO).
 
     A_t = N(episode's summed reward, among the episodes) + omega N(discounted return from t, among the steps of all
@@ -123,7 +123,7 @@ def gigpo(
 
 @register("hierarchical_grpo")
 @estimator
-def hierarchical_grpo(rewards: Any, roles: Any, groups: Any, *, singleton: str = "zero") -> Any:
+def hierarchical_grpo(rewards: RowsLike, roles: Labels, groups: Labels, *, singleton: str = "zero") -> Any:
     """Rewards minus the mean of those with the same role in the same group, for episodes that several roles play.
 
     Args:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlkit import _check, _ratios, _rows
 from rlkit._calls import estimator
+from rlkit._forms import RowsLike
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -23,12 +24,12 @@ _LARGEST_DISTANCE = 1e75  # beyond it coef d^2 could overflow
 @estimator
 def on_policy_distillation(
     *,
-    teacher_logprobs: Any,
-    sampling_logprobs: Any,
+    teacher_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     coef: float = 1.0,
     clip: float | None = None,
     gamma: float = 0.0,
-    mask: Any = None,
+    mask: RowsLike | None = None,
 ) -> Any:
     """How much likelier the teacher finds each sampled token: the sampled reverse KL as an advantage.
 
@@ -68,7 +69,12 @@ def on_policy_distillation(
 @register("jsd")
 @estimator
 def jsd(
-    *, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0, mask: Any = None
+    *,
+    teacher_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
+    beta: float = 0.5,
+    coef: float = 1.0,
+    mask: RowsLike | None = None,
 ) -> Any:
     """The sampled Jensen-Shannon term of each token, negated.
 
@@ -104,7 +110,12 @@ def jsd(
 @register("jsd_gradient")
 @estimator
 def jsd_gradient(
-    *, teacher_logprobs: Any, sampling_logprobs: Any, beta: float = 0.5, coef: float = 1.0, mask: Any = None
+    *,
+    teacher_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
+    beta: float = 0.5,
+    coef: float = 1.0,
+    mask: RowsLike | None = None,
 ) -> Any:
     """Advantages whose policy gradient is that of the Jensen-Shannon divergence from a teacher, token by token.
 
@@ -141,12 +152,12 @@ def jsd_gradient(
 @estimator
 def kl_penalty(
     *,
-    sampling_logprobs: Any,
-    reference_logprobs: Any,
+    sampling_logprobs: RowsLike,
+    reference_logprobs: RowsLike,
     coef: float = 0.01,
     estimator: str = "k1",
     center: bool = False,
-    mask: Any = None,
+    mask: RowsLike | None = None,
 ) -> Any:
     """What is added to per-token rewards or advantages to stay near a reference policy.
 
@@ -196,7 +207,7 @@ def kl_penalty(
 
 @register("entropy_bonus")
 @estimator
-def entropy_bonus(*, sampling_logprobs: Any, coef: float = 0.01, mask: Any = None) -> Any:
+def entropy_bonus(*, sampling_logprobs: RowsLike, coef: float = 0.01, mask: RowsLike | None = None) -> Any:
     """What is added to per-token advantages to keep the policy's entropy up.
 
     -coef log q: on-policy, its policy gradient is coef times the gradient of the entropy of each token
@@ -220,7 +231,9 @@ def entropy_bonus(*, sampling_logprobs: Any, coef: float = 0.01, mask: Any = Non
     return steps.restore(-coef * steps.rewards)
 
 
-def _pair(name: str, other: Any, sampling: Any, mask: Any) -> tuple[Steps, np.ndarray, np.ndarray]:
+def _pair(
+    name: str, other: RowsLike, sampling: RowsLike, mask: RowsLike | None
+) -> tuple[Steps, np.ndarray, np.ndarray]:
     """The tokens that count, and both policies' logprobs of them [n]."""
     steps = _tokens(sampling, mask)
     flat = steps.rows.like(name, other)
@@ -228,7 +241,7 @@ def _pair(name: str, other: Any, sampling: Any, mask: Any) -> tuple[Steps, np.nd
     return steps, flat if steps.mask is None else flat[steps.mask], steps.rewards
 
 
-def _tokens(sampling: Any, mask: Any) -> Steps:
+def _tokens(sampling: RowsLike, mask: RowsLike | None) -> Steps:
     """The sampled tokens that count, and their logprobs."""
     steps = Steps.parse(sampling, mask=mask, where="sampling_logprobs", empty=True)
     _ratios.check(steps.rows, steps.rows.flat, "sampling_logprobs", steps.mask)

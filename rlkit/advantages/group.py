@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _groups
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 
@@ -16,7 +14,9 @@ __all__ = ["dr_grpo", "grpo", "loo_std", "rloo"]
 
 @register("grpo")
 @row_wise
-def grpo(rewards: Any, *, scale: str = "group", ddof: int = 1, eps: float = 1e-6, singleton: str = "zero") -> Any:
+def grpo(
+    rewards: RowsLike, *, scale: str = "group", ddof: int = 1, eps: float = 1e-6, singleton: str = "zero"
+) -> Arrays:
     """Rewards centred within their group and divided by a standard deviation (GRPO).
 
     A_i = (R_i - mean of the group) / (s + eps)
@@ -62,7 +62,7 @@ def grpo(rewards: Any, *, scale: str = "group", ddof: int = 1, eps: float = 1e-6
 
 @register("dr_grpo")
 @row_wise
-def dr_grpo(rewards: Any, *, singleton: str = "zero") -> Any:
+def dr_grpo(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     """Rewards minus the mean of their group, undivided (Dr. GRPO).
 
     A_i = R_i - mean of the group
@@ -85,7 +85,7 @@ def dr_grpo(rewards: Any, *, singleton: str = "zero") -> Any:
 
 @register("rloo")
 @row_wise
-def rloo(rewards: Any, *, singleton: str = "zero") -> Any:
+def rloo(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     """Each reward minus the mean of the others in its group (REINFORCE leave-one-out).
 
     A_i = R_i - mean of R_j over j != i = N / (N - 1) (R_i - mean of the group)
@@ -111,7 +111,7 @@ def rloo(rewards: Any, *, singleton: str = "zero") -> Any:
 
 @register("loo_std")
 @row_wise
-def loo_std(rewards: Any, *, eps: float = 1e-6, singleton: str = "zero") -> Any:
+def loo_std(rewards: RowsLike, *, eps: float = 1e-6, singleton: str = "zero") -> Arrays:
     """Each reward minus the mean of the others, divided by the standard deviation of the others.
 
     A_i = (R_i - mean of the others) / (s + eps), s the others' unbiased deviation; undivided where s is 0 or, in a

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._calls import answered
+from rlkit._forms import Labels, RowsLike
 from rlkit.advantages import baselines, group
 from rlkit.advantages._registry import registry
 from rlkit.advantages.balanced import rec
@@ -29,7 +30,7 @@ _PER_SAMPLE = ("lengths",)  # settings that hold one number per reward, and are 
 
 
 @answered
-def by_group(estimator: str | Callable[..., Any], rewards: Any, groups: Any, **settings: Any) -> Any:
+def by_group(estimator: str | Callable[..., Any], rewards: RowsLike, groups: Labels, **settings: Any) -> np.ndarray:
     """The advantages of a group estimator for flat rewards with group labels.
 
     Args:
@@ -71,7 +72,7 @@ def by_group(estimator: str | Callable[..., Any], rewards: Any, groups: Any, **s
     return result
 
 
-def _by_list(estimator: Any, function: Callable[..., Any], rows: _rows.Rows, settings: dict[str, Any]) -> np.ndarray:
+def _by_list(estimator: object, function: Callable[..., Any], rows: _rows.Rows, settings: dict[str, Any]) -> np.ndarray:
     """The advantages [N] of a function that takes a list of groups, and whose result is still to be checked."""
     settings = {name: rows.restore(x.flat) if isinstance(x, _rows.Rows) else x for name, x in settings.items()}
     advantages = _rows.parse(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
@@ -82,7 +83,7 @@ def _by_list(estimator: Any, function: Callable[..., Any], rows: _rows.Rows, set
     return advantages.flat
 
 
-def _check_settings(estimator: Any, function: Callable[..., Any], settings: Collection[str]) -> None:
+def _check_settings(estimator: object, function: Callable[..., Any], settings: Collection[str]) -> None:
     """Raise for settings that the estimator does not have, and for those that it can not do without."""
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlkit import _check, _groups, _ratios, _rows
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, Labels, RowsLike, row_wise
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -19,14 +19,14 @@ __all__ = ["optimal_token_baseline"]
 @register("optimal_token_baseline")
 @row_wise
 def optimal_token_baseline(
-    rewards: Any,
+    rewards: RowsLike,
     *,
-    logprobs: Any,
-    sum_p2: Any,
+    logprobs: RowsLike,
+    sum_p2: RowsLike,
     importance: Any = None,
-    groups: Any = None,
+    groups: Labels | None = None,
     singleton: str = "raw",
-) -> Any:
+) -> Arrays:
     """Returns minus, at each token, their mean over the group weighted by the gradient's energy so far.
 
     A_it = G_it - sum over j of W_jt G_jt / sum over j of W_jt, with G_it the rewards from token t on and W_it the sum

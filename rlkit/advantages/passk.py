@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from rlkit import _check, _groups
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 from rlkit.errors import ConfigError, DataError
@@ -19,7 +18,7 @@ __all__ = ["pass_at_k", "pkpo"]
 @register("pass_at_k")
 @row_wise
 def pass_at_k(
-    rewards: Any,
+    rewards: RowsLike,
     *,
     method: str = "max_second",
     k: int | None = None,
@@ -27,7 +26,7 @@ def pass_at_k(
     ddof: int = 1,
     eps: float = 1e-6,
     singleton: str = "zero",
-) -> Any:
+) -> Arrays:
     """Advantages that raise the chance of at least one right sample among k.
 
     "max_second": the best sample gets (best - second best) / (s + eps), all others 0; k is the group's size.
@@ -77,7 +76,7 @@ def pass_at_k(
 
 @register("pkpo")
 @row_wise
-def pkpo(rewards: Any, *, k: int, baseline: str = "loo_minus_one", singleton: str = "zero") -> Any:
+def pkpo(rewards: RowsLike, *, k: int, baseline: str = "loo_minus_one", singleton: str = "zero") -> Arrays:
     """Each sample's share in the best of k (Pass-at-k policy optimization, for real rewards).
 
     s_i = sum over subsets I of size k that hold i of max(R over I) / C(N, k), and with the baseline "loo_minus_one"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _groups, _rows
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
@@ -17,7 +15,9 @@ __all__ = ["discounted_returns", "rebn"]
 
 @register("discounted_returns")
 @row_wise
-def discounted_returns(rewards: Any, *, gamma: float = 1.0, bootstrap_value: Any = 0.0, mask: Any = None) -> Any:
+def discounted_returns(
+    rewards: RowsLike, *, gamma: float = 1.0, bootstrap_value: RowsLike | float = 0.0, mask: RowsLike | None = None
+) -> Arrays:
     """The discounted sum of the rewards from each step on.
 
     G_t = r_t + gamma G_{t+1}, and after the last reward G = bootstrap_value
@@ -53,7 +53,7 @@ def discounted_returns(rewards: Any, *, gamma: float = 1.0, bootstrap_value: Any
 
 @register("rebn")
 @row_wise
-def rebn(returns: Any, *, ddof: int = 1, eps: float = 1e-9, mask: Any = None) -> Any:
+def rebn(returns: RowsLike, *, ddof: int = 1, eps: float = 1e-9, mask: RowsLike | None = None) -> Arrays:
     """Returns normalised over the whole batch (return batch normalisation).
 
     A = (G - mean of the batch) / (standard deviation of the batch + eps)

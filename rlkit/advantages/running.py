@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import attrs
 import numpy as np
 
 from rlkit import _check, _groups, _rows
 from rlkit._calls import answered
+from rlkit._forms import Labels, RowsLike
 from rlkit._groups import Groups
 from rlkit.advantages._registry import register
 from rlkit.errors import ConfigError
@@ -53,7 +53,7 @@ class RunningBaseline:
             raise ConfigError(_check.problem("baselines", what, "a mapping of roles to numbers"))
         self.baselines = {role: _number(f"baselines[{role!r}]", b) for role, b in self.baselines.items()}
 
-    def update(self, rewards: Any, roles: Any = None) -> np.ndarray:
+    def update(self, rewards: RowsLike, roles: Labels | None = None) -> np.ndarray:
         """Advantages [N] of flat ``rewards`` [N], which then move the baselines of their ``roles`` [N] in order.
 
         Without ``roles`` there is one baseline, under the name "". Unscored rewards (NaN) get 0 and move nothing.
@@ -117,7 +117,7 @@ class RunningNormalization:
             what = f"is {self.mean}, not between lowest={self.lowest} and highest={self.highest}"
             raise ConfigError(_check.problem("mean", what, "the fields as saved"))
 
-    def update(self, rewards: Any) -> np.ndarray:
+    def update(self, rewards: RowsLike) -> np.ndarray:
         """Advantages [N] of flat ``rewards`` [N]; unscored ones (NaN) get 0 and count nowhere."""
         groups = Groups.parse(_rows.vector("rewards", rewards))
         new = groups.rewards[groups.scored]
@@ -158,10 +158,10 @@ def running_normalization(*, ddof: int = 1, eps: float = 1e-6) -> RunningNormali
     return RunningNormalization(ddof=ddof, eps=eps)
 
 
-def _number(where: str, value: Any) -> float:
+def _number(where: str, value: object) -> float:
     return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST)
 
 
-def _names(roles: Any, length: int) -> list[Hashable]:
+def _names(roles: Labels, length: int) -> list[Hashable]:
     _rows.labels("roles", roles, length)
     return list(np.asarray(roles).tolist()) if hasattr(roles, "__array__") else list(roles)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlkit import _check
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
 
@@ -14,7 +12,9 @@ __all__ = ["potential_shaping"]
 
 @register("potential_shaping")
 @row_wise
-def potential_shaping(rewards: Any, *, potentials: Any, gamma: float = 1.0, mask: Any = None) -> Any:
+def potential_shaping(
+    rewards: RowsLike, *, potentials: RowsLike, gamma: float = 1.0, mask: RowsLike | None = None
+) -> Arrays:
     """Rewards plus the discounted rise of a potential.
 
     r'_t = r_t + gamma phi_{t+1} - phi_t, with phi = 0 after the last step; the return from t changes by -phi_t

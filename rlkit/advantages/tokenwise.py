@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _groups
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
@@ -20,15 +18,15 @@ __all__ = ["reinforce_pp", "reinforce_pp_baseline", "remax"]
 @register("reinforce_pp")
 @row_wise
 def reinforce_pp(
-    rewards: Any,
+    rewards: RowsLike,
     *,
-    kl: Any = None,
+    kl: RowsLike | None = None,
     kl_coef: float = 0.0,
     gamma: float = 1.0,
-    mask: Any = None,
+    mask: RowsLike | None = None,
     ddof: int = 1,
     eps: float = 1e-6,
-) -> Any:
+) -> Arrays:
     """Discounted returns of per-token rewards less a KL penalty, normalised over the batch's tokens (REINFORCE++).
 
     G_t = r_t - kl_coef kl_t + gamma G_{t+1}, and A_t = (G_t - mean) / (standard deviation + eps) over all tokens
@@ -68,8 +66,8 @@ def reinforce_pp(
 @register("reinforce_pp_baseline")
 @row_wise
 def reinforce_pp_baseline(
-    rewards: Any, *, lengths: Any, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero"
-) -> Any:
+    rewards: RowsLike, *, lengths: RowsLike, ddof: int = 1, eps: float = 1e-6, singleton: str = "zero"
+) -> Arrays:
     """Rewards centred within their group, then normalised over the batch's tokens (REINFORCE++ baseline).
 
     B_i = R_i - mean of the group, and A_i = (B_i - mean) / (standard deviation + eps), in which B_i counts n_i times
@@ -102,7 +100,7 @@ def reinforce_pp_baseline(
 
 @register("remax")
 @row_wise
-def remax(rewards: Any, *, baseline: Any, gamma: float = 1.0, mask: Any = None) -> Any:
+def remax(rewards: RowsLike, *, baseline: RowsLike, gamma: float = 1.0, mask: RowsLike | None = None) -> Arrays:
     """The discounted return of each token less the reward of the greedy completion (ReMax).
 
     A_t = G_t - baseline, with G_t = r_t + gamma G_{t+1}

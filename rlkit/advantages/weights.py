@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._calls import answered
+from rlkit._forms import Arrays, Labels, RowsLike
 from rlkit.advantages._registry import register
 from rlkit.errors import ConfigError, DataError
 
@@ -25,7 +24,9 @@ _MODES = (
 
 @register("token_weights")
 @answered
-def token_weights(lengths: Any, mode: str = "token-mean", *, constant: float | None = None, groups: Any = None) -> Any:
+def token_weights(
+    lengths: RowsLike, mode: str = "token-mean", *, constant: float | None = None, groups: Labels | None = None
+) -> Arrays:
     """The weight of each token of a sequence, so that a plain sum over tokens is the wanted mean over the batch.
 
     With n_i tokens in sequence i, S sequences that have any, and P prompts:
@@ -85,13 +86,13 @@ def token_weights(lengths: Any, mode: str = "token-mean", *, constant: float | N
         return np.where(filled, 1.0 / share, 0.0)
 
 
-def _extra(name: str, value: Any, mode: str, owner: str) -> None:
+def _extra(name: str, value: object, mode: str, owner: str) -> None:
     if (value is None) == (mode == owner):
         what = "is missing" if value is None else f"was given with mode={mode!r}"
         raise ConfigError(_check.problem(name, what, f'a value with mode="{owner}", and only there'))
 
 
-def _lengths(lengths: Any) -> np.ndarray:
+def _lengths(lengths: RowsLike) -> np.ndarray:
     n = _rows.vector("lengths", lengths)
     if n.size == 0:
         raise DataError(_check.problem("lengths", "is empty", "at least one sequence"))

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlkit import _check, _ratios, _rows
 from rlkit._calls import answered
+from rlkit._forms import RowsLike
 
 __all__ = ["clip_b", "clip_v", "top_entropy"]
 
@@ -19,7 +20,7 @@ _FLAT = 1e-12  # a deviation below it is rounding; peers use the same number
 
 
 @answered
-def top_entropy(*, entropy: Any, fraction: float = 0.2) -> Any:
+def top_entropy(*, entropy: RowsLike, fraction: float = 0.2) -> Any:
     """1 for the given fraction of the batch's tokens that have the highest entropy, 0 for the others.
 
     Kept is what is at or above the (1 - fraction) quantile of all entropies, interpolated linearly.
@@ -50,7 +51,7 @@ def top_entropy(*, entropy: Any, fraction: float = 0.2) -> Any:
 
 
 @answered
-def clip_b(*, entropy: Any, logprobs: Any, advantages: Any, mu: float = 2.5) -> Any:
+def clip_b(*, entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike, mu: float = 2.5) -> Any:
     """0 for tokens with a negative advantage that would change the entropy most, by their score within the batch.
 
     The score is S = p (H + log p), and dropped is A < 0 with S < mean(S) - mu std(S) over the batch.
@@ -85,11 +86,11 @@ def clip_b(*, entropy: Any, logprobs: Any, advantages: Any, mu: float = 2.5) -> 
 @answered
 def clip_v(
     *,
-    entropy: Any,
-    logprobs: Any,
-    advantages: Any,
-    sum_p2: Any,
-    sum_p2_logp: Any,
+    entropy: RowsLike,
+    logprobs: RowsLike,
+    advantages: RowsLike,
+    sum_p2: RowsLike,
+    sum_p2_logp: RowsLike,
     mu: float = 8.5,
     max_fraction: float = 1e-4,
 ) -> Any:
@@ -137,13 +138,13 @@ def clip_v(
     return rows.restore(keep)
 
 
-def _entropies(entropy: Any) -> _rows.Rows:
+def _entropies(entropy: RowsLike) -> _rows.Rows:
     rows = _rows.parse("entropy", entropy, empty=True)
     rows.require("entropy", rows.flat, (rows.flat >= -1e-4) & (rows.flat <= _rows.LARGEST), "a number >= 0, in nats")
     return rows
 
 
-def _scores(entropy: Any, logprobs: Any, advantages: Any) -> tuple[_rows.Rows, np.ndarray, np.ndarray]:
+def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[_rows.Rows, np.ndarray, np.ndarray]:
     """The rows of the entropies, S = p (H + log p) of each token [N], and the advantages [N]."""
     rows = _entropies(entropy)
     lp, a = rows.like("logprobs", logprobs), rows.like("advantages", advantages)

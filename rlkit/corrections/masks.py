@@ -12,6 +12,7 @@ import numpy as np
 
 from rlkit import _check, _ratios
 from rlkit._calls import answered
+from rlkit._forms import RowsLike
 
 __all__ = ["divergence_rejection", "geometric_sequence_mask", "outlier_veto", "sequence_mask", "token_mask"]
 
@@ -21,8 +22,8 @@ _LEVELS = ("token", "sequence-sum", "sequence-mean", "sequence-max")
 @answered
 def token_mask(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 2.0,
 ) -> Any:
@@ -54,8 +55,8 @@ def token_mask(
 @answered
 def sequence_mask(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 2.0,
 ) -> Any:
@@ -83,8 +84,8 @@ def sequence_mask(
 @answered
 def geometric_sequence_mask(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.999,
     clip_high_threshold: float = 1.002,
 ) -> Any:
@@ -114,8 +115,8 @@ def geometric_sequence_mask(
 @answered
 def outlier_veto(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 1e-4,
     clip_high_threshold: float = 100.0,
 ) -> Any:
@@ -142,8 +143,8 @@ def outlier_veto(
 @answered
 def divergence_rejection(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     threshold: float,
     level: str = "token",
     estimator: str = "k3",

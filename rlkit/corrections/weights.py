@@ -11,6 +11,7 @@ import numpy as np
 
 from rlkit import _check, _ratios
 from rlkit._calls import answered
+from rlkit._forms import RowsLike
 
 __all__ = ["batch_normalized", "clamp", "icepop", "sequence_tis", "token_tis"]
 
@@ -18,8 +19,8 @@ __all__ = ["batch_normalized", "clamp", "icepop", "sequence_tis", "token_tis"]
 @answered
 def token_tis(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 2.0,
 ) -> Any:
@@ -55,8 +56,8 @@ def token_tis(
 @answered
 def sequence_tis(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 2.0,
 ) -> Any:
@@ -83,8 +84,8 @@ def sequence_tis(
 @answered
 def icepop(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 5.0,
 ) -> Any:
@@ -114,7 +115,7 @@ def icepop(
 
 
 @answered
-def batch_normalized(*, trainer_logprobs: Any, sampling_logprobs: Any) -> Any:
+def batch_normalized(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> Any:
     """Importance weights divided by their mean over the batch's tokens, so that they average 1.
 
     Args:
@@ -137,7 +138,7 @@ def batch_normalized(*, trainer_logprobs: Any, sampling_logprobs: Any) -> Any:
 
 
 @answered
-def clamp(*, trainer_logprobs: Any, sampling_logprobs: Any, bound: float = 20.0) -> Any:
+def clamp(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, bound: float = 20.0) -> Any:
     """Importance weights whose log-ratio is clamped: exp(clip(trainer - sampling, -bound, bound)).
 
     Args:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit._forms import RowsLike
 from rlkit._groups import Groups
 from rlkit.errors import ConfigError
 from rlkit.filters.selection import Selection, select
@@ -16,7 +15,7 @@ __all__ = ["difficulty_band", "dynamic_sampling", "zero_variance"]
 
 
 @answered
-def zero_variance(rewards: Any, *, threshold: float = 0.0) -> Selection:
+def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
     """Drops groups whose rewards do not differ, since they teach a relative estimator nothing.
 
     Args:
@@ -46,7 +45,7 @@ def zero_variance(rewards: Any, *, threshold: float = 0.0) -> Selection:
 
 @answered
 def dynamic_sampling(
-    rewards: Any, *, correct: float = 1.0, needed: int | None = None, keep_when_insufficient: bool = False
+    rewards: RowsLike, *, correct: float = 1.0, needed: int | None = None, keep_when_insufficient: bool = False
 ) -> Selection:
     """Keeps groups of which some but not all samples are right.
 
@@ -85,7 +84,7 @@ def dynamic_sampling(
 
 
 @answered
-def difficulty_band(rewards: Any, *, low: float = 0.1, high: float = 0.95) -> Selection:
+def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) -> Selection:
     """Keeps groups whose mean reward lies in [low, high].
 
     Args:

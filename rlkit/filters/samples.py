@@ -9,6 +9,7 @@ import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._calls import answered
+from rlkit._forms import RowsLike
 from rlkit.errors import DataError
 from rlkit.filters.selection import Selection, select
 
@@ -36,7 +37,7 @@ def truncated(stop_reasons: Sequence[str]) -> Selection:
 
 
 @answered
-def overlong(lengths: Any, *, max_length: int) -> Selection:
+def overlong(lengths: RowsLike, *, max_length: int) -> Selection:
     """Drops samples of more than ``max_length`` tokens.
 
     Args:
@@ -99,7 +100,7 @@ def failed(failures: Sequence[Any]) -> Selection:
 
 
 @answered
-def stale(versions: Any, *, current: int, max_lag: int) -> Selection:
+def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
     """Drops samples whose policy is more than ``max_lag`` optimizer steps old.
 
     Args:
@@ -127,7 +128,7 @@ def stale(versions: Any, *, current: int, max_lag: int) -> Selection:
 
 
 @answered
-def unscored(rewards: Any) -> Selection:
+def unscored(rewards: RowsLike) -> Selection:
     """Drops samples whose reward is NaN.
 
     Args:
@@ -151,7 +152,7 @@ def _items(where: str, value: Any) -> Sequence[Any]:
     return items
 
 
-def _counts(where: str, value: Any) -> np.ndarray:
+def _counts(where: str, value: object) -> np.ndarray:
     array = _rows.vector(where, value)
     bad = np.flatnonzero(~((array >= 0) & (array <= _rows.LARGEST)))
     if bad.size:

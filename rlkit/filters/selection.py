@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 import numpy as np
@@ -18,7 +17,7 @@ __all__ = ["Selection", "select"]
 _MASK = "a 1-D array of True and False"
 
 
-def _flags(keep: Any) -> np.ndarray:
+def _flags(keep: object) -> np.ndarray:
     array = _check.as_array("keep", keep, _MASK)
     array = array.astype(bool) if array.shape == (0,) else array  # an empty list has no dtype of its own
     if array.ndim != 1 or array.dtype.kind != "b":
@@ -26,7 +25,7 @@ def _flags(keep: Any) -> np.ndarray:
     return _check.frozen(array)
 
 
-def _counts(dropped: Any) -> Mapping[str, int]:
+def _counts(dropped: object) -> Mapping[str, int]:
     if not isinstance(dropped, Mapping):
         raise DataError(_check.problem("dropped", f"got {_check.shown(dropped)}", "filter names with counts"))
     counts = {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit._ratios import check_bounds
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlkit.losses.base import Weights
 
 __all__ = ["bounds", "one_weight", "surrogate"]
 
@@ -20,7 +22,7 @@ def bounds(low: float, high: float, *, above_zero: bool = False) -> None:
         _check.real("clip_low_threshold", low, above=0.0, why="its logarithm is taken")
 
 
-def one_weight(weights: Any) -> Any:
+def one_weight(weights: Weights | tuple[Weights, ...] | list[Weights]) -> Weights:
     """The one weight of a whole sequence or pair: a number, or the mean over the tokens; of a pair the chosen's."""
     first = weights[0] if isinstance(weights, (tuple, list)) else weights
     return first if isinstance(first, (int, float)) else first.mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -11,10 +11,14 @@ from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["Level", "Marks", "loss", "marks", "register", "registry"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Level = Literal["datum", "pair", "batch"]
+Weights: TypeAlias = "Tensor | float"  # [n], [n, K], or one for all
 
 _AS_LOSSES = {
     "dapo": "DAPO is 'ppo' with clip_high_threshold=1.28, and weights of token_weights(mode='token-mean')",

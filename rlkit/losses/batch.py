@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses._settings import bounds
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ def clip_cov(
     logprobs: Sequence[Tensor],
     sampling_logprobs: Sequence[Tensor],
     advantages: Sequence[Tensor],
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     fraction: float = 2e-4,
     cov_low: float = 1.0,
@@ -80,7 +80,7 @@ def kl_cov(
     logprobs: Sequence[Tensor],
     sampling_logprobs: Sequence[Tensor],
     advantages: Sequence[Tensor],
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     fraction: float = 2e-4,
     coef: float = 1.0,
@@ -116,8 +116,11 @@ def kl_cov(
 
 
 def _flat(
-    logprobs: Sequence[Tensor], sampling_logprobs: Sequence[Tensor], advantages: Sequence[Tensor], weights: Any
-) -> tuple[Tensor, Tensor, Tensor, Any]:
+    logprobs: Sequence[Tensor],
+    sampling_logprobs: Sequence[Tensor],
+    advantages: Sequence[Tensor],
+    weights: Any,
+) -> tuple[Tensor, Tensor, Tensor, Weights]:
     """Each argument as one tensor [N]; weights may also be one number."""
 
     def joined(parts: Sequence[Tensor]) -> Tensor:

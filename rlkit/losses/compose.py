@@ -192,7 +192,7 @@ def _parameters(title: str, function: Loss) -> list[inspect.Parameter]:
     return parameters
 
 
-def _coefficient(name: str, value: Any) -> float:
+def _coefficient(name: str, value: object) -> float:
     return _check.real(name, value, low=0.0 if name == "kl_coef" else None)
 
 

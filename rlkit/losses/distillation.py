@@ -9,10 +9,10 @@ divergences themselves.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,10 @@ __all__ = ["topk_forward_kl", "topk_jsd", "topk_reverse_kl"]
 @register("topk_forward_kl")
 @loss(elementwise=True)
 def topk_forward_kl(
-    target_logprobs: Tensor, teacher_logprobs: Tensor, weights: Any = 1.0, target_tokens: Any = None
+    target_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    weights: Weights = 1.0,
+    target_tokens: Tensor | None = None,
 ) -> Tensor:
     """KL(teacher || model) = sum w sum_k t_k (log t_k - log s_k), t the teacher's probabilities, s the model's.
 
@@ -46,7 +49,10 @@ def topk_forward_kl(
 @register("topk_reverse_kl")
 @loss(elementwise=True)
 def topk_reverse_kl(
-    target_logprobs: Tensor, teacher_logprobs: Tensor, weights: Any = 1.0, target_tokens: Any = None
+    target_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    weights: Weights = 1.0,
+    target_tokens: Tensor | None = None,
 ) -> Tensor:
     """KL(model || teacher) = sum w sum_k s_k (log s_k - log t_k), s the model's probabilities, t the teacher's.
 
@@ -71,8 +77,8 @@ def topk_reverse_kl(
 def topk_jsd(
     target_logprobs: Tensor,
     teacher_logprobs: Tensor,
-    weights: Any = 1.0,
-    target_tokens: Any = None,
+    weights: Weights = 1.0,
+    target_tokens: Tensor | None = None,
     *,
     beta: float = 0.5,
 ) -> Tensor:
@@ -102,7 +108,7 @@ def topk_jsd(
     return (weights * (beta * by_teacher + (1.0 - beta) * by_student).sum(-1)).sum()
 
 
-def _known(target_logprobs: Tensor, teacher_logprobs: Tensor, target_tokens: Any) -> tuple[Tensor, Tensor]:
+def _known(target_logprobs: Tensor, teacher_logprobs: Tensor, target_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both, with entries that stand for no token equal and constant: their divergence and its gradient are 0."""
     if target_tokens is None:
         return target_logprobs, teacher_logprobs

@@ -10,7 +10,7 @@ gradient for samples of another policy too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.losses.coefficients import AdaptiveCoefficient, FixedCoefficient, adaptive_coefficient, fixed
@@ -151,7 +151,7 @@ def straight_through(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 @register("ratio_corrected")
-def ratio_corrected(logprobs: Tensor, reference_logprobs: Tensor, sampling_logprobs: Any = None) -> Tensor:
+def ratio_corrected(logprobs: Tensor, reference_logprobs: Tensor, sampling_logprobs: Tensor | None = None) -> Tensor:
     """e^(lp - q) (e^-d - 1 + d), the gradient through the ratio too: unbiased in value and gradient off-policy.
 
     Args:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.losses._settings import bounds, surrogate
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ def decoupled_ppo(
     old_logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
@@ -61,7 +61,7 @@ def opsm(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     delta: float = 0.1,
     clip_low_threshold: float = 0.8,

@@ -6,11 +6,11 @@ on the ratio itself: a paper's 1 +- 0.2 is ``clip_low_threshold=0.8, clip_high_t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.losses._settings import bounds, surrogate
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,9 @@ __all__ = ["cispo", "dro", "importance_sampling", "ppo"]
 
 @register("importance_sampling")
 @loss(elementwise=True)
-def importance_sampling(logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0) -> Tensor:
+def importance_sampling(
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0
+) -> Tensor:
     """-sum w r A: the off-policy policy gradient, without a bound on the ratio.
 
     Args:
@@ -44,7 +46,7 @@ def ppo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
@@ -80,7 +82,7 @@ def cispo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 4.0,
@@ -119,7 +121,12 @@ def cispo(
 @register("dro")
 @loss(elementwise=True)
 def dro(
-    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, beta: float = 0.05
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Weights = 1.0,
+    *,
+    beta: float = 0.05,
 ) -> Tensor:
     """-sum w (A lp - beta/2 (lp - q)^2): a quadratic pull towards the sampling policy instead of a clip.
 

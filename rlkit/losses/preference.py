@@ -5,12 +5,12 @@ At level "pair" every argument is a tuple (chosen, rejected), and the weight of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses._settings import one_weight
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ _NEAREST = -1e-7  # the mean logprob nearest to 0 whose odds are finite in float
 def dpo(
     logprobs: Pair,
     reference_logprobs: Pair,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     form: str = "sigmoid",
     beta: float = 0.1,
@@ -91,7 +91,7 @@ def kto(
     logprobs: Tensor,
     reference_logprobs: Tensor,
     desirable: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
@@ -131,7 +131,7 @@ def kto(
 
 @register("orpo")
 @loss(level="pair")
-def orpo(logprobs: Pair, weights: Any = 1.0, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
+def orpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
     """Likelihood and odds, w (-alpha c - beta log sigmoid(log odds(c) - log odds(r))), c and r = mean lp of each.
 
     odds(x) = e^x / (1 - e^x).
@@ -163,7 +163,12 @@ def orpo(logprobs: Pair, weights: Any = 1.0, *, beta: float = 0.1, alpha: float 
 @register("cpo")
 @loss(level="pair")
 def cpo(
-    logprobs: Pair, weights: Any = 1.0, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0
+    logprobs: Pair,
+    weights: Weights = 1.0,
+    *,
+    beta: float = 0.1,
+    alpha: float = 1.0,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """DPO without a reference: w (-log sigmoid(beta (c - r)) - alpha mean lp of the chosen), c and r = sum lp of each.
 
@@ -193,7 +198,7 @@ def cpo(
 
 @register("simpo")
 @loss(level="pair")
-def simpo(logprobs: Pair, weights: Any = 1.0, *, beta: float = 2.0, gamma: float = 0.5) -> Tensor:
+def simpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 2.0, gamma: float = 0.5) -> Tensor:
     """-w log sigmoid(beta (c - r) - gamma), c and r = mean lp: a margin between likelihoods per token.
 
     Args:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses._settings import bounds
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ def rec(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_mode: str = "none",
     weight: str = "none",

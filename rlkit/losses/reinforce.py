@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ __all__ = ["opmd", "reinforce", "topr"]
 
 @register("reinforce")
 @loss(elementwise=True)
-def reinforce(logprobs: Tensor, advantages: Tensor, weights: Any = 1.0) -> Tensor:
+def reinforce(logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w A lp: the policy gradient for data that the policy has just sampled.
 
     Args:
@@ -33,7 +33,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor, weights: Any = 1.0) -> Tenso
 
 @register("opmd")
 @loss(elementwise=True)
-def opmd(logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, tau: float = 1.0) -> Tensor:
+def opmd(logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, tau: float = 1.0) -> Tensor:
     """-sum w A lp / (1 + tau): policy mirror descent, taken as a policy gradient with a smaller step.
 
     Args:
@@ -57,7 +57,12 @@ def opmd(logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, tau: float
 @register("topr")
 @loss(elementwise=True)
 def topr(
-    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Any = 1.0, *, threshold: float = 0.0
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Weights = 1.0,
+    *,
+    threshold: float = 0.0,
 ) -> Tensor:
     """-sum w sg[a] A lp with a = 1 where A > threshold, else clip(r, 0, 1): bad samples lose their say as they fade.
 

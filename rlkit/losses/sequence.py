@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.losses._settings import bounds
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ def gspo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.9997,
     clip_high_threshold: float = 1.0004,
@@ -54,7 +54,7 @@ def luspo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.9997,
     clip_high_threshold: float = 1.0004,
@@ -94,7 +94,7 @@ def gspo_token(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.9997,
     clip_high_threshold: float = 1.0004,
@@ -129,7 +129,7 @@ def gmpo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 0.6703200460356393,
     clip_high_threshold: float = 1.4918246976412703,
@@ -168,7 +168,7 @@ def vespo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,
@@ -208,5 +208,5 @@ def vespo(
     return -(weights * positive.where(advantages >= 0, negative) * advantages * logprobs).sum()
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, weights: Any, low: float, high: float) -> Tensor:
+def _clipped(ratio: Tensor, advantages: Tensor, weights: Weights, low: float, high: float) -> Tensor:
     return -(weights * (ratio * advantages).minimum(ratio.clamp(low, high) * advantages)).sum()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.losses._settings import bounds, surrogate
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ __all__ = ["cross_entropy", "mix", "sft_is", "sft_phi"]
 
 @register("cross_entropy")
 @loss(elementwise=True)
-def cross_entropy(logprobs: Tensor, weights: Any = 1.0) -> Tensor:
+def cross_entropy(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w lp: supervised fine-tuning; with advantages as ``weights`` it is REINFORCE.
 
     Args:
@@ -32,7 +32,7 @@ def cross_entropy(logprobs: Tensor, weights: Any = 1.0) -> Tensor:
 
 @register("sft_is")
 @loss(elementwise=True)
-def sft_is(logprobs: Tensor, weights: Any = 1.0) -> Tensor:
+def sft_is(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w sg[p] lp: supervised fine-tuning that weighs each token by its probability p.
 
     Its gradient is that of -sum p: tokens that the policy finds impossible are left alone.
@@ -52,7 +52,7 @@ def sft_is(logprobs: Tensor, weights: Any = 1.0) -> Tensor:
 
 @register("sft_phi")
 @loss(elementwise=True)
-def sft_phi(logprobs: Tensor, weights: Any = 1.0) -> Tensor:
+def sft_phi(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w sg[p (1 - p)] lp: supervised fine-tuning on the tokens that the policy is unsure of.
 
     Args:
@@ -75,8 +75,8 @@ def mix(
     sampling_logprobs: Tensor,
     advantages: Tensor,
     expert: Tensor,
-    weights: Any = 1.0,
-    mu: Any = 0.1,
+    weights: Weights = 1.0,
+    mu: Weights = 0.1,
     *,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.losses._settings import bounds
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ def sapo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
@@ -67,7 +67,7 @@ def sppo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     clip_low_threshold: float = 1 / 1.3,
     clip_high_threshold: float = 1.3,
@@ -102,7 +102,7 @@ def dppo_tv(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     divergence_low: float = 0.2,
     divergence_high: float = 0.2,
@@ -151,7 +151,7 @@ def dppo_kl(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
     advantages: Tensor,
-    weights: Any = 1.0,
+    weights: Weights = 1.0,
     *,
     divergence_low: float = 0.05,
     divergence_high: float = 0.05,
@@ -187,7 +187,7 @@ def dppo_kl(
     return _gated(logprobs, sampling_logprobs, advantages, weights, ratio_cap, too_high | too_low)
 
 
-def _gated(lp: Tensor, q: Tensor, advantages: Tensor, weights: Any, cap: float, dropped: Tensor) -> Tensor:
+def _gated(lp: Tensor, q: Tensor, advantages: Tensor, weights: Weights, cap: float, dropped: Tensor) -> Tensor:
     ratio = (lp - q).exp().detach().clamp(max=cap).masked_fill(dropped, 0.0)
     return -(weights * ratio * advantages * lp).sum()
 

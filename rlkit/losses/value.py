@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
-from rlkit.losses.base import loss, register
+from rlkit.losses.base import Weights, loss, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ __all__ = ["value_clipped", "value_huber"]
 @register("value_clipped")
 @loss(elementwise=True)
 def value_clipped(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Any = 1.0, *, clip: float = 0.2
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Weights = 1.0, *, clip: float = 0.2
 ) -> Tensor:
     """Clipped squares, sum w max((V - R)^2, (V_clip - R)^2) / 2, V_clip = V_old + clip(V - V_old, -clip, clip).
 
@@ -44,7 +44,7 @@ def value_clipped(
 
 @register("value_huber")
 @loss(elementwise=True)
-def value_huber(values: Tensor, returns: Tensor, weights: Any = 1.0, *, delta: float = 10.0) -> Tensor:
+def value_huber(values: Tensor, returns: Tensor, weights: Weights = 1.0, *, delta: float = 10.0) -> Tensor:
     """Squares with a bounded gradient: sum w h(V - R), h(e) = e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2).
 
     Args:

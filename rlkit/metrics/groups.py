@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._calls import answered
+from rlkit._forms import ArrayLike, RowsLike
 from rlkit._groups import Groups
 from rlkit.errors import ConfigError, DataError
 
@@ -15,7 +17,7 @@ __all__ = ["group_informativeness", "pass_at_k"]
 
 
 @answered
-def group_informativeness(rewards: Any, *, low: float = 0.0, high: float = 1.0) -> dict[str, float]:
+def group_informativeness(rewards: RowsLike, *, low: float = 0.0, high: float = 1.0) -> dict[str, float]:
     """The fractions of groups that teach nothing: constant, all right, all wrong.
 
     Args:
@@ -47,8 +49,16 @@ def group_informativeness(rewards: Any, *, low: float = 0.0, high: float = 1.0) 
     return {name: float(part[some].mean()) for name, part in parts.items()}
 
 
+@overload
+def pass_at_k(n: int, c: int, k: int) -> float: ...
+
+
+@overload
+def pass_at_k(n: Sequence[int] | ArrayLike, c: Sequence[int] | ArrayLike, k: int) -> np.ndarray: ...
+
+
 @answered
-def pass_at_k(n: Any, c: Any, k: int) -> Any:
+def pass_at_k(n: Any, c: Any, k: int) -> float | np.ndarray:
     """The probability that at least one of k samples is right, estimated from n samples of which c are.
 
     1 - C(n - c, k) / C(n, k)

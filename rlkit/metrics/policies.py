@@ -7,12 +7,11 @@ the batch unless said otherwise. The ratio of a token is exp(trainer - sampling)
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _ratios
 from rlkit._calls import answered
+from rlkit._forms import RowsLike
 
 __all__ = [
     "chi2",
@@ -28,7 +27,7 @@ __all__ = [
 
 
 @answered
-def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+def kl_v1(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
     """The mean of sampling - trainer: the unbiased estimate of KL(sampler || trainer), which may be negative.
 
     Args:
@@ -48,7 +47,7 @@ def kl_v1(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
 
 
 @answered
-def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+def kl_v2(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
     """Half the mean square of the log-ratio: a biased estimate of the KL with a small variance, never negative.
 
     Args:
@@ -67,7 +66,7 @@ def kl_v2(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
 
 
 @answered
-def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+def kl_k3(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
     """The mean of r - 1 - log r: unbiased for KL(sampler || trainer), never negative.
 
     Args:
@@ -87,7 +86,7 @@ def kl_k3(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
 
 
 @answered
-def entropy_estimate(*, sampling_logprobs: Any) -> float:
+def entropy_estimate(*, sampling_logprobs: RowsLike) -> float:
     """The mean of -log q over the sampled tokens: an unbiased estimate of the policy's entropy per token, in nats.
 
     Args:
@@ -108,8 +107,8 @@ def entropy_estimate(*, sampling_logprobs: Any) -> float:
 @answered
 def clip_fraction(
     *,
-    trainer_logprobs: Any,
-    sampling_logprobs: Any,
+    trainer_logprobs: RowsLike,
+    sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> dict[str, float]:
@@ -135,7 +134,7 @@ def clip_fraction(
 
 
 @answered
-def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+def effective_sample_size(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
     """1 / mean((w / mean w)^2) over tokens: the fraction of the batch that importance weights leave, in (0, 1].
 
     Args:
@@ -158,7 +157,7 @@ def effective_sample_size(*, trainer_logprobs: Any, sampling_logprobs: Any) -> f
 
 
 @answered
-def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token") -> float:
+def chi2(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, level: str = "token") -> float:
     """The mean of w^2, less 1: the chi-squared divergence of the trainer from the sampler.
 
     Args:
@@ -187,7 +186,7 @@ def chi2(*, trainer_logprobs: Any, sampling_logprobs: Any, level: str = "token")
 
 
 @answered
-def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[str, float]:
+def ratio_statistics(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> dict[str, float]:
     """Smallest, largest, mean and unbiased standard deviation of the tokens' ratios.
 
     Args:
@@ -210,7 +209,7 @@ def ratio_statistics(*, trainer_logprobs: Any, sampling_logprobs: Any) -> dict[s
 
 
 @answered
-def perplexity_difference(*, trainer_logprobs: Any, sampling_logprobs: Any) -> float:
+def perplexity_difference(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
     """Log perplexity under the trainer less that under the sampler, the mean over sequences.
 
     mean over sequences of (mean over their tokens of sampling - trainer); a sequence without tokens does not count.

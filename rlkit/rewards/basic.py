@@ -9,7 +9,7 @@ import numpy as np
 
 from rlkit import _check, _groups, _rows
 from rlkit._calls import answered
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["affine", "clamp", "mapping", "nonterminal_override", "nonterminal_reward", "reduction", "whitening"]
@@ -18,7 +18,7 @@ _REDUCTIONS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.max
 
 
 @answered
-def reduction(rewards: Any, how: str = "sum") -> Any:
+def reduction(rewards: RowsLike, how: str = "sum") -> Any:
     """One number for each trajectory from the rewards of its steps.
 
     Args:
@@ -52,7 +52,7 @@ def reduction(rewards: Any, how: str = "sum") -> Any:
     return float(reduced[0]) if rows.form == "one" else reduced
 
 
-def _given(rewards: Any) -> Any:
+def _given(rewards: RowsLike) -> Any:
     """Without the Nones of trajectories; one of nothing else is unscored."""
     if not isinstance(rewards, (list, tuple)):
         return rewards
@@ -64,7 +64,7 @@ def _given(rewards: Any) -> Any:
 
 
 @row_wise
-def clamp(rewards: Any, *, low: float | None = None, high: float | None = None) -> Any:
+def clamp(rewards: RowsLike, *, low: float | None = None, high: float | None = None) -> Arrays:
     """Rewards moved into [low, high]; unscored ones stay NaN.
 
     Args:
@@ -91,7 +91,7 @@ def clamp(rewards: Any, *, low: float | None = None, high: float | None = None) 
 
 
 @answered
-def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> Any:
+def nonterminal_reward(rewards: RowsLike, finished: Any, *, value: float = 0.0) -> Any:
     """Rewards of steps, with ``value`` after the others of a trajectory that did not come to an end of its own.
 
     Args:
@@ -125,7 +125,7 @@ def nonterminal_reward(rewards: Any, finished: Any, *, value: float = 0.0) -> An
 
 
 @row_wise
-def nonterminal_override(rewards: Any, finished: Any, *, value: float = 0.0) -> Any:
+def nonterminal_override(rewards: RowsLike, finished: Any, *, value: float = 0.0) -> Arrays:
     """Rewards of trajectories, with ``value`` in the place of those that did not come to an end of their own.
 
     Args:
@@ -148,7 +148,7 @@ def nonterminal_override(rewards: Any, finished: Any, *, value: float = 0.0) -> 
 
 
 @row_wise
-def affine(rewards: Any, *, scale: float = 1.0, bias: float = 0.0) -> Any:
+def affine(rewards: RowsLike, *, scale: float = 1.0, bias: float = 0.0) -> Arrays:
     """Rewards times scale, plus bias; unscored ones stay NaN.
 
     Args:
@@ -171,7 +171,7 @@ def affine(rewards: Any, *, scale: float = 1.0, bias: float = 0.0) -> Any:
 
 
 @row_wise
-def mapping(rewards: Any, table: Mapping[float, float], *, default: float | None = None) -> Any:
+def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float | None = None) -> Arrays:
     """Rewards looked up in a table; unscored ones stay NaN.
 
     Args:
@@ -201,7 +201,7 @@ def mapping(rewards: Any, table: Mapping[float, float], *, default: float | None
 
 
 @row_wise
-def whitening(rewards: Any, *, ddof: int = 1, eps: float = 1e-6) -> Any:
+def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
     """(R - mean) / (standard deviation + eps) over all scored rewards; unscored ones stay NaN.
 
     Args:
@@ -229,20 +229,20 @@ def whitening(rewards: Any, *, ddof: int = 1, eps: float = 1e-6) -> Any:
     return rows.restore(result)
 
 
-def _parse(rewards: Any) -> _rows.Rows:
+def _parse(rewards: RowsLike) -> _rows.Rows:
     rows = _rows.parse("rewards", rewards)
     rows.check_finite(rows.flat, nan=True)
     return rows
 
 
-def _table(table: Any) -> tuple[np.ndarray, np.ndarray]:
+def _table(table: object) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(table, Mapping) or not table:
         raise ConfigError(_check.problem("table", f"got {_check.shown(table)}", "a mapping that is not empty"))
     pairs = sorted((_check.real("table key", key), _value(key, value)) for key, value in table.items())
     return np.array([key for key, _ in pairs]), np.array([value for _, value in pairs])
 
 
-def _value(key: float, value: Any) -> float:
+def _value(key: float, value: object) -> float:
     if isinstance(value, float) and np.isnan(value):
         return value
     return _check.real(f"table[{key!r}]", value)

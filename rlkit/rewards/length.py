@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _groups, _rows
-from rlkit._forms import row_wise
+from rlkit._forms import Arrays, RowsLike, row_wise
 from rlkit._groups import Groups
 from rlkit.errors import ConfigError
 
@@ -15,7 +13,7 @@ __all__ = ["cosine_length", "efficiency_bonus", "length_cost", "overlong_penalty
 
 
 @row_wise
-def overlong_penalty(lengths: Any, *, max_length: int, buffer: int, factor: float = 1.0) -> Any:
+def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor: float = 1.0) -> Arrays:
     """What is added to the reward of an answer that comes near the limit: 0 at first, then down to -factor (DAPO).
 
     -factor clip((n - (max_length - buffer)) / buffer, 0, 1)
@@ -44,7 +42,7 @@ def overlong_penalty(lengths: Any, *, max_length: int, buffer: int, factor: floa
 
 
 @row_wise
-def length_cost(lengths: Any, *, max_length: int, coef: float = 1.0) -> Any:
+def length_cost(lengths: RowsLike, *, max_length: int, coef: float = 1.0) -> Arrays:
     """What is added to the reward for each token: -coef min(n / max_length, 1).
 
     Args:
@@ -69,14 +67,14 @@ def length_cost(lengths: Any, *, max_length: int, coef: float = 1.0) -> Any:
 
 @row_wise
 def cosine_length(
-    correct: Any,
-    lengths: Any,
+    correct: RowsLike,
+    lengths: RowsLike,
     *,
     max_length: int,
     right: tuple[float, float] = (1.0, 0.5),
     wrong: tuple[float, float] = (-1.0, -0.5),
     exceeded: float | None = None,
-) -> Any:
+) -> Arrays:
     """Rewards that pay right answers more the shorter they are, and charge wrong ones less the longer they are.
 
     last + (first - last) (1 + cos(pi min(n, L) / L)) / 2, with (first, last) those of right or of wrong answers
@@ -114,7 +112,7 @@ def cosine_length(
 
 
 @row_wise
-def efficiency_bonus(rewards: Any, lengths: Any) -> Any:
+def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
     """Rewards of groups in which the best samples get up to twice their reward for being short.
 
     R_i (1 + clip(1 - n_i / mean of n over the best, 0, 1)) for the best of the group, R_i for the others
@@ -145,7 +143,7 @@ def efficiency_bonus(rewards: Any, lengths: Any) -> Any:
 
 
 @row_wise
-def stop_properly(rewards: Any, truncated: Any, *, coef: float = 0.0) -> Any:
+def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) -> Arrays:
     """Rewards of answers, made smaller or replaced where the answer was cut instead of ending by itself.
 
     Args:
@@ -172,7 +170,7 @@ def stop_properly(rewards: Any, truncated: Any, *, coef: float = 0.0) -> Any:
     return rows.restore(np.where(cut, worth, rows.flat))
 
 
-def _ends(where: str, value: Any) -> tuple[float, float]:
+def _ends(where: str, value: object) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ConfigError(
             _check.problem(where, f"got {_check.shown(value)}", "two numbers, at length 0 and at the limit")
@@ -180,7 +178,7 @@ def _ends(where: str, value: Any) -> tuple[float, float]:
     return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
 
 
-def _lengths(lengths: Any) -> _rows.Rows:
+def _lengths(lengths: RowsLike) -> _rows.Rows:
     rows = _rows.parse("lengths", lengths)
     rows.require("lengths", rows.flat, (rows.flat >= 0) & (rows.flat <= _rows.LARGEST), "a number >= 0")
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,9 @@ __all__ = ["repetition_penalty", "think_format"]
 
 
 @answered
-def repetition_penalty(tokens: Sequence[Any], *, ngram: int = 3, factor: float = 1.0) -> np.ndarray:
+def repetition_penalty(
+    tokens: Sequence[Sequence[Hashable] | np.ndarray], *, ngram: int = 3, factor: float = 1.0
+) -> np.ndarray:
     """What is added to the reward of answers that repeat themselves: -factor (1 - unique / all of their n-grams).
 
     Args:
@@ -89,7 +91,7 @@ def _each(where: str, value: Any, expected: str) -> list[Any]:
     return rows
 
 
-def _repeated(row: Any, ngram: int) -> float:
+def _repeated(row: Sequence[Hashable], ngram: int) -> float:
     items = row.tolist() if isinstance(row, np.ndarray) else list(row)
     grams = list(zip(*(islice(items, i, None) for i in range(ngram)), strict=False))
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

@@ -8,7 +8,7 @@ from typing import assert_type
 import numpy as np
 
 import rlkit
-from rlkit import advantages, filters, rewards
+from rlkit import advantages, corrections, filters, losses, metrics, rewards, schedules
 from rlkit.advantages import gae, grpo
 from rlkit.backends import Sampler, TrainerBackend
 from rlkit.runs import Record
@@ -77,3 +77,31 @@ rlkit.Sample([1], [2, 3], [-1.0, -2.0])
 rlkit.SamplingParams(stop=["\n"])
 rlkit.SamplingParams(stop=())
 rlkit.Lora(target_modules=["q_proj"])
+
+assert_type(policy.max_length, int)
+assert_type(policy.save("state", optimizer=False), rlkit.Future[str])
+assert_type(policy.forward(data).result().logprobs[0], np.ndarray)
+assert_type(policy.base_sampler(), rlkit.Future[Sampler])
+assert_type(sampler.logprobs(prompt), rlkit.Future[np.ndarray])
+assert_type(sampler.version, int)
+assert_type(rlkit.Datum.supervised(prompt, prompt), rlkit.Datum)
+assert_type(samples[0].datum(1.0, weights=0.5), rlkit.Datum)
+assert_type(samples[0].logprobs, np.ndarray)
+reason: str = samples[0].stop_reason
+assert_type(data[0].with_inputs(weights=0.5), rlkit.Datum)
+assert_type(data[0].mask, np.ndarray)
+assert_type(rlkit.reference_logprobs(sampler, samples), rlkit.Future[list[np.ndarray]])
+assert_type(filters.zero_variance([scores]).keep, np.ndarray)
+assert_type(filters.zero_variance([scores]).kept, int)
+assert_type(schedules.cosine(3, start=1.0, steps=10), float)
+assert_type(schedules.warmup(3, steps=10), float)
+assert_type(metrics.pass_at_k(4, 1, 2), float)
+mask: np.ndarray = corrections.token_mask(trainer_logprobs=scores, sampling_logprobs=scores)
+assert_type(losses.ppo.__name__, str)
+assert_type(rlkit.rollouts.rollout_sync(sampler, [], n=4), rlkit.rollouts.Rollouts)
+assert_type(rlkit.rollouts.rollout_sync(sampler, [])[0].rewards, np.ndarray)
+assert_type(rlkit.evaluation.evaluate_sync(sampler, []).metrics, dict[str, float])
+assert_type(rlkit.envs.StepResult("Right!", 1.0, terminated=True).reward, float | None)
+assert_type(metrics.pass_at_k([4, 4], [1, 2], 2), np.ndarray)
+assert_type(advantages.by_group(grpo, [1.0, 0.0], ["a", "a"]), np.ndarray)
+assert_type(rlkit.connect("toy").tokenizer.decode([1, 2]), str)

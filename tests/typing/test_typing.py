@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-def found(file):
+def mypy(file):
     """The numbers of the lines that mypy has something against, with what it says."""
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", str(file)]
@@ -26,13 +27,25 @@ def found(file):
     return {int(number): text for number, text in lines}
 
 
-@pytest.mark.timeout(900)  # without a cache it reads all of rlkit and numpy
-def test_right_lines_pass_and_wrong_ones_are_found():
-    """mypy says nothing of the right lines (their types are asserted there), and something of each wrong one."""
-    assert found(HERE / "right_lines.py") == {}
-    wrong = HERE / "wrong_lines.py"
+def pyright(file):
+    """The same of pyright, as editors run it."""
+    pytest.importorskip("pyright")
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    entries = json.loads(done.stdout)["generalDiagnostics"]
+    return {entry["range"]["start"]["line"] + 1: entry["message"] for entry in entries}
+
+
+@pytest.mark.timeout(900)  # without a cache mypy reads all of rlkit and numpy
+@pytest.mark.parametrize("found", [mypy, pyright], ids=lambda checker: checker.__name__)
+def test_right_lines_pass_and_wrong_ones_are_found(found):
+    """A checker says nothing of the right lines (their types are asserted there), and something of each wrong one."""
+    right, wrong = HERE / "right_lines.py", HERE / "wrong_lines.py"
+    assert sum(bool(re.match(r"\s*(assert_type|rlkit|\w+: |\w+ = )", line)) for line in right.open()) >= 60
+    assert found(right) == {}
     marked = {i for i, line in enumerate(wrong.read_text().splitlines(), 1) if "# wrong" in line}
-    assert len(marked) >= 25
+    assert len(marked) >= 60
     assert set(found(wrong)) == marked
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import rlkit
-from rlkit import advantages, losses
+from rlkit import advantages, corrections, filters, losses, metrics, rewards, schedules
 from rlkit.advantages import gae, grpo
 
 policy = rlkit.connect("toy")
@@ -56,3 +56,29 @@ rlkit.rollout(policy, [])  # wrong
 rlkit.Datum("text", [0, 1])  # wrong
 rlkit.Sample([1], "text", [-1.0])  # wrong
 rlkit.Lora(target_modules="q_proj")  # wrong
+rlkit.Datum([1, 2], [0, 1], advantages=[1.0])  # wrong
+rlkit.Datum.supervised("Q:")  # wrong
+rlkit.Sample([1], [2], [-1.0]).datum(adv=1.0, advantages=2.0, weights="0.5").loss  # wrong
+rlkit.Sample([1], [2], [-1.0]).logprob  # wrong
+rlkit.SamplingParams(temperature="hot")  # wrong
+rlkit.SamplingParams().replace(max_tokens=3)  # wrong
+rlkit.connect("local", model=3)["weights"]  # wrong
+rlkit.connect("local", model="m").tokenizer.pad_id  # wrong
+rlkit.connect("tinker", model="m").service  # wrong
+rlkit.connect(name="toy", backend="local").step()  # wrong
+sampler.logprobs(prompt).mean()  # wrong
+policy.discard().value  # wrong
+policy.version.result()  # wrong
+policy.forward([], loss=None, wanted=())  # wrong
+filters.zero_variance([[1.0, 0.0]], treshold=0.1)  # wrong
+filters.zero_variance([[1.0, 0.0]]).mask  # wrong
+corrections.token_mask([0.0], [0.0])  # wrong
+metrics.pass_at_k("4", 1, 2)  # wrong
+rewards.clamp([1.0], lower=0.0)  # wrong
+schedules.linear(3, begin=1.0)  # wrong
+advantages.registry.get_all()  # wrong
+rlkit.evaluation.evaluate_sync(policy, [])  # wrong
+rlkit.rollouts.Plan(turns=3)  # wrong
+rlkit.rollouts.rollout_sync(sampler, []).reward  # wrong
+rlkit.envs.StepResult(done=True)  # wrong
+rlkit.trajectory.datums([1.0], [1.0])  # wrong
