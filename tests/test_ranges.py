@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlkit import corrections, filters, metrics, rewards, schedules
+from rlkit import advantages, corrections, filters, metrics, rewards, schedules
 from rlkit.errors import ConfigError, DataError, RlkitError
 
 RATIOS = {"trainer_logprobs": [-1.0, -2.0], "sampling_logprobs": [-1.5, -1.0]}
@@ -125,6 +125,21 @@ def test_groups_of_one() -> None:
     """A group of one reward has a mean, and lies in a band or not; it counts among the groups."""
     assert filters.difficulty_band([[0.5], [0.9]], high=0.6).keep.tolist() == [True, False]
     assert metrics.group_informativeness([[1.0], [0.0, 1.0]]) == {"zero": 0.5, "too_easy": 0.5, "too_hard": 0.0}
+
+
+def test_places_of_a_group_have_baselines_of_their_own() -> None:
+    """Where all samples of a group have one return, nothing is learned there; at other places it is."""
+    arguments = {"logprobs": [[-1.0, -1.0], [-1.0, -1.0]], "sum_p2": [[0.5, 0.5], [0.5, 0.5]]}
+    got = advantages.optimal_token_baseline([[1.0, -1.0], [0.0, 0.0]], **arguments)
+    assert np.asarray(got).tolist() == [[0.0, -0.5], [0.0, 0.5]]
+
+
+def test_running_baselines_are_finite() -> None:
+    """A baseline whose square no float64 holds is refused in either direction."""
+    assert advantages.RunningBaseline(baselines={"": BIG}).baselines == {"": BIG}
+    for value in (2 * BIG, -2 * BIG, np.inf, np.nan):
+        with pytest.raises(ConfigError, match=r"^baselines\[''\]"):
+            advantages.RunningBaseline(baselines={"": value})
 
 
 def test_one_problem_or_many() -> None:

@@ -1,11 +1,182 @@
-"""The toy backend conforms."""
+"""The toy backend conforms; its parts are what torch, jinja2 and plain loops make of the same."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit
+from rlkit.backends import sampling
 from rlkit.backends.toy import ToyBackend
+from rlkit.backends.toy.adamw import State, Weights
+from rlkit.backends.toy.drawing import drawn
+from rlkit.backends.toy.model import Features, Row, base_weights
+from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.testing import BackendConformance
+
+TEXTS = st.text(max_size=12) | st.sampled_from(["<|im_start|>", "a<|im_end|>b", "<|endoftext|><|im_start|>", "<|im_"])
 
 
 class TestToy(BackendConformance):
     def make(self, folder, **options):
         return ToyBackend(folder=folder, max_length=128, **options)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e3])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adamw_is_torch_s(clip, decay):
+    """Five steps with moments, decay and a clipped norm."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    params = rlkit.Adam(0.05, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=decay, grad_clip_norm=clip)
+    weights = Weights(State.started(rng.normal(size=(3, 4))))
+    theirs = torch.nn.Parameter(torch.from_numpy(weights.value.copy()))
+    adam = torch.optim.AdamW([theirs], lr=0.05, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay)
+    for _ in range(5):
+        parts = rng.normal(size=(2, 3, 4))
+        for part in parts:
+            weights.add(part)
+        theirs.grad = torch.from_numpy(parts.sum(0))
+        norm = torch.nn.utils.clip_grad_norm_([theirs], clip if clip > 0 else np.inf)
+        adam.step()
+        assert weights.step(params)["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-6)
+        np.testing.assert_allclose(weights.value, theirs.detach().numpy(), rtol=1e-6)
+        assert not weights.gradient.any()
+
+
+def test_features_are_the_last_three_tokens_and_a_fading_memory():
+    """Token by token, in plain loops; rows do not depend on their companions."""
+    features = Features(5, width=4)
+    tokens = [3, 0, 4, 4, 1]
+    for end, row in enumerate(features.all(np.array(tokens))):
+        memory, seen = np.zeros(4), tokens[: end + 1]
+        for token in seen[:-1]:
+            memory = 0.8 * memory + features._memory[token]
+        for back, token in enumerate(reversed(seen[-3:])):
+            memory = memory + features._recent[back][token]
+        np.testing.assert_allclose(row, [*np.tanh(memory), 1.0], rtol=1e-12)
+    alone, _ = features.read(features.start(1), np.array([2]))
+    together, _ = features.read(features.start(3), np.array([1, 2, 0]))
+    np.testing.assert_array_equal(together[1], alone[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["logprobs", "target_logprobs"])
+def test_gradients_by_differences(name, temperature):
+    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's."""
+    rng = np.random.default_rng(0)
+    tokens, mask = np.array([1, 0, 2, 0]), np.array([False, True, True, True])
+    targets = np.array([[-1, -1], [0, 2], [1, -1], [2, 0]])
+    datum = rlkit.Datum(tokens, mask, {"target_tokens": targets})
+    features, weights = rng.normal(size=(3, 4)), rng.normal(size=(4, 3))
+    known = np.ones((3, 2)) if name == "logprobs" else targets[mask] >= 0
+    by_model = rng.normal(size=3 if name == "logprobs" else (3, 2))
+    by_entropy = rng.normal(size=3)
+
+    def loss(w, entropy):
+        logits = features @ w / temperature
+        lp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        chosen = lp[np.arange(3), tokens[mask]] if name == "logprobs" else lp[np.arange(3)[:, None], targets[mask]]
+        total = (by_model * chosen * (known[:, 0] if name == "logprobs" else known)).sum()
+        return total - (by_entropy * (np.exp(lp) * lp).sum(-1)).sum() * entropy
+
+    row = Row(features, weights, temperature)
+    for entropy in (0, 1):
+        got = row.gradient(datum, name, by_model, by_entropy if entropy else None)
+        expected = np.zeros_like(weights)
+        for i in np.ndindex(*weights.shape):
+            step = np.zeros_like(weights)
+            step[i] = 1e-6
+            expected[i] = (loss(weights + step, entropy) - loss(weights - step, entropy)) / 2e-6
+        np.testing.assert_allclose(got, expected, atol=1e-7)
+    logits = features @ weights / temperature
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(row.sum_p2, (p**2).sum(-1))
+    np.testing.assert_allclose(row.sum_p2_logp, (p**2 * np.log(p)).sum(-1))
+    driven = row.driver(datum, name)
+    assert driven.dtype == np.float32
+    if name == "target_logprobs":
+        assert driven[1, 1] == 0.0
+        np.testing.assert_allclose(driven[0], np.log(p[0])[[0, 2]], rtol=1e-6)
+
+
+def test_start():
+    """Letters, digits, spaces and the end are likely at first, nothing else is."""
+    bias = base_weights(5, 259)[-1]
+    likely = {*b"abcdefghijklmnopqrstuvwxyz0123456789 ", ByteTokenizer.eos_ids[0]}
+    assert {int(token) for token in np.flatnonzero(bias > 0)} == likely
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
+def test_template_is_what_it_says(texts, head):
+    """Tokens of a conversation are those of its template's text, rendered by jinja2, where texts hold no control."""
+    jinja2 = pytest.importorskip("jinja2")
+    tokenizer = ByteTokenizer()
+    messages = [{"role": "user", "content": text} for text in texts]
+    got = tokenizer.apply_chat_template(messages, add_generation_prompt=head)
+    rendered = jinja2.Template(tokenizer.chat_template).render(messages=messages, add_generation_prompt=head)
+    assert tokenizer.decode(got, skip_special=False) == rendered
+    assert list(got).count(256) == len(texts) + head, "texts of users never become control tokens"
+    if not any("<|" in text for text in texts):
+        assert list(tokenizer.encode(rendered, special=True)) == list(got)
+
+
+@given(TEXTS)
+def test_texts_come_back(text):
+    tokenizer = ByteTokenizer()
+    plain, control = tokenizer.encode(text), tokenizer.encode(text, special=True)
+    assert bytes(plain.tolist()) == text.encode()
+    assert tokenizer.decode(plain) == tokenizer.decode(control, skip_special=False) == text
+    names = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    assert [int(t) - 256 for t in control if t >= 256] == [
+        i for _, i in sorted((at, i) for i, n in enumerate(names) for at in range(len(text)) if text.startswith(n, at))
+    ]
+    without = text
+    for name in names:
+        without = without.replace(name, "")
+    assert tokenizer.decode(control) == without
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    top_k=st.sampled_from([-1, 1, 3, 50]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+)
+def test_draws_are_the_engine_s(seed, temperature, top_k, top_p):
+    """The same tokens and logprobs as the draw in torch, ties included."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(seed)
+    logits = np.round(rng.normal(size=(6, 30)), 1).astype(np.float32)
+    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    uniforms = rng.random(6)
+    tokens, logprobs = drawn(logits.astype(np.float64), params, uniforms)
+    theirs = sampling.draw(torch.from_numpy(logits), [params] * 6, uniforms)
+    same = tokens == theirs[0]
+    assert same.sum() >= 5, "but for one token on a border, where float32 rounds"
+    np.testing.assert_allclose(logprobs[same], theirs[1][same], atol=1e-5)
+
+
+def test_a_saved_sampler_is_of_what_was_saved(tmp_path):
+    """Not of the base, and not of what was trained afterwards."""
+    prompt = np.frombuffer(b"Call ", np.uint8).astype(int)
+    tokens = np.concatenate([prompt, [55, 55]])
+    datum = rlkit.Datum(tokens, np.arange(tokens.size) >= prompt.size)
+    with ToyBackend(seed=0, folder=tmp_path) as policy:
+        seen = []
+        for _ in range(2):
+            policy.forward_backward([datum], "cross_entropy")
+            policy.optim_step(rlkit.Adam(0.05)).result()
+            with policy.sampler().result() as sampler:
+                seen.append(sampler.logprobs(tokens).result()[prompt.size :])
+            if len(seen) == 1:
+                path = policy.save("state", optimizer=False).result()
+        with policy.saved_sampler(path).result() as sampler, policy.base_sampler().result() as base:
+            assert sampler.version == 1
+            np.testing.assert_array_equal(sampler.logprobs(tokens).result()[prompt.size :], seen[0])
+            assert (seen[0] > base.logprobs(tokens).result()[prompt.size :]).all()
+        assert (seen[1] > seen[0]).all()
