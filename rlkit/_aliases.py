@@ -184,7 +184,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
 
 
 def answer(kind: str, name: str, known: Container[str]) -> str:
-    """What to say about ``name``, "" where nothing is known; an answer that is a name must be among the ``known``."""
+    """Return a hint about ``name``, "" without one; a hint that is itself a name must be among the ``known``."""
     found = (ALIASES.get(kind) or CALLS.get(kind, {})).get(name, "")
     if found.isidentifier():
         return f"; write {found}=" if found in known else ""

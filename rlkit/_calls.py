@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def answered(thing: T, *, kind: str | None = None) -> T:
-    """Decorator of a function or class: a call that does not fit its signature raises an ArgumentError that helps.
+    """Decorate a function or class: a call that does not fit its signature raises an ArgumentError that helps.
 
     Args:
         thing: the function, or the class, whose ``__init__`` is wrapped.
@@ -49,12 +49,12 @@ def answered(thing: T, *, kind: str | None = None) -> T:
 
 
 def estimator(function: T) -> T:
-    """Decorator: ``answered``, with what other libraries call the settings of estimators."""
+    """Apply ``answered``, with the names that other libraries give the settings of estimators."""
     return answered(function, kind="estimators")
 
 
 def hinted(kind: str) -> Callable[[T], T]:
-    """Decorator of a class: an attribute that it lacks, and that other libraries have, is answered.
+    """Decorate a class: an attribute that it lacks, and that other libraries have, is answered.
 
     It stays an AttributeError, so that ``hasattr`` and ``getattr`` with a default are as ever.
     """
@@ -73,7 +73,7 @@ def hinted(kind: str) -> Callable[[T], T]:
 
 
 def _misfit(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], kind: str) -> str:
-    """What about the call does not fit; "" where it fits."""
+    """Return why the call does not fit the signature; "" where it fits."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)

@@ -30,12 +30,12 @@ def shown(value: object) -> str:
 
 
 def problem(where: str, what: str, expected: str, why: str = "") -> str:
-    """The one form of message: ``where: what; expected ... (why)``."""
+    """Format an error message: ``where: what; expected ... (why)``."""
     return f"{where}: {what}; expected {expected}" + (f" ({why})" if why else "")
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """What ends a message about a name that there is not: the nearest one, and all that there are.
+    """Return the suffix of an unknown-name error: the closest match, and all known names.
 
     >>> near("rad", ["red", "blue"]), near("x", ["red", "blue"])
     ("; did you mean 'red'? There are: red, blue", '. There are: red, blue')
@@ -46,7 +46,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def options(where: str, make: Callable[..., Any], given: Mapping[str, Any], *, kind: str = "") -> None:
-    """Raises ArgumentError for a keyword that ``make`` does not take; ``kind`` is whose aliases are known."""
+    """Raise ArgumentError for a keyword that ``make`` does not take; ``kind`` is whose aliases are known."""
     known = inspect.signature(make).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for name in given:
@@ -185,7 +185,7 @@ def _of_tensors(value: Any) -> Any:
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only copy, so that what was checked stays as it was."""
+    """Return a read-only copy, so that what was checked stays as it was."""
     array = np.array(array)
     array.flags.writeable = False
     return array

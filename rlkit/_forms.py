@@ -54,7 +54,7 @@ class TwoRowWise(Protocol[P]):
 
 
 def row_wise(function: Callable[Concatenate[RowsLike, P], Arrays]) -> RowWise[P]:
-    """Decorator: ``answered``, and for type checkers a function that gives an array for an array, a list for a list.
+    """Apply ``answered``, and tell type checkers that an array gives an array, and a list of rows a list.
 
     A list of numbers is a row, too, and gives an array.
     """
@@ -62,5 +62,5 @@ def row_wise(function: Callable[Concatenate[RowsLike, P], Arrays]) -> RowWise[P]
 
 
 def two_row_wise(function: Callable[Concatenate[RowsLike, P], tuple[Arrays, Arrays]]) -> TwoRowWise[P]:
-    """Decorator: as ``row_wise``, of a function with two results."""
+    """Do the same as ``row_wise`` for a function with two results."""
     return cast("TwoRowWise[P]", answered(function, kind="estimators"))

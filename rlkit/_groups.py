@@ -37,7 +37,7 @@ class Groups:
 
     @classmethod
     def of(cls, rows: _rows.Rows) -> Groups:
-        """The groups of checked rows, NaN where unscored."""
+        """Return the groups of checked rows, NaN where unscored."""
         scored = ~np.isnan(rows.flat)
         if scored.all():
             flat, sizes = rows.flat, rows.lengths
@@ -81,7 +81,7 @@ class Groups:
         return deviations if self.scored.all() else np.where(self.scored, deviations, 0.0)
 
     def _relative(self, ddof: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The largest deviation [B], and in units of it the deviations [N] and their standard deviation [B].
+        """Return the largest deviation [B], and in units of it the deviations [N] and their standard deviation [B].
 
         In these units squares can neither overflow nor vanish.
         """
@@ -92,7 +92,7 @@ class Groups:
         return unit, relative, np.sqrt(squares / np.maximum(self.sizes - ddof, 1))
 
     def deviation(self, ddof: int) -> np.ndarray:
-        """The standard deviation of each group [B], 0 where constant."""
+        """Return the standard deviation of each group [B], 0 where constant."""
         unit, _, spread = self._relative(ddof)
         return np.asarray(unit * spread)
 
@@ -105,7 +105,7 @@ class Groups:
         return np.asarray(relative / self.rows.spread(denominator))
 
     def by_size(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """``function`` of the scored rewards [b, n] of the groups of each size n, as flat [N]; 0 where unscored."""
+        """Apply ``function`` to the scored rewards [b, n] of the groups of each size n: flat [N], 0 where unscored."""
         result = np.zeros(self.rewards.size)
         positions = np.flatnonzero(self.scored)
         starts = np.cumsum(self.sizes) - self.sizes

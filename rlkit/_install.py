@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @cache
 def command(*extras: str) -> str:
-    """A ``pip install`` that works: from the working tree, archive or repository that rlkit came from, else by name.
+    """Return a working ``pip install``: of the tree, archive or repository that rlkit came from, else by name.
 
     >>> command("report").startswith("pip install ")
     True

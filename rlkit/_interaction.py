@@ -42,7 +42,7 @@ class Action(str):
     def __new__(
         cls, text: str, *, tokens: Any = (), raw: str | None = None, stop_reason: Literal["stop", "length"] = "stop"
     ) -> Self:
-        """The string, with its attributes checked."""
+        """Return the string, with its attributes checked."""
         self = super().__new__(cls, text)
         self.tokens = _check.token_ids("Action.tokens", tokens)
         self.raw = str(text) if raw is None else raw

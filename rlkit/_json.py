@@ -14,7 +14,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(value: float) -> float | str:
-    """The number as JSON has it: what is not finite becomes "NaN", "Infinity" or "-Infinity".
+    """Return the number as JSON has it: what is not finite becomes "NaN", "Infinity" or "-Infinity".
 
     >>> [to_json(x) for x in (0.5, float("nan"), float("-inf"))]
     [0.5, 'NaN', '-Infinity']
@@ -25,7 +25,7 @@ def to_json(value: float) -> float | str:
 
 
 def from_json(value: Any) -> float | None:
-    """The number that ``to_json`` wrote; None for anything else.
+    """Return the number that ``to_json`` wrote; None for anything else.
 
     >>> [from_json(x) for x in (1, "Infinity", "1", None, True)]
     [1.0, inf, None, None, None]

@@ -26,7 +26,7 @@ def has_torch() -> bool:
 
 
 def missing(what: str, package: str, *extras: str) -> MissingPackageError:
-    """The error of ``what`` that needs a package which is not installed, with the command that installs it."""
+    """Return the error of ``what`` that needs a package which is not installed, with the command that installs it."""
     return MissingPackageError(f"{what} needs {package}: {command(*extras)}")
 
 

@@ -36,7 +36,7 @@ def check(rows: _rows.Rows, flat: np.ndarray, where: str, among: np.ndarray | No
 def log_ratios(
     trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, *, some: bool = True
 ) -> tuple[_rows.Rows, np.ndarray]:
-    """The rows, and trainer - sampling for each token [N]."""
+    """Return the rows, and trainer - sampling for each token [N]."""
     rows = logprobs("trainer_logprobs", trainer_logprobs, some=some)
     sampling = rows.like("sampling_logprobs", sampling_logprobs)
     check(rows, sampling, "sampling_logprobs")

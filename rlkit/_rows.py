@@ -56,7 +56,7 @@ class Rows:
         return result
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """The sum of each row [B]."""
+        """Return the sum of each row [B]."""
         return self.reduce(np.add, values)
 
     def spread(self, per_row: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ def labels(where: str, value: Any, length: int, why: str = "one label per reward
 
 
 def _integer_codes(label: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """The codes of integer labels that rise, or span no more than a few times their number, without a loop."""
+    """Return the codes of integer labels that rise, or span no more than a few times their number, without a loop."""
     if (label[1:] >= label[:-1]).all():
         codes = np.zeros(label.size, np.int64)
         np.cumsum(label[1:] != label[:-1], out=codes[1:])

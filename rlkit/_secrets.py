@@ -55,7 +55,7 @@ def redactor() -> Callable[[str], str]:
 
 
 def _environment() -> frozenset[str]:
-    """The secrets among the environment variables."""
+    """Return the secrets among the environment variables."""
     found = {(name, value) for name, value in os.environ.items() if len(value) >= _SHORTEST and secret_name(name)}
     return frozenset(value for name, value in found if not _says_nothing(name, value))
 

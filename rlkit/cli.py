@@ -20,7 +20,7 @@ and ``run(options)``, which returns the exit status. Importing one imports nothi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; the exit status.
+    """Run a command line, and return the exit status.
 
     Args:
         arguments: without the program's name; None for those of this process.
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning without where in rlkit it was raised."""
+    """Format a warning without the place in rlkit that raised it."""
     return f"rlkit: {message}\n"
 
 

@@ -141,7 +141,7 @@ def score(
     seed: int = 0,
     failed: int = 0,
 ) -> Score:
-    """The score of one environment.
+    """Return the score of one environment.
 
     Args:
         rewards: one array per task, of its episodes' rewards; NaN for unscored, which do not count.
@@ -171,7 +171,7 @@ def score(
 
 
 def interval(rows: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """The confidence interval of the mean over tasks.
+    """Return the confidence interval of the mean over tasks.
 
     Args:
         rows: one float array per task, each with at least one reward.

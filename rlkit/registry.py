@@ -40,7 +40,7 @@ class Registry(dict[str, Any]):
     def __init__(
         self, kind: str, *, entry_point_group: str | None = None, elsewhere: Callable[[str], str] | None = None
     ) -> None:
-        """An empty registry.
+        """Return an empty registry.
 
         Args:
             kind: what it holds, for messages.
@@ -53,7 +53,7 @@ class Registry(dict[str, Any]):
         self._group = entry_point_group
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Decorator that adds a function or class under ``name``.
+        """Decorate a function or class to add it under ``name``.
 
         One of the same module and name takes the place of the old one, as when a cell of a notebook runs again.
 
@@ -76,7 +76,7 @@ class Registry(dict[str, Any]):
         return add
 
     def resolve(self, name_or_callable: str | Callable[..., Any]) -> Any:
-        """The implementation of that name; a callable is returned as it is (rule R4).
+        """Return the implementation of that name; a callable comes back as it is (rule R4).
 
         Raises:
             UnknownNameError: nothing has that name; the message suggests and lists the names.
@@ -111,7 +111,7 @@ class Registry(dict[str, Any]):
         raise UnknownNameError(f"no {self.kind} named {name!r}{_check.near(str(name), sorted(self))}")
 
     def values(self) -> Any:
-        """The implementations, imported."""
+        """Import and return the implementations."""
         return [self[name] for name in self]
 
     def items(self) -> Any:

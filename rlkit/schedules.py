@@ -21,7 +21,7 @@ _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
 @answered
 def constant(step: int, *, value: float) -> float:
-    """The same value at every step.
+    """Return the same value at every step.
 
     Args:
         step: >= 0.
@@ -39,7 +39,7 @@ def constant(step: int, *, value: float) -> float:
 
 @answered
 def linear(step: int, *, start: float, end: float, steps: int) -> float:
-    """A straight line from start at step 0 to end at step ``steps``, and end from then on.
+    """Return a straight line from start at step 0 to end at step ``steps``, and end from then on.
 
     Args:
         step: >= 0.
@@ -82,7 +82,7 @@ def cosine(step: int, *, start: float, end: float = 0.0, steps: int) -> float:
 
 @answered
 def warmup(step: int, *, steps: int) -> float:
-    """A factor for another schedule that rises to 1: min((step + 1) / steps, 1).
+    """Return a factor for another schedule that rises to 1: min((step + 1) / steps, 1).
 
     Args:
         step: >= 0. The first step already moves, where step / steps would waste it.
@@ -161,7 +161,7 @@ def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) 
 
 @answered
 def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:
-    """The share of the supervised loss in CHORD: up to peak in a straight line, then down to valley by a cosine.
+    """Return the share of the supervised loss in CHORD: up to peak in a straight line, then down to valley by a cosine.
 
     peak step / warmup_steps, then valley + (peak - valley) (1 + cos(pi (step - warmup_steps) / decay_steps)) / 2
 
@@ -191,7 +191,7 @@ def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: floa
 
 @answered
 def lr_for(model: Any, *, hidden_size: int, lora: bool = True) -> float:
-    """A first guess at Adam's learning rate for a model, to start a search from.
+    """Return a first guess at Adam's learning rate for a model, to start a search from.
 
     5e-5 (2000 / hidden_size)^p, ten times that with LoRA; p = 0.781 for Llama, 0.0775 for Qwen
 

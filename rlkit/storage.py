@@ -32,7 +32,7 @@ class TornLine(UserWarning):
 
 
 def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
-    """Adds groups to a file of JSON lines, one line each, and returns how many.
+    """Add groups to a file of JSON lines, one line each, and return how many.
 
     A line is written at once and behind what is there, so several processes may append to one file, and a crash harms
     the last line at most. What it had left unfinished is closed off by the next append, not written over.
@@ -67,7 +67,7 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
 
 
 def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:
-    """The groups of such a file, one after the other, as they were: tokens, logprobs and rewards bit for bit.
+    """Return the groups of such a file, one after the other, as they were: tokens, logprobs and rewards bit for bit.
 
     Args:
         path: the file.
@@ -102,7 +102,7 @@ def _groups(where: Path, *, strict: bool) -> Iterator[Group]:
 
 
 def to_record(group: Group) -> dict[str, Any]:
-    """What stands in a group's line: plain JSON, with NaN as null and each prompt as what it adds to the turn before.
+    """Return a group's line: plain JSON, NaN as null, and each prompt as what it adds to the turn before.
 
     >>> from rlkit import Sample
     >>> turns = [Turn(Sample([5, 6], [7], [-0.5]), 1.0), Turn(Sample([5, 6, 7, 1], [8], [-0.25]))]
@@ -124,7 +124,7 @@ def to_record(group: Group) -> dict[str, Any]:
 
 
 def from_record(record: Any, *, where: str = "record") -> Group:
-    """The group of a line.
+    """Return the group of a line.
 
     Raises:
         DataError: naming the place, where the record is no group's, or of a newer version.
@@ -226,7 +226,7 @@ def _reward(value: float | None) -> float:
 
 
 def _text(record: Mapping[str, Any]) -> str:
-    """The record as JSON; what JSON has no word for, which tags and messages may hold, becomes text."""
+    """Return the record as JSON; what JSON has no word for, which tags and messages may hold, becomes text."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
     except (ValueError, TypeError):

@@ -13,13 +13,13 @@ __all__ = ["add_option", "imported"]
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """The option ``--import``; may be given several times."""
+    """Add the option ``--import``, which may be given several times."""
     text = "of your own, in this folder or installed: it registers environments, rewards, algorithms or losses"
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=text)
 
 
 def imported(options: argparse.Namespace) -> None:
-    """Imports the modules that were named, also those of the folder that the program was started in."""
+    """Import the modules that were named, also those of the folder that the program was started in."""
     if options.modules and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     for name in options.modules:

@@ -22,7 +22,7 @@ _DEADLINE = 60.0  # seconds for each request to a service
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``rlkit checkpoints``."""
+    """Add the options of ``rlkit checkpoints``."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
     parser.add_argument("--step", type=int, help="which one to export (default: the newest that is whole)")
     parser.add_argument("--role", default="policy", help="which policy of it (default: policy)")
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _delete(paths: list[str]) -> int:
-    """Deletes states on the Tinker service that the environment names, and says so; how many are still there."""
+    """Delete states on the Tinker service that the environment names, and say so; return how many remain."""
     from rlkit.backends.tinker.session import Session
     from rlkit.errors import RlkitError
 

@@ -27,7 +27,7 @@ EXTRAS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``rlkit doctor``."""
+    """Add the options of ``rlkit doctor``."""
     parser.add_argument("--offline", action="store_true", help="asks no service")
     parser.add_argument("--deadline", type=float, default=20.0, help="seconds that the service may take (default: 20)")
 

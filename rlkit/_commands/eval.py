@@ -25,7 +25,7 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``rlkit eval``."""
+    """Add the options of ``rlkit eval``."""
     parser.add_argument("policy", metavar="POLICY", help="a run's folder, what save() returned, or a model")
     parser.add_argument(
         "tasks", metavar="TASKS", nargs="+", help="reasoning-gym tasks, .jsonl files, or your environments"
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """Raises ConfigError for a policy or a file of tasks that looks like a path and is not there."""
+    """Raise ConfigError for a policy or a file of tasks that looks like a path and is not there."""
     from rlkit import _check
     from rlkit.errors import ConfigError
 
@@ -133,7 +133,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def _sampler(options: argparse.Namespace) -> Sampler:
-    """The policy, frozen."""
+    """Return the policy, frozen."""
     import rlkit
 
     policy, saved = options.policy, Path(options.policy)

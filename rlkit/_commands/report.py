@@ -8,13 +8,13 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``rlkit report``."""
+    """Add the options of ``rlkit report``."""
     parser.add_argument("folder", metavar="RUN", help="the run's folder")
     parser.add_argument("--out", help="the file (default: report.html in the folder)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes it and prints its path."""
+    """Write it and print its path."""
     from rlkit.report import write
 
     print(write(options.folder, options.out))

@@ -18,7 +18,7 @@ KEY = "RLKIT_SERVER_KEY"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``rlkit serve``."""
+    """Add the options of ``rlkit serve``."""
     parser.add_argument("--model", help="as for rlkit.connect: a directory, a hub id, smollm2-135m-instruct")
     parser.add_argument("--backend", default="local", help="local, toy, or another that is installed (default: local)")
     parser.add_argument("--name", help="the base model's name for clients (default: the last part of --model)")
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until a signal to end."""
+    """Serve until a signal to end."""
     from rlkit.server import serve
 
     key = os.environ.get(KEY) or None

@@ -15,7 +15,7 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``rlkit train``."""
+    """Add the options of ``rlkit train``."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="or none; such as algorithm.optimizer.lr=1e-4"
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 class _Keys(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints them, and ends the program as ``--help`` does."""
+        """Print them, and end the program as ``--help`` does."""
         from rlkit import config, recipes
         from rlkit.recipes.keys import table
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_file(path: str) -> None:
-    """Raises ConfigError where there is no such file."""
+    """Raise ConfigError where there is no such file."""
     from rlkit.errors import ConfigError
 
     if not Path(path).exists():

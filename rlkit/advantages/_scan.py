@@ -29,7 +29,7 @@ def reverse_scan(x: np.ndarray, a: np.ndarray, starts: np.ndarray) -> np.ndarray
 
 
 def window_sum(x: np.ndarray, gamma: float, n: int, left: np.ndarray) -> np.ndarray:
-    """The sum over k < n of gamma^k x[t + k], as far as the row goes; ``left`` counts the entries from t to its end.
+    """Return the sum over k < n of gamma^k x[t + k] within the row; ``left`` counts the entries from t to its end.
 
     Windows of 1, 2, 4, ... entries are put together by the binary digits of n, so nothing is ever subtracted.
     """

@@ -61,13 +61,13 @@ class Steps:
         return np.asarray(np.repeat(self.last + 1, self.lengths) - np.arange(self.rewards.size))
 
     def select(self, where: str, value: RowsLike) -> np.ndarray:
-        """A further array, shaped like the rewards, at the masked-in steps."""
+        """Return a further array, shaped like the rewards, at the masked-in steps."""
         flat = self.rows.like(where, value)
         self.rows.check_finite(flat, where=where, among=self.mask)
         return flat if self.mask is None else flat[self.mask]
 
     def per_trajectory(self, where: str, value: RowsLike | float) -> np.ndarray:
-        """A number, or one per trajectory, for the trajectories that have masked-in steps [b]."""
+        """Return a number, or one per trajectory, for the trajectories that have masked-in steps [b]."""
         return np.asarray(_per_row(where, value, self.rows)[self.filled])
 
     def next(self, values: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ class Steps:
 
 
 def _per_row(where: str, value: RowsLike | float, rows: _rows.Rows) -> np.ndarray:
-    """A number, or one per row."""
+    """Return a number, or one per row."""
     count = rows.lengths.size
     if _rows.is_one(value):
         number = value.item() if isinstance(value, (np.ndarray, np.generic)) else value

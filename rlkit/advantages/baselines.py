@@ -15,7 +15,7 @@ __all__ = ["asymre", "gpg", "maxrl", "opmd", "opo", "reinforce"]
 @register("reinforce")
 @row_wise
 def reinforce(rewards: RowsLike, *, normalize: bool = False, ddof: int = 1, eps: float = 1e-6) -> Arrays:
-    """The rewards themselves, without a baseline; on demand normalised over the whole batch.
+    """Return the rewards themselves, without a baseline; on demand normalised over the whole batch.
 
     A_i = R_i, or (R_i - mean of the batch) / (standard deviation of the batch + eps)
 

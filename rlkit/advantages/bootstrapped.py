@@ -64,7 +64,7 @@ def gae(
 @register("length_adaptive_lambda")
 @estimator
 def length_adaptive_lambda(lengths: RowsLike, *, alpha: float = 0.05) -> np.ndarray:
-    """The lambda of GAE for each trajectory, nearer to 1 for longer ones (VAPO).
+    """Return the lambda of GAE for each trajectory, nearer to 1 for longer ones (VAPO).
 
     lam = max(0, 1 - 1 / (alpha n))
 
@@ -105,7 +105,7 @@ def lambda_returns(
     gamma: float = 1.0,
     lam: RowsLike | float = 0.95,
 ) -> Arrays:
-    """Returns that mix bootstrapping after one step with going on.
+    """Return lambda-returns, which mix bootstrapping after one step with going on.
 
     G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}); after the last step V = G = bootstrap_value
 
@@ -143,7 +143,7 @@ def n_step_returns(
     mask: RowsLike | None = None,
     gamma: float = 1.0,
 ) -> Arrays:
-    """The discounted rewards of n steps and the value after them.
+    """Return the discounted rewards of n steps and the value after them.
 
     G_t = r_t + gamma r_{t+1} + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n}; a window that reaches the end stops
     there, with bootstrap_value
@@ -228,7 +228,7 @@ def vtrace(
 
 
 def _lam(steps: Steps, lam: RowsLike | float) -> np.ndarray:
-    """The lam of each step [n], from one number or one per trajectory."""
+    """Return lam at each step [n], from one number or one per trajectory."""
     per_trajectory = steps.per_trajectory("lam", lam)
     if ((per_trajectory < 0) | (per_trajectory > 1)).any():
         raise ConfigError(_check.problem("lam", f"got {_check.shown(lam)}", "numbers in [0, 1]"))

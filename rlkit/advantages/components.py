@@ -27,7 +27,7 @@ def gdpo(
     eps: float = 1e-6,
     singleton: str = "zero",
 ) -> Any:
-    """The weighted sum of each component's GRPO advantages, normalised over the batch.
+    """Return the weighted sum of each component's GRPO advantages, normalised over the batch.
 
     B_i = sum over components c of w_c GRPO(R_c)_i, and A_i = (B_i - mean of the batch) / (its deviation + eps)
 

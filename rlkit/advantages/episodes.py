@@ -32,7 +32,7 @@ def step_wise_grpo(
     eps: float = 1e-6,
     singleton: str = "zero",
 ) -> Any:
-    """The GRPO advantage of each trajectory's last reward, given to each of its steps.
+    """Return the GRPO advantage of each trajectory's last reward, given to each of its steps.
 
     Args:
         rewards: the reward of each trajectory's last step, as for ``grpo``.
@@ -85,7 +85,7 @@ def gigpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Arrays:
-    """An episode's advantage plus omega times that of each step among the steps taken from the same state (GiGPO).
+    """Return an episode's advantage plus omega times each step's among the steps from the same state (GiGPO).
 
     A_t = N(episode's summed reward, among the episodes) + omega N(discounted return from t, among the steps of all
     episodes that start in the state of t), where N centres and, with scale="group", divides by (deviation + eps)

@@ -76,7 +76,7 @@ def jsd(
     coef: float = 1.0,
     mask: RowsLike | None = None,
 ) -> Any:
-    """The sampled Jensen-Shannon term of each token, negated.
+    """Return the sampled Jensen-Shannon term of each token, negated.
 
     A_t = -coef (beta (teacher - M) + (1 - beta) (sampling - M)), M = log(beta e^teacher + (1 - beta) e^sampling)
 
@@ -159,7 +159,7 @@ def kl_penalty(
     center: bool = False,
     mask: RowsLike | None = None,
 ) -> Any:
-    """What is added to per-token rewards or advantages to stay near a reference policy.
+    """Return a penalty for leaving a reference policy, to be added to per-token rewards or advantages.
 
     -coef kl_t with d = sampling - reference and kl = d ("k1"), d^2 / 2 ("k2"), e^-d - 1 + d ("k3"), |d| ("abs"), or k3
     of d clipped to +-20, at most 10 ("clamped")
@@ -208,7 +208,7 @@ def kl_penalty(
 @register("entropy_bonus")
 @estimator
 def entropy_bonus(*, sampling_logprobs: RowsLike, coef: float = 0.01, mask: RowsLike | None = None) -> Any:
-    """What is added to per-token advantages to keep the policy's entropy up.
+    """Return a bonus that keeps the policy's entropy up, to be added to per-token advantages.
 
     -coef log q: on-policy, its policy gradient is coef times the gradient of the entropy of each token
 
@@ -234,7 +234,7 @@ def entropy_bonus(*, sampling_logprobs: RowsLike, coef: float = 0.01, mask: Rows
 def _pair(
     name: str, other: RowsLike, sampling: RowsLike, mask: RowsLike | None
 ) -> tuple[Steps, np.ndarray, np.ndarray]:
-    """The tokens that count, and both policies' logprobs of them [n]."""
+    """Return the tokens that count, and both policies' logprobs of them [n]."""
     steps = _tokens(sampling, mask)
     flat = steps.rows.like(name, other)
     _ratios.check(steps.rows, flat, name, steps.mask)
@@ -242,7 +242,7 @@ def _pair(
 
 
 def _tokens(sampling: RowsLike, mask: RowsLike | None) -> Steps:
-    """The sampled tokens that count, and their logprobs."""
+    """Return the sampled tokens that count, and their logprobs."""
     steps = Steps.parse(sampling, mask=mask, where="sampling_logprobs", empty=True)
     _ratios.check(steps.rows, steps.rows.flat, "sampling_logprobs", steps.mask)
     return steps

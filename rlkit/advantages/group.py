@@ -172,7 +172,7 @@ def _against_others(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _before(x: np.ndarray) -> np.ndarray:
-    """The sum of what stands before each entry [b, n]."""
+    """Return the sum of what stands before each entry [b, n]."""
     sums = np.zeros_like(x)
     np.cumsum(x[:, :-1], axis=1, out=sums[:, 1:])
     return sums

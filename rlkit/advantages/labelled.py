@@ -31,7 +31,7 @@ _PER_SAMPLE = ("lengths",)  # settings that hold one number per reward, and are 
 
 @answered
 def by_group(estimator: str | Callable[..., Any], rewards: RowsLike, groups: Labels, **settings: Any) -> np.ndarray:
-    """The advantages of a group estimator for flat rewards with group labels.
+    """Return the advantages of a group estimator for flat rewards with group labels.
 
     Args:
         estimator: a registered name, such as "grpo", or a function that takes a list of groups [G_i] and gives
@@ -73,7 +73,7 @@ def by_group(estimator: str | Callable[..., Any], rewards: RowsLike, groups: Lab
 
 
 def _by_list(estimator: object, function: Callable[..., Any], rows: _rows.Rows, settings: dict[str, Any]) -> np.ndarray:
-    """The advantages [N] of a function that takes a list of groups, and whose result is still to be checked."""
+    """Return the advantages [N] of a function that takes a list of groups, and whose result is still to be checked."""
     settings = {name: rows.restore(x.flat) if isinstance(x, _rows.Rows) else x for name, x in settings.items()}
     advantages = _rows.parse(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
     if not np.array_equal(advantages.lengths, rows.lengths):

@@ -27,7 +27,7 @@ def optimal_token_baseline(
     groups: Labels | None = None,
     singleton: str = "raw",
 ) -> Arrays:
-    """Returns minus, at each token, their mean over the group weighted by the gradient's energy so far.
+    """Subtract from the returns, at each token, their mean over the group weighted by the gradient's energy so far.
 
     A_it = G_it - sum over j of W_jt G_jt / sum over j of W_jt, with G_it the rewards from token t on and W_it the sum
     up to t of w^2 (1 - 2 p + sum over the vocabulary of p^2): the squared norm of the score with respect to the logits.
@@ -99,7 +99,7 @@ def optimal_token_baseline(
 
 
 def _so_far(steps: Steps, values: np.ndarray) -> np.ndarray:
-    """The sum of each row up to and with each entry [n]: the recursion of returns, on the rows read backwards."""
+    """Return the running sum of each row [n]: the recursion of returns, on the rows read backwards."""
     factors = np.ones(values.size)
     factors[steps.starts] = 0.0
     starts = (values.size - 1 - steps.last)[::-1]

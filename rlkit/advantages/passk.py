@@ -144,7 +144,7 @@ def _analytic(groups: Groups, k: int) -> np.ndarray:
 
 
 def _analytic_pair(n: int, wrong: int, k: int) -> tuple[float, float]:
-    """What right and wrong samples get."""
+    """Return the advantages of right and of wrong samples."""
     missed, all_subsets = math.comb(wrong, k), math.comb(n, k)
     if missed in (0, all_subsets):  # both are 0 where n < k
         return 0.0, 0.0

@@ -18,7 +18,7 @@ __all__ = ["discounted_returns", "rebn"]
 def discounted_returns(
     rewards: RowsLike, *, gamma: float = 1.0, bootstrap_value: RowsLike | float = 0.0, mask: RowsLike | None = None
 ) -> Arrays:
-    """The discounted sum of the rewards from each step on.
+    """Return the discounted sum of the rewards from each step on.
 
     G_t = r_t + gamma G_{t+1}, and after the last reward G = bootstrap_value
 
@@ -54,7 +54,7 @@ def discounted_returns(
 @register("rebn")
 @row_wise
 def rebn(returns: RowsLike, *, ddof: int = 1, eps: float = 1e-9, mask: RowsLike | None = None) -> Arrays:
-    """Returns normalised over the whole batch (return batch normalisation).
+    """Normalise returns over the whole batch (return batch normalisation).
 
     A = (G - mean of the batch) / (standard deviation of the batch + eps)
 

@@ -139,7 +139,7 @@ class RunningNormalization:
 @register("running_baseline")
 @answered
 def running_baseline(*, decay: float = 0.95) -> RunningBaseline:
-    """A fresh moving-average baseline per role (see ``RunningBaseline``).
+    """Return a fresh moving-average baseline per role (see ``RunningBaseline``).
 
     >>> running_baseline(decay=0.9).update([2.0])
     array([2.])
@@ -150,7 +150,7 @@ def running_baseline(*, decay: float = 0.95) -> RunningBaseline:
 @register("running_normalization")
 @answered
 def running_normalization(*, ddof: int = 1, eps: float = 1e-6) -> RunningNormalization:
-    """A fresh running normalisation (see ``RunningNormalization``).
+    """Return a fresh running normalisation (see ``RunningNormalization``).
 
     >>> running_normalization().update([2.0])
     array([0.])

@@ -101,7 +101,7 @@ def reinforce_pp_baseline(
 @register("remax")
 @row_wise
 def remax(rewards: RowsLike, *, baseline: RowsLike, gamma: float = 1.0, mask: RowsLike | None = None) -> Arrays:
-    """The discounted return of each token less the reward of the greedy completion (ReMax).
+    """Return the discounted return of each token less the reward of the greedy completion (ReMax).
 
     A_t = G_t - baseline, with G_t = r_t + gamma G_{t+1}
 

@@ -27,7 +27,7 @@ _MODES = (
 def token_weights(
     lengths: RowsLike, mode: str = "token-mean", *, constant: float | None = None, groups: Labels | None = None
 ) -> Arrays:
-    """The weight of each token of a sequence, so that a plain sum over tokens is the wanted mean over the batch.
+    """Return the weight of each token of a sequence, so that a plain sum over tokens is the wanted mean over the batch.
 
     With n_i tokens in sequence i, S sequences that have any, and P prompts:
 

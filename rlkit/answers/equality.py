@@ -174,7 +174,7 @@ class _Process:
             raise BackendError(f"the process for math_equal could not be started: {reason}")
 
     def ask(self, question: dict[str, str], timeout: float) -> dict[str, Any] | None:
-        """The answer; None where none came."""
+        """Return the answer, or None."""
         assert self._process.stdin is not None  # noqa: S101
         try:
             self._process.stdin.write(json.dumps(question) + "\n")

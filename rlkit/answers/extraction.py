@@ -18,7 +18,7 @@ _DIGITS = 1000  # of an integer; longer ones are not numbers that anybody meant
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete ``\boxed{...}`` holds; None without one.
+    r"""Return what the last complete ``\boxed{...}`` holds; None without one.
 
     Braces inside have to balance; ``\{`` and ``\}`` are characters. Of nested boxes the outer one counts.
 
@@ -44,7 +44,7 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> int | float | None:
-    """The last number in a text: an int, a float if it is written as one, None without any.
+    """Return the last number in a text: an int, a float if it is written as one, None without any.
 
     Commas between thousands are read, and so is a sign that stands directly before the number. Digits inside of words
     do not count.
@@ -68,7 +68,7 @@ def last_number(text: str) -> int | float | None:
 
 
 def between_tags(text: str, tag: str = "answer") -> str | None:
-    """What stands between the last ``<tag>`` and ``</tag>``, without the white space around it; None without a pair.
+    """Return the text between the last ``<tag>`` and ``</tag>``, stripped of white space; None without a pair.
 
     >>> between_tags("<answer>3</answer> no: <answer> 4 </answer>"), between_tags("<answer>3")
     ('4', None)

@@ -145,7 +145,7 @@ def _entropies(entropy: RowsLike) -> _rows.Rows:
 
 
 def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[_rows.Rows, np.ndarray, np.ndarray]:
-    """The rows of the entropies, S = p (H + log p) of each token [N], and the advantages [N]."""
+    """Return the rows of the entropies, S = p (H + log p) of each token [N], and the advantages [N]."""
     rows = _entropies(entropy)
     lp, a = rows.like("logprobs", logprobs), rows.like("advantages", advantages)
     _ratios.check(rows, lp, "logprobs")

@@ -24,7 +24,7 @@ def token_tis(
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 2.0,
 ) -> Any:
-    """Truncated importance weights: w clipped to [clip_low_threshold, clip_high_threshold] for each token.
+    """Return truncated importance weights: w clipped to [clip_low_threshold, clip_high_threshold] for each token.
 
     Args:
         trainer_logprobs, sampling_logprobs: of the policy's own tokens: [n], [B, n] or a list of [n_i], of one shape,
@@ -61,7 +61,7 @@ def sequence_tis(
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 2.0,
 ) -> Any:
-    """Truncated importance weights of sequences: the product of w, clipped to the bounds, at each of their tokens.
+    """Return truncated importance weights of sequences: the product of w, clipped, at each of a sequence's tokens.
 
     Args:
         trainer_logprobs, sampling_logprobs, clip_low_threshold, clip_high_threshold: as for ``token_tis``.
@@ -89,7 +89,7 @@ def icepop(
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 5.0,
 ) -> Any:
-    """Importance weights of the tokens whose ratio lies within bounds, 0 for the others.
+    """Return importance weights of the tokens whose ratio lies within bounds, 0 for the others.
 
     w where clip_low_threshold <= w <= clip_high_threshold, else 0
 
@@ -116,7 +116,7 @@ def icepop(
 
 @answered
 def batch_normalized(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> Any:
-    """Importance weights divided by their mean over the batch's tokens, so that they average 1.
+    """Return importance weights divided by their mean over the batch's tokens, so that they average 1.
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``token_tis``.
@@ -139,7 +139,7 @@ def batch_normalized(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike)
 
 @answered
 def clamp(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, bound: float = 20.0) -> Any:
-    """Importance weights whose log-ratio is clamped: exp(clip(trainer - sampling, -bound, bound)).
+    """Return importance weights whose log-ratio is clamped: exp(clip(trainer - sampling, -bound, bound)).
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``token_tis``.

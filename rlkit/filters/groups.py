@@ -16,7 +16,7 @@ __all__ = ["difficulty_band", "dynamic_sampling", "zero_variance"]
 
 @answered
 def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
-    """Drops groups whose rewards do not differ, since they teach a relative estimator nothing.
+    """Drop groups whose rewards do not differ, since they teach a relative estimator nothing.
 
     Args:
         rewards: one group [G], [B, G] or a list of [G_i]; finite, or NaN for unscored, which do not count.
@@ -47,7 +47,7 @@ def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
 def dynamic_sampling(
     rewards: RowsLike, *, correct: float = 1.0, needed: int | None = None, keep_when_insufficient: bool = False
 ) -> Selection:
-    """Keeps groups of which some but not all samples are right.
+    """Keep groups of which some but not all samples are right.
 
     Args:
         rewards: one group [G], [B, G] or a list of [G_i]; finite, or NaN for unscored, which do not count.
@@ -85,7 +85,7 @@ def dynamic_sampling(
 
 @answered
 def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) -> Selection:
-    """Keeps groups whose mean reward lies in [low, high].
+    """Keep groups whose mean reward lies in [low, high].
 
     Args:
         rewards: one group [G], [B, G] or a list of [G_i]; finite, or NaN for unscored, which do not count; a group

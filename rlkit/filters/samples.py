@@ -18,7 +18,7 @@ __all__ = ["duplicates", "failed", "overlong", "stale", "truncated", "unscored"]
 
 @answered
 def truncated(stop_reasons: Sequence[str]) -> Selection:
-    """Drops samples that were cut at the limit of tokens.
+    """Drop samples that were cut at the limit of tokens.
 
     Args:
         stop_reasons: [N] of "stop" or "length", as ``Sample.stop_reason``.
@@ -38,7 +38,7 @@ def truncated(stop_reasons: Sequence[str]) -> Selection:
 
 @answered
 def overlong(lengths: RowsLike, *, max_length: int) -> Selection:
-    """Drops samples of more than ``max_length`` tokens.
+    """Drop samples of more than ``max_length`` tokens.
 
     Args:
         lengths: [N] numbers >= 0.
@@ -57,7 +57,7 @@ def overlong(lengths: RowsLike, *, max_length: int) -> Selection:
 
 @answered
 def duplicates(sequences: Sequence[Any]) -> Selection:
-    """Keeps the first of equal token sequences.
+    """Keep the first of equal token sequences.
 
     Args:
         sequences: [N] of 1-D token ids. Within a group, equal samples weigh a rare answer too much.
@@ -79,7 +79,7 @@ def duplicates(sequences: Sequence[Any]) -> Selection:
 
 @answered
 def failed(failures: Sequence[Any]) -> Selection:
-    """Drops rollouts that failed for reasons that are not the policy's, such as a sandbox that died.
+    """Drop rollouts that failed for reasons that are not the policy's, such as a sandbox that died.
 
     Args:
         failures: [N]: None or False where all went well, True or the exception where not.
@@ -101,7 +101,7 @@ def failed(failures: Sequence[Any]) -> Selection:
 
 @answered
 def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
-    """Drops samples whose policy is more than ``max_lag`` optimizer steps old.
+    """Drop samples whose policy is more than ``max_lag`` optimizer steps old.
 
     Args:
         versions: [N] integers, as ``Sample.version``.
@@ -129,7 +129,7 @@ def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
 
 @answered
 def unscored(rewards: RowsLike) -> Selection:
-    """Drops samples whose reward is NaN.
+    """Drop samples whose reward is NaN.
 
     Args:
         rewards: [N]; finite, or NaN for unscored.

@@ -68,7 +68,7 @@ class Selection:
         return np.flatnonzero(self.keep)
 
     def refilled(self, count: int | None = None) -> np.ndarray:
-        """Indices of what is kept, repeated from the start until there are ``count``; as many as before by default.
+        """Return indices of what is kept, repeated from the start up to ``count``; as many as before by default.
 
         Nothing kept stays nothing: an empty array, which the caller has to skip.
 
@@ -94,5 +94,5 @@ class Selection:
 
 @answered
 def select(name: str, keep: np.ndarray) -> Selection:
-    """What the filter ``name`` keeps."""
+    """Return the selection of the filter ``name``."""
     return Selection(keep, {name: int((~keep).sum())})

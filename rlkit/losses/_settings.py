@@ -16,14 +16,14 @@ __all__ = ["bounds", "one_weight", "surrogate"]
 
 
 def bounds(low: float, high: float, *, above_zero: bool = False) -> None:
-    """Raises ConfigError unless 0 <= low <= 1 <= high (0 < low with ``above_zero``)."""
+    """Raise ConfigError unless 0 <= low <= 1 <= high (0 < low with ``above_zero``)."""
     check_bounds(low, high)
     if above_zero:
         _check.real("clip_low_threshold", low, above=0.0, why="its logarithm is taken")
 
 
 def one_weight(weights: Weights | tuple[Weights, ...] | list[Weights]) -> Weights:
-    """The one weight of a whole sequence or pair: a number, or the mean over the tokens; of a pair the chosen's."""
+    """Return one weight for a whole sequence or pair: a number, or the mean over tokens; of a pair the chosen's."""
     first = weights[0] if isinstance(weights, (tuple, list)) else weights
     return first if isinstance(first, (int, float)) else first.mean()
 

@@ -54,7 +54,7 @@ class Marks:
 
 
 def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], F]:
-    """Decorator that says how a loss function wants its datums; it does not register it.
+    """Mark how a loss function wants its datums; does not register it.
 
     Args:
         level: "datum": called once per datum with tensors [n]. "pair": called once per two consecutive datums
@@ -82,7 +82,7 @@ def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], 
 
 
 def marks(function: Callable[..., Any]) -> Marks:
-    """The marks of a loss function; those of ``loss()`` without arguments where it has none."""
+    """Return the marks of a loss function; those of ``loss()`` without arguments where it has none."""
     found = getattr(function, "__rlkit_loss__", None) or getattr(
         getattr(function, "func", None), "__rlkit_loss__", None
     )

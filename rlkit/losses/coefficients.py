@@ -39,7 +39,7 @@ class FixedCoefficient:
         self.coef = _check.real("coef", self.coef)
 
     def update(self, kl: float, n: int = 1) -> float:
-        """The coefficient, whatever ``kl`` and ``n`` are."""
+        """Return the coefficient, whatever ``kl`` and ``n`` are."""
         _observed(kl, n)
         return self.coef
 
@@ -76,7 +76,7 @@ class AdaptiveCoefficient:
         self.horizon = _check.real("horizon", self.horizon, above=0.0)
 
     def update(self, kl: float, n: int = 1) -> float:
-        """The coefficient after measuring ``kl`` on ``n`` >= 0 samples."""
+        """Return the coefficient after measuring ``kl`` on ``n`` >= 0 samples."""
         kl, n = _observed(kl, n)
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef = self.coef * (1.0 + error * min(n / self.horizon, 1.0))
@@ -121,7 +121,7 @@ class AdaptiveEntropy:
         self.coef = _check.real("coef", self.coef, low=self.low, high=self.high)
 
     def update(self, entropy: float) -> float:
-        """The coefficient to use next, after measuring ``entropy`` (the mean per token)."""
+        """Return the coefficient to use next, after measuring ``entropy`` (the mean per token)."""
         entropy = _check.real("entropy", entropy)
         step = self.delta if entropy <= self.target else -self.delta
         self.coef = min(max(self.coef + step, self.low), self.high)
@@ -129,7 +129,7 @@ class AdaptiveEntropy:
 
 
 def fixed(coef: float) -> FixedCoefficient:
-    """A coefficient that ``update`` leaves alone (see ``FixedCoefficient``).
+    """Return a coefficient that ``update`` leaves alone (see ``FixedCoefficient``).
 
     >>> fixed(0.01).update(0.3)
     0.01
@@ -138,7 +138,7 @@ def fixed(coef: float) -> FixedCoefficient:
 
 
 def adaptive_coefficient(*, coef: float, target: float, horizon: float) -> AdaptiveCoefficient:
-    """A coefficient that holds KL at a target (see ``AdaptiveCoefficient``).
+    """Return a coefficient that holds KL at a target (see ``AdaptiveCoefficient``).
 
     >>> adaptive_coefficient(coef=0.2, target=0.05, horizon=1000).update(0.05)
     0.2
@@ -147,7 +147,7 @@ def adaptive_coefficient(*, coef: float, target: float, horizon: float) -> Adapt
 
 
 def adaptive_entropy(*, target: float = 0.2, delta: float = 0.005) -> AdaptiveEntropy:
-    """A coefficient that keeps entropy up (see ``AdaptiveEntropy``).
+    """Return a coefficient that keeps entropy up (see ``AdaptiveEntropy``).
 
     >>> adaptive_entropy(target=0.5).update(0.4)
     0.005

@@ -25,7 +25,7 @@ _Parameter = inspect.Parameter
 
 @answered
 def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = "k3") -> Loss:
-    """The loss + coef sum w KL(policy || reference), by an estimator per token.
+    """Add coef sum w KL(policy || reference) to a loss, by an estimator per token.
 
     The new loss also needs ``reference_logprobs`` [n] (and ``sampling_logprobs`` where the estimator takes them), and
     has the setting ``kl_coef``. Its level and ``elementwise`` are those of ``loss``; at the levels "pair" and "batch"
@@ -71,7 +71,7 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
 
 @answered
 def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
-    """The loss - coef sum w H, H the exact entropy of the policy's distribution at each token.
+    """Subtract coef sum w H from a loss, H the exact entropy of the policy's distribution at each token.
 
     The new loss names ``entropy`` [n], which only backends that have the whole distribution give, and has the setting
     ``entropy_coef``. Its level and ``elementwise`` are those of ``loss``.
@@ -109,7 +109,7 @@ def _plus(
     *,
     sign: float,
 ) -> Loss:
-    """``function`` + sign coef sum w term, under a signature that holds what both need."""
+    """Add sign coef sum w term to ``function``, under a signature that holds what both need."""
     own = _parameters(title, function)
     if isinstance(coef, str):
         if not coef.isidentifier():
@@ -151,7 +151,7 @@ def _plus(
 
 
 def _each(given: Mapping[str, Any], level: str) -> list[Mapping[str, Any]]:
-    """The arguments of each datum of a call."""
+    """Return the arguments of each datum of a call."""
     if level == "datum":
         return [given]
     if level == "pair":

@@ -133,7 +133,7 @@ def clamped(
 
 @register("straight_through")
 def straight_through(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2: sg[k3] + k2 - sg[k2].
+    """Return the value of k3 with the gradient of k2: sg[k3] + k2 - sg[k2].
 
     Args:
         logprobs, reference_logprobs: [n].

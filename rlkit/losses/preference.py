@@ -98,7 +98,7 @@ def kto(
     undesirable_weight: float = 1.0,
     kl: float = 0.0,
 ) -> Tensor:
-    """A value that saturates, w v (1 - sigmoid(z)): z = beta (x - kl) where desirable, else -z; x = sum(lp - ref).
+    """Return w v (1 - sigmoid(z)), which saturates: z = beta (x - kl) where desirable, else -z; x = sum(lp - ref).
 
     v is desirable_weight or undesirable_weight; each sequence stands for itself, there are no pairs.
 

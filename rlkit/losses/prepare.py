@@ -78,7 +78,7 @@ class PreparedLoss:
     _order: tuple[str, ...]
 
     def check(self, data: Sequence[Datum]) -> None:
-        """Raises DataError where ``data`` lacks what this loss needs, naming datum and input."""
+        """Raise DataError where ``data`` lacks what this loss needs, naming datum and input."""
         needed = (*self.inputs, "target_tokens") if self.driver == "target_logprobs" else self.inputs
         for i, datum in enumerate(data):
             missing = [name for name in needed if name not in datum.inputs]
@@ -101,7 +101,7 @@ class PreparedLoss:
                     raise DataError(f"data[{i}].mask is all False; both of a pair need a token of the policy's own")
 
     def try_out(self, data: Sequence[Datum]) -> None:
-        """Calls the loss on made-up logprobs, so that a mistake in it raises here and changes nothing.
+        """Call the loss on made-up logprobs, so that a mistake in it raises here and changes nothing.
 
         Raises:
             MissingPackageError: torch is not installed.
@@ -114,7 +114,7 @@ class PreparedLoss:
             self.gradient([self._made_up(datum) for datum in some], some, entropy=[_constant(d, 0.5) for d in some])
 
     def check_settings(self) -> None:
-        """Calls the loss as far as it can go without torch: the settings are checked before anything is computed.
+        """Call the loss as far as it can go without torch: the settings are checked before anything is computed.
 
         Raises:
             ConfigError: a setting is out of range.
@@ -165,7 +165,7 @@ class PreparedLoss:
         data: Sequence[Datum],
         used: Sequence[int],
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The summed loss of the used datums, by calls of the shape that the level asks for."""
+        """Sum the loss of the used datums, by calls of the shape that the loss's level asks for."""
         if self.level == "batch":
             calls = [list(used)] if used else []
         elif self.level == "pair":
@@ -256,7 +256,7 @@ class PreparedLoss:
 
 @answered
 def prepare(loss: str | Callable[..., Any], config: Mapping[str, Any] | None = None) -> PreparedLoss:
-    """A loss, by name or as a function, with its settings bound.
+    """Bind the settings of a loss that is given by name or as a function.
 
     Args:
         loss: a name of ``rlkit.losses.registry``, or ``fn(logprobs, <inputs>, weights=1.0, *, <settings>)``.

@@ -59,7 +59,7 @@ def luspo(
     clip_low_threshold: float = 0.9997,
     clip_high_threshold: float = 1.0004,
 ) -> Tensor:
-    """The same function as ``gspo``: LUSPO is GSPO with each sequence weighted by its length, the sum taken here.
+    """Return the same sum as ``gspo``: LUSPO is GSPO with each sequence weighted by its length.
 
     -sum w min(s A, clip(s, low, high) A), s = exp(mean(lp - q)). What tells the two apart is
     ``rlkit.advantages.token_weights``: "seq-mean-token-sum" for LUSPO, "seq-mean-token-mean" for GSPO.

@@ -21,7 +21,7 @@ __all__ = ["traceable"]
 def traceable(
     prepared: PreparedLoss, *, inputs: Collection[str] | None = None, scalars: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """A plain function ``(logprobs, mask, <inputs>) -> (loss, metrics)`` over whole arrays [T], settings bound.
+    """Return a plain function ``(logprobs, mask, <inputs>) -> (loss, metrics)`` over whole arrays [T], settings bound.
 
     Its parameters are, in this order: ``logprobs`` ([T]; [T, K] for a loss driven by target_logprobs), ``mask`` [T]
     (any number type, 0 where the token is not the policy's), and then by name, in the order of the loss's signature,
@@ -93,7 +93,7 @@ def _metric(key: str) -> str:
 
 
 def _tensor(number: Any, like: Any) -> Any:
-    """A metric as part of the graph: numbers become tensors."""
+    """Make a metric part of the graph: numbers become tensors."""
     return torch.full_like(like.detach(), number) if isinstance(number, (int, float)) else number
 
 

@@ -18,7 +18,7 @@ __all__ = ["group_informativeness", "pass_at_k"]
 
 @answered
 def group_informativeness(rewards: RowsLike, *, low: float = 0.0, high: float = 1.0) -> dict[str, float]:
-    """The fractions of groups that teach nothing: constant, all right, all wrong.
+    """Return the fractions of groups that teach nothing: constant, all right, all wrong.
 
     Args:
         rewards: one group [G], [B, G] or a list of [G_i]; finite, or NaN for unscored, which do not count; groups
@@ -59,7 +59,7 @@ def pass_at_k(n: Sequence[int] | ArrayLike, c: Sequence[int] | ArrayLike, k: int
 
 @answered
 def pass_at_k(n: Any, c: Any, k: int) -> float | np.ndarray:
-    """The probability that at least one of k samples is right, estimated from n samples of which c are.
+    """Return the probability that at least one of k samples is right, estimated from n samples of which c are.
 
     1 - C(n - c, k) / C(n, k)
 

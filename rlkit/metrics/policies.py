@@ -28,7 +28,7 @@ __all__ = [
 
 @answered
 def kl_v1(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
-    """The mean of sampling - trainer: the unbiased estimate of KL(sampler || trainer), which may be negative.
+    """Return the mean of sampling - trainer: the unbiased estimate of KL(sampler || trainer), which may be negative.
 
     Args:
         trainer_logprobs, sampling_logprobs: [n] or a list of [n_i], of one shape, finite and at most 0, but for
@@ -67,7 +67,7 @@ def kl_v2(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
 
 @answered
 def kl_k3(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
-    """The mean of r - 1 - log r: unbiased for KL(sampler || trainer), never negative.
+    """Return the mean of r - 1 - log r: unbiased for KL(sampler || trainer), never negative.
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``kl_v1``; log-ratios count as at most 300, to stay finite.
@@ -87,7 +87,7 @@ def kl_k3(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
 
 @answered
 def entropy_estimate(*, sampling_logprobs: RowsLike) -> float:
-    """The mean of -log q over the sampled tokens: an unbiased estimate of the policy's entropy per token, in nats.
+    """Return the mean of -log q over the sampled tokens: an unbiased estimate of the entropy per token, in nats.
 
     Args:
         sampling_logprobs: as for ``kl_v1``.
@@ -112,7 +112,7 @@ def clip_fraction(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> dict[str, float]:
-    """The fractions of tokens whose ratio lies below the low and above the high bound.
+    """Return the fractions of tokens whose ratio lies below the low and above the high bound.
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``kl_v1``.
@@ -158,7 +158,7 @@ def effective_sample_size(*, trainer_logprobs: RowsLike, sampling_logprobs: Rows
 
 @answered
 def chi2(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, level: str = "token") -> float:
-    """The mean of w^2, less 1: the chi-squared divergence of the trainer from the sampler.
+    """Return the mean of w^2, less 1: the chi-squared divergence of the trainer from the sampler.
 
     Args:
         trainer_logprobs, sampling_logprobs: as for ``kl_v1``; log-ratios count as at most 300, to stay finite.

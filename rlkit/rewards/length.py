@@ -14,7 +14,7 @@ __all__ = ["cosine_length", "efficiency_bonus", "length_cost", "overlong_penalty
 
 @row_wise
 def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor: float = 1.0) -> Arrays:
-    """What is added to the reward of an answer that comes near the limit: 0 at first, then down to -factor (DAPO).
+    """Return the penalty of an answer that comes near the limit, to be added: 0 at first, then down to -factor (DAPO).
 
     -factor clip((n - (max_length - buffer)) / buffer, 0, 1)
 
@@ -43,7 +43,7 @@ def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor:
 
 @row_wise
 def length_cost(lengths: RowsLike, *, max_length: int, coef: float = 1.0) -> Arrays:
-    """What is added to the reward for each token: -coef min(n / max_length, 1).
+    """Return the penalty of length, to be added to the reward: -coef min(n / max_length, 1).
 
     Args:
         lengths: tokens of each answer: [N], [B, G] or a list of [G_i]; numbers >= 0.

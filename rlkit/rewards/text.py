@@ -19,7 +19,7 @@ __all__ = ["repetition_penalty", "think_format"]
 def repetition_penalty(
     tokens: Sequence[Sequence[Hashable] | np.ndarray], *, ngram: int = 3, factor: float = 1.0
 ) -> np.ndarray:
-    """What is added to the reward of answers that repeat themselves: -factor (1 - unique / all of their n-grams).
+    """Return the penalty of answers that repeat themselves, to be added: -factor (1 - unique / all n-grams).
 
     Args:
         tokens: token ids of each answer: a list of [n_i], or [N, n]. Lists of words work too.
