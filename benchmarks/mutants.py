@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -166,6 +167,8 @@ def imported_anew(mutant: Mutant, tests: list[str]) -> bool:
     )
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rlkit", "tests")]:
         del sys.modules[name]
+    parts = Path(mutant.path).with_suffix("").parts
+    importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))  # pytest would read the file
     return pytest.main([*tests, *OPTIONS, "-x"]) == 0
 
 
