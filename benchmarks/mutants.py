@@ -52,7 +52,7 @@ RESULTS = Path(__file__).parent / "results"
 LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
 LOCAL = [
     f"rlkit/backends/local/{name}.py"
-    for name in ("training/partition", "model/unembedding", "training/micro_batches", "model/tree_attention")
+    for name in ("training/partition", "model/output_head", "training/micro_batches", "model/tree_attention")
 ]
 SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
@@ -84,7 +84,7 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
     "local": (
         LOCAL,
         ["tests/backends/local/training/test_micro_batches.py"],
-        ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/model/test_unembedding.py"],
+        ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/model/test_output_head.py"],
     ),
     "routes": (
         ["rlkit/backends/tinker/routes.py"],

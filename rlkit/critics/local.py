@@ -25,9 +25,7 @@ from rlkit.backends.local.checkpoint import (
 from rlkit.backends.local.hub import located
 from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.lora import with_adapter
-from rlkit.backends.local.training.forward import body_of
-from rlkit.backends.local.training.head import Head
-from rlkit.backends.local.training.micro_batches import Batch
+from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.trainer import Trainer
 from rlkit.backends.sampling import entropy_of
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
@@ -92,9 +90,8 @@ class LocalCritic(InProcessCritic):
         self._settings = {"model": located(model), "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
         peft = with_adapter(base, lora, adapter_seed(lora, entropy_of(seed)), fresh=saved is None)
         peft.value_head = _value_head(peft, base.device)
-        self._trainer = Trainer(
-            peft, base.device, micro_batch_tokens, ValueHead(peft, body_of(peft, base, lora.alpha / lora.rank))
-        )
+        forward = training_forward(peft, base, lora.alpha / lora.rank)
+        self._trainer = Trainer(peft, base.device, micro_batch_tokens, forward, peft.value_head)
         version = 0
         if saved is not None:
             with saves.restoring(saved[0]):
@@ -134,21 +131,6 @@ class LocalCritic(InProcessCritic):
             return int(state["version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: its state lacks the version: {error}") from error
-
-
-class ValueHead(Head):
-    """Values instead of what can be read off logits."""
-
-    main = "values"
-
-    def outputs(
-        self,
-        batch: Batch,
-        wanted: Mapping[str, torch.Tensor | None],  # noqa: ARG002  # there is nothing else
-        temperatures: torch.Tensor | None,  # noqa: ARG002  # of a distribution, which this is not
-    ) -> dict[str, torch.Tensor]:
-        """The value [n] at ``batch.index``. See ``Head.outputs``."""
-        return {"values": self._model.value_head(self.body.hidden(batch).float())[:, 0]}
 
 
 def _value_head(model: Any, device: torch.device) -> nn.Linear:

@@ -27,10 +27,9 @@ from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.sampler import LocalSampler
-from rlkit.backends.local.sampling.scheduler import Engine
+from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
-from rlkit.backends.local.training.forward import body_of
-from rlkit.backends.local.training.head import Head
+from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.trainer import Trainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import Sampler
@@ -111,8 +110,8 @@ class LocalBackend(InProcessBackend):
         self.base = base = load_base(model, dtype, device_of(device))
         self._lora = lora
         self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
-        head = Head(self._peft, body_of(self._peft, base, lora.alpha / lora.rank))
-        self._trainer = Trainer(self._peft, base.device, micro_batch_tokens, head)
+        forward = training_forward(self._peft, base, lora.alpha / lora.rank)
+        self._trainer = Trainer(self._peft, base.device, micro_batch_tokens, forward)
         self._seeds = SeedStream(entropy)
         small = base.nbytes < _MERGED_UNDER and dtype == "float32"
         self._merge = small if merge == "auto" else merge
@@ -129,11 +128,11 @@ class LocalBackend(InProcessBackend):
             with saves.restoring(saved[0]):
                 version = self._load(*saved, optimizer=resume_from is not None)
         merged = self._merge
-        self._engine = Engine(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
+        self._scheduler = Scheduler(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
         super().__init__(
-            "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._engine
+            "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._scheduler
         )
-        self._engine.wake = self._worker.wake
+        self._scheduler.wake = self._worker.wake
         self.version = version
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
 
@@ -145,7 +144,7 @@ class LocalBackend(InProcessBackend):
             whatever is decoded beside it, with this processor and number of threads: never with experts, nor where
             the library's own cache decodes (sliding windows); for others it is tried now, on a few tokens.
         """
-        found = self._submit("capabilities", lambda: self._engine.invariant(self._empty), trains=False).result()
+        found = self._submit("capabilities", lambda: self._scheduler.invariant(self._empty), trains=False).result()
         return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": found}
 
     def _run(
@@ -166,10 +165,10 @@ class LocalBackend(InProcessBackend):
         if snapshot is None or snapshot.version != self.version:  # once per step; the samplers in between share it
             snapshot = take_snapshot(self._peft, self.version, self._lora.alpha / self._lora.rank)
             self._latest = weakref.ref(snapshot)
-        return LocalSampler(self, snapshot, self._seeds, self._engine.submit)
+        return LocalSampler(self, snapshot, self._seeds, self._scheduler.submit)
 
     def _base(self) -> LocalSampler:
-        return LocalSampler(self, self._empty, self._seeds, self._engine.submit)
+        return LocalSampler(self, self._empty, self._seeds, self._scheduler.submit)
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """A sampler of a saved state of this model; beside the base it costs the adapter. See ``SavedSamplers``."""
@@ -180,7 +179,7 @@ class LocalBackend(InProcessBackend):
                 saved = lora_of(state, None)
                 adapter = adapter_in(folder, self.base.model, self.base.device)
                 snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
-            return LocalSampler(self, snapshot, self._seeds, self._engine.submit)
+            return LocalSampler(self, snapshot, self._seeds, self._scheduler.submit)
 
         return self._submit("saved_sampler", job, trains=False)
 

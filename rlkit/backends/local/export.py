@@ -10,7 +10,7 @@ import torch
 
 from rlkit.backends import saves
 from rlkit.backends.local import LocalBackend
-from rlkit.backends.local.sampling.snapshots import merged_weight
+from rlkit.backends.local.model.forward import merged_weight
 from rlkit.errors import CheckpointError
 
 __all__ = ["save_merged"]

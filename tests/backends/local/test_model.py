@@ -22,8 +22,8 @@ import rlkit
 
 pytest.importorskip("peft")
 from rlkit.backends.local.export import save_merged
-from rlkit.backends.local.model import unembedding as logprobs
-from rlkit.backends.local.training import head
+from rlkit.backends.local.model import forward, output_head
+from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -145,13 +145,13 @@ def test_merged_and_unmerged_agree(connect, kind):
     samplers = [p.sampler().result() for p in (merged, unmerged)]
     a, b = (sampler.logprobs(tokens).result() for sampler in samplers)
     assert np.abs(a - b).max() < 1e-4
-    held = [weakref.ref(x) for part in merged._engine._decoder._model.factors() for x in part]
+    held = [weakref.ref(x) for part in white_box.weights(merged) for x in part]
     base = merged.base_sampler().result().logprobs(tokens).result()
     kept = {id(x) for x in merged.base.model.parameters()}
     assert all(ref() is None or id(ref()) in kept for ref in held)
     own = {p.untyped_storage().data_ptr() for p in unmerged.base.model.parameters()}
     unmerged.base_sampler().result().logprobs(tokens).result()
-    read = [x for part in unmerged._engine._decoder._model.factors() for x in part]
+    read = [x for part in white_box.weights(unmerged) for x in part]
     assert all(x.untyped_storage().data_ptr() in own for x in read)
     assert np.abs(base - a).max() > 1e-3
 
@@ -261,7 +261,7 @@ def test_prompt_is_computed_once(connect):
     sampler.sample([5], PARAMS).result()
     prompt = np.arange(3, 43)
     seen = []
-    decoder = policy._engine._decoder
+    decoder = white_box.decoder(policy)
     inner = decoder.prefill
     decoder.prefill = lambda first, rests, starts: (
         seen.append([rest.size for rest in rests]) or inner(first, rests, starts)
@@ -472,13 +472,14 @@ def test_bad_models(tmp_path):
 def count_forwards(policy):
     """A list whose only entry counts forwards of the sampling model from now on."""
     calls = [0]
-    inner = policy._engine._decoder._forward
+    decoder = white_box.decoder(policy)
+    inner = decoder._logits
 
     def counted(*arguments):
         calls[0] += 1
         return inner(*arguments)
 
-    policy._engine._decoder._forward = counted
+    decoder._logits = counted
     return calls
 
 
@@ -501,18 +502,18 @@ def test_engine_failure_reaches_the_callers(connect, monkeypatch):
     """What goes wrong while sampling is raised by the futures, and the engine goes on with the next request."""
     policy = connect()
     sampler = policy.sampler().result()
-    monkeypatch.setattr(policy._engine, "_make_decoder", lambda: 1 / 0)
+    monkeypatch.setattr(policy._scheduler, "_make_decoder", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampler.sample([5], PARAMS).result(timeout=30)
     monkeypatch.undo()
     assert sampler.sample([5], PARAMS).result()
-    step = policy._engine._decoder.step
-    policy._engine._decoder.step = lambda: 1 / 0
+    step = white_box.decoder(policy).step
+    white_box.decoder(policy).step = lambda: 1 / 0
     futures = [sampler.sample([5, 6], PARAMS, n=3) for _ in range(2)]
     for future in futures:
         with pytest.raises(ZeroDivisionError):
             future.result(timeout=30)
-    policy._engine._decoder.step = step
+    white_box.decoder(policy).step = step
     assert len(sampler.sample([5], PARAMS, n=3).result()) == 3
 
 
@@ -551,9 +552,9 @@ def test_chunked_head(connect, kind, monkeypatch):
     for kept, chunk in ((2**40, 256), (0, 5)):
         policy = connect(kind)
         data = train(policy, 1)
-        for module in (head, logprobs):
+        for module in (forward, output_head):
             monkeypatch.setattr(module, "KEPT", kept)
-            monkeypatch.setattr(module, "CHUNK", chunk)
+        monkeypatch.setattr(output_head, "CHUNK", chunk)
         rng = np.random.default_rng(0)
         for k, datum in enumerate(data):
             n = int(datum.mask.sum())
@@ -565,7 +566,7 @@ def test_chunked_head(connect, kind, monkeypatch):
         policy.forward_backward(data, topk).result()
         policy.forward_backward(data, "cross_entropy").result()
         grads = [p.grad.clone() for p in policy._trainer.parameters.values()]
-        assert policy.base.llama or policy._trainer._head._splits
+        assert policy.base.llama or kept or policy._trainer.forward.splits
         gradients.append((first, grads))
         monkeypatch.undo()
     (a, one), (b, other) = gradients

@@ -1,61 +1,64 @@
-"""How many rows a product needs for each of them to come out the same whatever the others are."""
+"""How many rows a product needs for each row to be batch-invariant: the same bits whatever the other rows are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
-from rlkit.backends.local.gemm.prepacked import Packed, Product, product
+from rlkit.backends.local.gemm.prepacked import Prepacked, Weight, matmul
 
-__all__ = ["MOST", "multiple", "rows_alike"]
+__all__ = ["MAX_ROWS", "invariant_row_multiple", "padding_unit"]
 
-FEW = 32  # up to here every even number of rows is tried, beyond it multiples of 16, or trying would take seconds
-MOST = (256, 128, 64)  # rows computed at once on a CPU, the better ones first; more gain nothing there
+DENSE_PROBE_ROWS = 32  # up to here every even number of rows is tried, beyond it multiples of 16, or it takes seconds
+MAX_ROWS = (256, 128, 64)  # rows computed at once on a CPU, the better ones first; more gain nothing there
 
-_known: dict[tuple[Any, ...], int] = {}
+_measurements: dict[tuple[tuple[int, ...], tuple[int, ...] | None, int, int], int] = {}
 
 
-def multiple(rows: int, alike: int) -> int:
-    """Of what to make the number of rows a multiple, so that it is one that ``rows_alike`` has tried.
+def padding_unit(rows: int, multiple: int) -> int:
+    """Return the unit to pad ``rows`` to, so that their number is one that was compared.
 
-    >>> multiple(1, 1), multiple(3, 1), multiple(3, 4), multiple(33, 2), multiple(33, 16), multiple(33, 0)
-    (1, 2, 4, 16, 16, 1)
+    Args:
+        rows: how many are computed.
+        multiple: what ``invariant_row_multiple`` returned; 0 where nothing is promised.
+
+    >>> padding_unit(1, 1), padding_unit(3, 1), padding_unit(3, 4), padding_unit(33, 2), padding_unit(33, 0)
+    (1, 2, 4, 16, 1)
     """
-    if alike == 0 or alike == rows == 1:
+    if multiple == 0 or multiple == rows == 1:
         return 1
-    return max(alike, 2 if rows <= FEW else 16)
+    return max(multiple, 2 if rows <= DENSE_PROBE_ROWS else 16)
 
 
 @torch.no_grad()
-def rows_alike(factors: Iterable[Product], most: int) -> int:
-    """The least R for which x W^T has the same bits in a row at every tried multiple of R rows up to ``most``.
+def invariant_row_multiple(weights: Iterable[Weight], max_rows: int) -> int:
+    """Return the least R such that a row of x W^T has the same bits at every compared multiple of R rows.
 
     Libraries choose by shape, processor and number of threads how a product is cut and in which order it is summed.
-    So that is measured, once in a process for each shape: it is 1, 2, 4, ..., or ``most``, which is alike by itself.
-    Tried are one row, even numbers up to 32 and multiples of 16 beyond; no other number is ever computed.
+    So this is measured, once in a process for each shape. R is 1, 2, 4, ..., or ``max_rows``, which is invariant by
+    itself. Compared are one row, even numbers up to 32 and multiples of 16 beyond; no other number is ever computed.
 
     Args:
-        factors: [out, in], on a CPU, as they are used.
-        most: rows that are ever computed at once, a power of 2.
+        weights: [out, in], on a CPU, as they are used.
+        max_rows: rows that are ever computed at once, a power of 2.
 
-    >>> rows_alike([torch.zeros(8, 8)], 64)
+    >>> invariant_row_multiple([torch.zeros(8, 8)], 64)
     1
     """
-    return max((_measured(factor, most) for factor in factors), default=1)
+    return max((_measure(weight, max_rows) for weight in weights), default=1)
 
 
-def _measured(factor: Product, most: int) -> int:
-    layout = None if isinstance(factor, Packed) else factor.stride()
-    key = (tuple(factor.shape), layout, torch.get_num_threads(), most)
-    if key not in _known:
-        x = torch.rand(most, factor.shape[1], generator=torch.Generator().manual_seed(0)) - 0.5
-        whole = product(x, factor)
-        tried = [1, *range(2, FEW, 2), *range(FEW, most, 16)]
-        alike = {n: torch.equal(product(x[:n], factor), whole[:n]) for n in tried}
-        found = 1
-        while not all(same for n, same in alike.items() if n % found == 0):
-            found *= 2
-        _known[key] = found
-    return _known[key]
+def _measure(weight: Weight, max_rows: int) -> int:
+    layout = None if isinstance(weight, Prepacked) else weight.stride()
+    key = (tuple(weight.shape), layout, torch.get_num_threads(), max_rows)
+    if key not in _measurements:
+        x = torch.rand(max_rows, weight.shape[1], generator=torch.Generator().manual_seed(0)) - 0.5
+        expected = matmul(x, weight)
+        compared = [1, *range(2, DENSE_PROBE_ROWS, 2), *range(DENSE_PROBE_ROWS, max_rows, 16)]
+        same = {rows: torch.equal(matmul(x[:rows], weight), expected[:rows]) for rows in compared}
+        multiple = 1
+        while not all(equal for rows, equal in same.items() if rows % multiple == 0):
+            multiple *= 2
+        _measurements[key] = multiple
+    return _measurements[key]

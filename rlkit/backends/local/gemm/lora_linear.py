@@ -1,22 +1,23 @@
-"""Linear modules that read the same input as one product, with their adapters beside them."""
+"""Linear modules that read the same input, fused into one product, with their LoRA beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from rlkit.backends.local.gemm.prepacked import Product, packed, product
+from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
 from rlkit.errors import BackendError
 
-__all__ = ["Adapter", "Fused", "fuse", "in_place", "joined", "wide"]
+__all__ = ["Adapter", "LoraLinear", "LoraPair", "fuse_weights", "fused_weight", "keep_address", "upcast"]
 
-Adapter = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # full module name -> (A [r, in], B [out, r])
+LoraPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # A [r, in], B [out, r]
+Adapter: TypeAlias = Mapping[str, LoraPair]  # by the full name of the module
 
 
-class Fused:
+class LoraLinear:
     """x -> x W^T + bias + scale (x A^T) B^T, the modules' outputs side by side.
 
     Args:
@@ -27,7 +28,7 @@ class Fused:
         scale: of the adapters.
 
     >>> import torch
-    >>> one = Fused(torch.eye(2), None, [2], [(torch.ones(1, 2), torch.ones(2, 1))], scale=0.5)
+    >>> one = LoraLinear(torch.eye(2), None, [2], [(torch.ones(1, 2), torch.ones(2, 1))], scale=0.5)
     >>> one.prepare()
     >>> one(torch.tensor([[1.0, 2.0]]))[0]
     tensor([[2.5000, 3.5000]])
@@ -38,17 +39,17 @@ class Fused:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         sizes: Sequence[int],
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+        pairs: Sequence[LoraPair | None],
         scale: float,
     ) -> None:
         self.weight, self.bias, self._sizes = weight, bias, sizes
-        self.merged: Product | None = None
+        self.merged: Weight | None = None
         self.a: torch.Tensor | None = None
         self.b: torch.Tensor | None = None
-        self.adapt(pairs, scale)
+        self.attach(pairs, scale)
 
-    def adapt(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None], scale: float) -> None:
-        """Takes other adapters, from the next ``prepare`` or ``merge`` on."""
+    def attach(self, pairs: Sequence[LoraPair | None], scale: float) -> None:
+        """Take other adapters, from the next ``prepare`` or ``merge`` on."""
         self.scale = scale
         starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
         parts = zip(starts, self._sizes, pairs, strict=True)
@@ -57,31 +58,31 @@ class Fused:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Reads the adapters as they are now: all A one above the other, all scaled B in blocks."""
+        """Read the adapters as they are now: all A one above the other, all scaled B as a block diagonal."""
         if not self._pairs:
             self.a = self.b = None
             return
-        narrow = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
-        blocks = narrow.new_zeros(self.weight.shape[0], narrow.shape[0])
-        for outputs, inner, _, b in self._blocks():
-            blocks[outputs, inner] = (b * self.scale).to(blocks.dtype)
-        self.a, self.b = in_place(narrow, self.a), in_place(blocks, self.b)
+        stacked = torch.cat([a for _, a, _ in self._pairs]).to(self.weight.dtype)
+        blocks = stacked.new_zeros(self.weight.shape[0], stacked.shape[0])
+        for outputs, ranks, _, b in self._blocks():
+            blocks[outputs, ranks] = (b * self.scale).to(blocks.dtype)
+        self.a, self.b = keep_address(stacked, self.a), keep_address(blocks, self.b)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Takes the adapters into a copy of the weight: W + scale B A, computed in float32 and cast."""
-        own = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
-        place, self.merged = self.merged if own else None, None
+        """Merge the adapters into a copy of the weight: W + scale B A, computed in float32 and cast."""
+        copied = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
+        place, self.merged = self.merged if copied else None, None
         merged = self.weight
         if self._pairs:
             merged = self.weight.to(torch.float32, copy=True)
             for outputs, a, b in self._pairs:
                 merged[outputs].addmm_(b.float(), a.float(), alpha=self.scale)
-        self.merged = packed(merged.to(self.weight.dtype), place)
+        self.merged = prepack(merged.to(self.weight.dtype), place)
         self._pairs, self.parameters = [], []
 
     @property
-    def factors(self) -> list[Product]:
+    def weights(self) -> list[Weight]:
         """Every [out, in] that a call multiplies by."""
         weight = self.weight if self.merged is None else self.merged
         return [x for x in (weight, self.a, self.b) if x is not None]
@@ -91,7 +92,7 @@ class Fused:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[N, in] -> [N, out], and x A^T for ``gradients``; ``residual`` [N, out] is added."""
         if self.merged is not None:
-            y = product(x, self.merged)
+            y = matmul(x, self.merged)
             y = y if self.bias is None else y.add_(self.bias)
             return (y if residual is None else residual + y), None
         fits = residual is not None and residual.dtype == x.dtype and self.bias is None
@@ -105,52 +106,55 @@ class Fused:
             y.addmm_(low, self.b.t())
         return (y if fits or residual is None else residual + y), low
 
+    # Below, dy is the gradient of y = x W^T + low (sB)^T where low = x A^T, so that
+    #   dlow = dy (sB),  dx = dy W + dlow A,  dA = dlow^T x,  dB = s dy^T low.
+
     def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients of x and of x A^T."""
+        """Return dx and dlow."""
         dx, dlow = dy @ self.weight, self.backward_low(dy)
         if dlow is not None and self.a is not None:
             dx.addmm_(dlow, self.a)
         return dx, dlow
 
     def backward_low(self, dy: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of x A^T alone."""
+        """Return dlow alone."""
         return None if self.b is None else dy @ self.b
 
     def gradients(
         self, x: torch.Tensor, dy: torch.Tensor, low: torch.Tensor | None, dlow: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Those of ``parameters``, in their dtype."""
+        """Return the gradients of ``parameters``, in their dtype."""
         if low is None or dlow is None:
             return []
         da = dlow.t() @ x
-        found = []
-        for outputs, inner, a, b in self._blocks():
-            found.append(da[inner].to(a.dtype))
-            found.append((dy[:, outputs].t() @ low[:, inner]).to(b.dtype).mul_(self.scale))
-        return found
+        gradients = []
+        for outputs, ranks, a, b in self._blocks():
+            gradients.append(da[ranks].to(a.dtype))
+            gradients.append((dy[:, outputs].t() @ low[:, ranks]).to(b.dtype).mul_(self.scale))
+        return gradients
 
-    def _blocks(self) -> list[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-        found, start = [], 0
+    def _blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+        """Outputs, ranks, A and B of each adapter."""
+        start = 0
         for outputs, a, b in self._pairs:
-            found.append((outputs, slice(start, start + a.shape[0]), a, b))
+            yield outputs, slice(start, start + a.shape[0]), a, b
             start += a.shape[0]
-        return found
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least."""
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def in_place(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """What is new, at the address of the old if it fits there, since recorded steps know addresses."""
+def keep_address(new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    """Copy ``new`` into the old buffer where it fits, so that recorded CUDA graphs stay valid."""
     fits = old is not None and old.shape == new.shape and old.dtype == new.dtype
     return old.copy_(new) if fits and old is not None else new
 
 
 @torch.no_grad()
-def fuse(modules: Sequence[Any]) -> None:
-    """Makes the weights [out_i, in] of linear modules slices of one tensor, each where the one before ends."""
+def fuse_weights(modules: Sequence[nn.Linear]) -> None:
+    """Make the weights [out_i, in] of linear modules slices of one tensor, each where the one before ends."""
     whole = torch.cat([module.weight for module in modules])
     start = 0
     for module in modules:
@@ -159,8 +163,8 @@ def fuse(modules: Sequence[Any]) -> None:
         start += size
 
 
-def joined(modules: Sequence[Any]) -> torch.Tensor:
-    """The one tensor that ``fuse`` made.
+def fused_weight(modules: Sequence[nn.Linear]) -> torch.Tensor:
+    """Return the one tensor that ``fuse_weights`` made.
 
     Raises:
         BackendError: a weight was replaced or moved since.

@@ -1,24 +1,25 @@
-"""Frozen weights in the order in which the CPU's products read them.
+"""Prepacked GEMM weights for CPUs (MKL in float32, oneDNN in bfloat16).
 
-A product that is given its weight as a plain matrix rearranges it first, every time; for a few rows that takes as long
-as the product. MKL (float32) and oneDNN (bfloat16) can keep the rearranged weight. In float32 that has a second good
-side: a row then comes out the same to the bit however many others there are.
+A product with a plain weight matrix rearranges it first, every time; for a few rows that takes as long as the product.
+Both libraries can keep the rearranged weight. In float32 this also makes products batch-invariant: a row has the same
+bits however many rows are beside it.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from rlkit.backends.local.gemm import mkl
 
-__all__ = ["Packed", "Product", "packed", "product"]
+__all__ = ["Prepacked", "Weight", "matmul", "prepack"]
 
 
-class Packed:
-    """x [N, in] -> x W^T [N, out] without a gradient, of a weight that was rearranged and need not be kept itself.
+class Prepacked:
+    """x [N, in] -> x W^T [N, out] without a gradient. The weight itself need not be kept.
 
     Args:
         weight: [out, in] on the CPU, float32 or bfloat16.
@@ -26,47 +27,51 @@ class Packed:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.shape = weight.shape
-        self._product = mkl.Arranged(weight) if weight.dtype == torch.float32 else _onednn(weight)
+        self._matmul = mkl.PackedGemm(weight) if weight.dtype == torch.float32 else _onednn(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]."""
-        out: torch.Tensor = self._product(x)
-        return out
+        return self._matmul(x)
 
 
-Product: TypeAlias = torch.Tensor | Packed  # a weight [out, in], as it is or rearranged
+Weight: TypeAlias = torch.Tensor | Prepacked  # [out, in]
 
 
 @torch.no_grad()
-def packed(weight: torch.Tensor, place: Product | None = None) -> Product:
-    """``weight`` [out, in] as products read it fastest.
+def prepack(weight: torch.Tensor, place: Weight | None = None) -> Weight:
+    """Return ``weight`` [out, in] in the layout that ``matmul`` reads fastest.
 
-    On a CPU that is a copy; where rearranged weights are not to be had, it is stored as [in, out], with which some tens
-    of rows take a quarter less time. On a GPU it is the weight itself, written to ``place`` if that is given.
+    On a CPU that is a prepacked copy; where there is none, it is stored as [in, out], with which some tens of rows take
+    a quarter less time. On a GPU it is the weight itself, written to ``place`` if that is a tensor.
 
     >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    >>> product(torch.tensor([[1.0, 0.0]]), packed(w))
+    >>> matmul(torch.tensor([[1.0, 0.0]]), prepack(w))
     tensor([[1., 3., 5.]])
     """
     if weight.device.type != "cpu":
         return place.copy_(weight) if isinstance(place, torch.Tensor) else weight
-    return Packed(weight) if _works(weight.dtype) else weight.T.contiguous().T
+    return Prepacked(weight) if _works(weight.dtype) else weight.T.contiguous().T
 
 
-def product(x: torch.Tensor, weight: Product) -> torch.Tensor:
-    """The product x W^T."""
-    return weight(x) if isinstance(weight, Packed) else x @ weight.t()
+def matmul(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Return x W^T."""
+    return weight(x) if isinstance(weight, Prepacked) else x @ weight.t()
 
 
-def _onednn(weight: torch.Tensor) -> Any:
-    ops: Any = torch.ops.mkldnn  # what torch.compile uses when it freezes weights has no public name
-    arranged = ops._reorder_linear_weight(weight.contiguous(), mkl.ROWS)  # noqa: SLF001
-    return lambda x: ops._linear_pointwise(x, arranged, None, "none", [], "")  # noqa: SLF001
+def _onednn(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    ops = torch.ops.mkldnn  # what torch.compile uses when it freezes weights has no public name
+    packed = ops._reorder_linear_weight(weight.contiguous(), mkl.ROWS)  # noqa: SLF001
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = ops._linear_pointwise(x, packed, None, "none", [], "")  # noqa: SLF001
+        return out
+
+    return multiply
 
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has rearranged weights of ``dtype``, and their products are right."""
+    """Return whether this build of torch can prepack weights of ``dtype``, and their products are right."""
     if dtype not in (torch.float32, torch.bfloat16) or (dtype == torch.float32 and not mkl.available()):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -75,8 +80,8 @@ def _works(dtype: torch.dtype) -> bool:
     expected = x.double() @ weight.double().t()
     bound = float(expected.abs().max()) * (1e-5 if dtype == torch.float32 else 1e-2)
     try:
-        arranged = Packed(weight)
-        found = {rows: arranged(x[:rows]) for rows in (1, 2, mkl.ROWS, 200)}
+        packed = Prepacked(weight)
+        products = {rows: packed(x[:rows]) for rows in (1, 2, mkl.ROWS, 200)}
     except (AttributeError, RuntimeError, TypeError, NotImplementedError, OSError):
         return False
-    return all(bool((y.double() - expected[:rows]).abs().max() < bound) for rows, y in found.items())
+    return all(bool((y.double() - expected[:rows]).abs().max() < bound) for rows, y in products.items())

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlkit.backends.local.gemm.lora_linear import wide
+from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.hub import model_path
 from rlkit.backends.local.model.lengths import context, indexed, plain_attention
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
+from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, causal, logits_at, probe_of, reached
 from rlkit.backends.local.model.tree_attention import Run, TreeAttention
-from rlkit.backends.local.model.unembedding import Unembedding
 from rlkit.backends.local.tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
 
@@ -74,7 +74,7 @@ class Base:
         """The output embedding [V, hidden] in float32 at least; made once, as it takes as long as 100 rows' logits."""
         model: Any = self.model
         weight: torch.Tensor = model.get_output_embeddings().weight
-        return wide(weight.detach())
+        return upcast(weight.detach())
 
     @property
     def plain(self) -> bool:
@@ -190,9 +190,9 @@ def _computes_alike(model: Any, probe: Probe, max_length: int) -> bool:
     tokens, positions, places = (
         torch.from_numpy(x).to(model.device) for x in (probe.tokens, np.arange(n), probe.places)
     )
-    hidden = llama.normed(llama.hidden(tokens, positions, attention)[places])
-    found = Unembedding(wide(model.get_output_embeddings().weight)).logits(hidden)
-    return probe.agrees(found, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
+    hidden = llama.hidden(tokens, positions, attention, places)
+    logits = Unembedding(upcast(model.get_output_embeddings().weight)).logits(hidden)
+    return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:

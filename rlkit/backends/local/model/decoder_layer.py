@@ -1,32 +1,32 @@
-"""A decoder layer of Llama's kind, forward and backward, with few passes over memory and little of it kept.
+"""A Llama decoder layer, forward and backward, with few passes over memory and few activations kept.
 
-Written out by hand: of a token and a layer, what is kept for the backward pass is the residual stream twice, queries,
-keys, values, the attention's output, and the two inputs of the gated product; the rest is computed again.
+The backward pass is written by hand. Kept of a token and a layer are the residual stream twice, queries, keys, values,
+the attention's output, and the two inputs of the gated product; the rest is recomputed.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import torch
 import torch.nn.functional as F
 
-from rlkit.backends.local.gemm.lora_linear import Fused
+from rlkit.backends.local.gemm.lora_linear import LoraLinear
 
 __all__ = ["Attention", "Layer", "run_layer"]
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
 class Attention(Protocol):
-    """How the tokens of a micro-batch see one another."""
+    """How the tokens of one forward see one another."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> tuple[torch.Tensor, Tensors]:
         """From q [N, H, D], already scaled, k and v [N, H / G, D] -> [N, H D], and what ``backward`` wants."""
 
     def backward(self, grad: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 @attrs.frozen(eq=False)
@@ -34,56 +34,63 @@ class Layer:
     """The weights of one layer.
 
     Attributes:
-        before_attention, before_mlp: float32 [hidden], of the two norms.
-        head_norms: float32 [D] of the norms of queries and of keys (Qwen3), or None.
-        width: D, of a head.
+        input_norm, post_attention_norm: float32 [hidden].
+        qk_norms: float32 [D] of the norms of queries and of keys (Qwen3), or None.
+        head_dim: D.
     """
 
-    qkv: Fused
-    out: Fused
-    gate_up: Fused
-    down: Fused
-    before_attention: torch.Tensor
-    before_mlp: torch.Tensor
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: LoraLinear
+    out: LoraLinear
+    gate_up: LoraLinear
+    down: LoraLinear
+    input_norm: torch.Tensor
+    post_attention_norm: torch.Tensor
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
     heads: int
     key_heads: int
-    width: int
+    head_dim: int
     scaling: float
     eps: float
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The adapters' tensors, in the order of the gradients."""
-        return [x for part in self.products for x in part.parameters]
+        return [x for linear in self.linears for x in linear.parameters]
 
     @property
-    def products(self) -> tuple[Fused, ...]:
-        """The four of them."""
+    def linears(self) -> tuple[LoraLinear, ...]:
+        """The four products."""
         return self.qkv, self.out, self.gate_up, self.down
 
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, list[Any]]:
         """The residual stream, float32 [N, hidden] -> the same after this layer, and what ``backward`` wants."""
         dtype = self.qkv.weight.dtype
-        n, scale1 = _norm(x, self.before_attention, self.eps, dtype)
+        n, scale1 = _norm(x, self.input_norm, self.eps, dtype)
         qkv, low_qkv = self.qkv(n)
         q, k, v = self._split(qkv)
-        q, k = self._turned(q, k, rope)
-        found, kept = attention.forward(q, k, v)
-        middle, low_out = self.out(found, x)
-        n, scale2 = _norm(middle, self.before_mlp, self.eps, dtype)
+        q, k = self._qk_norm_and_rope(q, k, rope)
+        attended, saved = attention.forward(q, k, v)
+        middle, low_out = self.out(attended, x)
+        n, scale2 = _norm(middle, self.post_attention_norm, self.eps, dtype)
         gate_up, low_gate_up = self.gate_up(n)
-        out, low_down = self.down(_gated(gate_up), middle)
-        raw = qkv if self.head_norms is not None else None
-        return out, [x, scale1, low_qkv, raw, *kept, found, low_out, middle, scale2, gate_up, low_gate_up, low_down]
+        out, low_down = self.down(_swiglu(gate_up), middle)
+        raw = qkv if self.qk_norms is not None else None
+        return out, [x, scale1, low_qkv, raw, *saved, attended, low_out, middle, scale2, gate_up, low_gate_up, low_down]
 
     def backward(
         self, grad: torch.Tensor, saved: list[Any], rope: Tensors, attention: Attention, *, inputs: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """The gradients of x, if ``inputs``, and of ``parameters``."""
-        x, scale1, low_qkv, raw, *kept, found, low_out, middle, scale2, gate_up, low_gate_up, low_down = saved
-        dtype = found.dtype
+        """Return the gradients of x, if ``inputs``, and of ``parameters``.
 
+        The layer is two residual blocks, middle = x + out(attention(norm(x))) and out = middle + down(swiglu(norm(
+        middle))). So a block's input gets the gradient of its output as it is, and what comes back through the block.
+        Below, d is the gradient of what stands behind the block's last product, then of what stands behind its first.
+        """
+        x, scale1, low_qkv, raw, *qkv, attended, low_out, middle, scale2, gate_up, low_gate_up, low_down = saved
+        dtype = attended.dtype
+
+        # The MLP: h = silu(gate) * up, so d up = dh * silu(gate) and d gate = dh * up * silu'(gate). The two are
+        # written side by side, as ``gate_up`` has them; ``d`` and ``act`` are overwritten once they were read.
         dy = grad.to(dtype)
         d, dlow = self.down.backward(dy)
         gate, up = gate_up.chunk(2, dim=1)
@@ -94,47 +101,49 @@ class Layer:
         g_down = self.down.gradients(act.mul_(up), dy, low_down, dlow)
         del d, act, gate, up
         d, dlow = self.gate_up.backward(dgate_up)
-        n = _normed(middle, scale2, self.before_mlp, dtype)
+        n = _normed(middle, scale2, self.post_attention_norm, dtype)
         g_gate_up = self.gate_up.gradients(n, dgate_up, low_gate_up, dlow)
         del dgate_up
-        grad = grad + _norm_backward(d, middle, scale2, self.before_mlp)
+        grad = grad + _norm_backward(d, middle, scale2, self.post_attention_norm)
 
+        # Attention. The first layer with an adapter needs no gradient of its input.
         dy = grad.to(dtype)
         d, dlow = self.out.backward(dy)
-        g_out = self.out.gradients(found, dy, low_out, dlow)
-        dq, dk, dv = attention.backward(d, tuple(kept))
-        dqkv = self._turned_back(dq, dk, dv, raw, rope)
+        g_out = self.out.gradients(attended, dy, low_out, dlow)
+        dq, dk, dv = attention.backward(d, tuple(qkv))
+        dqkv = self._qk_norm_and_rope_backward(dq, dk, dv, raw, rope)
         dx = None
         if inputs:
             d, dlow = self.qkv.backward(dqkv)
-            dx = grad.add_(_norm_backward(d, x, scale1, self.before_attention))
+            dx = grad.add_(_norm_backward(d, x, scale1, self.input_norm))
         else:
             dlow = self.qkv.backward_low(dqkv)
-        n = _normed(x, scale1, self.before_attention, dtype)
+        n = _normed(x, scale1, self.input_norm, dtype)
         g_qkv = self.qkv.gradients(n, dqkv, low_qkv, dlow)
         return dx, [*g_qkv, *g_out, *g_gate_up, *g_down]
 
     def _split(self, qkv: torch.Tensor) -> Tensors:
         """[N, (H + 2 H / G) D] -> q [N, H, D], k and v [N, H / G, D]."""
-        parts = qkv.view(qkv.shape[0], -1, self.width)
+        parts = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = parts.split([self.heads, self.key_heads, self.key_heads], dim=1)
         return q, k, v
 
-    def _turned(self, q: torch.Tensor, k: torch.Tensor, rope: Tensors) -> Tensors:
-        if self.head_norms is not None:
-            q, k = (_norm(y, w, self.eps, y.dtype)[0] for y, w in zip((q, k), self.head_norms, strict=True))
-        return _rotated(q, rope).mul_(self.scaling), _rotated(k, rope)
+    def _qk_norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Tensors) -> Tensors:
+        if self.qk_norms is not None:
+            q, k = (_norm(y, w, self.eps, y.dtype)[0] for y, w in zip((q, k), self.qk_norms, strict=True))
+        return _rotate(q, rope).mul_(self.scaling), _rotate(k, rope)
 
-    def _turned_back(
+    def _qk_norm_and_rope_backward(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
     ) -> torch.Tensor:
-        back = (rope[0], -rope[1])
-        dq, dk = _rotated(dq.mul_(self.scaling), back), _rotated(dk, back)
-        if raw is not None and self.head_norms is not None:
-            found = []
-            for d, y, w in zip((dq, dk), self._split(raw), self.head_norms, strict=False):
-                found.append(_norm_backward(d, y, _scale(y, self.eps), w).to(d.dtype))
-            dq, dk = found
+        back = (rope[0], -rope[1])  # a rotation's transpose is the rotation by the negative angle
+        dq, dk = _rotate(dq.mul_(self.scaling), back), _rotate(dk, back)
+        if raw is not None and self.qk_norms is not None:
+            q, k, _ = self._split(raw)
+            dq, dk = (
+                _norm_backward(d, y, _rsqrt_mean_square(y, self.eps), w).to(d.dtype)
+                for d, y, w in zip((dq, dk), (q, k), self.qk_norms, strict=True)
+            )
         return torch.cat([dq, dk, dv], dim=1).flatten(1)
 
 
@@ -163,14 +172,14 @@ def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """This is x / rms(x) * weight over the last dimension, computed in float32, and 1 / rms(x)."""
-    scale = _scale(x, eps)
+    """RMSNorm over the last dimension, computed in float32: x s w with s = (mean(x^2) + eps)^-1/2; and s."""
+    scale = _rsqrt_mean_square(x, eps)
     return _normed(x, scale, weight, dtype), scale
 
 
-def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+def _rsqrt_mean_square(x: torch.Tensor, eps: float) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
     return square.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -179,19 +188,21 @@ def _normed(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, dtype: t
 
 
 def _norm_backward(d: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # With n numbers in x and y_i = x_i s w_i, ds/dx_j = -s^3 x_j / n. Let g = d w and u = x s. Then
+    #   dx_j = s g_j + sum_i(g_i x_i) ds/dx_j = s (g_j - u_j mean(g u)).
     d = d * weight
     unit = x * scale
     along = (d * unit).mean(-1, keepdim=True)
     return d.sub_(unit.mul_(along)).mul_(scale)
 
 
-def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=1)
     return F.silu(gate).mul_(up)
 
 
-def _rotated(x: torch.Tensor, rope: Tensors) -> torch.Tensor:
-    """Rotary positions: [N, H, D], the halves of each head turned by the angles of (cos, sin) [N, 1, D / 2]."""
+def _rotate(x: torch.Tensor, rope: Tensors) -> torch.Tensor:
+    """RoPE: [N, H, D], the halves of each head rotated by the angles of (cos, sin) [N, 1, D / 2]."""
     cos, sin = rope
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     y = torch.empty_like(x, dtype=cos.dtype, memory_format=torch.contiguous_format)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["selected_hidden", "selected_logits"]
+__all__ = ["hidden_to_keep", "logits_to_keep"]
 
 
 @contextmanager
-def selected_logits(model: Any, index: torch.Tensor) -> Iterator[None]:
+def logits_to_keep(model: Any, index: torch.Tensor) -> Iterator[None]:
     """While open, the model computes logits only at the flat positions ``index`` [n] of its [B, T] input.
 
     The output embedding sees [1, n, H] instead of [B, T, H]; whatever the architecture does to logits afterwards is
@@ -31,17 +31,17 @@ def selected_logits(model: Any, index: torch.Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def selected_hidden(model: Any, index: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def hidden_to_keep(model: Any, index: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """While open, a forward appends the hidden states [n, H] at ``index`` to the list and computes one logit row."""
-    found: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
 
     def take(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        found.append(_at(args[0], index))
-        return (found[-1][:1][None].detach(), *args[1:])
+        kept.append(_at(args[0], index))
+        return (kept[-1][:1][None].detach(), *args[1:])
 
     handle = model.get_output_embeddings().register_forward_pre_hook(take)
     try:
-        yield found
+        yield kept
     finally:
         handle.remove()
 

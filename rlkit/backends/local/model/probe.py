@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.model.lengths import thresholds
-from rlkit.backends.local.model.logits_to_keep import selected_logits
+from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 
 __all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "causal", "logits_at", "probe_of", "reached"]
 
@@ -119,7 +119,7 @@ def probe_of(model: Any, special: set[int], longest: int) -> Probe:
 def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:
     """Logits [n, V] at the flat ``index`` of ``rows`` [B, T], by the model's own forward."""
     tokens, places = (torch.from_numpy(x).to(model.device) for x in (rows, index))
-    with selected_logits(model, places):
+    with logits_to_keep(model, places):
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits[0]
     return logits
 

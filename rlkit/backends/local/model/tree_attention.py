@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.gemm.lora_linear import wide
+from rlkit.backends.local.gemm.lora_linear import upcast
 
 __all__ = ["Run", "TreeAttention", "spans", "visible"]
 
@@ -123,7 +123,7 @@ class TreeAttention:
         q, k, v = saved
         grad = self._stacked(grad.view(grad.shape[0], -1, q.shape[2]))
         dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
+        dk, dv = torch.zeros_like(upcast(k)), torch.zeros_like(upcast(v))
         for rows, weights, places in self._weights(q, k):
             above, weights = grad[:, rows], weights.to(v.dtype)
             _add(dv, places, weights.transpose(1, 2) @ above)
@@ -140,7 +140,7 @@ class TreeAttention:
 
     def _weights(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, list[slice]]]:
         """Of some queries at a time: their rows, the softmax [H / G, rows, S] in float32, the places of their keys."""
-        q, k = wide(q), wide(k)
+        q, k = upcast(q), upcast(k)
         for run in self._runs:
             start, length = run.start, run.end - run.begin
             step = max(1, SCORES // (self._key_heads * self._group * (start + length)))

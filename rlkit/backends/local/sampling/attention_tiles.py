@@ -1,4 +1,4 @@
-"""How attention's products are cut for a token's result not to depend on what is computed beside it."""
+"""How attention's products are tiled to be batch-invariant: no token depends on what is computed beside it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LENGTHS = 16  # the number of keys looked at is a multiple of it
 KEYS = 256  # summed at once at most; beyond some hundreds more gain nothing
 QUERIES = 64  # a unit of that size is the largest that is tried
 
-_known: dict[tuple[int, int, int, int], Tile] = {}
+_tiles: dict[tuple[int, int, int, int], Tile] = {}
 
 
 @attrs.frozen
 class Tile:
-    """The cut of one attention.
+    """The tiling of one attention.
 
     Attributes:
         queries: their number is padded to a multiple of it.
@@ -36,7 +36,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 
 @torch.no_grad()
 def tile_of(attend: Attend, heads: int, width: int, value_width: int) -> Tile:
-    """The cheapest cut with which a token has the same bits in whatever company; measured once in a process.
+    """Return the cheapest tiling with which a token has the same bits in any batch; measured once in a process.
 
     A library chooses by shapes, processor and number of threads how a product is summed: for few queries otherwise
     than for many, and a long sum in parts whose size follows from its length, so that masked keys at its end move
@@ -44,7 +44,7 @@ def tile_of(attend: Attend, heads: int, width: int, value_width: int) -> Tile:
 
     Args:
         attend: from queries [B, H, C, D], keys, values [B, H, S, D] and a mask [B, 1, C, S] that is added, to
-            [B, H, C, D], cut as the tile says; the same function for all calls.
+            [B, H, C, D], tiled as said; the same function for all calls.
         heads: H of keys and values; fewer products than threads are divided among these.
         width: D of queries and keys.
         value_width: D of values.
@@ -52,18 +52,18 @@ def tile_of(attend: Attend, heads: int, width: int, value_width: int) -> Tile:
     threads = torch.get_num_threads()
     heads = min(heads, max(threads, 4))  # more are more of the same, and take longer to try
     key = (heads, width, value_width, threads)
-    if key not in _known:
-        tries = _Tries(attend, heads, width, value_width)
+    if key not in _tiles:
+        trials = _Trials(attend, heads, width, value_width)
         queries, keys = 1, KEYS
-        while queries < QUERIES and not tries.alike(Tile(queries, LENGTHS)):
+        while queries < QUERIES and not trials.invariant(Tile(queries, LENGTHS)):
             queries *= 2
-        while keys > LENGTHS and not tries.alike(Tile(queries, keys)):
+        while keys > LENGTHS and not trials.invariant(Tile(queries, keys)):
             keys //= 2
-        _known[key] = Tile(queries, keys)
-    return _known[key]
+        _tiles[key] = Tile(queries, keys)
+    return _tiles[key]
 
 
-class _Tries:
+class _Trials:
     """One sequence, whose tokens are computed all at once, and some of them alone and in other company."""
 
     SIZE = 2 * KEYS + 112
@@ -83,19 +83,19 @@ class _Tries:
         self._queries = random(1, width) * (8 * width**-0.5)  # scores of some units, as models have them
         self._keys, self._values = random(5, width), random(5, value_width)
 
-    def alike(self, tile: Tile) -> bool:
-        """Whether every token comes out the same however many keys, queries and rows there are."""
-        whole = self._computed(tile, 0, self.SIZE, self.SIZE, 1)
+    def invariant(self, tile: Tile) -> bool:
+        """Return whether every token comes out the same however many keys, queries and rows there are."""
+        whole = self._compute(tile, 0, self.SIZE, self.SIZE, 1)
         for first, count in self.PARTS:
             least = rounded_up(first + count, LENGTHS)
             for longest, rows in ((least, 1), (least + 3 * LENGTHS, 5), (self.SIZE, 2)):
-                found = self._computed(tile, first, count, min(longest, self.SIZE), rows)
-                if not torch.equal(found, whole[:, first : first + count]):
+                part = self._compute(tile, first, count, min(longest, self.SIZE), rows)
+                if not torch.equal(part, whole[:, first : first + count]):
                     return False
         return True
 
-    def _computed(self, tile: Tile, first: int, count: int, longest: int, rows: int) -> torch.Tensor:
-        """``count`` tokens from ``first`` on, in ``rows`` rows with ``longest`` keys: those of the first row."""
+    def _compute(self, tile: Tile, first: int, count: int, longest: int, rows: int) -> torch.Tensor:
+        """Compute ``count`` tokens from ``first`` on, in ``rows`` rows with ``longest`` keys; return the first row."""
         hidden = torch.arange(longest) > torch.arange(first, first + count)[:, None]
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
         query = self._queries[:, :, first : first + count].expand(rows, -1, -1, -1)

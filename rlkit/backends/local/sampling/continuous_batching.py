@@ -11,16 +11,19 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.gemm.batch_invariance import MOST, multiple, rows_alike
-from rlkit.backends.local.sampling.cuda_graphs import Graphs
-from rlkit.backends.local.sampling.kv_attention import Shared
-from rlkit.backends.local.sampling.kv_cache import Slots
-from rlkit.backends.local.sampling.prefix_cache import BLOCK, Prefixes, block_names
+from rlkit.backends.local.gemm.batch_invariance import MAX_ROWS, invariant_row_multiple, padding_unit
+from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.forward import Forward
+from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs
+from rlkit.backends.local.sampling.decoder import Decoder
+from rlkit.backends.local.sampling.kv_attention import CachedTokens, SharedPrefix
+from rlkit.backends.local.sampling.kv_cache import KVCache
+from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.sampling.requests import Row, SampleRequest, ScoreRequest
-from rlkit.backends.local.sampling.snapshots import SamplingLlama, SamplingModel, Snapshot
+from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.sampling import draw, rounded_up
 
-__all__ = ["SlotDecoder"]
+__all__ = ["ContinuousBatching"]
 
 TOKENS = 2048  # computed at once at most, but on a CPU
 
@@ -43,56 +46,64 @@ class _Prompt:
         return self.tokens[self.start :]
 
 
-class SlotDecoder:
+class ContinuousBatching(Decoder):
     """Continuous batching: rows of different lengths in slots 0..B-1, a row's place filled when it ends.
 
     Args:
-        model: whose weights.
-        limit: bytes kept of the keys and values of earlier sequences.
+        forward: the model.
+        base: what it is made of.
+        prefix_bytes: bytes kept of the keys and values of earlier sequences.
+        merge: whether adapters are merged into copies of its weights.
         graphs: makes the graphs of decoding steps, where there are such.
+        row_multiple: to what the rows of a product are padded until that is measured.
     """
 
     mixes = True
 
     def __init__(
         self,
-        model: SamplingModel | SamplingLlama,
-        limit: int,
-        graphs: Callable[[SamplingLlama, Slots], Graphs] | None = None,
+        forward: Forward,
+        base: Base,
+        prefix_bytes: int,
+        *,
+        merge: bool,
+        graphs: Callable[[KVCache], CudaGraphs] | None = None,
+        row_multiple: int = 0,
     ) -> None:
-        self.rows: list[Row] = []
-        self._model = model
-        self._base = model.base
-        self._slots = Slots()
-        self._graphs = graphs(model, self._slots) if graphs and isinstance(model, SamplingLlama) else None
-        self._most = MOST[0] if self._base.device.type == "cpu" else TOKENS
-        self._limit = limit
-        self._alike = self._alike_read = 0  # rows of a product, and of the last one; 0 where nothing is promised
-        self._prefixes = Prefixes(limit)
-        self._end: weakref.finalize[[], Any] | None = None
+        super().__init__(forward, merge=merge)
+        self._base = base
+        self.kv_cache = KVCache()
+        self.graphs = graphs(self.kv_cache) if graphs is not None else None
+        self._max_tokens = MAX_ROWS[0] if base.device.type == "cpu" else TOKENS
+        # Of the layers' products, and of the output embedding's; 0 where nothing is promised.
+        self._row_multiple, self._head_row_multiple = row_multiple, 0
+        self._prefix_bytes = prefix_bytes
+        self.prefix_cache = PrefixCache(prefix_bytes)
+        self._on_forgotten: weakref.finalize[[], Any] | None = None
 
-    def use(self, snapshot: Snapshot) -> None:
-        if not self._model.use(snapshot):
-            return
-        if self._end is not None:
-            self._end.detach()
-        self._prefixes.clear()
-        self._slots.clear()
-        self._prefixes = Prefixes(self._limit)
-        self._end = weakref.finalize(snapshot, self._prefixes.clear)  # when its last sampler is closed
-        self._end.atexit = False
+    def use(self, snapshot: Snapshot) -> bool:
+        if not super().use(snapshot):
+            return False
+        if self._on_forgotten is not None:
+            self._on_forgotten.detach()
+        self.prefix_cache.clear()
+        self.kv_cache.clear()
+        self.prefix_cache = PrefixCache(self._prefix_bytes)
+        self._on_forgotten = weakref.finalize(snapshot, self.prefix_cache.clear)  # when its last sampler is closed
+        self._on_forgotten.atexit = False
         if self._base.device.type == "cpu" and self._base.model.dtype == torch.float32:
             self._measure()
+        return True
 
     def _measure(self) -> None:
-        """Finds how many rows products need here, and with how many at most they need the fewest."""
-        layers, last = self._model.factors()
-        found = []
-        for most in MOST:
-            found.append((rows_alike(layers, most), rows_alike(last, most), most))
-            if found[-1][:2] == (1, 1):
+        """Find out how many rows products need here, and with how many at most they need the fewest."""
+        layers, head = self.forward.weights()
+        measured = []
+        for rows in MAX_ROWS:
+            measured.append((invariant_row_multiple(layers, rows), invariant_row_multiple(head, rows), rows))
+            if measured[-1][:2] == (1, 1):
                 break
-        self._alike, self._alike_read, self._most = min(found, key=lambda one: one[0] + one[1])
+        self._row_multiple, self._head_row_multiple, self._max_tokens = min(measured, key=lambda one: one[0] + one[1])
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         prompts: dict[bytes, _Prompt] = {}
@@ -103,7 +114,7 @@ class SlotDecoder:
             request.started += count
         waiting = list(prompts.values())
         rows = len(self.rows) + sum(len(prompt.rows) for prompt in waiting)
-        self._slots.reserve(rows, max(prompt.tokens.size for prompt in waiting) + 1)
+        self.kv_cache.reserve(rows, max(prompt.tokens.size for prompt in waiting) + 1)
         while waiting:
             chosen = self._choose(waiting)
             self._begin(chosen)
@@ -111,22 +122,22 @@ class SlotDecoder:
         self._tidy()
 
     def step(self) -> None:
-        if self._graphs is not None and self._graphs.works:
+        if self.graphs is not None and self.graphs.works:
             tokens = np.array([row.tokens[-1] for row in self.rows])
             positions = np.array([row.position for row in self.rows])
-            self._extend(self.rows, self._graphs.logits(tokens, positions))
+            self._extend(self.rows, self.graphs.logits(tokens, positions))
         else:
             self._step_in_parts()
         self._tidy()
 
     def _step_in_parts(self) -> None:
         logits = []
-        for first in range(0, len(self.rows), self._most):
-            part = self.rows[first : first + self._most]
+        for first in range(0, len(self.rows), self._max_tokens):
+            part = self.rows[first : first + self._max_tokens]
             tokens = np.array([[row.tokens[-1]] for row in part])
             positions = np.array([[row.position] for row in part])
-            shared = Shared.of([row.request.prompt for row in part])
-            logits.append(self._forward(tokens, first, positions, np.arange(len(part)), shared))
+            shared = SharedPrefix.of([row.request.prompt for row in part])
+            logits.append(self._logits(tokens, first, positions, np.arange(len(part)), shared))
         self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
 
     def forget(self) -> None:
@@ -144,39 +155,34 @@ class SlotDecoder:
         first, size = len(self.rows), min(48, self._base.max_length)
         tokens = np.resize(self._base.probe.tokens, size)
         prompts = [tokens[: size // 2], tokens[:3], tokens[: size - 1], tokens[1:9], tokens[2:5]]
-        found = []
+        logits = []
         try:
             for several in (prompts[:1], prompts):
-                logits = self.prefill(first, several, [0] * len(several))[:1]
+                prompt = self.prefill(first, several, [0] * len(several))[:1]
                 sizes = [prompt.size for prompt in several]
                 following = self.prefill(first, [tokens[n : n + 1] for n in sizes], sizes)[:1]
-                found.append(torch.cat([logits, following]))
+                logits.append(torch.cat([prompt, following]))
         finally:
             self._tidy()
-        return bool(torch.equal(*found))
+        return bool(torch.equal(*logits))
 
-    def score(self, request: ScoreRequest) -> np.ndarray:
+    def score(self, request: ScoreRequest) -> None:
         tokens = request.tokens
-        out = np.zeros(tokens.size, np.float32)
-        for start in range(0, tokens.size - 1, self._most):
-            end = min(start + self._most, tokens.size - 1)
+        for start in range(0, tokens.size - 1, self._max_tokens):
+            end = min(start + self._max_tokens, tokens.size - 1)
             index = np.arange(end - start)
-            logits = self._forward(tokens[None, start:end], len(self.rows), start + index[None], index)
-            logprobs = torch.log_softmax(logits.float() / request.temperature, dim=-1)
-            targets = torch.from_numpy(np.array(tokens[start + 1 : end + 1])).to(logits.device)
-            out[start + 1 : end + 1] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
+            request.read(start + 1, self._logits(tokens[None, start:end], len(self.rows), start + index[None], index))
         self._tidy()
-        return out
 
     def abandon(self) -> list[Row]:
         rows, self.rows = self.rows, []
-        self._slots.free()  # also where graphs know their place: growing may have failed halfway
-        if self._graphs is not None:
-            self._graphs.clear()
+        self.kv_cache.free()  # also where graphs know their place: growing may have failed halfway
+        if self.graphs is not None:
+            self.graphs.clear()
         return rows
 
     def prefill(self, first: int, rests: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
-        """Computes ``rests[b]`` at ``starts[b]``.. of slot first + b, which holds the tokens before.
+        """Compute ``rests[b]`` at ``starts[b]``.. of slot first + b, which holds the tokens before.
 
         Returns:
             Logits [B, V] behind the last tokens.
@@ -184,29 +190,31 @@ class SlotDecoder:
         begin = np.array(starts)[:, None]
         if len(rests) == 1:
             (rest,) = rests
-            while rest.size > self._most:
-                self._forward(rest[None, : self._most], first, begin + np.arange(self._most), np.zeros(1, np.int64))
-                begin, rest = begin + self._most, rest[self._most :]
+            while rest.size > self._max_tokens:
+                part, rest = rest[: self._max_tokens], rest[self._max_tokens :]
+                self._logits(part[None], first, begin + np.arange(part.size), np.zeros(1, np.int64))
+                begin = begin + part.size
             rests = [rest]
         sizes = np.array([rest.size for rest in rests])
         tokens = np.zeros((len(rests), sizes.max()), np.int64)
         for row, rest in zip(tokens, rests, strict=True):
             row[: rest.size] = rest
         last = np.arange(len(rests)) * tokens.shape[1] + sizes - 1
-        return self._forward(tokens, first, begin + np.arange(tokens.shape[1]), last)
+        return self._logits(tokens, first, begin + np.arange(tokens.shape[1]), last)
 
     def _names(self, tokens: np.ndarray) -> list[bytes]:
-        return block_names(tokens) if self._limit else []
+        return block_names(tokens) if self._prefix_bytes else []
 
     def _choose(self, waiting: list[_Prompt]) -> list[_Prompt]:
-        """Those to compute together next: of prompts that begin alike only one, the others find its blocks later."""
+        """Return those to compute next; of prompts that begin alike only one, the others find its blocks later."""
         for prompt in waiting:
-            prompt.held = self._prefixes.find(prompt.names)
+            prompt.held = self.prefix_cache.find(prompt.names)
         chosen: list[_Prompt] = []
         begun: set[bytes] = set()
         for prompt in sorted(waiting, key=lambda prompt: prompt.rest.size):
             missing = prompt.names[prompt.held :]
-            if chosen and math.prod(_shape(len(chosen) + 1, prompt.rest.size, self._alike)) > self._most:
+            shape = _padded_shape(len(chosen) + 1, prompt.rest.size, self._row_multiple)
+            if chosen and math.prod(shape) > self._max_tokens:
                 break
             if not missing or missing[0] not in begun:
                 chosen.append(prompt)
@@ -217,78 +225,74 @@ class SlotDecoder:
         first, place = len(self.rows), len(self.rows) + len(prompts)
         rows = [prompt.rows[0] for prompt in prompts] + [row for prompt in prompts for row in prompt.rows[1:]]
         for slot, prompt in enumerate(prompts, first):
-            self._prefixes.load(prompt.names[: prompt.held], self._slots, slot)
+            self.prefix_cache.load(prompt.names[: prompt.held], self.kv_cache, slot)
         logits = self.prefill(first, [p.rest for p in prompts], [p.start for p in prompts])
         for slot, prompt in enumerate(prompts, first):
-            self._prefixes.keep(prompt.names, self._slots, slot)
+            self.prefix_cache.store(prompt.names, self.kv_cache, slot)
             others = len(prompt.rows) - 1
-            self._slots.copy(slot, place, place + others, prompt.tokens.size)
+            self.kv_cache.copy(slot, place, place + others, prompt.tokens.size)
             place += others
         which = [*range(len(prompts)), *(k for k, prompt in enumerate(prompts) for _ in prompt.rows[1:])]
         self.rows += rows
         self._extend(rows, logits[which])
 
-    def _forward(
+    def _logits(
         self,
         tokens: np.ndarray,
         first: int,
         positions: np.ndarray,
         index: np.ndarray,
-        shared: Shared | None = None,
+        shared: SharedPrefix | None = None,
     ) -> torch.Tensor:
-        """Logits [n, V] at the flat ``index`` [n] of ``tokens`` [B, T] at ``positions`` of slots first..first+B-1."""
+        """Return logits [n, V] at the flat ``index`` of ``tokens`` [B, T], at ``positions`` of slots ``first``.."""
         device = self._base.device
         rows, length = tokens.shape
-        high, wide = _shape(rows, length, self._alike)
+        high, wide = _padded_shape(rows, length, self._row_multiple)
         ids = np.zeros((high, wide), np.int64)
         ids[:rows, :length] = tokens
         at = np.zeros((high, wide), np.int64)
         at[:rows] = positions[:, :1] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
-        self._slots.reserve(first + rows, int(at.max()) + 1)
-        where = np.zeros(rounded_up(index.size, multiple(index.size, self._alike_read)), np.int64)
+        self.kv_cache.reserve(first + rows, int(at.max()) + 1)
+        where = np.zeros(rounded_up(index.size, padding_unit(index.size, self._head_row_multiple)), np.int64)
         where[: index.size] = index // length * wide + index % length
         places = torch.from_numpy(at).to(device)
-        logits = self._model.logits(
-            torch.from_numpy(ids).to(device),
-            places,
-            self._slots.at(first, places[:rows], int(at[:rows].max()) + 1),
-            self._slots,
-            torch.from_numpy(where).to(device),
-            shared,
-        )
-        return logits[: index.size]
+        mask = self.kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
+        padded, wanted = torch.from_numpy(ids).to(device), torch.from_numpy(where).to(device)
+        return self.forward.logits(CachedTokens(padded, places, mask, self.kv_cache, wanted, shared))[: index.size]
 
     def _extend(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
-        """Draws a token for each of ``rows``, the last ones in their slots, and lets those that ended go."""
+        """Draw a token for each of ``rows``, the last ones in their slots, and let those that ended go."""
         uniforms = np.array([row.uniform() for row in rows])
         tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)
         first = len(self.rows) - len(rows)
         self._leave([first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))])
 
     def _leave(self, slots: Sequence[int]) -> None:
-        """Gives the places of the rows in ``slots``, in ascending order, to the last ones."""
+        """Give the places of the rows in ``slots``, in ascending order, to the last ones."""
         for slot in reversed(slots):
-            self._prefixes.keep(self._names(self.rows[slot].computed), self._slots, slot)
+            self.prefix_cache.store(self._names(self.rows[slot].computed), self.kv_cache, slot)
             last = self.rows.pop()
             if slot < len(self.rows):
                 self.rows[slot] = last
-                self._slots.copy(len(self.rows), slot, slot + 1, last.position)
+                self.kv_cache.copy(len(self.rows), slot, slot + 1, last.position)
 
     def _tidy(self) -> None:
-        recorded = self._graphs is not None and self._graphs.works  # which know where the slots are
+        recorded = self.graphs is not None and self.graphs.works  # in graphs, which know its addresses
         if not self.rows and not recorded:
-            self._slots.free()
+            self.kv_cache.free()
 
 
-def _shape(rows: int, length: int, alike: int) -> tuple[int, int]:
-    """The smallest shape around [rows, length] of a number of tokens that is alike, grown in one direction.
+def _padded_shape(rows: int, length: int, multiple: int) -> tuple[int, int]:
+    """Return the smallest shape around [rows, length] of an invariant number of tokens, grown in one direction.
 
-    >>> _shape(1, 1, 1), _shape(5, 6, 0), _shape(5, 6, 2), _shape(5, 6, 4), _shape(1, 33, 2)
-    ((1, 1), (5, 6), (5, 6), (8, 6), (1, 48))
+    >>> _padded_shape(1, 1, 1), _padded_shape(5, 6, 0), _padded_shape(5, 6, 2), _padded_shape(5, 6, 4)
+    ((1, 1), (5, 6), (5, 6), (8, 6))
+    >>> _padded_shape(1, 33, 2)
+    (1, 48)
     """
-    shape = _grown(rows, length, multiple(rows * length, alike))
-    beyond = multiple(math.prod(shape), alike)  # more are asked for where there are more
+    shape = _grown(rows, length, padding_unit(rows * length, multiple))
+    beyond = padding_unit(math.prod(shape), multiple)  # more are asked for where there are more
     return shape if math.prod(shape) % beyond == 0 else _grown(rows, length, beyond)
 
 

@@ -1,9 +1,9 @@
 """Decoding steps as CUDA graphs: kernels that are the same for every token are recorded once and launched together.
 
 A graph reads and writes fixed addresses and has fixed shapes. So there is one for each number of rows and of keys, both
-rounded up, and all are recorded again when what they read has moved: slots as they grow, weights if a sampler's first
-snapshot had another adapter's shape (``in_place`` keeps them where they are). Norms and biases belong to the sampler's
-``Llama``, which lives as long as its graphs, and all logits go to one buffer.
+rounded up, and all are recorded again when what they read has moved: the KV cache as it grows, weights if a sampler's
+first snapshot had another adapter's shape (``keep_address`` keeps them where they are). Norms and biases belong to the
+sampler's ``LlamaForward``, which lives as long as its graphs, and all logits go to one buffer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.sampling.kv_cache import Slots
-from rlkit.backends.local.sampling.snapshots import SamplingLlama
+from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.forward import LlamaForward
+from rlkit.backends.local.sampling.kv_attention import CachedTokens
+from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["Graphs", "rounded"]
+__all__ = ["CudaGraphs", "row_bucket"]
 
 FEW = 32  # up to here rows are rounded up to a power of 2, beyond it to a multiple of this
 KEYS = 128  # to whose multiples keys are rounded up, beyond 1024 to eighths of a power of 2
@@ -56,18 +58,21 @@ class _Graph:
     replay: Callable[[], object]
 
 
-class Graphs:
+class CudaGraphs:
     """One token more for the rows in slots 0, 1, ... at a time.
 
     Args:
-        model: whose weights stay at their addresses from snapshot to snapshot.
-        slots: which nobody else uses beyond the rows while a step runs.
+        forward: whose weights stay at their addresses from snapshot to snapshot.
+        base: its model.
+        kv_cache: which nobody else uses beyond the rows while a step runs.
         record: makes what records; ``recorder`` by default. It is called again when all graphs are dropped.
     """
 
-    def __init__(self, model: SamplingLlama, slots: Slots, record: Callable[[], Recorder] | None = None) -> None:
-        self._model, self._slots = model, slots
-        self._make = record or partial(recorder, model.base.device)
+    def __init__(
+        self, forward: LlamaForward, base: Base, kv_cache: KVCache, record: Callable[[], Recorder] | None = None
+    ) -> None:
+        self._forward, self._base, self._kv_cache = forward, base, kv_cache
+        self._make = record or partial(recorder, base.device)
         self._record: Recorder | None = None
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._addresses: tuple[tuple[int, ...], ...] = ()
@@ -75,7 +80,7 @@ class Graphs:
         self.works = True  # False from the first step that could not be recorded
 
     def clear(self) -> None:
-        """Drops all graphs, and the memory that they shared."""
+        """Drop all graphs, and the memory that they shared."""
         self._graphs.clear()
         self._record, self._out, self._addresses = None, torch.empty(0), ()
 
@@ -83,30 +88,31 @@ class Graphs:
     def logits(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """[n, V] after ``tokens`` [n] at ``positions`` [n] of slots 0..n-1; good until the next call."""
         n = tokens.size
-        rows, keys = rounded(n), _keys(int(positions.max()) + 1)
-        self._slots.reserve(rows, keys)
-        addresses = (self._model.addresses, self._slots.addresses)
+        rows, keys = row_bucket(n), _key_bucket(int(positions.max()) + 1)
+        self._kv_cache.reserve(rows, keys)
+        addresses = (self._forward.addresses, self._kv_cache.addresses)
         if addresses != self._addresses or rows > self._out.shape[0]:
             self.clear()
-            head = self._model.base.head
+            head = self._base.head
             self._out, self._addresses = head.new_empty(rows, head.shape[0]), addresses
         values = np.zeros((2, rows), np.int64)  # the rows that are added write to the first key of free slots
         values[:, :n] = tokens, positions
         graph = self._graphs.get((rows, keys))
         if graph is None:
-            self._first(rows, keys, values)
+            self._record_first(rows, keys, values)
         else:
             graph.inputs.copy_(torch.from_numpy(values))
             graph.replay()
         return self._out[:n]
 
-    def _first(self, rows: int, keys: int, values: np.ndarray) -> None:
-        inputs, out = torch.from_numpy(values).to(self._model.base.device), self._out[:rows]
+    def _record_first(self, rows: int, keys: int, values: np.ndarray) -> None:
+        inputs, out = torch.from_numpy(values).to(self._base.device), self._out[:rows]
 
         def step() -> None:
-            mask = self._slots.at(0, inputs[1][:, None], keys)
+            tokens, positions = inputs[0][:, None], inputs[1][:, None]
+            mask = self._kv_cache.at(0, positions, keys)
             index = torch.arange(rows, device=inputs.device)
-            out.copy_(self._model.logits(inputs[0][:, None], inputs[1][:, None], mask, self._slots, index))
+            out.copy_(self._forward.logits(CachedTokens(tokens, positions, mask, self._kv_cache, index)))
 
         self._record = self._record or self._make()
         try:
@@ -120,19 +126,19 @@ class Graphs:
         step()  # what is recorded is not computed
 
 
-def rounded(rows: int) -> int:
-    """The number of rows of the graph for ``rows`` rows.
+def row_bucket(rows: int) -> int:
+    """Return the number of rows of the graph for ``rows`` rows.
 
-    >>> [rounded(n) for n in (1, 3, 8, 9, 33, 65)]
+    >>> [row_bucket(n) for n in (1, 3, 8, 9, 33, 65)]
     [1, 4, 8, 16, 64, 96]
     """
     return 1 << (rows - 1).bit_length() if rows <= FEW else rounded_up(rows, FEW)
 
 
-def _keys(longest: int) -> int:
-    """How many keys of each row are read.
+def _key_bucket(longest: int) -> int:
+    """Return how many keys of each row are read.
 
-    >>> [_keys(n) for n in (1, 129, 1024, 1025, 5000)]
+    >>> [_key_bucket(n) for n in (1, 129, 1024, 1025, 5000)]
     [128, 256, 1024, 1280, 5120]
     """
     return rounded_up(longest, max(KEYS, (1 << (longest - 1).bit_length()) // 8))

@@ -1,15 +1,15 @@
-"""Attention over slots that depends on a row's own tokens alone.
+"""Batch-invariant attention over the KV cache.
 
 What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
-as many rows as ``rows_alike`` asks for. Keys past a token's own are masked before the softmax, where they add exact
-zeros; how many queries are multiplied and how many keys are summed at once is measured (``tile_of``), because libraries
-split a sum by its length, each in its own way.
+as many rows as ``invariant_row_multiple`` asks for. Keys past a token's own are masked before the softmax, where they
+add exact zeros. How many queries are multiplied and how many keys are summed at once is measured (``tile_of``), because
+libraries split a sum by its length, each in its own way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import numpy as np
@@ -17,16 +17,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rlkit.backends.local.gemm.lora_linear import upcast
+from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.sampling.attention_tiles import KEYS, Tile, tile_of
-from rlkit.backends.local.sampling.kv_cache import Slots
+from rlkit.backends.local.sampling.kv_cache import KVCache
 
-__all__ = ["ATTENTION", "Shared", "SlotAttention", "kernel_attention", "matmul_attention"]
+__all__ = ["ATTENTION", "CachedAttention", "CachedTokens", "SharedPrefix", "matmul_attention", "sdpa_attention"]
 
 ATTENTION = "rlkit_matmul"
 
 
 @attrs.frozen
-class Shared:
+class SharedPrefix:
     """Rows that begin with the same tokens.
 
     Attributes:
@@ -38,13 +40,13 @@ class Shared:
     groups: list[list[int]]
 
     @classmethod
-    def of(cls, beginnings: Sequence[np.ndarray]) -> Shared | None:
-        """What rows that begin so have in common; None where that is not worth it.
+    def of(cls, beginnings: Sequence[np.ndarray]) -> SharedPrefix | None:
+        """Return what rows that begin so have in common; None where that is not worth it.
 
         >>> a, b = np.arange(600), np.append(np.arange(300), np.zeros(9))
-        >>> Shared.of([a, b, a, b])
-        Shared(length=256, groups=[[0, 1, 2, 3]])
-        >>> Shared.of([a, b, a[:40]])
+        >>> SharedPrefix.of([a, b, a, b])
+        SharedPrefix(length=256, groups=[[0, 1, 2, 3]])
+        >>> SharedPrefix.of([a, b, a[:40]])
         """
         length = min(x.size for x in beginnings) // KEYS * KEYS
         groups: dict[bytes, list[int]] = {}
@@ -61,7 +63,7 @@ def matmul_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    shared: Shared | None = None,
+    shared: SharedPrefix | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
@@ -86,13 +88,13 @@ def matmul_attention(
         each = each.repeat(1, 1, heads // key_heads, 1)
     tile = Tile()
     if query.device.type == "cpu" and query.dtype == torch.float32:
-        tile = tile_of(_attended, key_heads, width, value.shape[-1])
-    out = _attended(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, shared=shared)
+        tile = tile_of(_attend, key_heads, width, value.shape[-1])
+    out = _attend(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, shared=shared)
     out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
 
 
-def _attended(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -101,14 +103,13 @@ def _attended(
     *,
     scaling: float = 1.0,
     softcap: float | None = None,
-    shared: Shared | None = None,
+    shared: SharedPrefix | None = None,
 ) -> torch.Tensor:
     """[B, H, C, D] by keys and values [B, H, S, D], with a mask [B, 1, 1 or C, S]: [B, H, C, D]."""
     count = query.shape[2]
     missing = -count % tile.queries
     stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
-    wide = torch.promote_types(query.dtype, torch.float32)  # scores of 20 have two digits in bfloat16
-    scores = _scores(stacked.to(wide), key, shared).mul_(scaling)
+    scores = _scores(upcast(stacked), key, shared).mul_(scaling)  # scores of 20 have two digits in bfloat16
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -120,10 +121,8 @@ def _attended(
     return out[:, :, :count]
 
 
-def kernel_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
-    """The same by one kernel of the library's: queries that share a key head are rows of it, so that none is copied.
+def sdpa_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Attention by torch's kernel; queries that share a key head are rows of it, so that no key is copied.
 
     Args:
         query: [B, H, T, D], already scaled.
@@ -141,7 +140,7 @@ def kernel_attention(
     return out.reshape(rows, heads, length, width).transpose(1, 2)
 
 
-def _scores(queries: torch.Tensor, key: torch.Tensor, shared: Shared | None) -> torch.Tensor:
+def _scores(queries: torch.Tensor, key: torch.Tensor, shared: SharedPrefix | None) -> torch.Tensor:
     """[B, H, C, D] by [B, H, S, D] -> [B, H, C, S]."""
     if shared is None:
         return queries @ key.to(queries.dtype).transpose(-1, -2)
@@ -154,7 +153,9 @@ def _scores(queries: torch.Tensor, key: torch.Tensor, shared: Shared | None) -> 
     return scores
 
 
-def _weighted(weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: Shared | None) -> torch.Tensor:
+def _weighted(
+    weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: SharedPrefix | None
+) -> torch.Tensor:
     """The part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
     weights, value = weights[..., start : start + keys], value[..., start : start + keys, :]
     if shared is None or start >= shared.length:
@@ -178,33 +179,64 @@ def _apart(x: torch.Tensor, n: int) -> torch.Tensor:
 AttentionInterface.register(ATTENTION, matmul_attention)
 
 
-class SlotAttention:
-    """Attention of tokens [B, T] over slots, layer after layer, as ``Llama`` calls it: by matrix products on a CPU, by
-    the library's kernel elsewhere.
+class CachedAttention:
+    """Attention of tokens [B, T] over the KV cache, layer after layer, as ``Llama`` calls it: by matrix products on a
+    CPU, by torch's kernel elsewhere.
 
     Args:
-        slots: told by ``Slots.at`` where these tokens are.
-        mask: what ``Slots.at`` returned.
+        kv_cache: told by ``KVCache.at`` where these tokens are.
+        mask: what ``KVCache.at`` returned.
         shape: (B, T), padding included.
         shared: which of the B rows begin alike.
     """
 
-    def __init__(self, slots: Slots, mask: torch.Tensor, shape: Sequence[int], shared: Shared | None = None) -> None:
-        self._slots, self._mask, self._shape, self._shared = slots, mask, shape, shared
+    def __init__(
+        self, kv_cache: KVCache, mask: torch.Tensor, shape: Sequence[int], shared: SharedPrefix | None = None
+    ) -> None:
+        self._kv_cache, self._mask, self._shape, self._shared = kv_cache, mask, shape, shared
         self._visible = None if mask.device.type == "cpu" else mask == 0
         self._layer = 0
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
         """From q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
         q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        keys, values = self._slots.update(k, v, self._layer)
+        keys, values = self._kv_cache.update(k, v, self._layer)
         self._layer += 1
         if self._visible is None:
             out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
         else:
-            out = kernel_attention(q, keys, values, self._visible)
+            out = sdpa_attention(q, keys, values, self._visible)
         return out.flatten(0, 1).flatten(1), ()
 
-    def backward(self, *_: Any) -> Any:
-        """There is none: samples have no gradient."""
-        raise NotImplementedError("attention over slots is for sampling, which has no backward pass")
+    def backward(self, *_: object) -> NoReturn:
+        """Raise: samples have no gradient."""
+        raise NotImplementedError("attention over the KV cache is for sampling, which has no backward pass")
+
+
+@attrs.frozen(eq=False)
+class CachedTokens:
+    """Tokens whose keys and values go to the KV cache, as inputs of a ``Forward``.
+
+    Attributes:
+        tokens, positions: [B, T], padding included.
+        mask: what ``KVCache.at`` returned for them.
+        index: [n], flat places of the tokens whose logits are wanted.
+        shared: which of the B rows begin alike; the library's modules do not make use of it.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    kv_cache: KVCache
+    index: torch.Tensor
+    shared: SharedPrefix | None = None
+
+    def for_llama(self, _: Llama) -> tuple[torch.Tensor, torch.Tensor, CachedAttention, torch.Tensor]:
+        """See ``Inputs.for_llama``."""
+        attention = CachedAttention(self.kv_cache, self.mask, self.tokens.shape, self.shared)
+        return self.tokens.flatten(), self.positions.flatten(), attention, self.index
+
+    def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:  # noqa: ARG002
+        """See ``Inputs.for_library``."""
+        arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": self.mask}
+        return {**arguments, "past_key_values": self.kv_cache, "use_cache": True}, self.index

@@ -1,4 +1,4 @@
-"""Keys and values of many rows of different lengths in preallocated slots."""
+"""The KV cache: keys and values of many rows of different lengths in preallocated slots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache
 from rlkit.backends.local.sampling.attention_tiles import LENGTHS
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["Slots"]
+__all__ = ["KVCache"]
 
 
-class Slots(Cache):
+class KVCache(Cache):
     """One slot per row; slot b holds the keys and values of its row's first tokens.
 
     transformers' modules see a cache: ``update`` writes at the places that ``at`` named and returns what to attend
@@ -23,7 +23,7 @@ class Slots(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self._store: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.store: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rows = 0
         self._length = 0
         self._slots = slice(0, 0)
@@ -31,27 +31,27 @@ class Slots(Cache):
         self._read = 0
 
     def reserve(self, rows: int, length: int) -> None:
-        """Room for ``rows`` rows of ``length`` tokens; what is stored stays."""
+        """Make room for ``rows`` rows of ``length`` tokens; what is stored stays."""
         if rows <= self._rows and length <= self._length:
             return
         if rows > self._rows:
             self._rows = max(rows, 2 * self._rows)
         if length > self._length:
             self._length = rounded_up(length + length // 2, LENGTHS)  # growing moves everything, so do it seldom
-        for i, (keys, values) in enumerate(self._store):
-            self._store[i] = (self._grown(keys), self._grown(values))
+        for i, (keys, values) in enumerate(self.store):
+            self.store[i] = (self._grow(keys), self._grow(values))
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self._rows, self._length = 0, 0
-        self._store = [(self._empty(k), self._empty(v)) for k, v in self._store]
+        self.store = [(self._empty(k), self._empty(v)) for k, v in self.store]
 
     def at(self, first: int, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """The next forward is the tokens at ``positions`` [B, T] of slots first..first+B-1; its mask [B, 1, T, S].
+        """Say where the next forward's tokens are, and return its mask [B, 1, T, S].
 
         Args:
             first: slot of the first row.
-            positions: places in the slots, all less than ``longest``.
+            positions: [B, T], places in slots first..first+B-1, all less than ``longest``.
             longest: how many keys of each slot are looked at, rounded up.
         """
         rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
@@ -64,30 +64,30 @@ class Slots(Cache):
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where keys and values are; they move when slots grow or are freed."""
-        return (self._rows, self._length, *(x.data_ptr() for pair in self._store for x in pair))
+        return (self._rows, self._length, *(x.data_ptr() for pair in self.store for x in pair))
 
     def clear(self) -> None:
-        """Zeros everywhere: what is masked is multiplied by zero, which would not make infinities harmless."""
-        for pair in self._store:
+        """Zero everything: what is masked is multiplied by zero, which would not make infinities harmless."""
+        for pair in self.store:
             for x in pair:
                 x.zero_()
 
     def copy(self, source: int, first: int, last: int, length: int) -> None:
-        """Slots first..last-1 get the first ``length`` tokens of slot ``source``."""
-        for keys, values in self._store:
+        """Copy the first ``length`` tokens of slot ``source`` to slots first..last-1."""
+        for keys, values in self.store:
             for x in (keys, values):
                 x[first:last, :, :length] = x[source : source + 1, :, :length].clone()
 
-    def block(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """A copy of the keys and values of all layers at start..end-1 of a slot, in one dimension."""
-        return torch.cat([x[slot, :, start:end].reshape(-1) for pair in self._store for x in pair])
+    def read_block(self, slot: int, start: int, end: int) -> torch.Tensor:
+        """Return a copy of the keys and values of all layers at start..end-1 of a slot, in one dimension."""
+        return torch.cat([x[slot, :, start:end].reshape(-1) for pair in self.store for x in pair])
 
-    def place(self, slot: int, blocks: Sequence[torch.Tensor]) -> None:
-        """Puts ``blocks`` of equal lengths, one after the other, at the beginning of a slot."""
+    def write_blocks(self, slot: int, blocks: Sequence[torch.Tensor]) -> None:
+        """Put ``blocks`` of equal lengths, one after the other, at the beginning of a slot."""
         both = torch.stack(list(blocks))
-        per_token = sum(x.shape[1] * x.shape[3] for pair in self._store for x in pair)
+        per_token = sum(x.shape[1] * x.shape[3] for pair in self.store for x in pair)
         length, first = both.shape[1] // per_token, 0
-        for pair in self._store:
+        for pair in self.store:
             for x in pair:
                 last = first + x.shape[1] * length * x.shape[3]
                 part = both[:, first:last].view(len(blocks), x.shape[1], length, x.shape[3])
@@ -97,12 +97,12 @@ class Slots(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention: stores [P, H, T, D], padding aside; [B, H, S, D] of keys and of values."""
-        while len(self._store) <= layer_idx:
-            self._store.append((self._empty(key_states), self._empty(value_states)))
+        """Store [P, H, T, D], padding aside, and return keys and values [B, H, S, D]; called by the attention."""
+        while len(self.store) <= layer_idx:
+            self.store.append((self._empty(key_states), self._empty(value_states)))
         rows, places = self._places
         out = []
-        for stored, new in zip(self._store[layer_idx], (key_states, value_states), strict=True):
+        for stored, new in zip(self.store[layer_idx], (key_states, value_states), strict=True):
             stored[rows, :, places] = new[: rows.shape[0]].transpose(1, 2)
             out.append(stored[self._slots, :, : self._read])
         return out[0], out[1]
@@ -115,7 +115,7 @@ class Slots(Cache):
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
 
-    def _grown(self, x: torch.Tensor) -> torch.Tensor:
+    def _grow(self, x: torch.Tensor) -> torch.Tensor:
         grown = self._empty(x)
         grown[: x.shape[0], :, : x.shape[2]] = x
         return grown

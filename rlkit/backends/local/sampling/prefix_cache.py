@@ -1,4 +1,4 @@
-"""Keys and values of the beginnings of earlier prompts, so that a turn of an episode does not compute them again."""
+"""The prefix cache: keys and values of earlier sequences, so that a turn of an episode does not compute them again."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from rlkit.backends.local.sampling.kv_cache import Slots
+from rlkit.backends.local.sampling.kv_cache import KVCache
 
-__all__ = ["BLOCK", "Prefixes", "block_names"]
+__all__ = ["BLOCK", "PrefixCache", "block_names"]
 
 BLOCK = 16  # tokens kept, found and dropped together
 
 
 def block_names(tokens: np.ndarray) -> list[bytes]:
-    """One name per whole block of ``tokens``: a digest of all tokens up to the block's end.
+    """Return a name per whole block of ``tokens``: a digest of all tokens up to the block's end.
 
     >>> a, b = block_names(np.arange(40)), block_names(np.append(np.arange(20), [7] * 12))
     >>> len(a), len(b), a[0] == b[0], a[1] == b[1]
@@ -30,7 +30,7 @@ def block_names(tokens: np.ndarray) -> list[bytes]:
     return names
 
 
-class Prefixes:
+class PrefixCache:
     """Blocks of one snapshot, shared by all sequences that begin with the same tokens.
 
     Args:
@@ -39,35 +39,35 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._blocks: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # the least recently used first
+        self.blocks: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # the least recently used first
         self._size = 0
 
     def find(self, names: list[bytes]) -> int:
-        """How many of the first blocks of ``names`` are here."""
-        return next((i for i, name in enumerate(names) if name not in self._blocks), len(names))
+        """Return how many of the first blocks of ``names`` are here."""
+        return next((i for i, name in enumerate(names) if name not in self.blocks), len(names))
 
-    def load(self, names: list[bytes], slots: Slots, slot: int) -> None:
-        """Puts these blocks, all of them here, at the beginning of a slot."""
+    def load(self, names: list[bytes], kv_cache: KVCache, slot: int) -> None:
+        """Put these blocks, all of them here, at the beginning of a slot."""
         if names:
-            slots.place(slot, [self._blocks[name] for name in names])
+            kv_cache.write_blocks(slot, [self.blocks[name] for name in names])
         for name in reversed(names):
-            self._blocks.move_to_end(name)
+            self.blocks.move_to_end(name)
 
-    def keep(self, names: list[bytes], slots: Slots, slot: int) -> None:
-        """Takes the blocks that are not here yet from a slot that begins with all of ``names``."""
+    def store(self, names: list[bytes], kv_cache: KVCache, slot: int) -> None:
+        """Store the blocks that are not here yet from a slot that begins with all of ``names``."""
         # A block is of no use without those before it, so these come last and are dropped later.
         for i, name in reversed(list(enumerate(names))):
-            if name not in self._blocks:
-                block = slots.block(slot, i * BLOCK, (i + 1) * BLOCK)
+            if name not in self.blocks:
+                block = kv_cache.read_block(slot, i * BLOCK, (i + 1) * BLOCK)
                 if block.nbytes > self._limit:
                     return
-                self._blocks[name] = block
+                self.blocks[name] = block
                 self._size += block.nbytes
-            self._blocks.move_to_end(name)
+            self.blocks.move_to_end(name)
             while self._size > self._limit:
-                self._size -= self._blocks.popitem(last=False)[1].nbytes
+                self._size -= self.blocks.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Gives the memory back."""
-        self._blocks.clear()
+        """Give the memory back."""
+        self.blocks.clear()
         self._size = 0

@@ -1,4 +1,4 @@
-"""What waits at the sampling engine."""
+"""Requests and rows of the sampling scheduler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 import attrs
 import numpy as np
+import torch
 
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.sampling import Stop
@@ -19,18 +20,43 @@ __all__ = ["Row", "SampleRequest", "ScoreRequest"]
 
 @attrs.define(eq=False)
 class ScoreRequest:
-    """Logprobs of given tokens."""
+    """Logprobs [T, K] at every place of a text: of its own tokens, of given ones, or of the most probable.
+
+    Attributes:
+        tokens: int64 [T], the text.
+        ids: int64 [T, K], whose logprobs are asked for; -1 for none.
+        top: fill ``ids`` with the K most probable, the best first.
+    """
 
     snapshot: Snapshot
     tokens: np.ndarray
-    temperature: float
-    future: concurrent.futures.Future[np.ndarray] = attrs.field(factory=concurrent.futures.Future)
+    ids: np.ndarray
+    temperature: float = 1.0
+    top: bool = False
+    future: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]] = attrs.field(factory=concurrent.futures.Future)
     arrived: float = attrs.field(factory=time.monotonic)
+    logprobs: np.ndarray = attrs.field(init=False)
     dropped: bool = False  # nobody waits for it any more
 
+    def __attrs_post_init__(self) -> None:
+        self.logprobs = np.zeros(self.ids.shape, np.float32)
+
     def drop(self) -> None:
-        """From any thread, at any time."""
+        """Drop it; from any thread, at any time."""
         self.dropped = True
+
+    def read(self, first: int, logits: torch.Tensor) -> None:
+        """Take in the logits [n, V] of the tokens from ``first`` on."""
+        part = slice(first, first + len(logits))
+        logprobs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        if self.top:
+            self.ids[part] = logprobs.topk(self.ids.shape[1]).indices.cpu().numpy()
+        ids = torch.from_numpy(self.ids[part].copy()).to(logits.device)  # the text may be read-only
+        self.logprobs[part] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0).cpu().numpy()
+
+    def finish(self) -> None:
+        """Complete it."""
+        self.future.set_result((self.ids, self.logprobs))
 
 
 @attrs.define(eq=False)
@@ -50,11 +76,11 @@ class SampleRequest:
     dropped: bool = False  # nobody waits for it any more
 
     def drop(self) -> None:
-        """From any thread, at any time."""
+        """Drop it; from any thread, at any time."""
         self.dropped = True
 
     def finish(self, row: Row, reason: Literal["stop", "length"]) -> None:
-        """Takes in a row that ended; the last one completes the request."""
+        """Take in a row that ended; the last one completes the request."""
         self.samples[row.index] = Sample(
             self.prompt,
             row.tokens,
@@ -89,11 +115,11 @@ class Row:
         return np.concatenate([self.request.prompt, np.array(self.tokens[:-1], np.int64)])
 
     def uniform(self) -> float:
-        """The next number of this row's own stream."""
+        """Return the next number of this row's own stream."""
         return float(self.request.rngs[self.index].random())
 
     def add(self, token: int, logprob: float) -> bool:
-        """Appends a token; True where it ended the row, which is then handed in."""
+        """Append a token, and return whether it ended the row, which is then handed in."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         stopped = self.request.stop(self.tokens)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
+from rlkit.backends.local.sampling.snapshots import Snapshot
+from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
 from rlkit.errors import BackendError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
 
-if TYPE_CHECKING:
-    from rlkit.backends.local import LocalBackend
-    from rlkit.backends.local.sampling.snapshots import Snapshot
-
 __all__ = ["LocalSampler"]
+
+T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """The backend, as far as its samplers need it."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    about: str
 
 
 @hinted("sampler")
@@ -27,12 +35,16 @@ class LocalSampler:
     """A frozen policy of a local backend; its requests are decoded together with everybody's."""
 
     def __init__(
-        self, backend: LocalBackend, snapshot: Snapshot, seeds: SeedStream, submit: Callable[[Any], None]
+        self,
+        owner: Owner,
+        snapshot: Snapshot,
+        seeds: SeedStream,
+        submit: Callable[[SampleRequest | ScoreRequest], None],
     ) -> None:
-        self.tokenizer = backend.tokenizer
-        self.max_length = backend.max_length
+        self.tokenizer = owner.tokenizer
+        self.max_length = owner.max_length
         self.version = snapshot.version
-        self._backend = backend  # keeps the worker alive
+        self._owner = owner  # keeps the worker alive
         self._snapshot: Snapshot | None = snapshot
         self._seeds = seeds
         self._submit = submit
@@ -62,15 +74,12 @@ class LocalSampler:
 
     def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
-        snapshot = self.snapshot
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
-        request = ScoreRequest(snapshot, array, temperature)
-        self._submit(request)
-        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
+        return self._score(ScoreRequest(self.snapshot, array, array[:, None], temperature), lambda ids, lp: lp[:, 0])
 
     def close(self) -> None:
-        """Frees the snapshot; what was asked for before is still answered."""
+        """Free the snapshot; what was asked for before is still answered."""
         self._snapshot = None
 
     def __enter__(self) -> Self:
@@ -80,10 +89,10 @@ class LocalSampler:
         self.close()
 
     def __repr__(self) -> str:
-        of = self._backend.about.partition(",")[0]
+        of = self._owner.about.partition(",")[0]
         return f"<LocalSampler {of}, version {self.version}{', closed' if self._snapshot is None else ''}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a LocalSampler belongs to its backend, and cannot be pickled or copied; open one in each process: "
             "rlkit.sampler('local', path=...)"
@@ -102,5 +111,9 @@ class LocalSampler:
             raise BackendError("this sampler is closed")
         return self._snapshot
 
-    def _returned(self, result: Any) -> Any:
+    def _score(self, request: ScoreRequest, convert: Callable[[np.ndarray, np.ndarray], T]) -> Future[T]:
+        self._submit(request)
+        return Future.wrap(request.future, convert=lambda pair: self._returned(convert(*pair)), on_drop=request.drop)
+
+    def _returned(self, result: T) -> T:
         return result  # a bound method: a future that is waited for keeps its sampler, and so the worker, alive

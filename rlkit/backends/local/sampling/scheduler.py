@@ -1,4 +1,4 @@
-"""The sampling engine: requests of many callers, decoded together.
+"""The sampling scheduler: requests of many callers, decoded together.
 
 It is the background work of the backend's one worker thread. Requests wait in a queue; those of one snapshot form a
 wave, join it while it runs, and leave it row by row as they end.
@@ -17,22 +17,22 @@ from typing import TypeAlias
 
 import torch
 
-from rlkit.backends.local.sampling.decoders import Decoder
+from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.memory import telling
 from rlkit.backends.worker import check_process
 from rlkit.errors import BackendError
 
-__all__ = ["Engine"]
+__all__ = ["Scheduler"]
 
 Request: TypeAlias = SampleRequest | ScoreRequest
 
-QUIET = 0.001  # an idle engine waits until no request came for this long,
+QUIET = 0.001  # an idle scheduler waits until no request came for this long,
 PATIENCE = 0.010  # but not longer than this after the first
 
 
-class Engine:
+class Scheduler:
     """Decodes what is submitted; see ``rlkit.backends.worker.Background``.
 
     Args:
@@ -43,10 +43,10 @@ class Engine:
     def __init__(self, make_decoder: Callable[[], Decoder], max_rows: int) -> None:
         self._make_decoder = make_decoder
         self._max_rows = max_rows
-        self._decoder: Decoder | None = None
+        self.decoder: Decoder | None = None
         self._wave: weakref.ref[Snapshot] | None = None
         self._wave_began = 0.0
-        self._waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()
         self._lock = threading.Lock()
         self._last_arrival = 0.0
         self._stopped = False
@@ -54,86 +54,86 @@ class Engine:
         self.wake: Callable[[], None] = lambda: None
 
     def submit(self, request: Request) -> None:
-        """Queues a request; from any thread."""
+        """Queue a request; from any thread."""
         check_process("local", self._process)
         with self._lock:
             if self._stopped:
                 raise BackendError("the local backend is closed")
-            self._waiting.append(request)
+            self.waiting.append(request)
             self._last_arrival = request.arrived
         self.wake()
 
     def delay(self) -> float | None:
         """Seconds until there is work; None where there is none."""
-        if self._decoder is not None and self._decoder.rows:
+        if self.decoder is not None and self.decoder.rows:
             return 0
         with self._lock:
-            if not self._waiting:
+            if not self.waiting:
                 return None
             now = time.monotonic()
-            due = min(self._last_arrival + QUIET, self._waiting[0].arrived + PATIENCE)
+            due = min(self._last_arrival + QUIET, self.waiting[0].arrived + PATIENCE)
             return max(0.0, due - now)
 
     @torch.no_grad()
     def turn(self) -> None:
-        """Admits what can be admitted, and decodes one token of every row."""
+        """Admit what can be admitted, and decode one token of every row."""
         started: list[Request] = []
         try:
-            if self._decoder is None:
-                self._decoder = self._make_decoder()
-            self._forget(self._decoder)
-            self._admit(self._decoder, started)
-            rows = self._decoder.rows
+            if self.decoder is None:
+                self.decoder = self._make_decoder()
+            self._forget(self.decoder)
+            self._admit(self.decoder, started)
+            rows = self.decoder.rows
             if rows:
-                with telling(lambda: self._told(len(rows), max(row.position for row in rows) + 1)):
-                    self._decoder.step()
-        except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the engine goes on
+                with telling(lambda: self._describe(len(rows), max(row.position for row in rows) + 1)):
+                    self.decoder.step()
+        except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the scheduler goes on
             self._fail(started, error)
 
     def invariant(self, snapshot: Snapshot) -> bool:
         """See ``Decoder.invariant``; with the weights that are there, or else those of ``snapshot``."""
-        if self._decoder is None:
-            self._decoder = self._make_decoder()
+        if self.decoder is None:
+            self.decoder = self._make_decoder()
         if self._wave is None:
-            self._decoder.use(snapshot)
-        return self._decoder.invariant()
+            self.decoder.use(snapshot)
+        return self.decoder.invariant()
 
     def stop(self) -> None:
-        """Fails whatever is left."""
+        """Fail whatever is left."""
         with self._lock:
             self._stopped = True
-            left = list(self._waiting)
-            self._waiting.clear()
+            left = list(self.waiting)
+            self.waiting.clear()
         self._fail(left, BackendError("the local backend was closed before this was sampled"))
-        self._decoder = None
+        self.decoder = None
 
     def _fail(self, requests: list[Request], error: BaseException) -> None:
-        """Fails these and those being decoded; where there are none, all that wait, or they would fail for ever."""
-        rows = self._decoder.abandon() if self._decoder is not None else []
+        """Fail these and those being decoded; where there are none, all that wait, or they would fail for ever."""
+        rows = self.decoder.abandon() if self.decoder is not None else []
         victims = [*requests, *(row.request for row in rows)]
         with self._lock:
-            victims = victims or list(self._waiting)
+            victims = victims or list(self.waiting)
             gone = {id(request) for request in victims}
-            self._waiting = deque(request for request in self._waiting if id(request) not in gone)
+            self.waiting = deque(request for request in self.waiting if id(request) not in gone)
         _refuse(victims, error)
 
     def _forget(self, decoder: Decoder) -> None:
-        """Makes room of what nobody waits for any more."""
+        """Drop what nobody waits for any more."""
         gone: list[Request] = [row.request for row in decoder.rows if row.request.dropped]
         if gone:
             decoder.forget()
         with self._lock:
-            gone += [request for request in self._waiting if request.dropped]
+            gone += [request for request in self.waiting if request.dropped]
             if gone:
-                self._waiting = deque(request for request in self._waiting if not request.dropped)
+                self.waiting = deque(request for request in self.waiting if not request.dropped)
         _refuse(gone, BackendError("nobody waited for this any more, so it was given up; ask for it again"))
 
-    def _told(self, rows: int, longest: int) -> str:
+    def _describe(self, rows: int, longest: int) -> str:
         return f"{rows} completions of up to {longest} tokens; lower max_rows ({self._max_rows}) or prefix_mb"
 
     def _admit(self, decoder: Decoder, started: list[Request]) -> None:
         with self._lock:
-            first = self._waiting[0].snapshot if self._waiting and not decoder.rows else None
+            first = self.waiting[0].snapshot if self.waiting and not decoder.rows else None
             if first is not None:
                 self._wave = weakref.ref(first)
                 self._wave_began = time.monotonic()
@@ -146,35 +146,36 @@ class Engine:
             started.append(request)
             if isinstance(request, ScoreRequest):
                 with telling(partial("logprobs of {} tokens; ask for shorter texts".format, request.tokens.size)):
-                    request.future.set_result(decoder.score(request))
+                    decoder.score(request)
+                request.finish()
                 continue
             count = min(len(request.rngs) - request.started, room)
             admitted.append((request, count))
             room = room - count if decoder.mixes else 0
         if admitted:
             longest = max(request.prompt.size for request, _ in admitted)
-            with telling(lambda: self._told(len(decoder.rows) + sum(count for _, count in admitted), longest + 1)):
+            with telling(lambda: self._describe(len(decoder.rows) + sum(count for _, count in admitted), longest + 1)):
                 decoder.start(admitted)
 
     def _next(self, room: int) -> Request | None:
-        """The first request of the wave's snapshot for which there is room; off the queue once all of it has begun.
+        """Return the first request of the wave's snapshot with room for it; off the queue once all of it has begun.
 
         While requests of another snapshot wait, those that came after the wave began do not join it, so that it runs
         out.
         """
         with self._lock:
             wave = self._wave() if self._wave is not None else None
-            others = any(request.snapshot is not wave for request in self._waiting)
-            for i, request in enumerate(self._waiting):
+            others = any(request.snapshot is not wave for request in self.waiting)
+            for i, request in enumerate(self.waiting):
                 if request.snapshot is not wave or (others and request.arrived > self._wave_began):
                     continue
                 if isinstance(request, ScoreRequest):
-                    del self._waiting[i]
+                    del self.waiting[i]
                     return request
                 if room <= 0:
                     continue
                 if len(request.rngs) - request.started <= room:
-                    del self._waiting[i]
+                    del self.waiting[i]
                 return request
         return None
 

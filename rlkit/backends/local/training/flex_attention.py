@@ -10,17 +10,17 @@ import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlkit.backends.local.model.tree_attention import Run, spans, visible
-from rlkit.backends.local.training.micro_batches import Batch
+from rlkit.backends.local.model.decoder_layer import Attention
+from rlkit.backends.local.model.tree_attention import Run, TreeAttention, spans, visible
 
-__all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "attention_for"]
+__all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "gpu_attention", "tree_attention"]
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
 class KernelAttention(ABC):
@@ -35,7 +35,7 @@ class KernelAttention(ABC):
         return self._flat(q, k, v), (q, k, v.contiguous())
 
     def backward(self, grad: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v from that of the output [N, H D]."""
+        """Return the gradients of q, k and v from that of the output [N, H D]."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in saved]
             dq, dk, dv = torch.autograd.grad(self._flat(*leaves), leaves, grad)
@@ -75,7 +75,7 @@ class FlexAttention(KernelAttention):
 
         enter, leave = (torch.from_numpy(x).to(device) for x in spans(runs))
 
-        def seen(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        def seen(_: torch.Tensor, __: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             below = (enter[key] <= enter[query]) & (enter[query] < leave[key])
             return below & (key <= query)
 
@@ -83,46 +83,54 @@ class FlexAttention(KernelAttention):
         self._kernel = _flex(compiled)
 
     def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._kernel(q, k, v, block_mask=self._mask, scale=1.0, enable_gqa=True)
-        return out
+        return self._kernel(q, k, v, block_mask=self._mask, scale=1.0, enable_gqa=True)
 
 
-def attention_for(
-    batch: Batch, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int
-) -> Any:
-    """What works on a GPU, the better one first."""
-    if _flex_works(device, dtype, heads, key_heads, width):
-        return FlexAttention(batch.runs, device)
-    return MaskedAttention(torch.from_numpy(batch.visible()).to(device))
+def tree_attention(
+    runs: Sequence[Run], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Attention:
+    """Return attention over a prefix tree: run by run on a CPU; on a GPU what works, the better kernel first."""
+    if device.type == "cpu":
+        return TreeAttention(runs, heads, key_heads)
+    return gpu_attention(runs, heads, key_heads, head_dim, dtype, device)
+
+
+def gpu_attention(
+    runs: Sequence[Run], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> KernelAttention:
+    """Return ``FlexAttention`` where it works, else ``MaskedAttention``."""
+    if _flex_works(device, dtype, heads, key_heads, head_dim):
+        return FlexAttention(runs, device)
+    return MaskedAttention(torch.from_numpy(visible(runs, runs[-1].end)).to(device))
 
 
 @functools.cache
-def _flex(compiled: bool) -> Callable[..., Any]:
+def _flex(compiled: bool) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    kernel: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    kernel: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
     return kernel
 
 
 @functools.cache
-def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
-    """Whether the compiled kernel gives what masked attention gives, forward and backward, on a short probe."""
-    found: list[list[torch.Tensor]] = [[], []]
+def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> bool:
+    """Return whether the compiled kernel gives what masked attention gives, forward and backward, on a short probe."""
+    results: list[list[torch.Tensor]] = [[], []]
     try:
         for length in (300, 60):  # few queries may get another kernel
             runs = [Run(0, 20), Run(20, length - 10, (slice(0, 12),)), Run(length - 10, length, (slice(0, 20),))]
             generator = torch.Generator().manual_seed(0)
             each = (heads, key_heads, key_heads, heads)
-            q, k, v, grad = (torch.randn(length, h, width, generator=generator).to(device, dtype) for h in each)
+            q, k, v, grad = (torch.randn(length, h, head_dim, generator=generator).to(device, dtype) for h in each)
             masked = MaskedAttention(torch.from_numpy(visible(runs, length)).to(device))
-            for numbers, attention in zip(found, (FlexAttention(runs, device), masked), strict=True):
-                out, saved = attention.forward(q / width**0.5, k, v)
+            for numbers, attention in zip(results, (FlexAttention(runs, device), masked), strict=True):
+                out, saved = attention.forward(q / head_dim**0.5, k, v)
                 numbers += [out, *attention.backward(grad.flatten(1), saved)]
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises
         warnings.warn(f"training goes on without flex_attention, which does not work here: {error}", stacklevel=2)
         return False
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
-    right = all(bool((a - b).norm() < tolerance * b.norm()) for a, b in zip(*found, strict=True))
+    right = all(bool((a - b).norm() < tolerance * b.norm()) for a, b in zip(*results, strict=True))
     if not right:
         warnings.warn("training goes on without flex_attention, which gives other numbers here", stacklevel=2)
     return right

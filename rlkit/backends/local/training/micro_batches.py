@@ -9,11 +9,16 @@ Tokens after the last one that is scored are left out: nothing depends on them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
+import torch
 
+from rlkit.backends.local.model.decoder_layer import Attention
+from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.tree_attention import Run, visible
+from rlkit.backends.local.training.flex_attention import tree_attention
 from rlkit.backends.local.training.partition import LOOK_BACK, cuts, in_common, row_costs, tree_costs
 from rlkit.types import Datum
 
@@ -38,12 +43,27 @@ class Batch:
     runs: list[Run]
     index: np.ndarray
 
-    def visible(self) -> np.ndarray:
-        """Which places each one sees, bool [N, N]."""
-        return visible(self.runs, self.tokens.size)
+    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
+        """See ``Inputs.for_llama``."""
+        attention = tree_attention(self.runs, llama.heads, llama.key_heads, llama.head_dim, llama.dtype, llama.device)
+        tokens, positions, index = (
+            torch.from_numpy(x).to(llama.device) for x in (self.tokens, self.positions, self.index)
+        )
+        return tokens, positions, attention, index
+
+    def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:
+        """See ``Inputs.for_library``: one row with a mask over all pairs, or every run as a row."""
+        arrays, index = {"input_ids": self.tokens[None]}, self.index
+        if trees and len(self.runs) > 1:
+            seen = visible(self.runs, self.tokens.size)
+            arrays |= {"attention_mask": seen[None, None], "position_ids": self.positions[None]}
+        else:
+            arrays["input_ids"], index = self.rows()
+        tensors = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+        return tensors | {"use_cache": False}, torch.from_numpy(index).to(device)
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
+        """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
         lengths = [run.end - run.begin for run in self.runs]
         places = np.concatenate([r * max(lengths) + np.arange(n) for r, n in enumerate(lengths)])
         tokens = np.zeros(len(lengths) * max(lengths), np.int64)
@@ -52,7 +72,7 @@ class Batch:
 
 
 def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True) -> list[Batch]:
-    """Batches of at most ``budget`` tokens of all datums with a masked-in token.
+    """Return batches of at most ``budget`` tokens of all datums with a masked-in token.
 
     Args:
         data: the datums.
@@ -64,7 +84,7 @@ def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
     read = {i: datum.tokens[: np.flatnonzero(datum.mask)[-1]] for i, datum in enumerate(data) if datum.mask.any()}
-    chosen = [found for unit in units if (found := [i for i in unit if i in read])]
+    chosen = [scored for unit in units if (scored := [i for i in unit if i in read])]
     if share:
         chosen.sort(key=lambda unit: read[unit[0]].tobytes())
     else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from rlkit.backends.checking import OF_DISTRIBUTION
-from rlkit.backends.local.training.head import Head
+from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.training.micro_batches import Batch, pack
 from rlkit.backends.memory import telling
 from rlkit.errors import BackendError
@@ -28,16 +29,19 @@ class Trainer:
     """A peft model, its gradient and its AdamW.
 
     Args:
-        model: the peft model; only its adapter has gradients.
+        model: the peft model; only its adapter, and a critic's value head, have gradients.
         device: where it is.
         budget: tokens of a micro-batch.
-        head: what runs the model and reads it.
+        forward: what computes it.
+        value_head: [hidden] -> 1 of a critic, which has values instead of what is read off logits.
     """
 
-    def __init__(self, model: Any, device: torch.device, budget: int, head: Head) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, budget: int, forward: Forward, value_head: nn.Module | None = None
+    ) -> None:
         self.model = model
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._head = head
+        self.forward, self._value_head = forward, value_head
         self._device = device
         self._budget = budget
         # The fused kernel on every device, so that a run does not depend on which one torch would pick.
@@ -46,7 +50,7 @@ class Trainer:
     def run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
     ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
-        """Outputs ``names`` of every datum, and the loss's parts; with ``backward`` its gradient is added at the end.
+        """Return outputs ``names`` of every datum and the loss's parts; with ``backward`` add its gradient at the end.
 
         Yields between micro-batches. Whatever is raised, the accumulated gradient is as it was.
         """
@@ -65,7 +69,7 @@ class Trainer:
         return outputs, parts
 
     def step(self, params: Adam) -> Mapping[str, float]:
-        """One AdamW step with these settings; the gradient is cleared.
+        """Make one AdamW step with these settings, and clear the gradient.
 
         Raises:
             BackendError: the gradient's norm is not finite in float32; nothing was changed.
@@ -92,7 +96,7 @@ class Trainer:
         return {"grad_norm:mean": float(norm)}
 
     def clear(self) -> None:
-        """Drops the gradient."""
+        """Drop the gradient."""
         self._set([None] * len(self.parameters))
 
     def _set(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -102,42 +106,43 @@ class Trainer:
     def _all_batches(
         self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
     ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
-        needed = sorted({self._head.main, *names, *_needs(loss)})
+        main = "logprobs" if self._value_head is None else "values"  # which is always there
+        needed = sorted({main, *names, *_needs(loss)})
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in needed}
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
-        self._head.body.prepare()
-        batches = pack(data, self._budget, pairs=pairs, share=self._head.body.shares)
+        self.forward.prepare()
+        batches = pack(data, self._budget, pairs=pairs, share=self.forward.trees)
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
             for batch in batches:
-                with telling(partial(self._told, batches, batch)):
-                    self._keep(outputs, batch, data, self._forward(data, batch, needed, gradient=False))
+                with telling(partial(self._describe, batches, batch)):
+                    self._store(outputs, batch, data, self._outputs(data, batch, needed, gradient=False))
                 yield
             whole = loss.gradient(outputs[loss.driver], data, entropy=outputs.get("entropy"))
             parts.append(whole)
             if not backward:
                 return outputs, parts
         for batch in batches:
-            with telling(partial(self._told, batches, batch)):
-                flat = self._forward(data, batch, needed, gradient=backward)
-                self._keep(outputs, batch, data, flat)
+            with telling(partial(self._describe, batches, batch)):
+                flat = self._outputs(data, batch, needed, gradient=backward)
+                self._store(outputs, batch, data, flat)
             if loss is not None:
-                found = whole
-                if found is None:
-                    chosen = [data[i] for i in batch.members]
+                part = whole
+                if part is None:
+                    members = [data[i] for i in batch.members]
                     entropy = [outputs["entropy"][i] for i in batch.members] if loss.entropy else None
-                    found = loss.gradient([outputs[loss.driver][i] for i in batch.members], chosen, entropy=entropy)
-                    parts.append(found)
+                    part = loss.gradient([outputs[loss.driver][i] for i in batch.members], members, entropy=entropy)
+                    parts.append(part)
                 if backward:
                     places = range(len(batch.members)) if whole is None else batch.members
-                    with telling(partial(self._told, batches, batch)):
-                        self._backward(flat, loss, found, places)
+                    with telling(partial(self._describe, batches, batch)):
+                        self._backward(flat, loss, part, places)
             del flat
             yield
         return outputs, parts
 
-    def _told(self, batches: Sequence[Batch], batch: Batch) -> str:
+    def _describe(self, batches: Sequence[Batch], batch: Batch) -> str:
         """What a micro-batch is made of, and what to do where it does not fit."""
         number = next(i for i, other in enumerate(batches, 1) if other is batch)
         size = f"{batch.tokens.size} tokens computed, {batch.index.size} of them trained on"
@@ -150,34 +155,35 @@ class Trainer:
         return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
     def _backward(
-        self, flat: Mapping[str, torch.Tensor], loss: PreparedLoss, found: LossGradient, places: Sequence[int]
+        self, flat: Mapping[str, torch.Tensor], loss: PreparedLoss, part: LossGradient, places: Sequence[int]
     ) -> None:
-        tensors, gradients = [flat[loss.driver]], [torch.cat([found.driver[i] for i in places])]
-        if found.entropy is not None:
+        tensors, gradients = [flat[loss.driver]], [torch.cat([part.driver[i] for i in places])]
+        if part.entropy is not None:
             tensors.append(flat["entropy"])
-            gradients.append(torch.cat([found.entropy[i] for i in places]))
+            gradients.append(torch.cat([part.entropy[i] for i in places]))
         torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
 
-    def _keep(self, outputs: Outputs, batch: Batch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]) -> None:
+    def _store(self, outputs: Outputs, batch: Batch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]) -> None:
         sizes = [int(data[i].mask.sum()) for i in batch.members]
         for name, values in flat.items():
             for i, part in zip(batch.members, torch.split(values.detach(), sizes), strict=True):
                 outputs[name][i] = part
 
-    def _forward(
+    def _outputs(
         self, data: Sequence[Datum], batch: Batch, names: Sequence[str], *, gradient: bool
     ) -> dict[str, torch.Tensor]:
         """Flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
-        chosen = [data[i] for i in batch.members]
-        temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
-        warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
-        wanted = {name: self._ids(name, chosen) for name in names}
         with torch.set_grad_enabled(gradient):
-            return self._head.outputs(batch, wanted, warm)
+            if self._value_head is not None:
+                return {"values": self._value_head(self.forward.hidden(batch).float())[:, 0]}
+            chosen = [data[i] for i in batch.members]
+            temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
+            warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
+            return self.forward.outputs(batch, {name: self._ids(name, chosen) for name in names}, warm)
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
-        """The ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""
-        if name == "values" or name in OF_DISTRIBUTION:
+        """Return the ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""
+        if name in OF_DISTRIBUTION:
             return None
         arrays = [datum.tokens if name == "logprobs" else datum.inputs["target_tokens"] for datum in data]
         return self._tensor(np.concatenate([a[datum.mask] for a, datum in zip(arrays, data, strict=True)]))

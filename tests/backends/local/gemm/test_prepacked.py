@@ -13,9 +13,10 @@ pytest.importorskip("peft")
 from rlkit.backends.local.gemm import batch_invariance as measured  # noqa: E402
 from rlkit.backends.local.gemm import mkl  # noqa: E402
 from rlkit.backends.local.gemm import prepacked as module  # noqa: E402
-from rlkit.backends.local.gemm.batch_invariance import multiple, rows_alike  # noqa: E402
-from rlkit.backends.local.gemm.lora_linear import Fused  # noqa: E402
-from rlkit.backends.local.gemm.prepacked import Packed, packed, product  # noqa: E402
+from rlkit.backends.local.gemm.batch_invariance import invariant_row_multiple, padding_unit  # noqa: E402
+from rlkit.backends.local.gemm.lora_linear import LoraLinear  # noqa: E402
+from rlkit.backends.local.gemm.prepacked import Prepacked, matmul, prepack  # noqa: E402
+from tests.backends.local import white_box  # noqa: E402
 
 SHAPES = [(1, 1), (7, 3), (96, 576), (577, 130), (1200, 64)]
 
@@ -40,11 +41,11 @@ def test_products_are_those_of_the_weight(shape, dtype, bound):
     weight = torch.randn(*shape, generator=generator).to(dtype)
     before = weight.clone()
     for given in (weight, weight.T.contiguous().T):
-        arranged = packed(given)
+        arranged = prepack(given)
         assert tuple(arranged.shape) == shape
         for rows in (1, 2, 33, 300):
             x = torch.randn(rows, shape[1], generator=generator).to(dtype)
-            found, expected = product(x, arranged), x.double() @ weight.double().t()
+            found, expected = matmul(x, arranged), x.double() @ weight.double().t()
             assert found.dtype == dtype
             assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
     assert torch.equal(weight, before)
@@ -55,10 +56,10 @@ def test_products_are_those_of_the_weight(shape, dtype, bound):
 def test_what_the_library_would_misread_is_refused(x):
     """Addresses are handed over, so shapes and dtypes are looked at before."""
     with pytest.raises(TypeError, match=r"expected float32 \[N, 8\]"):
-        mkl.Arranged(torch.zeros(3, 8))(x)
+        mkl.PackedGemm(torch.zeros(3, 8))(x)
     strided = torch.arange(32.0).view(8, 4).t()  # not contiguous
     weight = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(mkl.Arranged(weight)(strided), strided @ weight.t())
+    torch.testing.assert_close(mkl.PackedGemm(weight)(strided), strided @ weight.t())
 
 
 @pytest.mark.parametrize("arranged", [True, False])
@@ -69,14 +70,14 @@ def test_rows_are_alike_in_the_numbers_that_were_tried(arranged, monkeypatch):
         plain(monkeypatch)
     generator = torch.Generator().manual_seed(1)
     for shape in SHAPES[2:]:
-        weight = packed(torch.randn(*shape, generator=generator))
-        assert isinstance(weight, Packed) == arranged
-        alike = rows_alike([weight], 128)
+        weight = prepack(torch.randn(*shape, generator=generator))
+        assert isinstance(weight, Prepacked) == arranged
+        alike = invariant_row_multiple([weight], 128)
         x = torch.randn(128, shape[1], generator=generator)
-        whole = product(x, weight)
-        for rows in {multiple(n, alike) * -(-n // multiple(n, alike)) for n in (1, 2, 3, 20, 31, 40, 77, 100)}:
+        whole = matmul(x, weight)
+        for rows in {padding_unit(n, alike) * -(-n // padding_unit(n, alike)) for n in (1, 2, 3, 20, 31, 40, 77, 100)}:
             for first in (0, 128 - rows):
-                assert torch.equal(product(x[first : first + rows], weight), whole[first : first + rows])
+                assert torch.equal(matmul(x[first : first + rows], weight), whole[first : first + rows])
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -89,7 +90,7 @@ def test_merged_products_are_unmerged_ones(bias):
 
     weight, pair = random(12, 8), (random(2, 8), random(5, 2))
     parts = (weight, random(12) if bias else None, [7, 5], [None, pair], 0.5)
-    unmerged, merged, x, residual = Fused(*parts), Fused(*parts), random(6, 8), random(6, 12)
+    unmerged, merged, x, residual = LoraLinear(*parts), LoraLinear(*parts), random(6, 8), random(6, 12)
     unmerged.prepare()
     merged.merge()
     for added in (None, residual):
@@ -106,8 +107,8 @@ def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
             plain(monkeypatch)
         with rlkit.connect("local", model=tiny("llama"), seed=0, device="cpu") as policy:
             found.append(policy.sampler().result().logprobs(tokens).result())
-            layers, _ = policy._engine._decoder._model.factors()
-            assert all(isinstance(x, Packed) == arranged for x in layers)
+            layers, _ = white_box.weights(policy)
+            assert all(isinstance(x, Prepacked) == arranged for x in layers)
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
 
 
@@ -115,9 +116,9 @@ def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
 def test_numbers_that_are_computed_are_numbers_that_are_tried(monkeypatch, alike):
     """Whatever is asked for is rounded up to a number that was compared, for any weight."""
     tried = []
-    monkeypatch.setattr(measured, "_known", {})
-    monkeypatch.setattr(measured, "product", lambda x, w: tried.append(x.shape[0]) or x @ w.t())
-    rows_alike([torch.zeros(3, 4)], 256)
+    monkeypatch.setattr(measured, "_measurements", {})
+    monkeypatch.setattr(measured, "matmul", lambda x, w: tried.append(x.shape[0]) or x @ w.t())
+    invariant_row_multiple([torch.zeros(3, 4)], 256)
     for rows in range(1, 257):
-        unit = multiple(rows, alike)
+        unit = padding_unit(rows, alike)
         assert -(-rows // unit) * unit in tried

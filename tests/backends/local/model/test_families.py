@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from tests.backends.local import white_box
 from tests.models.families import FAMILIES, LENGTH, build
 
 peft = pytest.importorskip("peft")
@@ -54,7 +55,7 @@ def made(request, tmp_path_factory):
     assert len(said) == ("experts" in family.note)
     assert any("nor do" in text for text in said) == ("dense layers" in family.note)
     rng = np.random.default_rng(0)
-    for name, parameter in policy._trainer.parameters.items():
+    for name, parameter in white_box.parameters(policy).items():
         if "lora_B" in name:
             parameter.data.copy_(torch.from_numpy(0.02 * rng.standard_normal(parameter.shape)))
     path = policy.save("x").result()
@@ -63,7 +64,7 @@ def made(request, tmp_path_factory):
         samples = [sample for future in futures for sample in future.result()]
     data = [sample.datum(1.0) for sample in samples]
     found = policy.forward_backward(data, "cross_entropy").result().selected
-    gradient = {name: p.grad.clone() for name, p in policy._trainer.parameters.items()}
+    gradient = {name: p.grad.clone() for name, p in white_box.parameters(policy).items()}
     policy.discard().result()
     yield Made(family, folder, path, policy, samples, data, list(found), gradient)
     policy.close()
@@ -149,7 +150,7 @@ def step(policy, data):
     """The adapter after one step on ``data``."""
     policy.forward_backward(data, "cross_entropy")
     policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
-    return {name: p.detach().clone() for name, p in policy._trainer.parameters.items()}
+    return {name: p.detach().clone() for name, p in white_box.parameters(policy).items()}
 
 
 @pytest.mark.filterwarnings("ignore:.*its experts get no adapter")

@@ -10,13 +10,13 @@ pytest.importorskip("peft")
 from rlkit.backends.local.sampling import attention_tiles as tiles  # noqa: E402
 from rlkit.backends.local.sampling import kv_attention as attention  # noqa: E402
 from rlkit.backends.local.sampling.attention_tiles import KEYS, LENGTHS, Tile, tile_of  # noqa: E402
-from rlkit.backends.local.sampling.kv_attention import Shared, matmul_attention  # noqa: E402
+from rlkit.backends.local.sampling.kv_attention import SharedPrefix, matmul_attention  # noqa: E402
 
 
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing was measured yet."""
-    monkeypatch.setattr(tiles, "_known", {})
+    monkeypatch.setattr(tiles, "_tiles", {})
 
 
 @pytest.fixture(params=[1, 2])
@@ -59,7 +59,7 @@ def library(longest, few):
 @pytest.mark.usefixtures("fresh")
 def test_the_cheapest_cut_that_is_alike_is_found(longest, few, expected, monkeypatch):
     """For libraries that are known: the longest sum that is not split, the fewest queries that are many."""
-    monkeypatch.setattr(tiles._Tries, "PARTS", ((0, 1), (17, 1), (106, 1), (300, 1), (101, 3), (250, 9)))
+    monkeypatch.setattr(tiles._Trials, "PARTS", ((0, 1), (17, 1), (106, 1), (300, 1), (101, 3), (250, 9)))
     assert tile_of(library(longest, few), 2, 4, 4) == expected
 
 
@@ -67,13 +67,13 @@ def test_the_cheapest_cut_that_is_alike_is_found(longest, few, expected, monkeyp
 def test_it_is_measured_once_for_each_number_of_threads(monkeypatch):
     """And again for another width or number of heads."""
     tried = []
-    monkeypatch.setattr(tiles._Tries, "alike", lambda _, tile: tried.append(tile) or True)
+    monkeypatch.setattr(tiles._Trials, "invariant", lambda _, tile: tried.append(tile) or True)
     for width in (4, 4, 8):
-        assert tile_of(attention._attended, 2, width, width) == Tile(1, KEYS)
+        assert tile_of(attention._attend, 2, width, width) == Tile(1, KEYS)
     assert len(tried) == 4
-    tile_of(attention._attended, 1, 4, 4)
+    tile_of(attention._attend, 1, 4, 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    tile_of(attention._attended, 2, 4, 4)
+    tile_of(attention._attend, 2, 4, 4)
     assert len(tried) == 8
 
 
@@ -103,7 +103,7 @@ def test_a_token_is_alike_in_any_company(shape):
     whole = computed(0, size, size, 1)
     for place in (*range(0, KEYS, 67), 106, 255, 256, 400, 590):
         least = -(-(place + 1) // LENGTHS) * LENGTHS
-        together = Shared(KEYS, [[0, 1, 2, 3]]) if place >= KEYS else None
+        together = SharedPrefix(KEYS, [[0, 1, 2, 3]]) if place >= KEYS else None
         for longest in range(least, size + 1, 13 * LENGTHS):
             assert torch.equal(computed(place, 1, longest, 1), whole[place : place + 1])
             assert torch.equal(computed(place, 1, longest, 4, together), whole[place : place + 1])

@@ -12,13 +12,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local.gemm import lora_linear as linear  # noqa: E402
-from rlkit.backends.local.model import unembedding as logprobs  # noqa: E402
+from rlkit.backends.local.model import output_head  # noqa: E402
+from rlkit.backends.local.model.forward import LlamaForward  # noqa: E402
 from rlkit.backends.local.sampling import cuda_graphs as graphs  # noqa: E402
-from rlkit.backends.local.sampling import snapshots as weights  # noqa: E402
-from rlkit.backends.local.sampling.continuous_batching import SlotDecoder  # noqa: E402
-from rlkit.backends.local.sampling.cuda_graphs import Graphs  # noqa: E402
-from rlkit.backends.local.sampling.kv_attention import kernel_attention, matmul_attention  # noqa: E402
-from rlkit.backends.local.sampling.kv_cache import Slots  # noqa: E402
+from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching  # noqa: E402
+from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs  # noqa: E402
+from rlkit.backends.local.sampling.kv_attention import matmul_attention, sdpa_attention  # noqa: E402
+from rlkit.backends.local.sampling.kv_cache import KVCache  # noqa: E402
+from rlkit.backends.local.sampling.snapshots import take_snapshot  # noqa: E402
+from tests.backends.local import white_box  # noqa: E402
 
 
 class Recorder:
@@ -40,13 +42,14 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Every SlotDecoder decodes by graphs of this recorder."""
-    made, before = Recorder(), SlotDecoder.__init__
+    """All continuous batching decodes by graphs of this recorder."""
+    made, before = Recorder(), ContinuousBatching.__init__
 
-    def with_graphs(self, model, limit, _=None):
-        before(self, model, limit, lambda model, slots: Graphs(model, slots, lambda: made))
+    def with_graphs(self, forward, base, *args, **options):
+        before(self, forward, base, *args, **options)
+        self.graphs = CudaGraphs(forward, base, self.kv_cache, lambda: made)
 
-    monkeypatch.setattr(SlotDecoder, "__init__", with_graphs)
+    monkeypatch.setattr(ContinuousBatching, "__init__", with_graphs)
     monkeypatch.setattr(graphs, "KEYS", 32)
     return made
 
@@ -74,7 +77,7 @@ def test_recorded_steps_sample_what_others_do(tiny, recorder):
         policy = connect(tiny("llama"))
         if not recorded:
             policy.sampler().result().logprobs([5, 6]).result()
-            policy._engine._decoder._graphs = None
+            white_box.decoder(policy).graphs = None
         rng = np.random.default_rng(0)
         found = [sampled(policy, rng)]
         policy.forward_backward([rlkit.Datum.supervised([5, 6], [7, 8])], "cross_entropy").result()
@@ -98,7 +101,7 @@ def test_graphs_are_recorded_again_where_memory_moved(tiny, recorder):
         sampler.sample(np.arange(3, 3 + length), params, n=rows).result()
         counts.append(recorder.recorded - before)
     assert [count > 0 for count in counts] == [True, False, True, False, True, False, True, True, False]
-    policy._engine._decoder._model.addresses = (1,)
+    white_box.decoder(policy).forward.addresses = (1,)
     sampler.sample(np.arange(3, 8), params).result()
     assert recorder.recorded == sum(counts) + 1
     policy.close()
@@ -118,10 +121,10 @@ def test_what_cannot_be_recorded_is_computed(tiny, monkeypatch, recorder):
         found = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
     again = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
     assert [s.tokens.tolist() for s in found] == [s.tokens.tolist() for s in again]
-    decoder = policy._engine._decoder
+    decoder = white_box.decoder(policy)
     policy.close()  # which waits for the last step to end
-    assert not decoder._graphs.works
-    assert all(keys.shape[0] == 0 for keys, _ in decoder._slots._store)
+    assert not decoder.graphs.works
+    assert all(keys.shape[0] == 0 for keys, _ in decoder.kv_cache.store)
 
 
 def test_memory_that_runs_out_halfway_leaves_nothing_behind(tiny, monkeypatch, recorder):
@@ -129,9 +132,9 @@ def test_memory_that_runs_out_halfway_leaves_nothing_behind(tiny, monkeypatch, r
     policy = connect(tiny("llama"))
     sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=6, stop=())
     expected = [s.tokens.tolist() for s in sampler.sample([5, 6, 7], params, n=9, seed=1).result()]
-    policy._engine._decoder._slots.free()
+    white_box.decoder(policy).kv_cache.free()
     sampler.sample([5, 6], params).result()
-    grown, calls = Slots._grown, []
+    grown, calls = KVCache._grow, []
 
     def fails(self, x):
         calls.append(x)
@@ -139,7 +142,7 @@ def test_memory_that_runs_out_halfway_leaves_nothing_behind(tiny, monkeypatch, r
             raise torch.OutOfMemoryError("out of memory")
         return grown(self, x)
 
-    monkeypatch.setattr(Slots, "_grown", fails)
+    monkeypatch.setattr(KVCache, "_grow", fails)
     with pytest.raises(rlkit.BackendError, match="out of memory: 9 completions") as caught:
         sampler.sample([5, 6, 7], params, n=9, seed=1).result()
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
@@ -151,14 +154,14 @@ def test_memory_that_runs_out_halfway_leaves_nothing_behind(tiny, monkeypatch, r
 
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
-def test_kernel_attention_is_matmul_attention(heads, length):
+def test_sdpa_attention_is_matmul_attention(heads, length):
     """For tokens at places of their own in slots that hold more."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    slots = Slots()
+    slots = KVCache()
     slots.reserve(3, 40)
     slots.at(0, torch.arange(20).repeat(3, 1), 20)
     slots.update(random(3, heads[1], 20, 8), random(3, heads[1], 20, 8), 0)
@@ -166,7 +169,7 @@ def test_kernel_attention_is_matmul_attention(heads, length):
     keys, values = slots.update(random(3, heads[1], length, 8), random(3, heads[1], length, 8), 0)
     query = random(3, heads[0], length, 8)
     expected, _ = matmul_attention(None, query, keys, values, mask, scaling=1.0)
-    assert torch.allclose(kernel_attention(query, keys, values, mask == 0), expected, atol=1e-12)
+    assert torch.allclose(sdpa_attention(query, keys, values, mask == 0), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -176,24 +179,23 @@ def test_weights_keep_their_addresses(tiny, monkeypatch, merge):
     def in_place(weight, place=None):
         return weight if place is None else place.copy_(weight)
 
-    for module in (linear, logprobs):
-        monkeypatch.setattr(module, "packed", in_place)
+    for module in (linear, output_head):
+        monkeypatch.setattr(module, "prepack", in_place)
     policy = connect(tiny("llama"))
     before = [p.clone() for p in policy.base.model.parameters()]
     other = attrs.evolve(policy.base, device=torch.device("cuda"))
-    shapes = {name: (a.shape, b.shape) for name, (a, b) in weights.take_snapshot(policy._peft, 0, 1.0).adapter.items()}
-    model, places = weights.SamplingLlama(other, merge=merge), []
+    shapes = {name: (a.shape, b.shape) for name, (a, b) in take_snapshot(policy._peft, 0, 1.0).adapter.items()}
+    model, places = LlamaForward(other), []
     for seed in (None, 1, 2, None, 3):
         generator = torch.Generator().manual_seed(seed or 0)
         adapter = {
             name: tuple(torch.randn(shape, generator=generator) for shape in pair)
             for name, pair in (shapes if seed else {}).items()
         }
-        snapshot = weights.Snapshot(0, 0.5, adapter)
-        fresh = weights.SamplingLlama(policy.base, merge=merge)
-        assert model.use(snapshot)
-        fresh.use(snapshot)
-        for found, expected in zip(model.factors(), fresh.factors(), strict=True):
+        fresh = LlamaForward(policy.base)
+        for forward in (model, fresh):
+            forward.load(adapter, 0.5, merge=merge)
+        for found, expected in zip(model.weights(), fresh.weights(), strict=True):
             assert all(map(torch.equal, found, expected))
         places.append(model.addresses)
     assert places[1] == places[2]

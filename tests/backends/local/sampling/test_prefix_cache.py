@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 import rlkit
 
 pytest.importorskip("peft")
-from rlkit.backends.local.gemm.batch_invariance import multiple
+from rlkit.backends.local.gemm.batch_invariance import padding_unit
 from rlkit.backends.local.sampling import continuous_batching as batching
 from rlkit.backends.local.sampling import kv_attention as attention
-from rlkit.backends.local.sampling.kv_cache import Slots
-from rlkit.backends.local.sampling.prefix_cache import BLOCK, Prefixes, block_names
+from rlkit.backends.local.sampling.kv_cache import KVCache
+from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
+from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -37,7 +38,7 @@ def pair(tiny, request):
     samplers = [policy.sampler().result() for policy in policies]
     for sampler in samplers:
         sampler.sample([5], rlkit.SamplingParams(max_tokens=1)).result()
-    yield *samplers, policies[0]._engine._decoder
+    yield *samplers, white_box.decoder(policies[0])
     for policy in policies:
         policy.close()
 
@@ -68,8 +69,8 @@ def turns(draw):
 def test_reuse_changes_nothing(pair, rounds, blocks):
     """Random trees of turns, with evictions: every sample is that of an engine without a memory, asked one by one."""
     warm, cold, decoder = pair
-    size = 4 * BLOCK * per_token(decoder._slots)  # bytes of a block
-    decoder._prefixes = Prefixes(blocks * size)
+    size = 4 * BLOCK * per_token(decoder.kv_cache)  # bytes of a block
+    decoder.prefix_cache = PrefixCache(blocks * size)
     known = [np.zeros(0, np.int64)]
     for number, requests in enumerate(rounds):
         asked = []
@@ -82,11 +83,11 @@ def test_reuse_changes_nothing(pair, rounds, blocks):
             found = future.result()
             assert bits(found) == bits(cold.sample(prompt, params, n=n, seed=seed).result())
             known += [np.concatenate([prompt, sample.tokens]) for sample in found]
-        assert sum(block.nbytes for block in decoder._prefixes._blocks.values()) <= blocks * size
+        assert sum(block.nbytes for block in decoder.prefix_cache.blocks.values()) <= blocks * size
 
 
 def per_token(slots):
-    return sum(x.shape[1] * x.shape[3] for layer in slots._store for x in layer)
+    return sum(x.shape[1] * x.shape[3] for layer in slots.store for x in layer)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_adapters_beside_real_widths(wide):
     options = {"merge": False, "prefix_mb": 0, "device": "cpu", "seed": 0}
     policy = rlkit.connect("local", model=wide, lora=rlkit.Lora(rank=32), **options)
     rng = np.random.default_rng(0)
-    for parameter in policy._trainer.parameters.values():
+    for parameter in white_box.parameters(policy).values():
         parameter.data.add_(torch.from_numpy(0.02 * rng.normal(size=parameter.shape)).to(parameter))
     sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=6, stop=())
     for n, others in ((1, 7), (3, 30), (5, 2), (90, 30)):
@@ -163,10 +164,10 @@ def test_adapters_beside_real_widths(wide):
 def test_shapes_are_tried_ones():
     """Whatever the rows and lengths, the number of tokens is one that was tried, and holds them all."""
     for rows, length, alike in itertools.product(range(1, 20), range(1, 20), (1, 2, 4, 8, 16, 32, 64)):
-        high, wide = batching._shape(rows, length, alike)
+        high, wide = batching._padded_shape(rows, length, alike)
         assert high >= rows
         assert wide >= length
-        assert high * wide % multiple(high * wide, alike) == 0
+        assert high * wide % padding_unit(high * wide, alike) == 0
 
 
 def test_turns_compute_what_is_new(tiny):
@@ -177,7 +178,7 @@ def test_turns_compute_what_is_new(tiny):
     first = sampler.sample(prompt, params, seed=0).result()[0]
     sampler.sample([5, 6, 7], params, seed=0).result()
     seen = []
-    decoder = policy._engine._decoder
+    decoder = white_box.decoder(policy)
     inner = decoder.prefill
     decoder.prefill = lambda first, rests, starts: seen.append(list(starts)) or inner(first, rests, starts)
     turn = np.concatenate([prompt, first.tokens, [9, 9, 9]])
@@ -211,7 +212,7 @@ def test_blocks_go_with_their_snapshot(tiny):
     params = rlkit.SamplingParams(max_tokens=3, stop=())
     for sampler in samplers:
         sampler.sample(np.arange(3, 40), params).result()
-    prefixes = policy._engine._decoder._prefixes
+    prefixes = white_box.decoder(policy).prefix_cache
     names = block_names(np.arange(3, 40))
     samplers[0].close()
     gc.collect()
@@ -225,12 +226,12 @@ def test_blocks_go_with_their_snapshot(tiny):
     assert prefixes.find(names) == 0
     base = policy.base_sampler().result()
     base.sample(np.arange(3, 40), params).result()
-    assert policy._engine._decoder._prefixes.find(names) == 2
+    assert white_box.decoder(policy).prefix_cache.find(names) == 2
 
 
 def filled(rows, length):
     """Slots of one layer with a head of width 2: entry (slot, token) holds 100 slot + token, values negative."""
-    slots = Slots()
+    slots = KVCache()
     slots.reserve(rows, length)
     keys = (100 * torch.arange(rows)[:, None] + torch.arange(length)).float()[:, None, :, None].expand(-1, 1, -1, 2)
     slots.at(0, torch.arange(length).repeat(rows, 1), length)
@@ -242,17 +243,17 @@ def test_least_recently_used_goes_first():
     """Two sequences with a common first block, room for three blocks: the tail of the one not used lately is gone."""
     a, b = np.arange(2 * BLOCK), np.append(np.arange(BLOCK), np.arange(BLOCK) + 50)
     slots = filled(2, 3 * BLOCK)
-    prefixes = Prefixes(3 * slots.block(0, 0, BLOCK).nbytes)
+    prefixes = PrefixCache(3 * slots.read_block(0, 0, BLOCK).nbytes)
     names = [block_names(x) for x in (a, b)]
     for slot in (0, 1):
-        prefixes.keep(names[slot], slots, slot)
+        prefixes.store(names[slot], slots, slot)
     assert [prefixes.find(x) for x in names] == [2, 2]  # three blocks in all
     prefixes.load(names[0], slots, 1)
-    assert torch.equal(slots.block(1, 0, 2 * BLOCK), slots.block(0, 0, 2 * BLOCK))
+    assert torch.equal(slots.read_block(1, 0, 2 * BLOCK), slots.read_block(0, 0, 2 * BLOCK))
     other = block_names(np.arange(BLOCK) + 200)
-    prefixes.keep(other, slots, 0)
+    prefixes.store(other, slots, 0)
     assert [prefixes.find(x) for x in (*names, other)] == [2, 1, 1]
-    prefixes.keep(block_names(np.arange(5 * BLOCK)[: 3 * BLOCK] + 300), slots, 0)
+    prefixes.store(block_names(np.arange(5 * BLOCK)[: 3 * BLOCK] + 300), slots, 0)
     assert [prefixes.find(x) for x in (*names, other)] == [0, 0, 0]
     prefixes.clear()
     assert prefixes.find(block_names(np.arange(BLOCK) + 300)) == 0

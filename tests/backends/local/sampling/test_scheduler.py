@@ -1,4 +1,4 @@
-"""The engine when things go otherwise: nobody waits any more, memory ends, the process is another one."""
+"""The scheduler when things go otherwise: nobody waits any more, memory ends, the process is another one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 import rlkit
 from rlkit.errors import BackendError
+from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -38,7 +39,7 @@ def policy(request, big, tiny, tmp_path):
     kind = big if request.param == "slots" else tiny("mistral")
     with rlkit.connect("local", model=kind, lora=rlkit.Lora(rank=4), seed=0, device="cpu", folder=tmp_path) as policy:
         policy.sampler().result().sample([5], ONE).result()
-        decoder = policy._engine._decoder
+        decoder = white_box.decoder(policy)
         step = decoder.step
         if request.param == "cache":
             decoder.step = lambda: time.sleep(0.3) or step()
@@ -46,7 +47,7 @@ def policy(request, big, tiny, tmp_path):
 
 
 def rows(policy):
-    return len(policy._engine._decoder.rows)
+    return len(white_box.decoder(policy).rows)
 
 
 def soon(condition):
@@ -75,7 +76,7 @@ def test_a_forgotten_future_makes_room(policy):
     gc.collect()
     assert soon(lambda: rows(policy) == 0)
     assert policy.sampler().result().sample([5, 6], ONE).result()
-    assert not policy._engine._waiting
+    assert not white_box.waiting(policy)
 
 
 def test_a_future_that_is_kept_goes_on(policy):
@@ -181,11 +182,11 @@ def test_dropped_scores_are_not_computed(policy):
     future = begun(policy)
     other = policy.base_sampler().result().logprobs(np.arange(3, 60))
     seen = []
-    decoder = policy._engine._decoder
-    decoder.score = lambda request: seen.append(request) or np.zeros(request.tokens.size, np.float32)
+    decoder = white_box.decoder(policy)
+    decoder.score = lambda request: seen.append(request)
     del other, future
     gc.collect()
-    assert soon(lambda: not policy._engine._waiting and rows(policy) == 0)
+    assert soon(lambda: not white_box.waiting(policy) and rows(policy) == 0)
     assert not seen
 
 
@@ -249,7 +250,7 @@ def torchs(*_, **__):
     raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to")
 
 
-@pytest.mark.parametrize("part", ["_forward", "_backward"])
+@pytest.mark.parametrize("part", ["_outputs", "_backward"])
 def test_training_without_memory_says_which_batch(big, part, monkeypatch):
     """How much it was and what to lower; the gradient before it is kept and the backend goes on."""
     data = [rlkit.Datum.supervised([k, 5, 6], [7, 8]) for k in (3, 4, 5)]
@@ -257,20 +258,21 @@ def test_training_without_memory_says_which_batch(big, part, monkeypatch):
         options = {"micro_batch_tokens": budget, "lora": rlkit.Lora(rank=4), "device": "cpu", "seed": 0}
         with rlkit.connect("local", model=big, **options) as policy:
             policy.forward_backward(data[:1], "cross_entropy").result()
-            before = [p.grad.clone() for p in policy._trainer.parameters.values()]
+            parameters = white_box.parameters(policy).values()
+            before = [p.grad.clone() for p in parameters]
             with monkeypatch.context() as patch:
                 patch.setattr(policy._trainer, part, torchs)
                 with pytest.raises(BackendError, match=f"^out of memory: micro-batch {told}") as error:
                     policy.forward_backward(data, "cross_entropy").result()
             assert "can't allocate memory" in str(error.value.__cause__)
-            assert all(torch.equal(p.grad, g) for p, g in zip(policy._trainer.parameters.values(), before, strict=True))
+            assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
             assert policy.optim_step(rlkit.Adam()).result()
 
 
 def test_sampling_without_memory_says_how_many_rows(policy, monkeypatch):
     """For prompts, steps and scores; afterwards the same request is served."""
     sampler = policy.sampler().result()
-    decoder = policy._engine._decoder
+    decoder = white_box.decoder(policy)
     params = rlkit.SamplingParams(max_tokens=4, stop=())
     for name, call, told in (
         (
@@ -295,7 +297,7 @@ def test_other_errors_stay_what_they_are(big, monkeypatch):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with rlkit.connect("local", model=big, seed=0, device="cpu") as policy:
-        monkeypatch.setattr(policy._trainer, "_forward", broken)
+        monkeypatch.setattr(policy._trainer, "_outputs", broken)
         with pytest.raises(RuntimeError, match="mat1") as error:
             policy.forward_backward([rlkit.Datum.supervised([5], [7])], "cross_entropy").result()
         assert not isinstance(error.value, BackendError)
@@ -339,14 +341,14 @@ def test_a_difference_in_the_last_bit_is_seen(tiny, kind, monkeypatch):
     """Where rows do hang on their company; while others are being decoded, which it does not disturb."""
     with rlkit.connect("local", model=tiny(kind), seed=0, device="cpu") as policy:
         expected = policy.sampler().result().sample([5, 6], ONE, seed=0).result()[0]
-        decoder = policy._engine._decoder
-        forward = decoder._forward
+        decoder = white_box.decoder(policy)
+        forward = decoder._logits
 
         def other(tokens, *args):
             logits = forward(tokens, *args)
             return logits if len(tokens) == 1 else torch.nextafter(logits, torch.tensor(9.0))
 
-        monkeypatch.setattr(decoder, "_forward", other)
+        monkeypatch.setattr(decoder, "_logits", other)
         assert policy.capabilities()["batch_invariant"] is False
         found = policy.sampler().result().sample([5, 6], ONE, seed=0).result()[0]
         assert found.logprobs.tobytes() == expected.logprobs.tobytes()

@@ -18,9 +18,8 @@ pytest.importorskip("peft")
 from rlkit.backends.local.model import tree_attention as tree  # noqa: E402
 from rlkit.backends.local.model.base import DTYPES  # noqa: E402
 from rlkit.backends.local.training import flex_attention as kernels  # noqa: E402
-from rlkit.backends.local.training import head  # noqa: E402
-from rlkit.backends.local.training.forward import LibraryBody  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
+from tests.backends.local import white_box  # noqa: E402
 
 
 @st.composite
@@ -45,7 +44,7 @@ def test_every_token_sees_its_own_past(data, budget, share):
     """Each scored token is predicted from exactly its own datum's earlier tokens, at their own positions."""
     seen = []
     for batch in pack(data, budget, share=share):
-        visible = batch.visible()
+        seen_from = visible(batch)
         if share:
             assert len(batch.members) == 1 or batch.tokens.size <= budget
         else:
@@ -57,7 +56,7 @@ def test_every_token_sees_its_own_past(data, budget, share):
             seen.append(i)
             for t in np.flatnonzero(data[i].mask):
                 place, in_rows = next(places)
-                keys = np.flatnonzero(visible[place])
+                keys = np.flatnonzero(seen_from[place])
                 assert batch.tokens[keys].tolist() == data[i].tokens[:t].tolist()
                 assert batch.positions[keys].tolist() == list(range(t))
                 if not share:
@@ -114,14 +113,13 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
-    own, plain = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
-    assert own.body.shares
+    assert trainer.forward.trees
     for loss, data in ((loss, random_tree(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
         near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
         data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
         for want in ((), ("entropy",)):
             found = []
-            for trainer._head in (own, plain):
+            for _ in white_box.forwards(policy):
                 output = policy.forward_backward(data, loss, want=want).result()
                 found.append((output, [p.grad.clone() for p in trainer.parameters.values()]))
                 policy.discard().result()
@@ -141,8 +139,7 @@ def test_gradients_in_float32(tiny, kind):
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
     data, found = random_tree(rng), []
-    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
-    for trainer._head in heads:
+    for _ in white_box.forwards(policy):
         policy.forward_backward(data, "cross_entropy").result()
         found.append([p.grad.clone() for p in trainer.parameters.values()])
         policy.discard().result()
@@ -172,8 +169,7 @@ def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
     data = random_tree(rng)
     found = []
-    heads = trainer._head, head.Head(trainer.model, LibraryBody(trainer.model, shares=False))
-    for trainer._head in heads:
+    for _ in white_box.forwards(policy):
         policy.forward_backward(data, "importance_sampling").result()
         found.append([p.grad.clone() for p in trainer.parameters.values()])
         policy.discard().result()
@@ -194,7 +190,7 @@ def test_tree_attention_is_masked_attention(seed, heads, scores):
         patch.setattr(tree, "SCORES", scores)
         for attention in (
             tree.TreeAttention(batch.runs, *heads),
-            kernels.MaskedAttention(torch.from_numpy(batch.visible())),
+            kernels.MaskedAttention(torch.from_numpy(visible(batch))),
         ):
             out, saved = attention.forward(q, k, v)
             found.append([out, *attention.backward(grad, saved)])
@@ -212,10 +208,10 @@ def test_flex_attention_sees_what_masked_attention_sees(seed, heads):
     begins, ends = tree.spans(batch.runs)
     places = np.arange(batch.tokens.size)
     seen = (begins <= begins[:, None]) & (begins[:, None] < ends) & (places <= places[:, None])
-    assert np.array_equal(seen, batch.visible())
+    assert np.array_equal(seen, visible(batch))
     q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 16))) for h in (heads[0], heads[1], heads[1]))
     flex = kernels.FlexAttention(batch.runs, torch.device("cpu"), compiled=False)
-    expected = kernels.MaskedAttention(torch.from_numpy(batch.visible())).forward(q, k, v)[0]
+    expected = kernels.MaskedAttention(torch.from_numpy(visible(batch))).forward(q, k, v)[0]
     assert torch.allclose(flex.forward(q, k, v)[0], expected, atol=1e-12)
 
 
@@ -247,12 +243,17 @@ def test_without_a_working_compiler_attention_is_masked(monkeypatch):
     kernels._flex_works.cache_clear()
     (batch,) = pack(random_tree(np.random.default_rng(0)), 10**6)
     with pytest.warns(UserWarning, match="without flex_attention.*no compiler"):
-        found = kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2, 16)
+        found = kernels.gpu_attention(batch.runs, 4, 2, 16, torch.float32, torch.device("cpu"))
     assert isinstance(found, kernels.MaskedAttention)
     assert isinstance(
-        kernels.attention_for(batch, torch.device("cpu"), torch.float32, 4, 2, 16), kernels.MaskedAttention
+        kernels.gpu_attention(batch.runs, 4, 2, 16, torch.float32, torch.device("cpu")), kernels.MaskedAttention
     )
     kernels._flex_works.cache_clear()
+
+
+def visible(batch):
+    """Which places each one sees, bool [N, N]."""
+    return tree.visible(batch.runs, batch.tokens.size)
 
 
 def relative(a, b):

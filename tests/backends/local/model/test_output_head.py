@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlkit.backends.local.model import unembedding as module  # noqa: E402
+from rlkit.backends.local.model import output_head as module  # noqa: E402
 
 N, HIDDEN, V, RANK = 11, 6, 17, 3
 

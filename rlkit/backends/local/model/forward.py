@@ -1,0 +1,246 @@
+"""One forward pass for training and sampling: rlkit's own, or the library's.
+
+``Forward`` has two implementations, ``LlamaForward`` and ``LibraryForward``. ``Inputs`` has two as well, a micro-batch
+and a step over the KV cache; each gives its tokens in the form that either forward reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
+
+from rlkit.backends.local.gemm.lora_linear import Adapter
+from rlkit.backends.local.gemm.prepacked import Weight
+from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.decoder_layer import Attention
+from rlkit.backends.local.model.llama import Llama
+from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
+from rlkit.backends.local.model.output_head import KEPT, Unembedding, read_in_chunks, read_logits
+
+__all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight"]
+
+
+class Inputs(Protocol):
+    """The tokens of one forward."""
+
+    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
+        """Tokens [N], positions [N], how they see one another, and the places [n] whose output is wanted."""
+
+    def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:
+        """The model's keyword arguments, and the places [n] of its flattened tokens [B T]."""
+
+
+class Forward(Protocol):
+    """A causal language model with one LoRA in it."""
+
+    @property
+    def trees(self) -> bool:
+        """Whether sequences of a micro-batch may share the tokens that they begin with."""
+
+    def prepare(self) -> None:
+        """Read the trained adapter as it is now."""
+
+    def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
+        """Take another adapter for sampling, merged into copies of the weights or beside them."""
+
+    def weights(self) -> tuple[list[Weight], list[Weight]]:
+        """[out, in] of every product of the layers, and of the output embedding."""
+
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """Return the last hidden states [n, hidden], which the output embedding reads."""
+
+    def logits(self, inputs: Inputs) -> torch.Tensor:
+        """Return logits [n, V]."""
+
+    def outputs(
+        self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """``read_logits`` of ``logits(inputs)``, without keeping all logits where they are many."""
+
+
+class LlamaForward:
+    """rlkit's own forward of ``Llama``.
+
+    Args:
+        base: a model for which ``base.llama`` holds.
+        adapter: the adapter that is trained; none for sampling, which loads one.
+        scale: of that adapter.
+
+    Attributes:
+        addresses: of the weights that ``load`` made; on a GPU they stay from adapter to adapter.
+    """
+
+    trees = True
+
+    def __init__(self, base: Base, adapter: Adapter | None = None, scale: float = 0.0) -> None:
+        self._base, self._adapter, self._scale = base, adapter or {}, scale
+        self._llama = Llama(base.model, self._adapter, scale)
+        self.addresses: tuple[int, ...] = ()
+
+    @cached_property
+    def _head(self) -> Unembedding:  # not made for a critic, which has no use for it
+        return Unembedding(self._base.head, self._adapter.get("lm_head"), self._scale)
+
+    def prepare(self) -> None:
+        """See ``Forward.prepare``."""
+        self._llama.prepare()
+
+    def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
+        """See ``Forward.load``."""
+        self._llama.attach(adapter, scale)
+        self._head.load(adapter.get("lm_head"), scale, merge=merge)
+        if merge:
+            self._llama.merge()
+        else:
+            self._llama.prepare()
+        self.addresses = tuple(x.data_ptr() for part in self.weights() for x in part if isinstance(x, torch.Tensor))
+
+    def weights(self) -> tuple[list[Weight], list[Weight]]:
+        """See ``Forward.weights``."""
+        return [x for linear in self._llama.linears for x in linear.weights], self._head.weights
+
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """See ``Forward.hidden``."""
+        return self._llama.hidden(*inputs.for_llama(self._llama))
+
+    def logits(self, inputs: Inputs) -> torch.Tensor:
+        """See ``Forward.logits``."""
+        return self._head.logits(self.hidden(inputs))
+
+    def outputs(
+        self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """See ``Forward.outputs``."""
+        hidden, ids = self.hidden(inputs), wanted["logprobs"]
+        if len(wanted) == 1 and ids is not None:
+            return {"logprobs": self._head.logprobs(hidden, ids, temperatures)}
+        return read_in_chunks(self._head.logits, hidden, wanted, temperatures)
+
+
+class LibraryForward:
+    """The model's own forward.
+
+    For sampling its modules hold one adapter at a time. Merged, they get the weight W + scale B A, one copy, computed
+    in float32 and cast; unmerged, the adapter is added to each module's output. The base's own tensors are never
+    written, and a tied head is untied by having a weight of its own.
+
+    Args:
+        model: a causal language model: peft's, which trains its adapter, or a tree of modules for ``load`` alone.
+        trees: whether the architecture does as a mask and positions say.
+    """
+
+    def __init__(self, model: Any, *, trees: bool = False) -> None:
+        self.model, self.trees = model, trees
+        self._config = model.config.get_text_config()
+        self.splits: bool | None = None
+        self._base_weights: dict[str, nn.Parameter] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
+
+    def prepare(self) -> None:
+        """Do nothing: peft's modules read their adapters by themselves."""
+
+    @torch.no_grad()
+    def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
+        """See ``Forward.load``."""
+        for name, weight in self._base_weights.items():
+            self.model.get_submodule(name).weight = weight
+        for hook in self._hooks:
+            hook.remove()
+        for state in (self._base_weights, self._hooks, self._low_rank):
+            state.clear()
+        for name, (a, b) in adapter.items():
+            module: Any = self.model.get_submodule(name)
+            if merge:
+                self._base_weights[name] = module.weight
+                merged = merged_weight(module, a, b, scale)
+                if isinstance(module, nn.Linear):  # [in, out] in memory: some tens of rows take a quarter less time
+                    merged = merged.T.contiguous().T
+                module.weight = nn.Parameter(merged, requires_grad=False)
+            else:
+                self._hooks.append(module.register_forward_hook(_add_lora(a, b, scale)))
+                self._low_rank += [a, b]
+
+    def weights(self) -> tuple[list[Weight], list[Weight]]:
+        """See ``Forward.weights``."""
+        head = self.model.get_output_embeddings()
+        linear = [m for m in self.model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+        weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
+        return [*weights, *self._low_rank], [head.weight, *self._low_rank]
+
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """See ``Forward.hidden``."""
+        return self._hidden_at(*inputs.for_library(self._device, trees=self.trees))
+
+    def logits(self, inputs: Inputs) -> torch.Tensor:
+        """See ``Forward.logits``."""
+        return self._logits_at(*inputs.for_library(self._device, trees=self.trees))
+
+    def outputs(
+        self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """See ``Forward.outputs``."""
+        tokens = wanted["logprobs"]
+        if tokens is None or tokens.numel() * self._config.vocab_size <= KEPT or not self._head_splits(tokens[:8]):
+            return read_logits(self.logits(inputs), wanted, temperatures)
+        return read_in_chunks(self._head, self.hidden(inputs), wanted, temperatures)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.model.get_output_embeddings().weight.device
+        return device
+
+    def _hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+        with hidden_to_keep(self.model, index) as kept:
+            self.model(**arguments)
+        return kept[0]
+
+    def _logits_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+        with logits_to_keep(self.model, index):
+            logits: torch.Tensor = self.model(**arguments).logits[0]
+        return logits
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, V], with the scale or cap that some architectures apply."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        scale = getattr(self._config, "logit_scale", None)
+        divisor = getattr(self._config, "logits_scaling", None)
+        cap = getattr(self._config, "final_logit_softcapping", None)
+        logits = logits * scale if scale else logits
+        logits = logits / divisor if divisor else logits
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    @torch.no_grad()
+    def _head_splits(self, tokens: torch.Tensor) -> bool:
+        """Return whether ``_head`` is all that this architecture does after its last hidden state; tried once."""
+        if self.splits is None:
+            arguments = {"input_ids": tokens[None], "use_cache": False}
+            index = torch.arange(tokens.numel(), device=tokens.device)
+            expected, split = self._logits_at(arguments, index), self._head(self._hidden_at(arguments, index))
+            self.splits = torch.allclose(split, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        return self.splits
+
+
+def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a new tensor W + scale B A, computed in float32 and cast to the dtype of the module's weight."""
+    delta = (b.float() @ a.float()) * scale
+    if not isinstance(module, nn.Linear):  # transformers' Conv1D keeps [in, out]
+        delta = delta.T
+    merged: torch.Tensor = (module.weight.float() + delta).to(module.weight.dtype)
+    return merged
+
+
+def _add_lora(
+    a: torch.Tensor, b: torch.Tensor, scale: float
+) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
+    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        low = args[0].to(a.dtype) @ a.T
+        return (output + (low @ b.T) * scale).to(output.dtype)  # rounded once, as in training
+
+    return hook

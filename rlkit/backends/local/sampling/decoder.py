@@ -1,0 +1,67 @@
+"""What the two ways to decode have in common."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rlkit.backends.local.model.forward import Forward
+from rlkit.backends.local.sampling.requests import Row, SampleRequest, ScoreRequest
+from rlkit.backends.local.sampling.snapshots import Snapshot
+
+__all__ = ["Decoder"]
+
+
+class Decoder(ABC):
+    """Rows of one snapshot, decoded a token at a time.
+
+    Args:
+        forward: the model.
+        merge: whether adapters are merged into copies of its weights.
+
+    Attributes:
+        rows: what is being decoded.
+        mixes: whether rows of several requests are decoded together.
+    """
+
+    mixes: ClassVar[bool]
+
+    def __init__(self, forward: Forward, *, merge: bool) -> None:
+        self.rows: list[Row] = []
+        self.forward, self._merge = forward, merge
+        self._current: weakref.ref[Snapshot] | None = None
+
+    def use(self, snapshot: Snapshot) -> bool:
+        """Take the weights of ``snapshot``, and return whether another's were there. There are no rows."""
+        if self._current is not None and self._current() is snapshot:
+            return False
+        self._current = None
+        self.forward.load(snapshot.adapter, snapshot.scale, merge=self._merge)
+        self._current = weakref.ref(snapshot)
+        return True
+
+    @abstractmethod
+    def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
+        """Begin the next ``count`` rows of each request, up to their first token."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Decode one more token for every row."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let the rows go whose request was dropped."""
+
+    @abstractmethod
+    def invariant(self) -> bool:
+        """Return whether a row's logits have the same bits alone and in a batch: made so, and shown by some tokens."""
+
+    @abstractmethod
+    def score(self, request: ScoreRequest) -> None:
+        """Compute what the request asks for."""
+
+    @abstractmethod
+    def abandon(self) -> list[Row]:
+        """Give up all rows and return them."""

@@ -1,0 +1,35 @@
+"""Where a local backend keeps its parts, for tests that look inside."""
+
+from __future__ import annotations
+
+
+def decoder(policy):
+    """What decodes; there once something was sampled."""
+    return policy._scheduler.decoder
+
+
+def waiting(policy):
+    """Requests that wait for the scheduler."""
+    return policy._scheduler.waiting
+
+
+def weights(policy):
+    """The weights that samples are computed with: of the layers, and of the output embedding."""
+    return decoder(policy).forward.weights()
+
+
+def parameters(policy):
+    """What is trained, by name."""
+    return policy._trainer.parameters
+
+
+def forwards(policy):
+    """The forward that trains, and the library's on every datum by itself; each one in its place while it is used."""
+    from rlkit.backends.local.model.forward import LibraryForward
+
+    trainer = policy._trainer
+    forward = trainer.forward
+    for used in (forward, LibraryForward(trainer.model, trees=False)):
+        trainer.forward = used
+        yield used
+    trainer.forward = forward
