@@ -11,10 +11,8 @@ from rlkit._lazy import has_torch, missing
 if not has_torch():
     raise missing("rlkit.server, which runs losses that are sent to it,", "torch", "torch", "tinker")
 
-from rlkit.server.adapter import BackendModels
-from rlkit.server.exact import ExactModels
+from rlkit.server.adapter import BackendModels, ExactModels
 from rlkit.server.http import Server
-from rlkit.server.models import Model, Models, Outputs, Row, Snapshot
 from rlkit.server.requests import Response
 from rlkit.server.service import Service
 from rlkit.server.serving import serve
@@ -24,13 +22,8 @@ __all__ = [
     "Applied",
     "BackendModels",
     "ExactModels",
-    "Model",
-    "Models",
-    "Outputs",
     "Response",
-    "Row",
     "Server",
     "Service",
-    "Snapshot",
     "serve",
 ]

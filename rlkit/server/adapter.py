@@ -1,25 +1,61 @@
-"""Models that are rlkit backends: whatever ``rlkit.connect`` makes can stand behind the API."""
+"""The backends behind a service, in the API's terms.
+
+The API speaks of targets, not of completions: ``tokens`` [N] are read, and row i of ``targets`` [N] or [N, K] names the
+ids whose logprobs after tokens 0..i are wanted. Here they become datums.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
 from rlkit import losses
-from rlkit.backends import saves
+from rlkit.backends import connect, saves
 from rlkit.backends.protocol import Sampler, SavedSamplers, Storage, TrainerBackend
-from rlkit.errors import UnsupportedError
+from rlkit.errors import DataError, UnsupportedError
 from rlkit.server.losses import Loss
-from rlkit.server.models import Outputs, Row
 from rlkit.types import Adam, Datum, Lora
 
-__all__ = ["BackendModels"]
+__all__ = ["BackendModel", "BackendModels", "BackendSnapshot", "ExactModels", "Outputs", "Row"]
 
 _PREFIX = "given_"  # of the inputs' names, which may not be those that rlkit gives a meaning
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """One datum of a training call.
+
+    Attributes:
+        tokens: int64 [N], what the model reads.
+        targets: int64 [N] or [N, K], what it is asked about after each of them.
+        inputs: what the loss reads beside logprobs, by the API's names.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@attrs.frozen(eq=False)
+class Outputs:
+    """What a training call found before any update.
+
+    Attributes:
+        arrays: one mapping per datum: "logprobs" float32 shaped like the targets, and what the loss adds to it.
+        metrics: "loss:sum" and the loss's own.
+    """
+
+    arrays: Sequence[Mapping[str, np.ndarray]]
+    metrics: Mapping[str, float]
 
 
 class BackendModels:
@@ -75,6 +111,23 @@ class BackendModels:
         self._base.close()
 
 
+class ExactModels(BackendModels):
+    """Toy backends: small exact models, whose states go with the service.
+
+    Args:
+        max_length: longest sequence, in tokens.
+    """
+
+    def __init__(self, max_length: int = 1024) -> None:
+        folder = tempfile.mkdtemp(prefix="rlkit-states-")
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        super().__init__(functools.partial(connect, "toy", folder=folder, max_length=max_length))
+
+    def close(self) -> None:
+        super().close()
+        self._remove()
+
+
 class BackendSnapshot:
     """A sampler of a backend.
 
@@ -88,17 +141,27 @@ class BackendSnapshot:
         self.nbytes: int | None = None if whole else getattr(sampler, "nbytes", 0)
 
     def distribution(self, tokens: np.ndarray) -> np.ndarray:
-        """Not to be had through rlkit's protocol."""
-        del tokens
-        message = "this server's model gives logprobs of the tokens themselves, not top-k, target or alternative ones"
-        raise UnsupportedError(message)
+        """Return the logprobs of every token after each of ``tokens`` [N], float32 [N, V].
+
+        Raises:
+            UnsupportedError: the backend's sampler does not give them.
+        """
+        given = getattr(self.sampler, "distribution", None)
+        if given is None:
+            message = (
+                "this server's model gives logprobs of the tokens themselves, not top-k, target or alternative ones"
+            )
+            raise UnsupportedError(message)
+        found: np.ndarray = given(tokens)
+        return found
 
 
 class BackendModel:
     """One backend in training."""
 
     def __init__(self, backend: TrainerBackend) -> None:
-        self._backend = backend
+        self.backend = backend
+        self._pending = False  # a gradient since the last step
 
     def run(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> Outputs:
         """See ``Model.run``.
@@ -106,6 +169,8 @@ class BackendModel:
         Where targets are the tokens shifted by one, and [N], a row is an ordinary datum. All others go through the
         losses on given targets.
         """
+        for i, row in enumerate(rows):
+            self._check_ids(i, row)
         plain = all(row.targets.ndim == 1 and np.array_equal(row.tokens[1:], row.targets[:-1]) for row in rows)
         if not plain:
             logprobs = self._on_targets(rows, loss, backward=backward)
@@ -113,14 +178,21 @@ class BackendModel:
             logprobs = self._shifted(rows, loss)
         else:
             logprobs = self._scored(rows, [np.ones(row.tokens.size, bool) for row in rows])
-        result = loss.gradient(logprobs, [row.inputs for row in rows])
-        return Outputs(result.arrays(logprobs), result.metrics)
+        self._pending = self._pending or backward
+        return Outputs(*loss.evaluate(logprobs, [row.inputs for row in rows]))
+
+    def _check_ids(self, i: int, row: Row) -> None:
+        """Raise DataError for ids outside of the vocabulary; a backend takes -1 for "no target"."""
+        high = self.backend.tokenizer.vocab_size - 1
+        for name, ids in (("model_input", row.tokens), ("loss_fn_inputs['target_tokens']", row.targets)):
+            if ids.min() < 0 or ids.max() > high:
+                raise DataError(f"data[{i}].{name} has ids in [{ids.min()}, {ids.max()}]; expected [0, {high}]")
 
     def _on_targets(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> list[np.ndarray]:
         kept: dict[int, np.ndarray] = {}
         data = [_on_targets(i, row) for i, row in enumerate(rows)]
         function = _function(loss, rows, kept)
-        call = self._backend.forward_backward if backward else self._backend.forward
+        call = self.backend.forward_backward if backward else self.backend.forward
         call(data, function).result()
         return [kept[i] for i in range(len(rows))]
 
@@ -131,7 +203,7 @@ class BackendModel:
             chosen = [np.ones(row.tokens.size, bool) for row in rows]
         data = [_shifted(row, where, row.inputs) for row, where in zip(rows, chosen, strict=True)]
         rest = self._scored(rows, [~where for where in chosen])
-        found = self._backend.forward_backward(data, _function(loss, rows, None)).result()
+        found = self.backend.forward_backward(data, _function(loss, rows, None)).result()
         return [a + lp[1:] for a, lp in zip(rest, found.logprobs, strict=True)]
 
     def _scored(self, rows: Sequence[Row], where: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -139,23 +211,27 @@ class BackendModel:
         if not any(x.any() for x in where):
             return [np.zeros(row.tokens.size, np.float32) for row in rows]
         data = [_shifted(row, x, {}) for row, x in zip(rows, where, strict=True)]
-        return [lp[1:] for lp in self._backend.forward(data).result().logprobs]
+        return [lp[1:] for lp in self.backend.forward(data).result().logprobs]
 
     def step(self, params: Adam) -> Mapping[str, float]:
-        """One step. A backend refuses one without a gradient."""
-        return self._backend.optim_step(params).result()
+        """Take one step. The API has one without a gradient, where the moments still move the weights."""
+        if not self._pending:
+            zero = Datum([0, 0], [False, True])
+            self.backend.forward_backward([zero], _zero).result()
+        self._pending = False
+        return self.backend.optim_step(params).result()
 
     def snapshot(self) -> BackendSnapshot:
         """The policy as it is."""
-        return BackendSnapshot(self._backend.sampler().result(), self._backend)
+        return BackendSnapshot(self.backend.sampler().result(), self.backend)
 
     def save(self, name: str, *, optimizer: bool) -> str:
         """The path of a new folder. A backend refuses while a gradient is accumulated, which would be lost."""
-        return self._backend.save(name, optimizer=optimizer, sampler=not optimizer).result()
+        return self.backend.save(name, optimizer=optimizer, sampler=not optimizer).result()
 
     def close(self) -> None:
         """Ends the backend."""
-        self._backend.close()
+        self.backend.close()
 
 
 def _chosen(row: Row, loss: Loss) -> np.ndarray:
@@ -200,3 +276,7 @@ def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray] | Non
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (driver, *names)]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return losses.loss(elementwise=loss.elementwise)(function)
+
+
+def _zero(logprobs: Any) -> Any:
+    return logprobs.sum() * 0.0

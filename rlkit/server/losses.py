@@ -16,6 +16,7 @@ custom             a traced graph, see ``rlkit.server.graph``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError
 
-__all__ = ["HOSTED", "UNKNOWN", "Loss", "LossGradient", "hosted"]
+__all__ = ["HOSTED", "UNKNOWN", "Loss", "hosted"]
 
 UNKNOWN = (
     "is not published, and only the hosted service has it; use loss_fn='importance_sampling', and samplers without "
@@ -60,71 +61,28 @@ class Loss:
     ranks: Mapping[str, int] | None = None
     gates: tuple[str, ...] | None = None
 
-    def gradient(self, logprobs: Sequence[np.ndarray], inputs: Sequence[Mapping[str, np.ndarray]]) -> LossGradient:
-        """Value and gradient, datum by datum.
+    def evaluate(
+        self, logprobs: Sequence[np.ndarray], inputs: Sequence[Mapping[str, np.ndarray]]
+    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+        """Return what a call answers: for each datum its logprobs and terms, and the metrics.
 
         Raises:
-            BackendError: a term or the gradient is not finite, naming the datum.
+            BackendError: the loss of a datum is not finite.
         """
-        calls = self._calls(logprobs)
-        total, gradients = 0.0, [np.zeros(0)] * len(logprobs)
-        terms: list[np.ndarray | None] = [None] * len(logprobs)
-        metrics: dict[str, float] = {}
-        for call in calls:
-            leaf = torch.from_numpy(np.concatenate([logprobs[i] for i in call])).requires_grad_()
-            names = inputs[call[0]].keys()
-            given = {
-                name: torch.from_numpy(np.concatenate([np.atleast_1d(inputs[i][name]) for i in call])) for name in names
-            }
-            given = {name: x[0] if inputs[call[0]][name].ndim == 0 else x for name, x in given.items()}
-            found, reported = self.function(leaf, given)
-            value = found.sum()
-            gradient = torch.zeros_like(leaf)
-            if value.requires_grad:
-                gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0]
-                gradient = torch.zeros_like(leaf) if gradient is None else gradient
-            total += float(value.detach())
+        arrays: list[dict[str, np.ndarray]] = []
+        metrics = {"loss:sum": 0.0}
+        for i, (lp, given) in enumerate(zip(logprobs, inputs, strict=True)):
+            with torch.no_grad():
+                tensors = {name: torch.tensor(array) for name, array in given.items()}
+                terms, reported = self.function(torch.tensor(lp), tensors)
+            value = float(terms.sum())
+            if not math.isfinite(value):
+                raise BackendError(f"the loss {self.name!r} is not finite at data[{i}]")
+            metrics["loss:sum"] += value
             for key, number in reported.items():
                 metrics[key] = metrics.get(key, 0.0) + float(number)
-            ends = np.cumsum([len(logprobs[i]) for i in call])[:-1]
-            for i, part in zip(call, np.split(gradient.numpy(), ends), strict=True):
-                gradients[i] = part
-            if found.shape == leaf.shape:
-                for i, part in zip(call, np.split(found.detach().numpy(), ends), strict=True):
-                    terms[i] = part
-        for i, gradient in enumerate(gradients):
-            if not np.isfinite(gradient).all():
-                raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{i}]")
-        metrics = {k: v / len(logprobs) if k.endswith(":mean") else v for k, v in metrics.items()}
-        return LossGradient({"loss:sum": total, **metrics}, gradients, terms)
-
-    def _calls(self, logprobs: Sequence[np.ndarray]) -> list[list[int]]:
-        """Which datums go into one call: neighbours of one shape where tokens are independent."""
-        if not self.elementwise:
-            return [[i] for i in range(len(logprobs))]
-        calls: list[list[int]] = []
-        for i, array in enumerate(logprobs):
-            if calls and logprobs[calls[-1][0]].shape[1:] == array.shape[1:]:
-                calls[-1].append(i)
-            else:
-                calls.append([i])
-        return calls
-
-
-@attrs.frozen(eq=False)
-class LossGradient:
-    """Metrics, the gradient with respect to each datum's logprobs, and each token's term where tokens have one."""
-
-    metrics: Mapping[str, float]
-    logprobs: Sequence[np.ndarray]
-    terms: Sequence[np.ndarray | None]
-
-    def arrays(self, logprobs: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """What a call returns for each datum: the logprobs, and the terms."""
-        return [
-            {"logprobs": lp} if terms is None else {"logprobs": lp, "elementwise_loss": terms}
-            for lp, terms in zip(logprobs, self.terms, strict=True)
-        ]
+            arrays.append({"logprobs": lp} | ({"elementwise_loss": terms.numpy()} if terms.shape == lp.shape else {}))
+        return arrays, {k: v / len(logprobs) if k.endswith(":mean") else v for k, v in metrics.items()}
 
 
 def _cross_entropy(lp: Tensor, x: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Any]]:

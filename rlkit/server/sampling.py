@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 
 from rlkit.server import wire
+from rlkit.server.adapter import BackendSnapshot
 from rlkit.server.losses import UNKNOWN
-from rlkit.server.models import Snapshot
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.state import Endpoints, SamplerSession, State
 from rlkit.types import SamplingParams
@@ -45,7 +45,7 @@ def new_sampler(
     sampler_id: str,
     base_model: str,
     path: str | None,
-    read: Callable[[], Snapshot],
+    read: Callable[[], BackendSnapshot],
     *,
     again: bool = True,
     base: bool = False,
@@ -110,7 +110,7 @@ class _Asked:
     targets: wire.Matrix | None
     alternatives: int
 
-    def answer(self, snapshot: Snapshot, *, raw: bool) -> bytes:
+    def answer(self, snapshot: BackendSnapshot, *, raw: bool) -> bytes:
         """The SampleResponse."""
         sampler, size = snapshot.sampler, self.prompt.size
         scored = sampler.logprobs(self.prompt) if self.prompt_logprobs else None
@@ -137,7 +137,7 @@ class _Asked:
     def _unscored(self) -> int:
         return 1 if self.last is None else self.prompt.size - self.last
 
-    def _with_more(self, snapshot: Snapshot, sample: wire.Sampled, *, raw: bool) -> wire.Sampled:
+    def _with_more(self, snapshot: BackendSnapshot, sample: wire.Sampled, *, raw: bool) -> wire.Sampled:
         whole = np.concatenate([self.prompt, sample.tokens]).astype(np.int64)
         if raw:
             logprobs = snapshot.sampler.logprobs(whole).result()[self.prompt.size :]

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlkit import _check
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import BackendError, RlkitError
 from rlkit.server import external, sampling, sessions, storage, training
+from rlkit.server.adapter import BackendModels
 from rlkit.server.checkpoints import Checkpoints
 from rlkit.server.futures import Futures
-from rlkit.server.models import Models
 from rlkit.server.requests import ApiError, Request, Response
 from rlkit.server.state import Applied, Endpoints, State
 from rlkit.server.wire import read_forward_backward
@@ -64,7 +65,7 @@ class Service:
 
     def __init__(
         self,
-        models: Models,
+        models: BackendModels,
         *,
         names: Sequence[str],
         keys: Collection[str] | None = None,
@@ -202,6 +203,10 @@ class Service:
             entry.give_up(BackendError("the operation failed, by the fault that was asked for"))
             run.line.skip(seq_id)
             return entry.accepted
+
+    def backend(self, model_id: str) -> TrainerBackend:
+        """Return the backend behind a client's model, for tests."""
+        return self._state.runs[model_id].ready().backend
 
     def expire(self) -> None:
         """Ends all sessions from this side: what belongs to them is answered with 410 from now on."""

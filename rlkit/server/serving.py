@@ -7,7 +7,7 @@ import inspect
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import rlkit
 from rlkit import _check
@@ -15,7 +15,6 @@ from rlkit.backends.protocol import TrainerBackend
 from rlkit.errors import ConfigError
 from rlkit.server.adapter import BackendModels
 from rlkit.server.http import Server
-from rlkit.server.models import Models
 from rlkit.server.service import Service
 
 __all__ = ["serve"]
@@ -24,7 +23,7 @@ _CLIENTS = {"lora", "init_from", "resume_from"}  # options of a backend that eac
 
 
 def serve(
-    backend: str | Callable[..., TrainerBackend] | Models,
+    backend: str | Callable[..., TrainerBackend] | BackendModels,
     *,
     model: str | None = None,
     host: str = "127.0.0.1",
@@ -97,24 +96,19 @@ def _names(backend: Any, model: str | None) -> tuple[str, ...]:
     return (backend,) if isinstance(backend, str) else ("model",)
 
 
-def _models(backend: Any, model: str | None, folder: str | Path | None, options: Mapping[str, Any]) -> Models:
+def _models(backend: Any, model: str | None, folder: str | Path | None, options: Mapping[str, Any]) -> BackendModels:
     if isinstance(backend, str):
         settings = {"model": model, "folder": folder}
         given = {**options, **{name: value for name, value in settings.items() if value is not None}}
         return BackendModels(functools.partial(rlkit.connect, backend, **given))
     if model is not None:
         raise ConfigError("serve(model): goes with a backend's name; a function that makes backends knows its model")
+    if isinstance(backend, BackendModels):
+        return backend
     if isinstance(backend, type) or not callable(backend):
-        if not all(hasattr(backend, name) for name in ("create", "load", "frozen", "tokenizer")):
-            raise ConfigError(
-                _check.problem(
-                    "serve(backend)",
-                    f"got {_check.shown(backend)}",
-                    "a backend's name, or a function that makes one backend for each client: "
-                    "functools.partial(rlkit.connect, ...)",
-                )
-            )
-        return cast("Models", backend)
+        expected = "a backend's name, or a function that makes one backend for each client: "
+        expected += "functools.partial(rlkit.connect, ...)"
+        raise ConfigError(_check.problem("serve(backend)", f"got {_check.shown(backend)}", expected))
     return BackendModels(backend)
 
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from rlkit.backends.sampling import SeedStream
 from rlkit.backends.worker import Worker
+from rlkit.server.adapter import BackendModel, BackendModels, BackendSnapshot
 from rlkit.server.checkpoints import Checkpoints
 from rlkit.server.futures import Futures, Line
 from rlkit.server.losses import Loss
-from rlkit.server.models import Model, Models, Snapshot
 from rlkit.server.requests import ApiError, Request, Response
 from rlkit.types import Lora
 
@@ -65,12 +65,12 @@ class Run:
     lora: Lora
     worker: Worker
     line: Line
-    model: Model | None = None
+    model: BackendModel | None = None
     metadata: Mapping[str, Any] | None = None
     last_request: float = attrs.field(factory=time.time)
     unloaded: bool = False
 
-    def ready(self) -> Model:
+    def ready(self) -> BackendModel:
         """The model.
 
         Raises:
@@ -96,10 +96,10 @@ class SamplerSession:
     base_model: str
     model_path: str | None
     number: int
-    read: Callable[[], Snapshot]
+    read: Callable[[], BackendSnapshot]
     again: bool = True
     base: bool = False
-    _snapshot: Snapshot | None = None
+    _snapshot: BackendSnapshot | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def forget(self) -> None:
@@ -109,11 +109,11 @@ class SamplerSession:
             self._lock.release()
 
     @property
-    def kept(self) -> Snapshot | None:
+    def kept(self) -> BackendSnapshot | None:
         """The policy, if it was read."""
         return self._snapshot
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> BackendSnapshot:
         """The policy."""
         with self._lock:
             if self._snapshot is None:
@@ -125,7 +125,7 @@ class SamplerSession:
 class State:
     """Everything of one service."""
 
-    models: Models
+    models: BackendModels
     names: tuple[str, ...]
     tokenizer_id: str | None
     config: Mapping[str, Any]

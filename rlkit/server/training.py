@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlkit.server import wire
+from rlkit.server.adapter import Row
 from rlkit.server.graph import read_loss
 from rlkit.server.losses import Loss, hosted
-from rlkit.server.models import Row
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.state import Endpoints, Run, State
 from rlkit.types import Adam

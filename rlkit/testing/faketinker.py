@@ -14,7 +14,7 @@ import attrs
 
 from rlkit import _check
 from rlkit.errors import ConfigError
-from rlkit.server import Applied, ExactModels, Models, Service
+from rlkit.server import Applied, BackendModels, ExactModels, Service
 from rlkit.testing import _seam
 from rlkit.testing.faults import Fault, Faults
 
@@ -90,7 +90,7 @@ class FakeTinker:
         seed: int | None = 0,
         latency: float | Mapping[str, float] = 0.0,
         faults: Iterable[Fault] = (),
-        models: Models | None = None,
+        models: BackendModels | None = None,
         names: Sequence[str] = ("toy",),
         dedupe: bool = True,
         deliveries: int = 1,

@@ -7,8 +7,8 @@ import pytest
 
 import rlkit
 from rlkit.server import BackendModels
+from rlkit.server.adapter import Row
 from rlkit.server.losses import hosted
-from rlkit.server.models import Row
 
 LOSSES = [
     ("cross_entropy", {}),

@@ -124,16 +124,14 @@ def test_the_command_line(server, training, tmp_path):
     assert not [x for x in left if x.endswith("/download")]
 
 
-def test_models_without_files():
-    """Say so, and the client goes on."""
+def test_nothing_is_encrypted():
+    """Who asks for it is refused, and the client goes on."""
     with serve(ExactModels(), names=["toy"]) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-x")
         training = service.create_lora_training_client("toy").result()
-        path = training.save_weights_external("a").result().path
-        rest = tinker.RestClient(base_url=server.url, api_key="tml-x")
-        with pytest.raises(tinker.BadRequestError, match="no files"):
-            rest.get_external_weights_urls(path).result()
         with pytest.raises(tinker.BadRequestError, match="does not encrypt"):
             training.save_weights_external("b", age_encryption_recipients=["age1x"]).result()
-        training.save_weights_external("c").result()
+        path = training.save_weights_external("c").result().path
+        rest = tinker.RestClient(base_url=server.url, api_key="tml-x")
+        assert rest.get_external_weights_urls(path).result().urls.keys() == {"toy.npz"}
         service.close("success").result()

@@ -80,10 +80,10 @@ def test_as_on_the_client(fake, service, function, ranks, k):
     handle = service.create_custom_loss(function, {"logprobs": 1 if k is None else 2, **ranks}).result()
     assert handle.loss_id is not None
     found = []
-    run = fake.service._state.runs[training.model_id]
+    weights = fake.service.backend(training.model_id)._weights
     for each in (handle, dataclasses.replace(handle, loss_id=None)):
         result = training.forward_backward_custom(data(*ranks, k=k), each).result()
-        found.append((result.metrics, run.model._weights.gradient))
+        found.append((result.metrics, weights.gradient))
         training.optim_step(types.AdamParams(learning_rate=0.0)).result()
     for key, value in found[0][0].items():
         assert found[1][0][key] == pytest.approx(value, rel=1e-5), key

@@ -362,8 +362,7 @@ def test_a_backend_in_training(tmp_path, tiny):
         assert sequence.logprobs == pytest.approx(scored, abs=1e-4)
         with pytest.raises(tinker.RequestFailedError, match="not top-k"):
             sampler.sample(prompt([5]), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=2).result()
-        with pytest.raises(tinker.RequestFailedError, match="no gradient"):
-            training.optim_step(types.AdamParams()).result()
+        training.optim_step(types.AdamParams()).result()  # without a gradient it is zero
         service.close("success").result()
 
 

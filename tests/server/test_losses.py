@@ -37,8 +37,8 @@ def training(fake):
     return fake.service_client().create_lora_training_client("toy", rank=8).result()
 
 
-def model(fake, training):
-    return fake.service._state.runs[training.model_id].model
+def weights_of(fake, training):
+    return fake.service.backend(training.model_id)._weights
 
 
 def batch(weights, name, rng, k=None):
@@ -67,7 +67,7 @@ def datums(data):
 
 def compared(fake, training, name, config, data):
     """Value, per-datum logprobs and gradient of a call against the oracle's."""
-    weights = model(fake, training)._weights.value
+    weights = weights_of(fake, training).value
     result = training.forward_backward(datums(data), name, config).result()
     assert result.metrics["loss:sum"] == pytest.approx(oracle.loss(name, config, weights, weights, data), rel=1e-5)
     for (tokens, targets, _), found in zip(data, result.loss_fn_outputs, strict=True):
@@ -75,7 +75,7 @@ def compared(fake, training, name, config, data):
         assert found["logprobs"].shape == list(targets.shape)
     terms = sum(x["elementwise_loss"].to_numpy().sum() for x in result.loss_fn_outputs)
     assert terms == pytest.approx(result.metrics["loss:sum"], rel=1e-5)
-    gradient = model(fake, training)._weights.gradient
+    gradient = weights_of(fake, training).gradient
     rng = np.random.default_rng(3)
     for _ in range(3):
         direction = rng.normal(size=gradient.shape)
@@ -86,14 +86,14 @@ def compared(fake, training, name, config, data):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_value_and_gradient(fake, training, name, config, seed):
-    weights = model(fake, training)._weights.value
+    weights = weights_of(fake, training).value
     compared(fake, training, name, config, batch(weights, name, np.random.default_rng(seed)))
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_matrix_targets(fake, training, k):
     """cross_entropy takes [N, K] targets and weights."""
-    weights = model(fake, training)._weights.value
+    weights = weights_of(fake, training).value
     compared(fake, training, "cross_entropy", {}, batch(weights, "cross_entropy", np.random.default_rng(0), k))
 
 
@@ -112,57 +112,57 @@ def test_sparse_targets(fake, training):
     assert found[0].metrics == found[1].metrics
     gradients = []
     for d in (sparse, dense):
-        model(fake, training)._weights.gradient = np.zeros_like(model(fake, training)._weights.gradient)
+        weights_of(fake, training).gradient = np.zeros_like(weights_of(fake, training).gradient)
         training.forward_backward([d], "cross_entropy").result()
-        gradients.append(model(fake, training)._weights.gradient)
+        gradients.append(weights_of(fake, training).gradient)
     np.testing.assert_array_equal(*gradients)
 
 
 def test_clipping_stops_the_gradient(fake, training):
     """Beyond its bound the good way a token of ppo has none; cispo keeps one, of the bound's size."""
-    state = model(fake, training)._weights.state
+    state = weights_of(fake, training).state
     tokens, targets = np.array([7]), np.array([8])
     lp = oracle.logprobs(state.value, tokens, targets)
     data = [(tokens, targets, {"logprobs": (lp - 1.0).astype(np.float32), "advantages": np.ones(1, np.float32)})]
     training.forward_backward(datums(data), "ppo").result()
-    assert np.abs(model(fake, training)._weights.gradient).max() == 0
+    assert np.abs(weights_of(fake, training).gradient).max() == 0
     training.forward_backward(datums(data), "cispo", {"clip_high_threshold": 1.5}).result()
-    clipped = model(fake, training)._weights.gradient
+    clipped = weights_of(fake, training).gradient
     training.optim_step(types.AdamParams(learning_rate=0.0)).result()
     training.forward_backward(datums(data), "importance_sampling").result()
-    np.testing.assert_allclose(clipped * np.e / 1.5, model(fake, training)._weights.gradient, rtol=1e-5)
+    np.testing.assert_allclose(clipped * np.e / 1.5, weights_of(fake, training).gradient, rtol=1e-5)
 
 
 def test_dro_has_no_mask(fake, training):
     """A position with q = 0 and A = 0 still pulls: the reason why clients fill in q."""
-    state = model(fake, training)._weights.state
+    state = weights_of(fake, training).state
     data = [
         (np.array([7]), np.array([8]), {"logprobs": np.zeros(1, np.float32), "advantages": np.zeros(1, np.float32)})
     ]
     training.forward_backward(datums(data), "dro", {"beta": 1.0}).result()
-    assert np.abs(model(fake, training)._weights.gradient).max() > 0.1
+    assert np.abs(weights_of(fake, training).gradient).max() > 0.1
     own = oracle.logprobs(state.value, *data[0][:2]).astype(np.float32)
     training.optim_step(types.AdamParams(learning_rate=0.0)).result()
     training.forward_backward(datums([(*data[0][:2], {**data[0][2], "logprobs": own})]), "dro", {"beta": 1.0}).result()
-    assert np.abs(model(fake, training)._weights.gradient).max() < 1e-5
+    assert np.abs(weights_of(fake, training).gradient).max() < 1e-5
 
 
 def test_forward_leaves_no_gradient(fake, training):
-    data = batch(model(fake, training)._weights.value, "ppo", np.random.default_rng(0))
+    data = batch(weights_of(fake, training).value, "ppo", np.random.default_rng(0))
     forward = training.forward(datums(data), "ppo").result()
-    assert np.abs(model(fake, training)._weights.gradient).max() == 0
+    assert np.abs(weights_of(fake, training).gradient).max() == 0
     assert forward.metrics == training.forward_backward(datums(data), "ppo").result().metrics
 
 
 def test_gradients_accumulate(fake, training):
     """Two calls are one call with both datums, up to the order of a sum."""
-    data = batch(model(fake, training)._weights.value, "ppo", np.random.default_rng(0))
+    data = batch(weights_of(fake, training).value, "ppo", np.random.default_rng(0))
     for part in (data[:1], data[1:]):
         training.forward_backward(datums(part), "ppo").result()
-    parts = model(fake, training)._weights.gradient
+    parts = weights_of(fake, training).gradient
     training.optim_step(types.AdamParams(learning_rate=0.0)).result()
     training.forward_backward(datums(data), "ppo").result()
-    np.testing.assert_allclose(parts, model(fake, training)._weights.gradient, atol=1e-12)
+    np.testing.assert_allclose(parts, weights_of(fake, training).gradient, atol=1e-12)
 
 
 def test_optimizer_is_adamw(fake, training):
@@ -170,16 +170,16 @@ def test_optimizer_is_adamw(fake, training):
     import torch
 
     rng = np.random.default_rng(5)
-    start = model(fake, training)._weights.value
+    start = weights_of(fake, training).value
     parameter = torch.tensor(start, requires_grad=True)
     optimizer = torch.optim.AdamW([parameter])
     for step in range(10):
         settings = {"learning_rate": 10.0 ** -rng.integers(1, 4), "beta1": 0.8, "beta2": 0.97, "eps": 1e-10}
         settings |= {"weight_decay": 0.1 * (step % 3), "grad_clip_norm": 0.5 * (step % 2)}
         if step != 6:
-            state = model(fake, training)._weights.state
+            state = weights_of(fake, training).state
             training.forward_backward(datums(batch(state.value, "cross_entropy", rng)), "cross_entropy").result()
-        parameter.grad = torch.tensor(model(fake, training)._weights.gradient)
+        parameter.grad = torch.tensor(weights_of(fake, training).gradient)
         if settings["grad_clip_norm"]:
             torch.nn.utils.clip_grad_norm_([parameter], settings["grad_clip_norm"])
         group = optimizer.param_groups[0]
@@ -187,7 +187,7 @@ def test_optimizer_is_adamw(fake, training):
         group["weight_decay"] = settings["weight_decay"]
         optimizer.step()
         training.optim_step(types.AdamParams(**settings)).result()
-        np.testing.assert_allclose(model(fake, training)._weights.value, parameter.detach(), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(weights_of(fake, training).value, parameter.detach(), rtol=1e-6, atol=1e-7)
     assert np.abs(start - parameter.detach().numpy()).max() > 0.05
 
 
@@ -219,9 +219,9 @@ def test_bad_calls_are_refused(fake, training, case):
     inputs = {key: x for key, x in inputs.items() if x is not None}
     bad = types.Datum(types.ModelInput.from_ints([1, 2, 3]), inputs)
     good = types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": np.array([2])})
-    before = model(fake, training)._weights.gradient
+    before = weights_of(fake, training).gradient
     with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError)) as caught:
         training.forward_backward([bad], name, config).result()
     assert message in str(caught.value)
-    assert model(fake, training)._weights.gradient is before
+    assert weights_of(fake, training).gradient is before
     training.forward_backward([good], "cross_entropy").result()

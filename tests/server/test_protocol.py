@@ -278,10 +278,10 @@ def test_default_optimizer_settings(make):
     client = make()
     model = client.model()
     client.result(client.post("forward_backward", call(model, 1).SerializeToString())[1]["request_id"])
-    run = client.service._state.runs[model]
-    before = run.model._weights.value
+    weights = client.service.backend(model)._weights
+    before = weights.value
     client.result(client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})[1]["request_id"])
-    assert abs(abs(run.model._weights.value - before).max() - 1e-4) < 1e-8
+    assert abs(abs(weights.value - before).max() - 1e-4) < 1e-8
     status, answer = client.post("optim_step", {"model_id": model, "seq_id": 3, "optimizer_params": {"type": "dimuon"}})
     assert status == 400
     assert "'dimuon'" in answer["detail"]

@@ -37,7 +37,7 @@ def sampler(training):
 
 @pytest.fixture(scope="module")
 def weights(fake, training, sampler):
-    return fake.service._state.runs[training.model_id].model._weights.value
+    return fake.service.backend(training.model_id)._weights.value
 
 
 def table(weights, tokens):

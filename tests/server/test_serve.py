@@ -88,8 +88,7 @@ def test_what_a_local_backend_can_not_give(server, service):
     one = types.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.RequestFailedError, match="not top-k, target or alternative"):
         sampler.sample(prompt([5, 6]), 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
-    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
-        training.optim_step(types.AdamParams()).result()
+    training.optim_step(types.AdamParams()).result()  # without a gradient it is zero
     training.forward_backward([datum([5, 6, 7], weights=1.0)], "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="accumulated"):
         training.save_state("pending").result()

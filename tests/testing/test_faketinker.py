@@ -240,7 +240,7 @@ def test_the_curve_of_the_toy_backend(tmp_path):
                 norm
             )
             assert b.result().metrics["loss:sum"] == pytest.approx(a.result().metrics["loss:sum"], rel=1e-5, abs=1e-5)
-            weights = fake.service._state.runs[training.model_id].model._weights.value
+            weights = fake.service.backend(training.model_id)._weights.value
             worst = max(worst, np.abs(weights - toy._weights.value).max())
     assert worst < 1e-9
 
@@ -286,7 +286,7 @@ def test_chunks(parallel, limit):
             training = started(fake)
             result = training.forward_backward(data, "cross_entropy").result()
             training.optim_step(STEP).result()
-            found.append((result, fake.service._state.runs[training.model_id].model._weights.value))
+            found.append((result, fake.service.backend(training.model_id)._weights.value))
         assert whole.count("forward_backward") == 1
         assert cut.count("forward_backward") >= 3
         seq_ids = [x.seq_id for x in cut.applied if x.operation == "forward_backward"]

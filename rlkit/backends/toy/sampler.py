@@ -65,6 +65,13 @@ class ToySampler:
             out[1:] = np.take_along_axis(row.logprobs, array[1:, None], 1)[:, 0]
         return Future.of(out)
 
+    def distribution(self, tokens: Any) -> np.ndarray:
+        """Return the logprobs of every token after each of ``tokens`` [N], float32 [N, V]."""
+        weights = self._open()
+        array = checked_prompt("distribution(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        found: np.ndarray = Row(self._features.all(array), weights, 1.0).logprobs
+        return found.astype(np.float32)
+
     @property
     def nbytes(self) -> int:
         """Bytes that the snapshot keeps, 0 once it is closed."""
