@@ -7,13 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError
 from rlkit.types import SamplingParams
 
-__all__ = ["SeedStream", "Stop", "checked_prompt", "checked_request", "draw", "entropy_of", "rounded_up", "streams"]
+__all__ = [
+    "SeedStream",
+    "Stop",
+    "checked_prompt",
+    "checked_request",
+    "checked_targets",
+    "draw",
+    "entropy_of",
+    "rounded_up",
+    "streams",
+]
 
 _BLOCK = 256  # tokens
 CANDIDATES = (1024, 8192)  # of the most probable tokens, what top_k and top_p keep is looked for among so many first
@@ -73,6 +84,22 @@ def checked_request(
         what = f"has {array.size} tokens, all of the model's context"
         raise DataError(_check.problem("sample(prompt)", what, f"at most {max_length - 1}", "one token must fit"))
     return array
+
+
+def checked_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarray:
+    """Return the targets of ``target_logprobs`` as int64 [size, K].
+
+    Raises:
+        DataError: another shape, or ids outside of the vocabulary that are not -1.
+    """
+    where = "target_logprobs(targets)"
+    array = _check.as_array(where, targets, "int [T, K]")
+    if array.dtype.kind != "i" or array.ndim != 2 or len(array) != size or array.shape[1] == 0:
+        raise DataError(_check.problem(where, f"is {_check.shown(array)}", f"int [{size}, K]"))
+    if array.max() >= vocab_size or array.min() < -1:
+        span = f"spans [{array.min()}, {array.max()}]"
+        raise DataError(_check.problem(where, span, "ids of the vocabulary, or -1 for none"))
+    return np.ascontiguousarray(array, np.int64)
 
 
 class Stop:

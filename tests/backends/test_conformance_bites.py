@@ -141,6 +141,25 @@ class DoesNotRenormalise(ToyBackend):
         return sampler
 
 
+class ScoresTheNext(ToySampler):
+    """Its targets are about the token after the one they stand at."""
+
+    def target_logprobs(self, tokens, targets):
+        scores = super().target_logprobs(tokens, np.roll(np.asarray(targets), -1, axis=0)).result()
+        return Future.of(np.roll(scores, 1, axis=0))
+
+    def top_logprobs(self, tokens, k):
+        ids, logprobs = super().top_logprobs(tokens, k).result()
+        return Future.of((np.roll(ids, 1, axis=0), np.roll(logprobs, 1, axis=0)))
+
+
+class ShiftsScores(ToyBackend):
+    def _snapshot(self):
+        sampler = super()._snapshot()
+        sampler.__class__ = ScoresTheNext
+        return sampler
+
+
 FAULTS = [
     (SharesWeights, "test_snapshots_never_change", {}),
     (SharesWeights, "test_base_is_never_written", {"base": True}),
@@ -160,6 +179,9 @@ FAULTS = [
     (ForgetsTheSeedStream, "test_resume_is_exact", {}),
     (SamplesAlike, "test_samples_of_a_group_differ", {}),
     (DoesNotRenormalise, "test_truncation_renormalises", {}),
+    (ShiftsScores, "test_top_logprobs_are_the_largest", {}),
+    (ShiftsScores, "test_targets_of_minus_one_are_none", {}),
+    (ShiftsScores, "test_a_teacher_of_the_top_k_is_imitated", {}),
     (DoesNotRenormalise, "test_sampler_and_trainer_agree", {"temperature": 0.5}),
 ]
 

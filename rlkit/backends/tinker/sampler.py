@@ -12,9 +12,9 @@ import numpy as np
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request
+from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request, checked_targets
 from rlkit.backends.tinker import guard, requests
-from rlkit.errors import BackendError, DataError, UnsupportedError
+from rlkit.errors import BackendError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
 
@@ -130,13 +130,7 @@ class TinkerSampler:
 
         self._check_open()
         array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        wanted = _check.as_array("target_logprobs(targets)", targets, "int [T, K]")
-        if wanted.dtype.kind != "i" or wanted.ndim != 2 or len(wanted) != array.size or wanted.shape[1] == 0:
-            what = f"is {_check.shown(wanted)}"
-            raise DataError(_check.problem("target_logprobs(targets)", what, f"int [{array.size}, K]"))
-        if wanted.max() >= self.tokenizer.vocab_size or wanted.min() < -1:
-            what = f"spans [{wanted.min()}, {wanted.max()}]"
-            raise DataError(_check.problem("target_logprobs(targets)", what, "ids of the vocabulary, or -1 for none"))
+        wanted = checked_targets(targets, array.size, self.tokenizer.vocab_size)
         if array.size == 1 or (wanted[1:] < 0).all():
             return Future.of(np.zeros(wanted.shape, np.float32))
 
@@ -147,7 +141,7 @@ class TinkerSampler:
             found[1:] = np.where(wanted[1:] >= 0, response.target_prompt_logprobs.to_numpy(), 0.0)
             return found
 
-        asked = types.TensorData.from_numpy(np.ascontiguousarray(wanted[1:], np.int64))
+        asked = types.TensorData.from_numpy(wanted[1:])
         return self._prefill("target_logprobs", array, finish, target_prompt_logprobs=asked)
 
     def close(self) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
 from rlkit.backends.toy.drawing import drawn
 from rlkit.backends.toy.model import Features, Row
 from rlkit.errors import BackendError
@@ -59,11 +60,31 @@ class ToySampler:
         weights = self._open()
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
-        out = np.zeros(array.size, np.float32)
-        if array.size > 1:
-            row = Row(self._features.all(array[:-1]), weights, temperature)
-            out[1:] = np.take_along_axis(row.logprobs, array[1:, None], 1)[:, 0]
-        return Future.of(out)
+        return Future.of(self._scores(weights, array, array[:, None], temperature)[:, 0])
+
+    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+        """See ``TopK``."""
+        weights, size = self._open(), self.tokenizer.vocab_size
+        array = checked_prompt("top_logprobs(tokens)", tokens, size, self.max_length)
+        _check.integer("top_logprobs(k)", k, low=1, high=size, why="the vocabulary")
+        whole = self._scores(weights, array, np.tile(np.arange(size), (array.size, 1)))
+        ids = np.argsort(-whole, axis=1, kind="stable")[:, :k]
+        ids[0] = 0
+        return Future.of((ids, np.take_along_axis(whole, ids, 1)))
+
+    def target_logprobs(self, tokens: Any, targets: ArrayLike) -> Future[np.ndarray]:
+        """See ``TargetLogprobs``."""
+        weights, size = self._open(), self.tokenizer.vocab_size
+        array = checked_prompt("target_logprobs(tokens)", tokens, size, self.max_length)
+        return Future.of(self._scores(weights, array, checked_targets(targets, array.size, size)))
+
+    def _scores(self, weights: np.ndarray, tokens: np.ndarray, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """Return the logprobs [T, K] of ``ids`` [T, K]; 0 where an id is -1, and in row 0."""
+        out = np.zeros(ids.shape, np.float32)
+        if tokens.size > 1:
+            logprobs = Row(self._features.all(tokens[:-1]), weights, temperature).logprobs
+            out[1:] = np.where(ids[1:] < 0, 0.0, np.take_along_axis(logprobs, np.maximum(ids[1:], 0), 1))
+        return out
 
     def distribution(self, tokens: Any) -> np.ndarray:
         """Return the logprobs of every token after each of ``tokens`` [N], float32 [N, V]."""

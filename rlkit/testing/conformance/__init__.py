@@ -8,11 +8,12 @@ from rlkit.testing.conformance.gradients import GradientTests
 from rlkit.testing.conformance.input import InputTests
 from rlkit.testing.conformance.sampling import SamplingTests
 from rlkit.testing.conformance.saving import SavingTests
+from rlkit.testing.conformance.scores import ScoreTests
 
 __all__ = ["BackendConformance"]
 
 
-class BackendConformance(SamplingTests, GradientTests, CallTests, FailureTests, SavingTests, InputTests):
+class BackendConformance(SamplingTests, ScoreTests, GradientTests, CallTests, FailureTests, SavingTests, InputTests):
     """Inherit, write ``make``, and pytest runs the suite on your backend.
 
     ::

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.protocol import Capabilities, Routes, Storage, TargetLogprobs, TopK
+from rlkit.backends.protocol import Capabilities, Routes, Storage
 from rlkit.testing import FakeTinker
 from tests.models.build import build
 
@@ -206,57 +206,6 @@ class TestSaving:
         policy.optim_step(STEP)
         policy.sampler().result()
         assert fake.count("save_weights_for_sampler") == 2
-
-
-class TestScores:
-    def test_top_logprobs(self, policy):
-        tokens = policy.tokenizer.encode("hello")
-        with policy.sampler().result() as sampler:
-            assert isinstance(sampler, TopK)
-            assert isinstance(sampler, TargetLogprobs)
-            ids, logprobs = sampler.top_logprobs(tokens, 5).result()
-            everything = np.tile(np.arange(policy.tokenizer.vocab_size), (tokens.size, 1))
-            whole = sampler.target_logprobs(tokens, everything).result()
-            own = sampler.logprobs(tokens).result()
-        assert ids.shape == logprobs.shape == (5, 5)
-        assert not logprobs[0].any()
-        for row in range(1, tokens.size):
-            best = np.sort(whole[row])[::-1][:5]
-            np.testing.assert_allclose(logprobs[row], best, atol=1e-6)
-            np.testing.assert_allclose(whole[row][ids[row]], logprobs[row], atol=1e-6)
-            assert np.exp(whole[row]).sum() == pytest.approx(1.0, abs=1e-5)
-            assert own[row] == pytest.approx(whole[row][tokens[row]], abs=1e-6)
-
-    def test_targets_of_minus_one(self, policy):
-        with policy.sampler().result() as sampler:
-            found = sampler.target_logprobs([1, 2, 3], [[5, -1], [-1, 6], [7, 8]]).result()
-            assert (found == 0).tolist() == [[True, True], [True, False], [False, False]]
-            assert not sampler.target_logprobs([1], [[5]]).result().any()
-            for bad in ([[5.0]] * 3, [[5]], [5, 6, 7], [[-2]] * 3, [[999]] * 3):
-                with pytest.raises(rlkit.DataError, match="targets"):
-                    sampler.target_logprobs([1, 2, 3], bad)
-            with pytest.raises(rlkit.ConfigError, match="k"):
-                sampler.top_logprobs([1, 2], 0)
-
-    @pytest.mark.parametrize("first", [True, False])
-    def test_the_first_token_may_be_left_out(self, policy, monkeypatch, first):
-        """Servers give N entries with None first, or N - 1; fewer are an error."""
-        with policy.sampler().result() as sampler:
-            expected = sampler.logprobs([1, 2, 3, 4]).result()
-            given = [None, *expected[1:].tolist()] if first else expected[1:].tolist()
-            monkeypatch.setattr(sampler, "client", Scoring(given))
-            np.testing.assert_array_equal(sampler.logprobs([1, 2, 3, 4]).result(), expected)
-            monkeypatch.setattr(sampler, "client", Scoring(given[:2]))
-            with pytest.raises(rlkit.BackendError, match="gave 2 for 4 tokens"):
-                sampler.logprobs([1, 2, 3, 4]).result()
-
-    def test_end_tokens_are_named_to_servers_that_may_not_know_them(self, policy):
-        """A request without stops names them; the hosted service has its own, and takes none for those."""
-        with policy.sampler().result() as sampler:
-            assert sampler._stop(rlkit.SamplingParams()) == list(policy.tokenizer.eos_ids)
-            assert sampler._stop(rlkit.SamplingParams(stop=())) == []
-            sampler._names_stops = False
-            assert sampler._stop(rlkit.SamplingParams()) is None
 
 
 def test_a_backend_that_is_not_made_yet_can_be_shown():

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
 from rlkit.errors import BackendError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
@@ -77,6 +78,19 @@ class LocalSampler:
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         return self._score(ScoreRequest(self.snapshot, array, array[:, None], temperature), lambda ids, lp: lp[:, 0])
+
+    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+        """See ``TopK``."""
+        array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
+        ids = np.zeros((array.size, k), np.int64)
+        return self._score(ScoreRequest(self.snapshot, array, ids, top=True), lambda ids, logprobs: (ids, logprobs))
+
+    def target_logprobs(self, tokens: Any, targets: ArrayLike) -> Future[np.ndarray]:
+        """See ``TargetLogprobs``."""
+        array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        ids = checked_targets(targets, array.size, self.tokenizer.vocab_size)
+        return self._score(ScoreRequest(self.snapshot, array, ids), lambda _, logprobs: logprobs)
 
     def close(self) -> None:
         """Free the snapshot; what was asked for before is still answered."""
