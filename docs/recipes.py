@@ -11,7 +11,7 @@ import rlkit
 from rlkit.recipes import algorithms, keys
 from rlkit.recipes.differences import NAMES, differences, notes
 from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import Method, resolved
+from rlkit.recipes.method import Method, resolve
 from rlkit.recipes.settings import Settings
 
 PAGE = Path(__file__).with_name("recipes.md")
@@ -57,7 +57,7 @@ def defaults() -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for name in NAMES:
         given = Algorithm(algorithm_type=name)
-        method = resolved(given)
+        method = resolve(given)
         told = [f"`{key}` {theirs} / {shown(ours)}" for key, (ours, theirs) in differences(given, method).items()]
         names.setdefault(("; ".join(told) or "none", words(given, method)), []).append(f"`{name}`")
     rows = (f"| {', '.join(mine)} | {told} | {said} |" for (told, said), mine in names.items())

@@ -104,7 +104,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     from rlkit import _check, recipes
     from rlkit.errors import ConfigError
     from rlkit.recipes.inputs import ExplorerInput, Format, Taskset
-    from rlkit.recipes.tasks import made
+    from rlkit.recipes.tasks import make_tasks
 
     size = _check.integer("--size", options.size, low=1)
     files = [path for path in options.tasks if Path(path).suffix]
@@ -128,7 +128,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
             default_workflow_type=path if yours else "simple_workflow" if rows else "reasoning_gym",
             workflow_args={} if rows else {**sized, **own},
         )
-        found += made(taskset, ExplorerInput(), "TASKS")[:size]
+        found += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
     return found
 
 

@@ -8,33 +8,31 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import attrs
 
 from rlkit import _check, _install, backends, tracking
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.chat.templates import Template
 from rlkit.errors import ConfigError
-from rlkit.recipes import models
-from rlkit.recipes.inputs import Format
+from rlkit.recipes.inputs import Format, Taskset
+from rlkit.recipes.learning import Algorithm
 from rlkit.recipes.method import Method
-from rlkit.recipes.settings import Settings
+from rlkit.recipes.models import ChatOptions, PolicyOptions
+from rlkit.recipes.settings import Monitor, Settings, Synchronizer
 from rlkit.types import SamplingParams
 
-__all__ = ["critic", "forms", "model", "names", "needs", "numbers", "sampling", "tracker"]
+__all__ = ["critic", "forms", "model", "needs", "numbers", "sampling", "staleness", "tracker", "truncation"]
 
 logger = logging.getLogger("rlkit.recipes")
 
 
-def names(settings: Settings) -> None:
-    """Raises where a run's folder would not be below ``checkpoint_root_dir``."""
+def numbers(settings: Settings) -> None:
+    """Raise for a name or number that is out of range, and for two names of one thing that disagree."""
     for where in ("project", "group", "name"):
         path = Path(getattr(settings, where))
         if path.is_absolute() or ".." in path.parts:
             raise ConfigError(_check.problem(where, f"is {str(path)!r}", "a name below checkpoint_root_dir"))
-
-
-def numbers(settings: Settings) -> None:
-    """Raises for numbers that are out of range, and for two names of one thing that disagree."""
     own, trainer, sync, buffer = settings.algorithm.optimizer, settings.trainer, settings.synchronizer, settings.buffer
     for where, value, low in (
         ("buffer.train_batch_size", buffer.train_batch_size, 0),
@@ -68,87 +66,86 @@ def numbers(settings: Settings) -> None:
         )
 
 
-def needs(settings: Settings, method: Method, mode: str) -> None:
-    """Raises where something is missing that the algorithm needs; says what it does not need."""
-    teachers = settings.explorer.auxiliary_models
+def needs(settings: Settings, method: Method, mode: str, policy: PolicyOptions) -> None:
+    """Raise where something is missing that the algorithm needs; say what it does not need."""
+    algorithm, teachers = settings.algorithm, settings.explorer.auxiliary_models
     for key, value, need in (
         ("trainer.critic_warmup", settings.trainer.critic_warmup, "critic"),
         ("model.critic_model_path", settings.model.critic_model_path, "critic"),
         ("explorer.auxiliary_models", teachers, "teacher"),
     ):
         if value and need not in method.recipe.needs:
-            logger.info("without effect here: %s (%s has no %s)", key, settings.algorithm.algorithm_type, need)
+            logger.info("without effect here: %s (%s has no %s)", key, algorithm.algorithm_type, need)
     if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
-        why = f"{settings.algorithm.algorithm_type} learns from it"
+        why = f"{algorithm.algorithm_type} learns from it"
         raise ConfigError(_check.problem("explorer.auxiliary_models", "is empty", "a teacher", why))
-    if "critic" in method.recipe.needs and mode not in ("explore", "bench"):
-        models.critic_of(settings)
-    if settings.algorithm.entropy_loss_fn == "exact" and models.backend_of(settings) == "tinker":
+    if algorithm.entropy_loss_fn == "exact" and policy.backend == "tinker":
         why = "a Tinker service gives no whole distributions; default is the sampled estimate"
         raise ConfigError(_check.problem("algorithm.entropy_loss_fn", "is 'exact'", "default", why))
 
 
-def sampling(settings: Settings, method: Method, mode: str) -> None:
-    """Raises where episodes that train are sampled in a way that their loss, or the backend, cannot have."""
-    if mode not in ("both", "explore") or not method.recipe.rolls_out:
-        return
-    model, inputs = settings.model, settings.buffer.explorer_input
-    cut = models.cut_of(settings)
-    SamplingParams(temperature=model.temperature, **cut)
+def truncation(taskset: Taskset | None, params: SamplingParams) -> SamplingParams:
+    """Return how episodes that train are sampled: by top_p and top_k of the task set, where it says so."""
+    if taskset is None:
+        return params
+    own = {name: getattr(taskset.rollout_args, name) for name in ("top_p", "top_k")}
+    return attrs.evolve(params, **{name: value for name, value in own.items() if value is not None})
+
+
+def sampling(settings: Settings, method: Method, mode: str, backend: str, params: SamplingParams) -> None:
+    """Raise where episodes that train are sampled in a way that their loss, or the backend, cannot have."""
+    inputs = settings.buffer.explorer_input
     played = {"buffer.explorer_input.taskset": inputs.taskset} if inputs.taskset is not None else {}
     played |= {f"buffer.explorer_input.tasksets[{i}]": each for i, each in enumerate(inputs.tasksets)}
     for where, taskset in played.items():
         own = taskset.rollout_args.temperature
         key = "model.temperature" if own is None else f"{where}.rollout_args.temperature"
-        temperature = model.temperature if own is None else own
-        if (temperature == 0 or cut["top_p"] < 1 or cut["top_k"] > 0) and "sampling_logprobs" in method.inputs:
-            what = f"is {temperature}, top_p {cut['top_p']}, top_k {cut['top_k']}"
+        temperature = params.temperature if own is None else own
+        if (temperature == 0 or params.top_p < 1 or params.top_k > 0) and "sampling_logprobs" in method.inputs:
+            what = f"is {temperature}, top_p {params.top_p}, top_k {params.top_k}"
             why = f"the loss {method.recipe.loss} compares with the policy that sampled"
             raise ConfigError(_check.problem(key, what, "sampling from the whole distribution", why))
         tempered = temperature != 1 and "off_temperature" not in settings.options
-        if tempered and mode == "both" and models.backend_of(settings) == "tinker":
-            expected = "1, or options.off_temperature=rescore"
-            why = "a Tinker service trains at temperature 1"
+        if tempered and mode == "both" and backend == "tinker":
+            expected, why = "1, or options.off_temperature=rescore", "a Tinker service trains at temperature 1"
             raise ConfigError(_check.problem(key, f"is {temperature}", expected, why))
-    sync, args = settings.synchronizer, settings.algorithm.sample_strategy_args or {}
-    if settings.algorithm.sample_strategy == "staleness_control" and "max_staleness" in args:
-        where = "algorithm.sample_strategy_args.max_staleness"
-        most = sync.sync_offset + sync.sync_interval - 1
+
+
+def staleness(algorithm: Algorithm, sync: Synchronizer) -> None:
+    """Raise where batches may be older than staleness_control allows."""
+    args = algorithm.sample_strategy_args or {}
+    if algorithm.sample_strategy == "staleness_control" and "max_staleness" in args:
+        where, most = "algorithm.sample_strategy_args.max_staleness", sync.sync_offset + sync.sync_interval - 1
         if _check.real(where, args["max_staleness"], low=0.0) < most:
-            what, expected = f"is {args['max_staleness']}", f"at least {most}"
-            raise ConfigError(_check.problem(where, what, expected, "synchronizer makes batches as old as that"))
+            what, why = f"is {args['max_staleness']}", "synchronizer makes batches as old as that"
+            raise ConfigError(_check.problem(where, what, f"at least {most}", why))
 
 
-def model(settings: Settings) -> None:
-    """Raises where this machine is to run a model that it does not have, or one that cannot be told to think."""
-    name, given = models.backend_of(settings), settings.model
-    options = models.options_of(settings)
-    path = options.get("model")
-    if given_options := dict(settings.options):
-        _check.options("options", backends.registry[name], given_options, kind="connect")
-    if name == "local" and isinstance(path, str) and Path(path).expanduser().is_dir():
-        if not (Path(path).expanduser() / "config.json").is_file():
+def model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -> None:
+    """Raise where this machine is to run a model that it does not have, or one that cannot be told to think."""
+    name, path = policy.backend, policy.options.get("model")
+    if settings.options:
+        _check.options("options", backends.registry[name], dict(settings.options), kind="connect")
+    folder = Path(path).expanduser() if isinstance(path, str) else None
+    if name == "local" and isinstance(path, str) and folder is not None:
+        if folder.is_dir() and not (folder / "config.json").is_file():
             what = f"the directory {path!r} has no config.json"
             raise ConfigError(_check.problem("model.model_path", what, "a saved model"))
-    elif name == "local" and isinstance(path, str) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ConfigError(_check.problem("model.model_path", f"is {path!r}", "a directory that exists, or a hub id"))
-    thinking = models.thinking_of(settings, _first_form(settings))
-    text = models.template_of(settings, _first_form(settings))
+        if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+            expected = "a directory that exists, or a hub id"
+            raise ConfigError(_check.problem("model.model_path", f"is {path!r}", expected))
+    text = chat.template
     if text is None and name == "toy":
         text = ByteTokenizer.chat_template
-    elif text is None and path is not None:
-        text = _own_template(Path(path).expanduser())
-    if thinking and text is not None and not {"enable_thinking", "thinking"} & Template(text).names:
+    elif text is None and folder is not None:
+        text = _own_template(folder)
+    if chat.thinking and text is not None and not {"enable_thinking", "thinking"} & Template(text).names:
         expected = "a template that has the switch"
         why = "this one reads no enable_thinking, so that it cannot be switched on"
         raise ConfigError(_check.problem("model.enable_thinking", "is True", expected, why))
-    if given.max_model_len is not None and given.max_model_len < 2:
-        raise ConfigError(_check.problem("model.max_model_len", f"is {given.max_model_len}", "at least 2"))
-
-
-def _first_form(settings: Settings) -> Format:
-    inputs = settings.buffer.explorer_input
-    return next((each.format for each in (inputs.taskset, *inputs.tasksets) if each is not None), Format())
+    length = settings.model.max_model_len
+    if length is not None and length < 2:
+        raise ConfigError(_check.problem("model.max_model_len", f"is {length}", "at least 2"))
 
 
 def _own_template(folder: Path) -> str | None:
@@ -162,9 +159,8 @@ def _own_template(folder: Path) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def tracker(settings: Settings) -> None:
-    """Raises where the tracker that ``monitor`` names does not exist, is not installed, or takes other arguments."""
-    monitor = settings.monitor
+def tracker(monitor: Monitor) -> None:
+    """Raise where the tracker that ``monitor`` names does not exist, is not installed, or takes other arguments."""
     if monitor.monitor_type in (None, "jsonl", "none"):
         return
     kind = tracking.registry.resolve(str(monitor.monitor_type))
@@ -180,51 +176,43 @@ def tracker(settings: Settings) -> None:
             raise ConfigError(f"monitor.monitor_args: {error}") from error
 
 
-def critic(settings: Settings) -> tuple[float | None, dict[str, float]]:
-    """The critic's learning rate and the settings of its loss, of what ``trainer_config`` says; the rest is told.
+def critic(rate: float | None, config: Mapping[str, object]) -> tuple[float | None, dict[str, float]]:
+    """Return the critic's learning rate and the settings of its loss, of what ``trainer_config`` says.
+
+    Args:
+        rate: algorithm.critic_lr.
+        config: trainer.trainer_config; the log says what of it has no effect.
 
     Raises:
         ConfigError: two rates disagree, or a number is out of range.
     """
-    given = settings.trainer.trainer_config
-    found = {key: _inner(given, key) for key in ("critic.optim.lr", "critic.cliprange_value")}
-    known = [key for key, value in found.items() if value is not None]
-    rest = sorted({key for key in _leaves(given) if key not in known})
-    if rest:
-        logger.info("without effect here: trainer.trainer_config: %s (veRL's own)", ", ".join(rest))
-    rate = settings.algorithm.critic_lr
-    where = "trainer.trainer_config."
-    if found["critic.optim.lr"] is not None:
-        own = _check.real(f"{where}critic.optim.lr", found["critic.optim.lr"], low=0.0)
-        if rate not in (None, own):
-            raise ConfigError(_check.problem(f"{where}critic.optim.lr", f"is {own}", f"algorithm.critic_lr, {rate}"))
-        rate = own
-    clip = found["critic.cliprange_value"]
-    if clip is None:
-        return rate, {}
-    return rate, {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
+    where, leaves = "trainer.trainer_config.", dict(_leaves(config))
+    own, clip = leaves.pop("critic.optim.lr", None), leaves.pop("critic.cliprange_value", None)
+    if leaves:
+        logger.info("without effect here: trainer.trainer_config: %s (veRL's own)", ", ".join(sorted(leaves)))
+    if own is not None:
+        number = _check.real(f"{where}critic.optim.lr", own, low=0.0)
+        if rate not in (None, number):
+            what = f"is {number}"
+            raise ConfigError(_check.problem(f"{where}critic.optim.lr", what, f"algorithm.critic_lr, {rate}"))
+        rate = number
+    return rate, {} if clip is None else {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
 
 
-def _inner(given: Any, key: str) -> Any:
-    for name in key.split("."):
-        given = given.get(name) if isinstance(given, Mapping) else None
-    return given
-
-
-def _leaves(given: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    for name, value in given.items():
+def _leaves(config: Mapping[str, object], where: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{where}{name}.")
         else:
-            yield f"{where}{name}"
+            yield f"{where}{name}", value
 
 
-def forms(settings: Settings, given: Sequence[Format]) -> None:
-    """Raises where conversations of one run would be rendered in different ways."""
+def forms(name: str, given: Sequence[Format]) -> None:
+    """Raise where conversations of one run, ``name``, would be rendered in different ways."""
     rendered = ("raw", "system_prompt", "reply_prefix", "chat_template", "enable_thinking")
     for form in given[1:]:
-        for name in rendered:
-            if getattr(form, name) != getattr(given[0], name):
-                what = f"is {getattr(given[0], name)!r} in one place and {getattr(form, name)!r} in another"
+        for key in rendered:
+            if getattr(form, key) != getattr(given[0], key):
+                what = f"is {getattr(given[0], key)!r} in one place and {getattr(form, key)!r} in another"
                 why = "task sets and rows are rendered in one way; put what differs into the prompts"
-                raise ConfigError(_check.problem(f"{settings.name}: format.{name}", what, "one for all", why))
+                raise ConfigError(_check.problem(f"{name}: format.{key}", what, "one for all", why))

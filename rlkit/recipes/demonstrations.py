@@ -14,7 +14,7 @@ from rlkit.recipes.rows import field
 from rlkit.trajectory import Trajectory, Turn, datums
 from rlkit.types import Datum, Sample
 
-__all__ = ["checked", "conversation_of", "demonstrations", "preferences", "texts"]
+__all__ = ["check_rows", "conversation_of", "demonstrations", "preferences", "texts"]
 
 
 def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
@@ -100,7 +100,7 @@ def conversation_of(chat: Chat, messages: Sequence[Mapping[str, Any]], where: st
     return [Datum(datum.tokens, datum.mask) for datum in found]
 
 
-def checked(given: Sequence[Mapping[str, Any]], form: Format, data: str, where: str) -> None:
+def check_rows(given: Sequence[Mapping[str, Any]], form: Format, data: str, where: str) -> None:
     """Raises DataError where a row lacks a field that ``data``, of a recipe, will be made from."""
     keys = {
         "pairs": (form.prompt_key, form.chosen_key, form.rejected_key),

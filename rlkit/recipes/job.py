@@ -1,4 +1,4 @@
-"""What a run is to do, found out from its settings before any work: everything that can be wrong is found here."""
+"""The door of a run: its settings become small objects, and everything that can be wrong is found before any work."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from rlkit import _check, schedules, storage
+from rlkit import _check, storage
+from rlkit.config import dump
 from rlkit.envs import TaskSource
 from rlkit.errors import ConfigError
 from rlkit.recipes import checks, differences, keys, models, rows
 from rlkit.recipes import tasks as environments
-from rlkit.recipes.demonstrations import checked
+from rlkit.recipes.demonstrations import check_rows
 from rlkit.recipes.inputs import Experience, Format
-from rlkit.recipes.method import Method, resolved
+from rlkit.recipes.method import Method, resolve
 from rlkit.recipes.operators import Operators
-from rlkit.recipes.settings import Settings
+from rlkit.recipes.optimizer import Schedule
+from rlkit.recipes.settings import Explorer, Monitor, Settings, Synchronizer, Trainer
 from rlkit.recipes.workflows import MASKED
 from rlkit.rollouts import Plan
-from rlkit.types import Adam
+from rlkit.trajectory import Group
+from rlkit.types import SamplingParams
 
-__all__ = ["Job", "prepared"]
+__all__ = ["Job", "Learnt", "build_job", "make_plan"]
 
 logger = logging.getLogger("rlkit.recipes")
+
+
+@attrs.frozen(eq=False)
+class Learnt:
+    """Rows that are imitated or preferred: what they were read from, and how they are read."""
+
+    rows: Sequence[Mapping[str, object]] = ()
+    source: str = ""
+    form: Format = attrs.field(factory=Format)
 
 
 @attrs.frozen(eq=False)
@@ -34,187 +45,201 @@ class Job:
     """A run's settings, checked and resolved.
 
     Attributes:
-        settings: as read.
+        folder: of the run.
+        config: all settings as plain data, for the run's folder.
+        resumes: whether a run that is there may be gone on with.
         method: the algorithm.
         mode: "both", "explore", "train" or "bench".
         total: steps.
         size: tasks, rows or stored groups per step.
+        minibatch: trajectories, pairs or rows per optimizer step; 0 for all.
+        width: the constant of weights that end in "-norm": tokens of the longest answer.
         tasks: what is played, or None.
         held_out: what to evaluate on.
-        plan: how.
-        rows: what is imitated or preferred.
-        form: how these are read, and all conversations rendered.
+        plan: how episodes that train are played; the chat and the seed are added when the run begins.
+        learnt: what is imitated or preferred.
         stored: groups to train from, or None.
         operators: what is done to groups before they train.
         masked: names of environments whose answers do not train where they were cut.
-        critic: the critic's learning rate, or None for the policy's, and settings of its loss.
+        hint: what a policy that is its own teacher is told.
+        policy, chat, critic, teacher: the models; None where the method has no such.
+        schedule: the optimizer's steps.
+        explorer, trainer, monitor, sync: sections of the settings.
     """
 
-    settings: Settings
+    folder: Path
+    config: Mapping[str, object]
+    resumes: bool
     method: Method
     mode: str
     total: int
     size: int
+    minibatch: int
+    width: int
     tasks: TaskSource | None
     held_out: Sequence[environments.HeldOut]
     plan: Plan
-    rows: Sequence[Mapping[str, Any]]
-    form: Format
-    stored: Sequence[Any] | None
+    learnt: Learnt
+    stored: Sequence[Group] | None
     operators: Operators
     masked: frozenset[str]
-    critic: tuple[float | None, Mapping[str, float]]
-
-    @property
-    def source(self) -> str:
-        """What ``rows`` were read from."""
-        return str(_experience(self.settings, self.method)[1].path)
-
-    @property
-    def minibatch(self) -> int:
-        """Trajectories, pairs or rows per optimizer step; 0 for all."""
-        return self.settings.buffer.train_batch_size
-
-    def adam(self, step: int) -> Adam:
-        """The optimizer's step."""
-        own, trainer = self.settings.algorithm.optimizer, self.settings.trainer
-        clip = trainer.grad_clip if own.clip_grad is None else own.clip_grad
-        beta1, beta2 = own.betas
-        return Adam(self.rate(step), beta1, beta2, eps=own.eps, weight_decay=own.weight_decay, grad_clip_norm=clip)
-
-    def critic_adam(self, step: int) -> Adam:
-        """The critic's optimizer's step: the same schedule of its own rate."""
-        own, rate = self.settings.algorithm, self.critic[0]
-        scale = 1.0 if rate is None or not own.optimizer.lr else rate / own.optimizer.lr
-        return attrs.evolve(self.adam(step), learning_rate=self.rate(step) * scale)
-
-    def rate(self, step: int) -> float:
-        """The learning rate: a warm-up, then constant, or falling to lr min_lr_ratio at the last step."""
-        own = self.settings.algorithm.optimizer
-        kind = own.warmup_style or own.lr_scheduler_type
-        ratio = own.lr_warmup_steps_ratio
-        warm = own.lr_warmup_steps if own.lr_warmup_steps >= 0 else math.floor(ratio * self.total)
-        if step < warm:
-            return own.lr * schedules.warmup(step, steps=warm)
-        if kind == "constant":
-            return own.lr
-        fall = schedules.cosine if kind == "cosine" else schedules.linear
-        return fall(step - warm, start=own.lr, end=own.lr * own.min_lr_ratio, steps=max(self.total - warm, 1))
+    hint: str
+    policy: models.PolicyOptions
+    chat: models.ChatOptions
+    critic: models.CriticOptions | None
+    teacher: models.TeacherOptions | None
+    schedule: Schedule
+    explorer: Explorer
+    trainer: Trainer
+    monitor: Monitor
+    sync: Synchronizer
 
 
-def prepared(settings: Settings) -> Job:
-    """The job that these settings describe; files are read, nothing is connected.
+def build_job(settings: Settings) -> Job:
+    """Return the job that these settings describe; files are read, nothing is connected.
 
     Raises:
         ConfigError, UnknownNameError, DataError: naming the setting.
     """
-    for text in keys.check(settings):
-        logger.info("without effect here: %s", text)
+    _say(keys.check(settings))
     mode = {"colocate": "both"}.get(settings.mode, settings.mode)
     if mode == "serve":
         raise ConfigError(_check.problem("mode", "is 'serve'", "both, explore, train or bench", "rlkit serve serves"))
-    method, buffer = resolved(settings.algorithm), settings.buffer
-    for text in method.unused:
-        logger.info("without effect here: %s", text)
-    for text in differences.notes(settings.algorithm, method):
+    method, buffer, algorithm = resolve(settings.algorithm), settings.buffer, settings.algorithm
+    _say(method.unused)
+    for text in differences.notes(algorithm, method):
         logger.info("%s", text)
     size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
-    checks.names(settings)
     checks.numbers(settings)
-    checks.model(settings)
     operators = Operators.of(settings.data_processor.experience_pipeline.operators)
-    for text in operators.unused:
-        logger.info("without effect here: %s", text)
-    held_out = environments.evaluated(buffer)
+    _say(operators.unused)
+    policy, engine, inputs = models.policy_options(settings), settings.explorer.rollout_model, buffer.explorer_input
+    tasksets = [each for each in (inputs.taskset, *inputs.tasksets) if each is not None]
+    first = next((each.format for each in tasksets), Format())
+    checks.model(policy, models.chat_options(settings.model, engine, first), settings)
+    plan = make_plan(settings, method.recipe.repeat_times)
+    held_out = environments.held_out_tasks(buffer, plan.params)
     if mode == "bench" and not held_out:
-        raise ConfigError(
-            _check.problem("buffer.explorer_input.eval_tasksets", "is empty", "what to evaluate on in mode bench")
-        )
+        where, expected = "buffer.explorer_input.eval_tasksets", "what to evaluate on in mode bench"
+        raise ConfigError(_check.problem(where, "is empty", expected))
     if mode == "explore" and not method.recipe.rolls_out:
-        raise _contradiction(settings, "mode", "'explore'", "it plays no episodes")
-    plays = mode != "bench" and method.recipe.rolls_out and mode != "train"
-    source = environments.trained(buffer) if plays else None
-    given, form, stored = _given(settings, method, mode)
-    inputs = buffer.explorer_input
-    forms = [each.format for each in (inputs.taskset, *inputs.tasksets, *inputs.eval_tasksets) if each is not None]
-    forms = [form, *forms] if given else forms or [form]
-    checks.forms(settings, forms)
-    count = len(source) if source is not None else len(given if stored is None else stored)
-    job = Job(
-        settings=settings,
+        why = "it plays no episodes"
+        expected = f"a mode that {algorithm.algorithm_type} has"
+        raise ConfigError(_check.problem("mode", "is 'explore'", expected, why))
+    plays = method.recipe.rolls_out and mode not in ("bench", "train")
+    source = environments.training_tasks(buffer) if plays else None
+    learnt = _learnt(settings, method) if mode not in ("explore", "bench") else Learnt()
+    stored = _stored(buffer.trainer_input.experience_buffer) if method.recipe.rolls_out and mode == "train" else None
+    forms = [each.format for each in (*tasksets, *inputs.eval_tasksets)]
+    forms = [learnt.form, *forms] if learnt.rows else forms or [learnt.form]
+    checks.forms(settings.name, forms)
+    total = _steps(settings, len(source if source is not None else learnt.rows if stored is None else stored), size)
+    schedule = Schedule(algorithm.optimizer, settings.trainer.grad_clip, total)
+    rate, critic_loss = checks.critic(algorithm.critic_lr, settings.trainer.trainer_config)
+    if mode != "bench":
+        schedule.adam(0)
+    checks.needs(settings, method, mode, policy)
+    critic = teacher = None
+    if mode not in ("explore", "bench"):
+        if "critic" in method.recipe.needs:
+            critic = models.critic_options(settings, policy, rate, critic_loss)
+        if "teacher" in method.recipe.needs:
+            teacher = models.TeacherOptions(settings.explorer.auxiliary_models[0], policy)
+    cut = checks.truncation(inputs.taskset, plan.params)
+    if mode in ("both", "explore") and method.recipe.rolls_out:
+        checks.sampling(settings, method, mode, policy.backend, cut)
+        checks.staleness(algorithm, settings.synchronizer)
+    checks.tracker(settings.monitor)
+    return Job(
+        folder=settings.folder,
+        config=dump(settings),
+        resumes=settings.continue_from_checkpoint,
         method=method,
         mode=mode,
-        total=_steps(settings, count, size),
+        total=total,
         size=size,
+        minibatch=buffer.train_batch_size,
+        width=settings.model.max_response_tokens,
         tasks=source,
         held_out=held_out,
-        plan=models.plan_of(settings, method.recipe.repeat_times, 0),
-        rows=given,
-        form=forms[0],
+        plan=attrs.evolve(plan, params=cut),
+        learnt=learnt,
         stored=stored,
         operators=operators,
-        masked=_masked(settings),
-        critic=checks.critic(settings),
+        masked=frozenset(
+            each.name for each in tasksets if (each.default_workflow_type or inputs.default_workflow_type) in MASKED
+        ),
+        hint=algorithm.hint,
+        policy=policy,
+        chat=models.chat_options(settings.model, engine, forms[0]),
+        critic=critic,
+        teacher=teacher,
+        schedule=schedule,
+        explorer=settings.explorer,
+        trainer=settings.trainer,
+        monitor=settings.monitor,
+        sync=settings.synchronizer,
     )
-    if mode != "bench":
-        job.adam(0)
-    checks.needs(settings, method, mode)
-    checks.sampling(settings, method, mode)
-    checks.tracker(settings)
-    return job
 
 
-def _masked(settings: Settings) -> frozenset[str]:
-    """The environments whose workflow has it so."""
-    given = settings.buffer.explorer_input
-    played = [each for each in (given.taskset, *given.tasksets) if each is not None]
-    return frozenset(t.name for t in played if (t.default_workflow_type or given.default_workflow_type) in MASKED)
+def _say(texts: Sequence[str]) -> None:
+    for text in texts:
+        logger.info("without effect here: %s", text)
 
 
-def _given(settings: Settings, method: Method, mode: str) -> tuple[Sequence[Any], Format, Sequence[Any] | None]:
-    """Rows to learn from and how they are read, and stored groups."""
-    if mode in ("explore", "bench"):
-        return (), Format(), None
-    stored = None
-    if method.recipe.rolls_out and mode == "train":
-        own = settings.buffer.trainer_input.experience_buffer
-        where = "buffer.trainer_input.experience_buffer.path"
-        if own is None or not own.path:
-            raise ConfigError(_check.problem(where, "is not given", "a run's trajectories.jsonl", "mode is train"))
-        if not Path(own.path).is_file():
-            raise ConfigError(_check.problem(where, f"is {own.path!r}", "a file that exists"))
-        stored = list(storage.read(own.path))
-        if not stored:
-            raise ConfigError(_check.problem(where, f"{own.path} holds no groups", "at least one"))
-    buffer = settings.buffer.trainer_input.experience_buffer
-    if method.recipe.rolls_out and mode != "train" and buffer is not None and buffer.path is not None:
-        logger.info("without effect here: buffer.trainer_input.experience_buffer.path (what is played is trained)")
+def make_plan(settings: Settings, n: int) -> Plan:
+    """Return how episodes are played, but for the chat and the seed."""
+    model, explorer = settings.model, settings.explorer
+    length = model.max_model_len
+    if length is None and model.max_prompt_tokens is not None:
+        length = model.max_prompt_tokens + model.max_response_tokens
+    return Plan(
+        n=n,
+        params=SamplingParams(model.max_response_tokens, model.temperature, model.top_p, model.top_k),
+        max_turns=explorer.max_turns,
+        max_total_tokens=explorer.max_total_tokens,
+        max_length=length,
+        concurrency=explorer.concurrency,
+        deadline=explorer.max_timeout,
+        attempts=1 + _check.integer("explorer.max_retry_times", explorer.max_retry_times, low=0),
+        share=1.0 - _check.real("explorer.over_rollout.ratio", explorer.over_rollout.ratio, low=0.0, below=1.0),
+        progress=False,
+    )
+
+
+def _stored(buffer: Experience | None) -> Sequence[Group]:
+    where = "buffer.trainer_input.experience_buffer.path"
+    if buffer is None or not buffer.path:
+        raise ConfigError(_check.problem(where, "is not given", "a run's trajectories.jsonl", "mode is train"))
+    if not Path(buffer.path).is_file():
+        raise ConfigError(_check.problem(where, f"is {buffer.path!r}", "a file that exists"))
+    groups = list(storage.read(buffer.path))
+    if not groups:
+        raise ConfigError(_check.problem(where, f"{buffer.path} holds no groups", "at least one"))
+    return groups
+
+
+def _learnt(settings: Settings, method: Method) -> Learnt:
+    """Read the rows that the method learns from."""
+    inputs, name = settings.buffer.trainer_input, settings.algorithm.algorithm_type
+    where, experience = "buffer.trainer_input.experience_buffer", inputs.experience_buffer or Experience()
+    if method.recipe.rolls_out and settings.mode != "train" and experience.path is not None:
+        logger.info("without effect here: %s.path (what is played is trained)", where)
     if method.recipe.data == "rollouts":
-        return (), Format(), stored
-    where, experience = _experience(settings, method)
-    found = rows.read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
-    checked(found, experience.format, method.recipe.data, str(experience.path))
-    return found, experience.format, stored
-
-
-def _experience(settings: Settings, method: Method) -> tuple[str, Experience]:
-    """Where demonstrations and preferences come from."""
-    given = settings.buffer.trainer_input
+        return Learnt()
     if method.recipe.data == "mixed":
-        where = "buffer.trainer_input.auxiliary_buffers"
+        where, known = "buffer.trainer_input.auxiliary_buffers", inputs.auxiliary_buffers
         named = (settings.algorithm.sample_strategy_args or {}).get("sft_dataset_name")
-        if isinstance(named, str) and named in given.auxiliary_buffers:
-            return f"{where}.{named}", given.auxiliary_buffers[named]
-        if named is not None:
-            known = ", ".join(given.auxiliary_buffers) or "none is"
+        if named is None and len(known) != 1:
+            raise ConfigError(_check.problem(where, f"has {len(known)} entries", "one, the demonstrations", name))
+        if named is not None and named not in known:
             what = f"has no {named!r}, which sft_dataset_name names"
-            raise ConfigError(_check.problem(where, what, f"one that is there: {known}"))
-        if len(given.auxiliary_buffers) != 1:
-            what = f"has {len(given.auxiliary_buffers)} entries"
-            raise ConfigError(_check.problem(where, what, "one, the demonstrations", settings.algorithm.algorithm_type))
-        name, found = next(iter(given.auxiliary_buffers.items()))
-        return f"{where}.{name}", found
-    return "buffer.trainer_input.experience_buffer", given.experience_buffer or Experience()
+            raise ConfigError(_check.problem(where, what, f"one that is there: {', '.join(known) or 'none is'}"))
+        key = next(iter(known)) if named is None else str(named)
+        where, experience = f"{where}.{key}", known[key]
+    found = rows.read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
+    check_rows(found, experience.format, method.recipe.data, str(experience.path))
+    return Learnt(found, str(experience.path), experience.format)
 
 
 def _steps(settings: Settings, count: int, size: int) -> int:
@@ -224,8 +249,3 @@ def _steps(settings: Settings, count: int, size: int) -> int:
             logger.info("without effect here: buffer.total_epochs (total_steps says how long)")
         return _check.integer("buffer.total_steps", trainer if own is None else own, low=1)
     return max(math.ceil(settings.buffer.total_epochs * count / size), 1)
-
-
-def _contradiction(settings: Settings, where: str, what: str, why: str) -> ConfigError:
-    name = settings.algorithm.algorithm_type
-    return ConfigError(_check.problem(where, f"is {what}", f"a mode that {name} has", why))

@@ -16,7 +16,7 @@ from rlkit.recipes.arguments import check_settings, coefficients, estimator_args
 from rlkit.recipes.learning import Algorithm
 from rlkit.recipes.names import DEFAULTS, ESTIMATORS, KL, LOSSES, OF_ESTIMATORS, contradiction, loss_names
 
-__all__ = ["Method", "resolved"]
+__all__ = ["Method", "resolve"]
 
 
 @attrs.frozen(eq=False)
@@ -62,14 +62,14 @@ class Method:
         return self.kl_penalty > 0 or "reference_logprobs" in self.inputs
 
 
-def resolved(settings: Algorithm) -> Method:
+def resolve(settings: Algorithm) -> Method:
     """The method that these settings describe.
 
     Raises:
         UnknownNameError: no algorithm, estimator, loss or KL estimator has that name.
         ConfigError: an argument is unknown, out of range, or contradicts the algorithm.
 
-    >>> found = resolved(Algorithm(algorithm_type="grpo", policy_loss_fn_args={"clip_range_high": 0.28}))
+    >>> found = resolve(Algorithm(algorithm_type="grpo", policy_loss_fn_args={"clip_range_high": 0.28}))
     >>> found.loss, dict(found.loss_args), found.wants_reference
     ('ppo', {'clip_high_threshold': 1.28}, False)
     """

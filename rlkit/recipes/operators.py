@@ -66,8 +66,8 @@ class Operators:
             filters.append(make(**_settings(where, operator.args, names)))
         return cls(filters, masks, unused)
 
-    def applied(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-        """The groups with the trajectories that stay, and how many do not."""
+    def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """Return the groups with the trajectories that stay, and how many do not."""
         before = sum(len(group) for group in groups)
         found = list(groups)
         for keep in self.filters:

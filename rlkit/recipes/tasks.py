@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -22,14 +21,14 @@ from rlkit.recipes.workflows import WORKFLOWS, foreign
 from rlkit.registry import Registry
 from rlkit.types import SamplingParams
 
-__all__ = ["HeldOut", "environments", "evaluated", "made", "rewards", "trained"]
+__all__ = ["HeldOut", "environments", "held_out_tasks", "make_tasks", "rewards", "training_tasks"]
 
 environments = Registry("environment", entry_point_group="rlkit.environments")
 """Name -> function of a ``Taskset`` that gives ``rlkit.envs.Tasks``."""
 
 
-def trained(buffer: Buffer) -> TaskSource:
-    """The tasks of ``buffer.explorer_input``: those of its taskset, or a mixture of its tasksets.
+def training_tasks(buffer: Buffer) -> TaskSource:
+    """Return the tasks of ``buffer.explorer_input``: those of its taskset, or a mixture of its tasksets.
 
     Raises:
         ConfigError: there are none, or one can not be made.
@@ -40,7 +39,7 @@ def trained(buffer: Buffer) -> TaskSource:
         what = "has neither taskset nor tasksets" if given.taskset is None else "has both taskset and tasksets"
         raise ConfigError(_check.problem("buffer.explorer_input", what, "one of them"))
     if given.taskset is not None:
-        return made(given.taskset, given, "buffer.explorer_input.taskset")
+        return make_tasks(given.taskset, given, "buffer.explorer_input.taskset")
     parts = {}
     for i, each in enumerate(given.tasksets):
         where = f"buffer.explorer_input.tasksets[{i}]"
@@ -50,47 +49,38 @@ def trained(buffer: Buffer) -> TaskSource:
             if getattr(each.rollout_args, name) not in (None, neutral):
                 what, why = f"is {getattr(each.rollout_args, name)}", f"model.{name} is for all"
                 raise ConfigError(_check.problem(f"{where}.rollout_args.{name}", what, "null", why))
-        parts[each.name] = made(each, given, where)
+        parts[each.name] = make_tasks(each, given, where)
     return envs.mixture(parts)
 
 
 @attrs.frozen
 class HeldOut:
-    """What is evaluated on.
-
-    Attributes:
-        tasks: the tasks.
-        count: episodes of each.
-        sampling: settings of ``rlkit.SamplingParams`` that are another one here: top_p and top_k.
-    """
+    """What is evaluated on: the tasks, episodes of each, and how they are sampled."""
 
     tasks: Tasks
     count: int
-    sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    params: SamplingParams
 
 
-def evaluated(buffer: Buffer, plan_n: int = 1) -> list[HeldOut]:
-    """The held-out tasks. No ratio is taken of their answers, so that each set may cut its distribution as it likes."""
-    given, found = buffer.explorer_input, []
-    for i, each in enumerate(given.eval_tasksets):
-        where = f"buffer.explorer_input.eval_tasksets[{i}]"
-        kind = each.default_workflow_type or given.default_eval_workflow_type
-        each = attrs.evolve(each, default_workflow_type=kind)
-        count = (
-            plan_n if each.repeat_times is None else _check.integer(f"{where}.repeat_times", each.repeat_times, low=1)
-        )
-        own = each.rollout_args
+def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
+    """Return the held-out tasks. No ratio is taken of their answers, so each may cut its distribution as it likes."""
+    inputs, found = buffer.explorer_input, []
+    for i, each in enumerate(inputs.eval_tasksets):
+        where, own = f"buffer.explorer_input.eval_tasksets[{i}]", each.rollout_args
+        kind = each.default_workflow_type or inputs.default_eval_workflow_type
+        count = 1 if each.repeat_times is None else _check.integer(f"{where}.repeat_times", each.repeat_times, low=1)
         cut = {name: getattr(own, name) for name in ("top_p", "top_k") if getattr(own, name) is not None}
         try:
-            SamplingParams(**cut)
+            sampled = attrs.evolve(params, **cut)
         except ConfigError as error:
             raise ConfigError(f"{where}.rollout_args: {error}") from error
-        found.append(HeldOut(made(each, given, where), count, cut))
+        tasks = make_tasks(attrs.evolve(each, default_workflow_type=kind), inputs, where)
+        found.append(HeldOut(tasks, count, sampled))
     return found
 
 
-def made(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
-    """The tasks of one task set; ``where`` it stands begins the messages."""
+def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
+    """Return the tasks of one task set; ``where`` it stands begins the messages."""
     kind = taskset.default_workflow_type or given.default_workflow_type or _kind(taskset)
     reward = taskset.default_reward_fn_type or given.default_reward_fn_type
     taskset = attrs.evolve(taskset, default_workflow_type=kind, default_reward_fn_type=reward)

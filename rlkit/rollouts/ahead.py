@@ -6,18 +6,21 @@ import asyncio
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self, TypeAlias
 
-from rlkit import _check
+from rlkit import _check, storage
 from rlkit.backends.protocol import Sampler, TrainerBackend
-from rlkit.envs import TaskSource
+from rlkit.envs import Task, TaskSource
 from rlkit.errors import ConfigError
 from rlkit.futures import Future
 from rlkit.rollouts.api import Rollouts, planned, rollout
 from rlkit.rollouts.plan import Plan
 
 __all__ = ["AsyncRollouts", "async_rollouts"]
+
+Play: TypeAlias = Callable[[Sampler, Any, int], Awaitable[Rollouts]]
+Running: TypeAlias = dict[int, "concurrent.futures.Future[Rollouts]"]
 
 
 def async_rollouts(
@@ -28,15 +31,20 @@ def async_rollouts(
     steps: int | None = None,
     start: int = 0,
     max_lag: int = 1,
+    interval: int = 1,
+    play: Play | None = None,
     plan: Plan | None = None,
     **options: Any,
 ) -> AsyncRollouts:
-    """Batches of groups, one per step, sampled up to ``max_lag`` steps ahead of the training.
+    """Return batches of groups, one per step, sampled up to ``max_lag`` steps ahead of the training.
 
     Asking for the batch of step s takes a snapshot of the policy as it is then and begins with the batch of step
     s + max_lag; it then waits for the batch of step s, which was begun max_lag steps ago. So a batch is at most
     max_lag rounds of training old: 0 is on-policy, 1 one step off. Which snapshot a batch is sampled from does not
     depend on timing, and neither does what comes out.
+
+    ``run.keep("batches", async_rollouts(...))`` makes a run resume exactly: what is under way at a checkpoint is waited
+    for and saved with it. Without it the first batches after a restart are sampled anew, from the restored policy.
 
     Args:
         policy: ``policy.sampler()`` is called in the thread that asks for batches, so that it stands in order with
@@ -45,9 +53,11 @@ def async_rollouts(
             step that gives tasks.
         size: tasks per step, >= 1, with a set of tasks and only there.
         steps: how many batches; None: without end.
-        start: >= 0, the first step. After a restart the first batches come from the policy at the start, not from
-            the older ones that they would have come from.
+        start: >= 0, the first step: ``run.step`` in a run.
         max_lag: >= 0.
+        interval: >= 1. A fresh snapshot is taken at the steps that it divides and at the first one, so that a batch is
+            at most max_lag + interval - 1 rounds old.
+        play: an async function of (sampler, the step's tasks, step) that plays a batch; None: ``rollout``.
         plan, options: as for ``rollout``.
 
     Returns:
@@ -70,10 +80,10 @@ def async_rollouts(
         number = _check.integer("size", size, low=1, why="tasks per step")
         source, seed = tasks, plan.seed
 
-        def of(step: int) -> Any:
+        def draw(step: int) -> list[Task]:
             return source.batch(step, number, seed=seed)
 
-        batches: Callable[[int], Any] = of
+        batches: Callable[[int], Any] = draw
     elif callable(tasks) and not isinstance(tasks, type):
         if size is not None:
             raise ConfigError(_check.problem("size", f"is {size}", "None", "the function of the step decides"))
@@ -83,10 +93,16 @@ def async_rollouts(
         raise ConfigError(_check.problem("tasks", f"got {_check.shown(tasks)}", expected))
     if steps is not None:
         _check.integer("steps", steps, low=1)
-    _check.integer("start", start, low=0)
-    _check.integer("max_lag", max_lag, low=0)
+    for name, value, low in (("start", start, 0), ("max_lag", max_lag, 0), ("interval", interval, 1)):
+        _check.integer(name, value, low=low)
+    if play is not None and not callable(play):
+        raise ConfigError(_check.problem("play", f"got {_check.shown(play)}", "an async function"))
+
+    def simply(sampler: Sampler, batch: Any, step: int) -> Awaitable[Rollouts]:
+        return rollout(sampler, batch, step=step, plan=plan)
+
     end = None if steps is None else start + steps
-    return AsyncRollouts(policy, batches, plan, start, end, max_lag)
+    return AsyncRollouts(policy, batches, play or simply, start=start, end=end, max_lag=max_lag, interval=interval)
 
 
 class AsyncRollouts:
@@ -96,18 +112,22 @@ class AsyncRollouts:
         self,
         policy: TrainerBackend,
         batches: Callable[[int], Any],
-        plan: Plan,
+        play: Play,
+        *,
         start: int,
         end: int | None,
         max_lag: int,
+        interval: int,
     ) -> None:
         self._policy = policy
         self._batches = batches
-        self._plan = plan
-        self._next = self._begun = start
+        self._play = play
+        self._next = start
         self._end = end
         self._max_lag = max_lag
-        self._running: dict[int, concurrent.futures.Future[Rollouts]] = {}
+        self._interval = interval
+        self._snapshot: tuple[int, Future[Sampler]] | None = None
+        self._running: Running = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop,), name="rlkit-ahead", daemon=True)
         self._thread.start()
@@ -141,9 +161,22 @@ class AsyncRollouts:
             await asyncio.to_thread(self.close)
             raise
 
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the batches that were begun and not yet asked for; they are waited for."""
+        return {str(step): _record(running.result()) for step, running in self._running.items()}
+
+    def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Become what ``state`` was taken from; the snapshots are not kept, so the next batch takes a fresh one."""
+        self._running.clear()
+        for step, record in state.items():
+            groups = [storage.from_record(group) for group in record["groups"]]
+            done: concurrent.futures.Future[Rollouts] = concurrent.futures.Future()
+            done.set_result(Rollouts(groups, {name: float(value) for name, value in record["metrics"].items()}))
+            self._running[int(step)] = done
+
     def close(self) -> None:
-        """Gives up what is under way; every environment is closed before it returns."""
-        self._end = self._next
+        """Give up what is under way; every environment is closed before it returns."""
+        self._end, self._snapshot = self._next, None
         self._finalizer()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -161,24 +194,31 @@ class AsyncRollouts:
         await asyncio.to_thread(self.close)
 
     def _advance(self) -> concurrent.futures.Future[Rollouts] | None:
-        """Begins with what may be begun, and gives the next step's batch."""
-        if self._end is not None and self._next >= self._end:
-            return None
+        """Begin what may be begun, and return the next step's batch."""
         step = self._next
-        while self._begun <= step + self._max_lag and (self._end is None or self._begun < self._end):
-            batch, snapshot = self._batches(self._begun), self._policy.sampler()
-            work = _played(snapshot, batch, self._begun, self._begun - step, self._plan)
-            self._running[self._begun] = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._begun += 1
+        if self._end is not None and step >= self._end:
+            return None
+        last = step + self._max_lag if self._end is None else min(step + self._max_lag, self._end - 1)
+        for due in range(max([step - 1, *self._running]) + 1, last + 1):
+            taken = -1 if self._snapshot is None else self._snapshot[0]
+            if self._snapshot is None or (step % self._interval == 0 and taken < step):
+                self._snapshot = (step, self._policy.sampler())
+            since, snapshot = self._snapshot
+            work = _played(self._play, snapshot, self._batches(due), due, due - since)
+            self._running[due] = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._next += 1
         return self._running.pop(step)
 
 
-async def _played(snapshot: Future[Sampler], tasks: Any, step: int, lag: int, plan: Plan) -> Rollouts:
-    with await snapshot as sampler:
-        groups = await rollout(sampler, tasks, step=step, plan=plan)
+async def _played(play: Play, snapshot: Future[Sampler], tasks: Any, step: int, lag: int) -> Rollouts:
+    groups = await play(await snapshot, tasks, step)
     groups.metrics["sampler/lag"] = float(lag)
     return groups
+
+
+def _record(batch: Rollouts) -> dict[str, Any]:
+    metrics = {name: str(value) for name, value in batch.metrics.items()}  # text, since JSON has no NaN
+    return {"groups": [storage.to_record(group) for group in batch], "metrics": metrics}
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -194,7 +234,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, running: dict[int, Any]) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, running: Running) -> None:
     running.clear()
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)

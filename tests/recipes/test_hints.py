@@ -14,7 +14,7 @@ from rlkit.recipes import algorithms
 from rlkit.recipes.batch import assign_credit
 from rlkit.recipes.hints import peer_hints
 from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import resolved
+from rlkit.recipes.method import resolve
 from rlkit.trajectory import Group, Trajectory, Turn
 
 
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_left_out(policy: Any) -> None:
 
 def test_advantages(policy: Any) -> None:
     """log p with the hint minus log q of the sampled tokens; nothing where nobody said anything."""
-    method = resolved(Algorithm(algorithm_type="sdpo"))
+    method = resolve(Algorithm(algorithm_type="sdpo"))
     assert method.recipe.needs == ("itself",)
     groups, chat = [group(policy, ["3", "2"], [0.0, 1.0])], Chat(policy.tokenizer)
     with policy.sampler().result() as teacher:
@@ -89,7 +89,7 @@ def test_advantages(policy: Any) -> None:
 def test_a_hint_without_an_answer() -> None:
     """The setting has to say where the answer stands."""
     with pytest.raises(rlkit.ConfigError, match=r"^algorithm.hint: is 'Think.'"):
-        resolved(Algorithm(algorithm_type="sdpo", hint="Think."))
+        resolve(Algorithm(algorithm_type="sdpo", hint="Think."))
 
 
 def test_a_run(tmp_path: Any) -> None:

@@ -14,8 +14,9 @@ pytest.importorskip("omegaconf")
 
 import rlkit
 from rlkit import recipes
-from rlkit.recipes import ahead, models
-from rlkit.recipes.job import prepared
+from rlkit.recipes import models
+from rlkit.recipes.job import build_job
+from rlkit.rollouts import AsyncRollouts
 from rlkit.runs import Run, records
 from rlkit.storage import read
 from tests.recipes.problems import curve, loaded, played, table
@@ -82,7 +83,7 @@ def test_without_what_was_under_way_it_would_be_another(tmp_path, monkeypatch):
         cut_at(patched, 2)
         with pytest.raises(Stopped):
             played(tmp_path / "cut", *more, steps=4)
-    monkeypatch.setattr(ahead.Ahead, "restore", lambda self, state: None)
+    monkeypatch.setattr(AsyncRollouts, "restore", lambda self, state: None)
     assert curve(played(tmp_path / "cut", *more, steps=4)) != whole
 
 
@@ -144,9 +145,9 @@ def test_which_snapshot_samples(tmp_path, interval, offset):
     ],
 )
 def test_learning_rates(tmp_path, overrides, expected):
-    job = prepared(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5))
-    assert [job.rate(step) / job.settings.algorithm.optimizer.lr for step in range(5)] == pytest.approx(expected)
-    adam = job.adam(0)
+    schedule = build_job(loaded(tmp_path, *[f"algorithm.optimizer.{x}" for x in overrides], steps=5)).schedule
+    assert [schedule.rate(step) / schedule.settings.lr for step in range(5)] == pytest.approx(expected)
+    adam = schedule.adam(0)
     assert (adam.beta1, adam.beta2, adam.weight_decay, adam.grad_clip_norm) == (0.9, 0.999, 0.0, 1.0)
 
 

@@ -22,7 +22,7 @@ from rlkit.recipes import batch, demonstrations, rows, tasks
 from rlkit.recipes.algorithms import best_of_group
 from rlkit.recipes.inputs import Format, Taskset
 from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import resolved
+from rlkit.recipes.method import resolve
 from rlkit.trajectory import Group, Trajectory, Turn
 
 
@@ -44,7 +44,7 @@ GROUPS = [
 
 def credited(groups=GROUPS, beside=None, **settings):
     """Advantages of a method, as lists."""
-    found = batch.assign_credit(resolved(Algorithm(**settings)), groups, **(beside or {}))
+    found = batch.assign_credit(resolve(Algorithm(**settings)), groups, **(beside or {}))
     return [a.round(4).tolist() for a in found.advantages]
 
 
@@ -93,16 +93,16 @@ def test_unscored_is_never_the_best():
 
 def test_weights_of_a_mixed_batch():
     """Rollouts are a mean over their tokens, demonstrations over theirs; mu goes with every datum."""
-    method = resolved(Algorithm(algorithm_type="mix"))
+    method = resolve(Algorithm(algorithm_type="mix"))
     own = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {"expert": 0.0})
     shown = rlkit.Datum([1, 2, 3], [0, 1, 1])
     items = [Item([own]), *batch.experts([[shown], [shown]])]
     data = batch.weigh(method, items, constant=9.0, mu=0.3)
     assert [float(d.inputs["weights"]) for d in data] == pytest.approx([1 / 3, 1 / 4, 1 / 4])
     assert [float(d.inputs["mu"]) for d in data] == pytest.approx([0.3] * 3)
-    method = resolved(Algorithm(algorithm_type="dr_grpo"))
+    method = resolve(Algorithm(algorithm_type="dr_grpo"))
     assert batch.weigh(method, items[:1], constant=9.0, mu=None)[0].inputs["weights"] == pytest.approx(1 / 9)
-    method = resolved(Algorithm(algorithm_type="dpo"))
+    method = resolve(Algorithm(algorithm_type="dpo"))
     pair = batch.weigh(method, [Item([shown, shown])] * 2, constant=9.0, mu=None)
     assert [float(d.inputs["weights"]) for d in pair] == [0.5] * 4
 
@@ -156,7 +156,7 @@ NAMES = [
 @pytest.mark.parametrize(("settings", "loss", "args"), NAMES)
 def test_names_of_settings(settings, loss, args):
     """Ranges become bounds on the ratio itself."""
-    method = resolved(Algorithm(**{"algorithm_type": "grpo", **settings}))
+    method = resolve(Algorithm(**{"algorithm_type": "grpo", **settings}))
     assert method.loss == loss
     assert dict(method.loss_args) == pytest.approx(args)
 
@@ -168,16 +168,16 @@ def test_names_of_settings(settings, loss, args):
 def test_penalties(name, estimator):
     """Of an older policy there is none at the time of the penalty, so that the corrected one is k3, as in Trinity."""
     given = Algorithm(algorithm_type="grpo", kl_penalty_fn=name, kl_penalty_fn_args={"kl_coef": 0.1})
-    assert (resolved(given).penalty, resolved(given).kl_penalty) == (estimator, 0.1)
+    assert (resolve(given).penalty, resolve(given).kl_penalty) == (estimator, 0.1)
 
 
 def test_two_parts_of_a_mixed_loss():
     """Each is aggregated as its own mode says."""
     args = {"sft_loss_agg_mode": "seq-mean-token-mean", "train_batch_size_expert": 64, "ngpus_trainer": 4}
-    method = resolved(Algorithm(algorithm_type="mix_chord", policy_loss_fn_args=args))
+    method = resolve(Algorithm(algorithm_type="mix_chord", policy_loss_fn_args=args))
     assert (method.recipe.weights, method.expert_weights) == ("token-mean", "seq-mean-token-mean")
     assert len(method.unused) == 2
-    method = resolved(Algorithm(algorithm_type="mix", policy_loss_fn_args={"grpo_loss_agg_mode": "token-sum"}))
+    method = resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args={"grpo_loss_agg_mode": "token-sum"}))
     assert (method.recipe.weights, method.expert_weights) == ("token-sum", "token-mean")
 
 
@@ -193,9 +193,9 @@ def test_texts():
 
 def test_shares_of_the_expert():
     """Fixed for mix; by CHORD's schedule for chord."""
-    assert resolved(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3})).mu(7) == 0.3
+    assert resolve(Algorithm(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3})).mu(7) == 0.3
     args = {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
-    chord = resolved(Algorithm(algorithm_type="chord", policy_loss_fn_args=args))
+    chord = resolve(Algorithm(algorithm_type="chord", policy_loss_fn_args=args))
     assert [chord.mu(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([0.0, 0.4, 0.8, 0.5, 0.2])
 
 
@@ -257,7 +257,7 @@ def test_rows_with_a_reward(tmp_path):
     path.write_text(json.dumps({"question": "600 twice?", "answer": "Twice six hundred. #### 1,200"}) + "\n", "utf-8")
     form = Format(prompt_key="question", response_key="answer")
     given = recipes.Settings(buffer=_buffer(Taskset(name="sums", path=str(path), format=form)))
-    (task,) = tasks.trained(given.buffer)
+    (task,) = tasks.training_tasks(given.buffer)
     env = task.make()
     assert (task.name, env.reset(0)) == ("sums", "600 twice?")
     for text, reward in (("It is 1200.", 1.0), (r"\boxed{1200}", 1.0), ("1199", 0.0), ("no idea", 0.0)):
@@ -268,16 +268,16 @@ def test_generated_problems():
     """A bare name is a generator of reasoning-gym; its settings, and how the answer is found."""
     pytest.importorskip("reasoning_gym")
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "extract": "last_number", "size": 20}
-    found = tasks.trained(_buffer(Taskset(name="sums", path="chain_sum", workflow_args=args, max_tasks=5)))
+    found = tasks.training_tasks(_buffer(Taskset(name="sums", path="chain_sum", workflow_args=args, max_tasks=5)))
     assert len(found) == 5
     env = found[0].make()
     question = env.reset(0)
     right = sum(int(x.replace(" ", "")) for x in re.findall(r"[+-]?\s*\d+", question.rpartition(": ")[2]))
     assert env.step(rlkit.envs.Action(f"I think it is {right}")).reward == 1.0
     with pytest.raises(rlkit.ConfigError, match="buffer.explorer_input.taskset"):
-        tasks.trained(_buffer(Taskset(path="chain_sum", workflow_args={"min_term": 2})))
+        tasks.training_tasks(_buffer(Taskset(path="chain_sum", workflow_args={"min_term": 2})))
     with pytest.raises(rlkit.ConfigError, match="gsm_symbolicc"):
-        tasks.trained(_buffer(Taskset(path="gsm_symbolicc")))
+        tasks.training_tasks(_buffer(Taskset(path="gsm_symbolicc")))
 
 
 def test_several_environments(tmp_path):
@@ -285,11 +285,11 @@ def test_several_environments(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' * 2, "utf-8")
     two = [Taskset(name=name, path=str(path), rollout_args=_sampling(0.5)) for name in ("one", "two")]
-    found = tasks.trained(_buffer(None, tasksets=two)).batch(0, 4)
+    found = tasks.training_tasks(_buffer(None, tasksets=two)).batch(0, 4)
     assert sorted(task.name for task in found) == ["one", "one", "two", "two"]
     assert found[0].settings.temperature == 0.5
     with pytest.raises(rlkit.ConfigError, match="a name that no other has"):
-        tasks.trained(_buffer(None, tasksets=[two[0], two[0]]))
+        tasks.training_tasks(_buffer(None, tasksets=[two[0], two[0]]))
 
 
 def test_conversations_that_are_imitated():
@@ -338,7 +338,7 @@ def _buffer(taskset, **more):
 def test_what_was_not_scored_teaches_nothing(name, count):
     """A group's estimator gives it 0; those over turns and tokens do not see it; what has no tokens is left out."""
     group = Group([trajectory([r], [2]) for r in (1.0, 0.0, float("nan"))] + [trajectory([0.5], [0])])
-    found = batch.assign_credit(resolved(Algorithm(algorithm_type=name)), [group])
+    found = batch.assign_credit(resolve(Algorithm(algorithm_type=name)), [group])
     assert len(found.items) == count
     assert [a.size for a in found.advantages] == [2, 2, 2, 0]
     assert all(np.isfinite(a).all() for a in found.advantages)

@@ -15,6 +15,7 @@ pytest.importorskip("omegaconf")
 import rlkit
 from rlkit import cli, recipes
 from rlkit.recipes import keys, models
+from rlkit.recipes.job import make_plan
 from rlkit.recipes.settings import Settings
 from tests.recipes.problems import curve, loaded, table
 
@@ -33,16 +34,16 @@ def rows(tmp_path):
 def test_the_services_configuration():
     """What it says arrives where it belongs."""
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
-    assert models.backend_of(settings) == "tinker"
-    assert models.options_of(settings) == {"model": "meta-llama/Llama-3.2-3B", "lora": rlkit.Lora(rank=32)}
-    assert models.seed_of(settings) == 42
+    policy = models.policy_options(settings)
+    assert (policy.backend, policy.seed) == ("tinker", 42)
+    assert policy.options == {"model": "meta-llama/Llama-3.2-3B", "lora": rlkit.Lora(rank=32)}
     assert str(settings.folder) == "checkpoints/Trinity-RFT-gsm8k/alignment-tinker/tinker-llama3.2-3B-off1"
     assert (settings.buffer.batch_size, settings.algorithm.repeat_times, settings.synchronizer.sync_offset) == (
         96,
         8,
         1,
     )
-    plan = models.plan_of(settings, 8, 42)
+    plan = make_plan(settings, 8)
     assert (plan.n, plan.params.max_tokens, plan.max_length) == (8, 2048, 3072)
     said = keys.check(settings)
     assert any(text.startswith("cluster ") for text in said)
@@ -52,8 +53,9 @@ def test_the_services_configuration():
 def test_the_local_configuration():
     """A LoRA on this machine, in the engine's dtype."""
     settings = recipes.load(CONFIGS / "gsm8k_lora.yaml")
-    assert models.backend_of(settings) == "local"
-    assert models.options_of(settings) == {
+    policy = models.policy_options(settings)
+    assert policy.backend == "local"
+    assert policy.options == {
         "model": "meta-llama/Llama-3.2-3B",
         "lora": rlkit.Lora(rank=32, alpha=32.0),
         "dtype": "bfloat16",
@@ -84,9 +86,9 @@ def test_the_services_key_by_its_other_name(monkeypatch):
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.setenv("TRINITY_API_KEY", "tml-other")
-    assert models.options_of(settings)["api_key"] == "tml-other"
+    assert models.policy_options(settings).options["api_key"] == "tml-other"
     monkeypatch.setenv("TINKER_API_KEY", "tml-own")
-    assert "api_key" not in models.options_of(settings)
+    assert "api_key" not in models.policy_options(settings).options
 
 
 SPOKEN = "{format: {system_prompt: Hi}, default_workflow_type: write, workflow_args: {letters: a}}"

@@ -23,7 +23,7 @@ from rlkit.credit import Item
 from rlkit.recipes import algorithms, batch
 from rlkit.recipes.differences import NAMES, differences, notes
 from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import resolved
+from rlkit.recipes.method import resolve
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.recipes.problems import loaded
 
@@ -73,7 +73,7 @@ def played(multi, size=4):
 
 def gradients(name, own=()):
     """(advantages, gradient) of an algorithm on the batch, as a step computes them."""
-    method = resolved(Algorithm(algorithm_type=name, **settings(own)))
+    method = resolve(Algorithm(algorithm_type=name, **settings(own)))
     logprobs = [np.array(row) for row in GIVEN["logprobs"]]
     found = None
     if method.recipe.data in ("rollouts", "mixed"):
@@ -125,13 +125,13 @@ def settings(own):
 def told(name):
     """What a run's lines say that Trinity has, as settings."""
     plain = Algorithm(algorithm_type=name)
-    return {key: theirs for key, (_, theirs) in differences(plain, resolved(plain)).items() if key != "repeat_times"}
+    return {key: theirs for key, (_, theirs) in differences(plain, resolve(plain)).items() if key != "repeat_times"}
 
 
 def test_every_algorithm_of_theirs_is_here():
     """By name; cpt is sft on all tokens of a text."""
     assert {*CASES, "cpt"} == set(NAMES) <= set(algorithms.registry)
-    assert resolved(Algorithm(algorithm_type="cpt")).loss == resolved(Algorithm(algorithm_type="sft")).loss
+    assert resolve(Algorithm(algorithm_type="cpt")).loss == resolve(Algorithm(algorithm_type="sft")).loss
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -171,10 +171,10 @@ def test_what_is_told(name):
         inner = "clip_range" if inner == "clip_range_high" and inner not in args else inner
         if inner in args or inner != "clip_ratio_c":  # not given to PPO there, whose constructor then has it
             assert args[inner] == value
-    changed = resolved(Algorithm(algorithm_type=name, **settings(lines)))
+    changed = resolve(Algorithm(algorithm_type=name, **settings(lines)))
     again = Algorithm(algorithm_type=name, **settings(lines))
     assert set(differences(again, changed)) <= {"repeat_times"}
-    given = resolved(Algorithm(algorithm_type=name))
+    given = resolve(Algorithm(algorithm_type=name))
     for key in lines:
         assert settings({key: lines[key]})
         _, before = gradients(name)
@@ -201,8 +201,8 @@ def test_differences_in_words():
     """What no setting changes is a line too."""
     for name, word in (("dapo", "operator"), ("raft", "every episode"), ("dpo", "added up")):
         given = Algorithm(algorithm_type=name)
-        assert any(word in line for line in notes(given, resolved(given)))
+        assert any(word in line for line in notes(given, resolve(given)))
     given = Algorithm(algorithm_type="grpo", loss_agg_mode="seq-mean-token-sum-norm")
-    assert any("the batch's width" in line for line in notes(given, resolved(given)))
+    assert any("the batch's width" in line for line in notes(given, resolve(given)))
     given = Algorithm(algorithm_type="mix", kl_loss_fn_args={"kl_coef": 0.1})
-    assert any("one mean over both" in line for line in notes(given, resolved(given)))
+    assert any("one mean over both" in line for line in notes(given, resolve(given)))

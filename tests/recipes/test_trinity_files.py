@@ -159,7 +159,7 @@ def test_files_that_load(name, tmp_path):
     if settings.algorithm.repeat_times and settings.algorithm.repeat_times > 2:
         settings = loaded(given, tmp_path, *more, "algorithm.repeat_times=2")
     (job,) = recipes.check(loaded(given, tmp_path))
-    assert job.settings.algorithm.algorithm_type == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
+    assert job.config["algorithm"]["algorithm_type"] == FILES[name].get("algorithm", {}).get("algorithm_type", "ppo")
     if "teacher" not in job.method.recipe.needs and settings.mode != "bench":
         (outcome,) = recipes.run(settings)
         assert (outcome.folder / "metrics.jsonl").stat().st_size

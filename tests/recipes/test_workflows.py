@@ -72,7 +72,7 @@ def task(folder, kind=None, *, row=None, name="rows.jsonl", **more):
     path = folder / name
     path.write_text(json.dumps(row or {"prompt": "9 + 9?", "response": "18"}) + "\n", "utf-8")
     form = more.pop("format", Format())
-    made = tasks.made(
+    made = tasks.make_tasks(
         Taskset(path=str(path), default_workflow_type=kind, format=form, **more), ExplorerInput(), "tasks"
     )
     env = made[0].make()
@@ -157,13 +157,13 @@ def test_operators():
     """Each in its order; what they leave out is counted."""
     groups = [Group([trajectory(r) for r in given]) for given in ((1.0, 0.0, -1.0), (1.0, 1.0), (0.0, -1.0))]
     of = lambda *given: Operators.of([Operator(name, args) for name, args in given])  # noqa: E731
-    left = lambda operators: [g.rewards.tolist() for g in operators.applied(groups)[0]]  # noqa: E731
+    left = lambda operators: [g.rewards.tolist() for g in operators.apply(groups)[0]]  # noqa: E731
     assert left(of(("reward_filter", {}))) == [[1.0, 0.0], [1.0, 1.0], [0.0]]
     assert left(of(("reward_filter", {"threshold": 0.5}))) == [[1.0], [1.0, 1.0]]
     assert left(of(("reward_std_filter", {}))) == [[1.0, 0.0, -1.0], [0.0, -1.0]]
     assert left(of(("dapo_dynamic_sampling", {}))) == [[1.0, 0.0, -1.0]]
     assert left(of(("reward_filter", {}), ("reward_std_filter", {}))) == [[1.0, 0.0]]
-    assert of(("reward_filter", {})).applied(groups)[1] == {"filter/operators": 2.0}
+    assert of(("reward_filter", {})).apply(groups)[1] == {"filter/operators": 2.0}
     assert of(("mask_response_truncated", {})).masks
     assert of(("pass_rate_calculator", {})).unused
     with pytest.raises(rlkit.ConfigError, match=r"operators\[0\].args.thresh: there is no such setting; did you mean"):
@@ -199,8 +199,8 @@ def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
     from rlkit.recipes import loop
 
     seen = []
-    play = loop.played
-    monkeypatch.setattr(loop, "played", lambda *a: seen.append(a[3].params.top_p) or play(*a))
+    play = loop.play
+    monkeypatch.setattr(loop, "play", lambda *a: seen.append(a[2].params.top_p) or play(*a))
     played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
     assert seen == [0.9]
 
@@ -210,12 +210,12 @@ def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
     tokenizer = rlkit.connect("toy").tokenizer
     settings = loaded(tmp_path, "model.enable_thinking=false")
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
-        chat = models.chat_of(settings, tokenizer, Format())
+        chat = models.chat_options(settings.model, settings.explorer.rollout_model, Format()).chat(tokenizer)
     assert "enable_thinking false" in caplog.text
     assert chat.start("a").prompt.tolist() == rlkit.chat.Chat(tokenizer).start("a").prompt.tolist()
     switch = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}!{% else %}.{% endif %}"
-    settings = loaded(tmp_path, "model.enable_thinking=false")
-    chat = models.chat_of(settings, tokenizer, Format(chat_template=switch))
+    form = Format(chat_template=switch)
+    chat = models.chat_options(settings.model, settings.explorer.rollout_model, form).chat(tokenizer)
     assert tokenizer.decode(chat.start("a").prompt) == "a."
     assert recipes.check(settings)
 
@@ -225,8 +225,8 @@ def test_the_critics_settings_of_verl(tmp_path, caplog):
     more = ["trainer.trainer_config={critic: {optim: {lr: 0.02}, cliprange_value: 0.5, strategy: fsdp}}"]
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
         (job,) = recipes.check(loaded(tmp_path, *more, algorithm="ppo"))
-    assert job.critic == (0.02, {"clip": 0.5})
-    assert job.critic_adam(0).learning_rate == pytest.approx(0.02)
+    assert (job.critic.rate, job.critic.loss) == (0.02, {"clip": 0.5})
+    assert job.schedule.adam(0, job.critic.rate).learning_rate == pytest.approx(0.02)
     assert "trainer.trainer_config: critic.strategy (veRL's own)" in caplog.text
     with pytest.raises(rlkit.ConfigError, match=r"critic.optim.lr: is 0.02; expected algorithm.critic_lr, 0.01"):
         recipes.check(loaded(tmp_path, *more, "algorithm.critic_lr=0.01", algorithm="ppo"))

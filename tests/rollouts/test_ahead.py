@@ -16,7 +16,7 @@ from rlkit import BackendError, ConfigError, DataError, Sample, SamplingParams
 from rlkit.advantages import grpo
 from rlkit.corrections import token_tis
 from rlkit.envs import Tasks
-from rlkit.rollouts import Replay, async_rollouts, rollout_sync
+from rlkit.rollouts import Replay, Rollouts, async_rollouts, rollout, rollout_sync
 from rlkit.storage import append, read
 from rlkit.trajectory import Group, Trajectory, Turn, datums
 from tests.rollouts.parts import Counted, all_closed, reset_counts
@@ -168,6 +168,57 @@ def test_an_error_is_raised_where_its_batch_is_asked_for(policy):
             next(batches)
 
 
+def test_a_snapshot_every_so_many_steps(policy):
+    """Asked at steps 0 to 5, a fresh one at 0, 2 and 4; used a step later."""
+    with async_rollouts(policy, TASKS, size=1, steps=6, max_lag=1, interval=2, **OPTIONS) as batches:
+        found = []
+        for groups in batches:
+            found.append((groups[0].version, groups.metrics["sampler/lag"]))
+            train(policy, groups)
+    assert found == [(0, 0), (0, 1), (0, 2), (2, 1), (2, 2), (4, 1)]
+
+
+def test_a_play_of_ones_own(policy):
+    """It gets the sampler, the step's tasks and the step; what it returns is the batch."""
+    seen = []
+
+    async def play(sampler, tasks, step):
+        seen.append((sampler.version, len(tasks), step))
+        groups = await rollout(sampler, tasks, step=step, **OPTIONS)
+        return Rollouts([group for group in groups if group.index % 2 == 0], {"mine": 1.0})
+
+    with async_rollouts(policy, TASKS, size=6, steps=2, max_lag=0, play=play) as batches:
+        assert [(len(groups), groups.metrics) for groups in batches] == [(3, {"mine": 1.0, "sampler/lag": 0.0})] * 2
+    assert seen == [(0, 6, 0), (0, 6, 1)]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_it_is_resumed_exactly(cut, tmp_path):
+    """What is under way at a checkpoint is saved with it: a run that goes on has the very batches of the whole one."""
+    pytest.importorskip("torch")
+
+    def run(folder, until):
+        found = []
+        with rlkit.Run(folder, seed=0, trackers=()) as run:
+            policy = run.connect("toy")
+            left = {"steps": 5 - run.step, "start": run.step}
+            with async_rollouts(policy, TASKS, size=2, max_lag=2, **left, **OPTIONS) as made:
+                batches = run.keep("batches", made)
+                for step in run.steps(until):
+                    groups = next(batches)
+                    found += groups
+                    train(policy, groups)
+                    run.checkpoint(policy)
+                    assert groups.metrics["sampler/lag"] == min(step, 2)
+        return found
+
+    whole = run(tmp_path / "whole", 5)
+    parts = run(tmp_path / "parts", cut) + run(tmp_path / "parts", 5)
+    assert [group.step for group in parts] == [group.step for group in whole]
+    assert same(parts[:2], whole[:2])
+    assert same(parts, whole)
+
+
 def test_starts_later(policy):
     with async_rollouts(policy, TASKS, size=2, steps=2, start=7, **OPTIONS) as batches:
         assert [group.step for groups in batches for group in groups] == [7, 7, 8, 8]
@@ -185,6 +236,8 @@ def test_starts_later(policy):
         ({"tasks": TASKS, "size": 1, "max_lag": -1}, "max_lag"),
         ({"tasks": TASKS, "size": 1, "steps": 0}, "steps"),
         ({"tasks": TASKS, "size": 1, "start": -1}, "start"),
+        ({"tasks": TASKS, "size": 1, "interval": 0}, "interval"),
+        ({"tasks": TASKS, "size": 1, "play": 3}, "play"),
         ({"tasks": TASKS, "size": 1, "nothing": -1}, "nothing"),
     ],
 )
