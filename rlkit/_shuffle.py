@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import zlib
 
 import numpy as np
 
 from rlkit import _check
 
-__all__ = ["epoch_places", "shuffled"]
+__all__ = ["epoch_order", "epoch_places", "old_places"]
 
 
-def shuffled(size: int, stream: np.random.SeedSequence) -> np.ndarray:
-    """Return int64 [size], a permutation. Sorting raw draws stays the same across numpy's versions."""
-    return _check.frozen(np.argsort(np.random.PCG64(stream).random_raw(size), kind="stable"))
+@functools.lru_cache(maxsize=16)
+def epoch_order(size: int, seed: tuple[int, ...], epoch: int, salt: str) -> np.ndarray:
+    """Return int64 [size]: the order of one pass. Sorting raw draws stays the same across numpy's versions."""
+    stream = np.random.PCG64(np.random.SeedSequence([*seed, epoch, zlib.crc32(salt.encode())]))
+    return _check.frozen(np.argsort(stream.random_raw(size), kind="stable"))
 
 
-def epoch_places(size: int, step: int, count: int, order: Callable[[int], np.ndarray]) -> list[int]:
+def epoch_places(size: int, step: int, count: int, seed: int, salt: str) -> list[int]:
     """Return the places of a step's ``count`` items in a set of ``size``; no remainder of a pass is dropped.
 
-    Args:
-        size: >= 1.
-        step: >= 0.
-        count: >= 1; more than ``size`` repeats items.
-        order: epoch -> the permutation of that pass.
-
-    >>> epoch_places(3, 1, 2, lambda epoch: np.arange(3) if epoch == 0 else np.array([2, 1, 0]))
-    [2, 2]
+    >>> [place for step in range(3) for place in epoch_places(3, step, 2, 0, "data")]  # two passes over three items
+    [1, 2, 0, 2, 1, 0]
     """
-    passes = [divmod(position, size) for position in range(step * count, (step + 1) * count)]
-    orders = {epoch: order(epoch) for epoch, _ in passes}
-    return [int(orders[epoch][place]) for epoch, place in passes]
+    places = [divmod(position, size) for position in range(step * count, (step + 1) * count)]
+    return [int(epoch_order(size, (seed,), epoch, salt)[place]) for epoch, place in places]
+
+
+def old_places(size: int, step: int, count: int, seed: int, salt: str) -> list[int]:
+    """Return the places in the order of runs that were begun before rlkit had one order; they go on with theirs."""
+    places = [divmod(position, size) for position in range(step * count, (step + 1) * count)]
+    name = zlib.crc32(salt.encode())
+    streams = {epoch: np.random.SeedSequence(seed, spawn_key=(name, epoch)) for epoch, _ in places}
+    orders = {epoch: np.random.default_rng(stream).permutation(size) for epoch, stream in streams.items()}
+    return [int(orders[epoch][place]) for epoch, place in places]

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit._shuffle import shuffled
+from rlkit._shuffle import epoch_order
 from rlkit.advantages import token_weights
 from rlkit.errors import DataError
 from rlkit.trajectory import Trajectory
@@ -114,13 +114,12 @@ def minibatches(
     >>> import rlkit
     >>> five = [Item([rlkit.Datum([1, 2], [0, 1])], group=i) for i in range(5)]
     >>> [[item.group for item in part] for part in minibatches(five, 2, seed=(3, 0))]
-    [[2, 0], [1, 4], [3]]
+    [[3, 4], [2, 1], [0]]
     """
     _check.integer("minibatches(size)", size, low=0)
     _check.integer("minibatches(epochs)", epochs, low=1)
     numbers = [_check.integer("minibatches(seed)", number, low=0, error=DataError) for number in seed]
     count = -(-len(items) // (size or max(len(items), 1)))
     for epoch in range(epochs if items else 0):
-        stream = np.random.SeedSequence([*numbers, epoch])
-        order = shuffled(len(items), stream) if count > 1 else np.arange(len(items))
+        order = epoch_order(len(items), tuple(numbers), epoch, "minibatches") if count > 1 else np.arange(len(items))
         yield from ([items[i] for i in part] for part in np.array_split(order, count))

@@ -8,16 +8,15 @@ object plays one episode. A ``Task`` makes such objects, all for the same proble
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import attrs
-import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit._interaction import Action, Message, Observation, StepResult
+from rlkit._shuffle import epoch_places
 from rlkit.errors import ConfigError
 
 __all__ = ["Action", "Env", "Message", "Observation", "Settings", "StepResult", "Task", "TaskSource", "Tasks"]
@@ -236,9 +235,8 @@ class Tasks(Sequence[Task]):
 
     def at(self, position: int, *, seed: int = 0) -> Task:
         """The task at this place of the endless stream: one shuffled pass over the set after the other."""
-        epoch, place = divmod(_check.integer("position", position, low=0), len(self))
-        order = shuffled(len(self), _check.integer("seed", seed, low=0), epoch, f"{self.name}/{self.split}")
-        return self[int(order[place])]
+        position, seed = _check.integer("position", position, low=0), _check.integer("seed", seed, low=0)
+        return self[epoch_places(len(self), position, 1, seed, f"{self.name}/{self.split}")[0]]
 
     def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
         """The tasks of a step: each comes once per pass, whatever the size, and no remainder is dropped.
@@ -260,10 +258,3 @@ def check_name(where: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a string that is not empty"))
     return value
-
-
-@functools.lru_cache(maxsize=16)
-def shuffled(size: int, seed: int, epoch: int, salt: str) -> np.ndarray:
-    """int64 [size]: the order of one pass. Sorting raw draws stays the same across numpy's versions."""
-    stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, zlib.crc32(salt.encode())]))
-    return _check.frozen(np.argsort(stream.random_raw(size), kind="stable"))

@@ -21,18 +21,22 @@ from rlkit._json import plain
 from rlkit.backends.sampling import entropy_of
 from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
-from rlkit.runs.record import Record
+from rlkit.runs.record import CHECKPOINTS, POLICIES, Record
 
-__all__ = ["changes", "missing", "note_config", "seed_of", "withdraw"]
+__all__ = ["changes", "make_folders", "note_config", "seed_of", "withdraw"]
 
 
-def missing(folder: Path) -> list[Path]:
-    """``folder`` and those above it that are not there yet, the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
+def make_folders(folder: Path) -> list[Path]:
+    """Make a run's folders; return ``folder`` and those above it that were not there before, the innermost first."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in (POLICIES, CHECKPOINTS):
+        (folder / name).mkdir(exist_ok=True, mode=0o700)
+    return new
 
 
 def withdraw(made: list[Path]) -> None:
-    """Removes folders that a run has made, unless there is more in them than every run begins with."""
+    """Remove folders that a run has made, unless there is more in them than every run begins with."""
     if not made:
         return
     known = ("lock", "lock.held", "run.json", "config.json", "surroundings.jsonl")
@@ -45,7 +49,7 @@ def withdraw(made: list[Path]) -> None:
 
 
 def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel: int) -> int:
-    """The seed that the run in ``folder`` began with, or ``seed`` (None: a fresh one), written down.
+    """Return the seed that the run in ``folder`` began with, or ``seed`` (None: a fresh one), written down.
 
     A checkpoint has it too: where run.json is gone or damaged it is taken from there, with a warning.
 
@@ -87,11 +91,11 @@ def _noted(path: Path) -> tuple[int | None, str]:
 
 
 def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
-    """Writes ``config`` down without what looks like a key, and warns of each setting that has changed.
+    """Write ``config`` down without what looks like a key, and warns of each setting that has changed.
 
     Raises:
         ConfigError: it is no mapping and no attrs object.
-        CheckpointError: it can not be written.
+        CheckpointError: it cannot be written.
     """
     if config is None:
         return
@@ -109,7 +113,7 @@ def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
 
 
 def changes(folder: Path, config: Any) -> list[str]:
-    """Which settings of ``config`` are others than the run in ``folder`` noted down; [] where that is not known."""
+    """Return which settings of ``config`` differ from what the run in ``folder`` noted; [] where that is not known."""
     path = folder / "config.json"
     try:
         return list(_changes(_before(path), _plain(config)))

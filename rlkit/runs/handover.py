@@ -6,27 +6,26 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlkit.runs.run import Run
 
-__all__ = ["check_same", "opened", "take_over"]
+__all__ = ["opened", "take_over"]
 
 _open: weakref.WeakValueDictionary[tuple[int, Path], Run] = weakref.WeakValueDictionary()
 
 
 def opened(run: Run) -> None:
-    """Notes that ``run`` is open."""
+    """Note that ``run`` is open."""
     _open[os.getpid(), run.folder.resolve()] = run
 
 
 def take_over(folder: Path) -> None:
-    """Closes the run in ``folder`` that this process has open, if there is one and no other thread is in its loop.
+    """Close the run in ``folder`` that this process has open, if there is one and no other thread is in its loop.
 
     Raises:
         ConfigError: another thread is.
@@ -44,26 +43,3 @@ def take_over(folder: Path) -> None:
         )
         warnings.warn(message, RuntimeWarning, stacklevel=4)
     run.close()
-
-
-def check_same(role: str, made: tuple[str, Mapping[str, Any]], asked: tuple[str, Mapping[str, Any]]) -> None:
-    """Raises ConfigError where the policy of that role was ``made`` with another backend or options than are ``asked``.
-
-    So the same call, of a cell of a notebook that runs again, may be given the same policy.
-    """
-    (backend, before), (name, options) = made, asked
-    what = "" if name == backend else f"is of the backend {backend!r}"
-    for key in sorted(before.keys() | options.keys()):
-        if not what and not (key in before and key in options and _alike(before[key], options[key])):
-            what = f"was made with another {key}="
-    if what:
-        raise ConfigError(
-            f"connect: the run's {role!r} {what}; open the run again, rlkit.Run(folder), or give role= for another one"
-        )
-
-
-def _alike(one: Any, two: Any) -> bool:
-    try:
-        return one is two or bool(one == two)
-    except (TypeError, ValueError):  # of arrays and the like
-        return False

@@ -3,58 +3,95 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit import _check
-from rlkit.errors import CheckpointError, ConfigError
+from rlkit.backends.protocol import Tokenizer
+from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.runs.record import Record
+from rlkit.tracking import Tracker
+from rlkit.trajectory import Group
 
-__all__ = ["made", "positions", "rewind"]
-
-
-def made(trackers: Sequence[Any], folder: Path) -> list[Any]:
-    """Objects for names, those with defaults for a run in ``folder``."""
-    from rlkit import tracking
-
-    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-        what = f"got {_check.shown(trackers)}"
-        raise ConfigError(_check.problem("Run(trackers)", what, "a sequence of names and trackers"))
-    return [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
+__all__ = ["Logs"]
 
 
-def positions(trackers: Sequence[Any]) -> dict[str, Any]:
-    """Where the logs of those that can say so end now, on disk: what a checkpoint holds of them.
+class Logs:
+    """The trackers of a run.
+
+    Args:
+        trackers: names and objects; names become objects with their defaults for a run in ``folder``.
+        folder: the run's.
+        record: the checkpoint that it goes on from; what was logged after it is dropped.
 
     Raises:
-        CheckpointError: they could not be synced, so a checkpoint would promise more than there is.
+        ConfigError: they are no sequence of these.
     """
-    found = {}
-    for name, tracker in _named(trackers):
-        if callable(getattr(tracker, "sync", None)):
-            try:
-                found[name] = tracker.sync()
-            except OSError as error:
-                raise CheckpointError(f"the logs of {tracker!r} could not be synced: {error}") from error
-    return found
 
+    def __init__(self, trackers: Sequence[str | Tracker], folder: Path, record: Record | None) -> None:
+        from rlkit import tracking
 
-def rewind(trackers: Sequence[Any], record: Record | None) -> None:
-    """Has them drop what was logged after ``record`` and is done again; None: all that is there."""
-    step = 0 if record is None else record.step
-    logged = {} if record is None else record.logged
-    for name, tracker in _named(trackers):
-        call = getattr(tracker, "rewind", None)
-        if callable(call):
-            known = name in logged and "at" in inspect.signature(call).parameters
-            call(step, at=logged[name]) if known else call(step)
+        if isinstance(trackers, str) or not isinstance(trackers, Sequence):
+            what = f"got {_check.shown(trackers)}"
+            raise ConfigError(_check.problem("Run(trackers)", what, "a sequence of names and trackers"))
+        self.trackers: list[Any] = [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
+        self.rewind(record)
+        self._several = tracking.Several(self.trackers) if self.trackers else None
 
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hand numbers on."""
+        if not isinstance(metrics, Mapping):
+            what = f"got {_check.shown(metrics)}"
+            raise DataError(_check.problem("log(metrics)", what, "a mapping from names to numbers"))
+        if self._several is not None:
+            self._several.log(metrics, step)
 
-def _named(trackers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Each under its class's name, numbered from the second of a class on."""
-    seen: dict[str, int] = {}
-    for tracker in trackers:
-        name = type(tracker).__name__
-        seen[name] = seen.get(name, 0) + 1
-        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), tracker
+    def log_trajectories(self, groups: Iterable[Group], step: int, **options: Any) -> None:
+        """Hand groups on."""
+        if self._several is not None:
+            self._several.log_trajectories(groups, step, **options)
+
+    def speak(self, tokenizer: Tokenizer) -> None:
+        """Give the policy's tokenizer to those that decode."""
+        for tracker in self.trackers:
+            if hasattr(tracker, "speak"):
+                tracker.speak(tokenizer)
+
+    def positions(self) -> dict[str, Any]:
+        """Return where the logs of those that can say so end now, on disk: what a checkpoint holds of them.
+
+        Raises:
+            CheckpointError: they could not be synced, so a checkpoint would promise more than there is.
+        """
+        found = {}
+        for name, tracker in self._named():
+            if callable(getattr(tracker, "sync", None)):
+                try:
+                    found[name] = tracker.sync()
+                except OSError as error:
+                    raise CheckpointError(f"the logs of {tracker!r} could not be synced: {error}") from error
+        return found
+
+    def rewind(self, record: Record | None) -> None:
+        """Have them drop what was logged after ``record`` and is done again; None: all that is there."""
+        step = 0 if record is None else record.step
+        logged = {} if record is None else record.logged
+        for name, tracker in self._named():
+            call = getattr(tracker, "rewind", None)
+            if callable(call):
+                known = name in logged and "at" in inspect.signature(call).parameters
+                call(step, at=logged[name]) if known else call(step)
+
+    def close(self) -> None:
+        """Close them all."""
+        if self._several is not None:
+            self._several.close()
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Each under its class's name, numbered from the second of a class on."""
+        seen: dict[str, int] = {}
+        for tracker in self.trackers:
+            name = type(tracker).__name__
+            seen[name] = seen.get(name, 0) + 1
+            yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), tracker

@@ -49,6 +49,7 @@ class Record:
         metrics: what ``Run.checkpoint(metrics=)`` was given.
         seed: the run's.
         logged: tracker -> where its logs ended, as its ``sync`` said.
+        order: which order of data the run has: 2, that of task sets; 1, the one of runs begun before it.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class Record:
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     seed: int | None = None
     logged: Mapping[str, Any] = attrs.field(factory=dict)
+    order: int = 1
 
     def policy(self, role: str) -> str | None:
         """The path to resume that policy from; None where the checkpoint has none."""
@@ -89,7 +91,8 @@ def read(path: Path) -> Record:
     step: Any = state.get("step")
     parts: list[Any] = [state.get(name, {}) for name in ("policies", "kept", "metrics", "logged")]
     seed: Any = state.get("seed")
-    numbers = [step] if seed is None else [step, seed]
+    order: Any = state.get("order", 1)
+    numbers = [step, order] if seed is None else [step, order, seed]
     if (
         not all(type(x) is int and x >= 0 for x in numbers)
         or numbers[0] >= _STEPS
@@ -104,7 +107,7 @@ def read(path: Path) -> Record:
         metrics = {name: float(value) for name, value in decode(metrics).items()}
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its metrics are no numbers: {error}") from error
-    return Record(Path(path), step, policies, kept, metrics, seed, logged)
+    return Record(Path(path), step, policies, kept, metrics, seed, logged, order)
 
 
 def _inside(path: str) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import attrs
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit.errors import ConfigError
+from rlkit.errors import BackendError, ConfigError
+from rlkit.runs import record as folders
 from rlkit.runs.record import Record
 
-__all__ = ["Retention"]
+__all__ = ["Retention", "prune"]
 
 
 @answered
@@ -49,7 +52,7 @@ class Retention:
             raise ConfigError("Retention.best: which metric is it by? give metric=")
 
     def spent(self, records: Sequence[Record]) -> list[Record]:
-        """Those of ``records``, oldest first, that need not be kept."""
+        """Return those of ``records``, oldest first, that need not be kept."""
         kept = {record.path for record in records[-self.last :]}
         if self.every is not None:
             kept |= {record.path for record in records if record.step % self.every == 0}
@@ -59,3 +62,21 @@ class Retention:
             scored.sort(key=lambda pair: (pair[0] if self.lowest else -pair[0], -pair[1].step))
             kept |= {record.path for _, record in scored[: self.best]}
         return [record for record in records if record.path not in kept]
+
+
+def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], None]) -> None:
+    """Remove what retention does not keep; what cannot be removed now is no reason to end the run.
+
+    Args:
+        folder: the run's.
+        retention: which checkpoints stay.
+        delete: removes saves on a service, by path.
+    """
+    try:
+        found = folders.records(folder, verify=False)
+        spent = retention.spent(found)
+        for record in spent:
+            delete(folders.remove(record))
+        folders.tidy(folder, [record for record in found if record not in spent])
+    except (OSError, BackendError) as error:
+        warnings.warn(f"a checkpoint that is spent could not be removed: {error}", RuntimeWarning, stacklevel=4)

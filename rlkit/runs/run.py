@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -16,17 +14,22 @@ import numpy as np
 
 from rlkit import _check, backends
 from rlkit._calls import answered
+from rlkit._shuffle import epoch_places, old_places
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
-from rlkit.backends.protocol import Storage, TrainerBackend
-from rlkit.errors import BackendError, CheckpointError, ConfigError, DataError
-from rlkit.runs import beginning, handover, logs
+from rlkit.backends.protocol import TrainerBackend
+from rlkit.errors import ConfigError
+from rlkit.runs import beginning, handover
 from rlkit.runs import record as records
+from rlkit.runs.kept import Kept, check_name
 from rlkit.runs.lock import Lock
+from rlkit.runs.logs import Logs
+from rlkit.runs.models import Model, Models
 from rlkit.runs.record import Record
-from rlkit.runs.retention import Retention
+from rlkit.runs.retention import Retention, prune
 from rlkit.runs.signals import Stopper
-from rlkit.runs.state import capture, encode, restore
-from rlkit.tracking import surroundings, values
+from rlkit.runs.state import encode
+from rlkit.tracking import Tracker, surroundings, values
+from rlkit.trajectory import Group
 
 if TYPE_CHECKING:
     from rlkit.critics.protocol import Critic
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Model)
 
 
 @answered
@@ -76,7 +80,7 @@ class Run:
 
     Raises:
         ConfigError: another process or thread writes to it, or the seed is not the one it began with.
-        CheckpointError: it can not be read or written.
+        CheckpointError: it cannot be read or written.
     """
 
     def __init__(
@@ -84,41 +88,34 @@ class Run:
         folder: str | os.PathLike[str],
         *,
         seed: int | None = None,
-        config: Any = None,
+        config: object = None,
         retention: Retention | None = None,
-        trackers: Sequence[Any] = ("jsonl", "console"),
+        trackers: Sequence[str | Tracker] = ("jsonl", "console"),
         grace: float = 3.0,
     ) -> None:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise ConfigError(_check.problem("Run(folder)", f"got {_check.shown(folder)}", "a path"))
         if retention is not None and not isinstance(retention, Retention):
-            raise ConfigError(
-                _check.problem("Run(retention)", f"got {_check.shown(retention)}", "rlkit.Retention(...)")
-            )
-        grace = _check.real("Run(grace)", grace, low=0.0, why="seconds")
+            what = f"got {_check.shown(retention)}"
+            raise ConfigError(_check.problem("Run(retention)", what, "rlkit.Retention(...)"))
+        self._stopper = Stopper(_check.real("Run(grace)", grace, low=0.0, why="seconds"))
         self.folder = Path(folder).absolute()
         self.retention = Retention() if retention is None else retention
         handover.take_over(self.folder)
-        with records.typed(f"{folder} can not be opened as a run"):
-            self._open(seed, config, trackers)
-        self._stopper = Stopper(grace)
-        self._policies: dict[str, Any] = {}  # the critics too
-        self._critics: dict[str, Any] = {}
-        self._asked: dict[str, Any] = {}  # what each of them was made with
-        self._kept: dict[str, Any] = {}
+        self._kept = Kept()
+        self._models = Models(self.folder)
         self._total: int | None = None
         self._inside = False
         self.closed = False
-        self.saved = self.step
         self.looping: int | None = None
+        with records.typed(f"{folder} cannot be opened as a run"):
+            self._open(seed, config, trackers)
+        self.saved = self.step
         weakref.finalize(self, self._lock.release)  # a run that is forgotten is in nobody's way
         handover.opened(self)
 
-    def _open(self, seed: int | None, config: Any, trackers: Sequence[Any]) -> None:
-        self._new = beginning.missing(self.folder)  # what is made now, and taken back if the run is refused
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in (records.POLICIES, records.CHECKPOINTS):
-            (self.folder / name).mkdir(exist_ok=True, mode=0o700)
+    def _open(self, seed: int | None, config: object, trackers: Sequence[str | Tracker]) -> None:
+        self._new = beginning.make_folders(self.folder)  # taken back if the run is refused
         self._lock = Lock(self.folder)
         try:
             self.record = records.latest(self.folder)
@@ -126,11 +123,8 @@ class Run:
             self.seed = beginning.seed_of(self.folder, seed, self.record, stacklevel=4)
             beginning.note_config(self.folder, config, stacklevel=4)
             surroundings.note(self.folder)
-            self.trackers = logs.made(trackers, self.folder)
-            logs.rewind(self.trackers, self.record)
-            from rlkit.tracking import Several
-
-            self._several = Several(self.trackers) if self.trackers else None
+            self._logs = Logs(trackers, self.folder, self.record)
+            self.trackers = self._logs.trackers
         except BaseException:
             beginning.withdraw(self._new)
             self._lock.release()
@@ -153,7 +147,7 @@ class Run:
     def connect(self, name: str, *, role: str = ..., **options: Any) -> TrainerBackend: ...
 
     def connect(self, name: str, *, role: str = "policy", **options: Any) -> TrainerBackend:
-        """``rlkit.connect``, from the last checkpoint where there is one; it is closed with the run.
+        """Call ``rlkit.connect``, from the last checkpoint where there is one; the policy is closed with the run.
 
         Args:
             name, options: as for ``rlkit.connect``. ``init_from=`` and ``resume_from=`` count where there is no
@@ -165,14 +159,12 @@ class Run:
             ConfigError: the run has a policy of that role, made with other options, or goes on from a checkpoint that
                 has none, so that what was trained would be lost.
         """
-        policy: TrainerBackend = self._opened(backends.connect, name, role, options)
-        for tracker in self.trackers:
-            if hasattr(tracker, "speak"):
-                tracker.speak(policy.tokenizer)
+        policy: TrainerBackend = self._model(backends.connect, name, role, options)
+        self._logs.speak(policy.tokenizer)
         return policy
 
     def critic(self, name: str, *, role: str = "critic", **options: Any) -> Critic:
-        """``rlkit.critic``, from the last checkpoint where there is one; it is in every checkpoint from now on.
+        """Call ``rlkit.critic``, from the last checkpoint where there is one; it is in every checkpoint from now on.
 
         Args:
             name, options: as for ``rlkit.critic``; the rest is as for ``connect``.
@@ -180,12 +172,12 @@ class Run:
         """
         from rlkit.critics import critic
 
-        made: Critic = self._opened(critic, name, role, options)
-        self._critics[role] = made
+        made: Critic = self._model(critic, name, role, options)
+        self._models.critics[role] = made
         return made
 
     def keep(self, name: str, kept: T) -> T:
-        """Keeps ``kept`` in checkpoints from now on, and makes it what it was in the last one.
+        """Keep ``kept`` in checkpoints from now on, and makes it what it was in the last one.
 
         Args:
             name: its name there.
@@ -193,60 +185,40 @@ class Run:
                 or a dict or list of plain data. It is changed in place.
 
         Raises:
-            ConfigError: it can not be kept, or the name is taken.
+            ConfigError: it cannot be kept, or the name is taken.
             CheckpointError: what was saved under that name is something else.
         """
         self._check_open("keep")
-        if _named("keep(name)", name) in self._kept:
-            if self._kept[name] is kept:
-                return kept
-            why = "in a notebook, open the run again to define it anew"
-            what = f"got {_check.shown(name)}"
-            raise ConfigError(_check.problem("keep(name)", what, "a name that is not taken", why))
-        capture(name, kept)
-        if self.record is not None:
-            if name in self.record.kept:
-                restore(name, kept, self.record.kept[name])
-            else:
-                warnings.warn(f"the checkpoint has no {name!r}: it starts anew", RuntimeWarning, stacklevel=2)
-        self._kept[name] = kept
-        return kept
+        return self._kept.add(name, kept, self.record)
 
     def rng(self, name: str) -> np.random.Generator:
-        """A generator of the run's own, whose state is kept; the same one whenever it is asked for."""
-        there: np.random.Generator | None = self._kept.get(f"rng/{_named('rng(name)', name)}")
-        if there is not None:
-            return there
-        return self.keep(f"rng/{name}", np.random.default_rng(self._stream(name)))
+        """Return a generator of the run's own, whose state is kept; the same one whenever it is asked for."""
+        key = f"rng/{check_name('rng(name)', name)}"
+        there = self._kept.objects.get(key)
+        return (
+            there
+            if isinstance(there, np.random.Generator)
+            else self.keep(key, np.random.default_rng(self._stream(name)))
+        )
 
     def value(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make()`` gave the first time: plain data, such as the path of a state that serves as a reference."""
-        key = f"value/{_named('value(name)', name)}"
-        box = self._kept[key] if key in self._kept else self.keep(key, {})
-        if "value" not in box:
-            box["value"] = make()
-            encode(name, box["value"])
-        found: T = box["value"]
-        return found
+        """Return what ``make()`` gave the first time: plain data, such as the path of a state that is a reference."""
+        return self._kept.value(name, make, self.record)
 
     def batch(self, items: Sequence[T], size: int, *, name: str = "data") -> list[T]:
-        """The items of this step: ``size`` of an endless row of epochs, each a shuffle of all items.
+        """Return the items of this step: ``size`` of an endless row of epochs, each a shuffle of all items.
 
         It depends on the run's seed, ``name``, the step and how many items there are, and on nothing else.
         """
-        _named("batch(name)", name)
+        check_name("batch(name)", name)
         _check.integer("batch(size)", size, low=1)
         if not items:
             raise ConfigError("batch(items): there are none")
-        places = np.arange(self.step * size, (self.step + 1) * size)
-        found: list[T] = []
-        for epoch in np.unique(places // len(items)):
-            order = np.random.default_rng(self._stream(f"batch/{name}", int(epoch))).permutation(len(items))
-            found += [items[order[place % len(items)]] for place in places[places // len(items) == epoch]]
-        return found
+        places = epoch_places if self.record is None or self.record.order == 2 else old_places
+        return [items[place] for place in places(len(items), self.step, size, self.seed, f"batch/{name}")]
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps that are left of ``total``.
+        """Yield the steps that are left of ``total``.
 
         SIGINT and SIGTERM let the step in progress finish, make its ``checkpoint`` due, and then end the loop with
         KeyboardInterrupt or SystemExit(143).
@@ -261,7 +233,7 @@ class Run:
                 yield self.step
                 self._inside = False
                 self.step += 1
-                self._stop_if_asked()
+                self._stopper.stop_if_asked(self.step)
         finally:
             self._inside = False
             self.looping = None
@@ -275,7 +247,7 @@ class Run:
         metrics: Mapping[str, float] | None = None,
         **policies: TrainerBackend,
     ) -> Record | None:
-        """Saves everything at the end of a step, and removes what ``retention`` does not keep.
+        """Save everything at the end of a step, and removes what ``retention`` does not keep.
 
         Args:
             policy: the policy; None, and no ``policies``: all that ``connect`` made. Critics are always saved.
@@ -297,73 +269,50 @@ class Run:
         if not (after % every == 0 or last or self._stopper.signal is not None):
             return None
         saved = dict(policies) if policy is None else {"policy": policy, **policies}
-        for role, given in saved.items():
-            if not callable(getattr(given, "save", None)):
-                what = f"got {_check.shown(given)}"
-                raise ConfigError(_check.problem(f"checkpoint({role})", what, "a policy, such as connect gives"))
-        if not (saved or self._policies):
-            remedy = (
-                "connect the policy with run.connect(...) instead of rlkit.connect(...), or give it: "
-                "run.checkpoint(policy)"
-            )
-            if not self._kept:
-                raise ConfigError(f"checkpoint: there is nothing to save; {remedy}")
-            if self.saved == 0:
-                warnings.warn(f"this checkpoint holds no policy; {remedy}", RuntimeWarning, stacklevel=2)
+        self._models.check(saved, anything_else=bool(self._kept.objects), warn=self.saved == 0)
         content = {
-            "kept": {
-                **({} if self.record is None else self.record.kept),
-                **{name: capture(name, kept) for name, kept in self._kept.items()},
-            },
+            "kept": self._kept.state(self.record),
             "metrics": encode("checkpoint(metrics)", values.checked(metrics or {}, after, "checkpoint")[0]),
             "seed": self.seed,
-            "logged": logs.positions(self.trackers),
+            "order": 2 if self.record is None else self.record.order,
+            "logged": self._logs.positions(),
+            "policies": self._models.save(after, saved),
         }
-        saved = self._critics | saved if saved else self._policies
-        futures = {role: x.save(f"step-{after:08d}") for role, x in saved.items()}
-        content["policies"] = {role: self._relative(future.result()) for role, future in futures.items()}
         record = records.write(self.folder, after, content)
         self.saved = after
-        self._remove_spent()
+        prune(self.folder, self.retention, self._models.delete)
         return record
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers of this step, for every tracker.
+        """Log numbers of this step with every tracker.
 
         Raises:
             ConfigError: the run is closed.
             DataError: ``metrics`` is no mapping. A single number that cannot be logged is left out and counted instead.
         """
         self._check_open("log")
-        if not isinstance(metrics, Mapping):
-            what = f"got {_check.shown(metrics)}"
-            raise DataError(_check.problem("log(metrics)", what, "a mapping from names to numbers"))
-        if self._several is not None:
-            self._several.log(metrics, self.step if step is None else step)
+        self._logs.log(metrics, self.step if step is None else step)
 
-    def log_trajectories(self, groups: Any, step: int | None = None, **options: Any) -> None:
-        """Trajectories of this step, for the trackers that keep such. See ``rlkit.tracking.Tracker``."""
+    def log_trajectories(self, groups: Iterable[Group], step: int | None = None, **options: Any) -> None:
+        """Log trajectories of this step with the trackers that keep such. See ``rlkit.tracking.Tracker``."""
         self._check_open("log_trajectories")
-        if self._several is not None:
-            self._several.log_trajectories(groups, self.step if step is None else step, **options)
+        self._logs.log_trajectories(groups, self.step if step is None else step, **options)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
-        """Writes the run as one HTML page, report.html in its folder. See ``rlkit.report.write``."""
+        """Write the run as one HTML page, report.html in its folder. See ``rlkit.report.write``."""
         from rlkit.report import write
 
         return write(self.folder, None if out is None else Path(out))
 
     def close(self) -> None:
-        """Closes the policies and the trackers, and lets other processes write. May be called twice."""
+        """Close the policies and the trackers, and lets other processes write. May be called twice."""
         self._close(refused=False)
 
     def _close(self, *, refused: bool) -> None:
         self.closed = True
         self._stopper.unwatch()
-        for policy in self._policies.values():
-            policy.close()
-        if self._several is not None:
-            self._several.close()
+        self._models.close()
+        self._logs.close()
         if refused:
             beginning.withdraw(self._new)
         self._lock.release()
@@ -382,84 +331,20 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {str(self.folder)!r}, step {self.step}{', closed' if self.closed else ''}>"
 
-    def _opened(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
-        """What ``opener`` gives, from the newest checkpoint that it can go on from, with the run's folder and seed."""
+    def _model(self, opener: Callable[..., M], name: str, role: str, options: dict[str, Any]) -> M:
+        """Open a policy or critic, from the newest checkpoint that it can go on from."""
         self._check_open("connect")
-        if _named("connect(role)", role) in self._policies:
-            handover.check_same(role, self._asked[role], (name, options))
-            there: T = self._policies[role]
-            return there
-        asked = (name, dict(options))
-        options.setdefault("folder", str(self.folder / records.POLICIES))
-        options.setdefault("seed", self._stream(f"connect/{role}").generate_state(1, np.uint32).item())
-        opened = self._policies[role] = self._restored(opener, name, role, options)
-        self._asked[role] = asked
-        return opened
-
-    def _restored(self, opener: Callable[..., T], name: str, role: str, options: dict[str, Any]) -> T:
-        while self.record is not None and self.record.policy(role) is not None:
-            own = {k: v for k, v in options.items() if k not in ("init_from", "resume_from", "seed")}
-            try:
-                return opener(name, **own, resume_from=self.record.policy(role))
-            except CheckpointError as error:
-                older = [r for r in records.records(self.folder) if r.step < self.record.step]
-                if not older or self._policies:
-                    raise
-                message = (
-                    f"skipped the checkpoint of step {self.record.step}, going on from step {older[-1].step}: {error}"
-                )
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
-                self._go_back(older[-1])
-        if self.record is not None and not {"init_from", "resume_from"} & options.keys():
-            there = ", ".join(map(repr, self.record.policies)) or "no policy at all"
-            raise ConfigError(
-                f"connect(role): the checkpoint of step {self.record.step} has {there}, but no {role!r}, so what was "
-                "trained would be lost; begin anew in another folder, or say where it begins: init_from="
-            )
-        return opener(name, **options)
+        seed = self._stream(f"connect/{check_name('connect(role)', role)}").generate_state(1, np.uint32).item()
+        model, record = self._models.open(opener, name, role, options, self.record, seed)
+        if record is not None and record is not self.record:  # the newest one could not be loaded
+            self.record, self.step = record, record.step
+            self._kept.restore(record)
+            self._logs.rewind(record)
+        return model
 
     def _check_open(self, call: str) -> None:
         if self.closed:
             raise ConfigError(f"{call}: the run in {self.folder} is closed; open it again: rlkit.Run(folder)")
 
-    def _go_back(self, record: Record) -> None:
-        self.record, self.step = record, record.step
-        for name, kept in self._kept.items():
-            if name in record.kept:
-                restore(name, kept, record.kept[name])
-        logs.rewind(self.trackers, record)
-
-    def _remove_spent(self) -> None:
-        """Removes what retention does not keep; what can not be removed now is no reason to end the run."""
-        try:
-            found = records.records(self.folder, verify=False)
-            spent = self.retention.spent(found)
-            for record in spent:
-                for path in records.remove(record):
-                    owner = next((p for p in self._policies.values() if isinstance(p, Storage)), None)
-                    if owner is not None:
-                        owner.delete(path)
-            records.tidy(self.folder, [record for record in found if record not in spent])
-        except (OSError, BackendError) as error:
-            warnings.warn(f"a checkpoint that is spent could not be removed: {error}", RuntimeWarning, stacklevel=3)
-
-    def _relative(self, path: str) -> str:
-        own = "://" not in path and self.folder in Path(path).absolute().parents
-        return str(Path(path).absolute().relative_to(self.folder)) if own else path
-
-    def _stream(self, name: str, *numbers: int) -> np.random.SeedSequence:
-        return np.random.SeedSequence(self.seed, spawn_key=(zlib.crc32(name.encode()), *numbers))
-
-    def _stop_if_asked(self) -> None:
-        if self._stopper.signal is None:
-            return
-        self._stopper.unwatch()
-        if self._stopper.signal == signal.SIGTERM:
-            raise SystemExit(143)
-        raise KeyboardInterrupt(f"stopped before step {self.step}; run again to go on")
-
-
-def _named(where: str, name: Any) -> str:
-    if not isinstance(name, str) or not name or name.encode("utf-8", "replace").decode() != name:
-        raise ConfigError(_check.problem(where, f"got {_check.shown(name)}", "a name: text that is not empty"))
-    return name
+    def _stream(self, name: str) -> np.random.SeedSequence:
+        return np.random.SeedSequence(self.seed, spawn_key=(zlib.crc32(name.encode()),))

@@ -27,14 +27,14 @@ class Stopper:
         self._timer: threading.Timer | None = None
 
     def watch(self) -> None:
-        """Takes over the two signals."""
+        """Take over the two signals."""
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._caught)
 
     def unwatch(self) -> None:
-        """Gives them back."""
+        """Give them back."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -42,6 +42,15 @@ class Stopper:
             for number, previous in self._previous.items():
                 signal.signal(number, previous)
             self._previous.clear()
+
+    def stop_if_asked(self, step: int) -> None:
+        """Raise SystemExit(143) or KeyboardInterrupt where a signal came; ``step`` is the next one."""
+        if self.signal is None:
+            return
+        self.unwatch()
+        if self.signal == signal.SIGTERM:
+            raise SystemExit(143)
+        raise KeyboardInterrupt(f"stopped before step {step}; run again to go on")
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         del frame

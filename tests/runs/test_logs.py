@@ -186,7 +186,7 @@ class TestRewinding:
             with Run(tmp_path, trackers=[own]) as run:
                 assert own.told == expected
                 for _ in run.steps(2):
-                    run.checkpoint(run._policies.get("policy") or run.connect("toy"))
+                    run.checkpoint(run.connect("toy"))
 
 
 class TestSeed:

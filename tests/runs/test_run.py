@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import zlib
 
 import attrs
 import numpy as np
@@ -21,6 +22,7 @@ import rlkit
 from rlkit.advantages import RunningBaseline
 from rlkit.backends import saves
 from rlkit.runs import Retention, Run, records
+from rlkit.runs import record as folders
 from tests.models.build import build
 
 DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
@@ -155,6 +157,30 @@ class TestKeeping:
                     run.batch(items, bad)
             with pytest.raises(rlkit.ConfigError, match="none"):
                 run.batch([], 2)
+
+    @pytest.mark.filterwarnings("ignore:this checkpoint holds no policy")
+    def test_a_run_begun_before_keeps_its_order_of_data(self, tmp_path):
+        """Checkpoints without an order are of runs that drew by numpy's permutation; they go on with that."""
+        names, size = list("abcdefg"), 3
+
+        def before(step):
+            stream = np.random.SeedSequence(5, spawn_key=(zlib.crc32(b"batch/data"), 0))
+            order = np.random.default_rng(stream).permutation(len(names))
+            return [names[i] for i in order[step * size : (step + 1) * size]]
+
+        content = {"kept": {"mine": {}}, "metrics": {}, "seed": 5, "logged": {}, "policies": {}}
+        with Run(tmp_path, seed=5, trackers=()):
+            folders.write(tmp_path, 0, content)
+        for step in (0, 1):
+            with Run(tmp_path, trackers=()) as run:
+                for _ in run.steps(step + 1):
+                    assert run.batch(names, size) == before(step)
+                    run.keep("mine", {})
+                    run.checkpoint()
+        with Run(tmp_path / "new", seed=5, trackers=()) as run:
+            fresh = [run.batch(names, size)]
+            run.step = 1
+            assert [*fresh, run.batch(names, size)] != [before(0), before(1)]
 
 
 class TestFolder:
@@ -421,7 +447,7 @@ class TestDamage:
 
     def test_folders_that_the_system_refuses(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(rlkit.CheckpointError, match="can not be opened as a run"):
+        with pytest.raises(rlkit.CheckpointError, match="cannot be opened as a run"):
             Run(tmp_path / "file", trackers=())
 
 
