@@ -126,6 +126,11 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 _FREEZE = "sampling is a frozen policy's: policy.sampler().result().sample(prompt, params, n=8)"
 _DECODE = "policy.tokenizer.decode(sample.tokens)"
 _OUTPUT = "output.metrics['loss:sum']"
+_TRAINER: Mapping[str, str] = {
+    **dict.fromkeys(("model", "parameters", "state_dict", "train", "eval"), "save(name) writes the weights"),
+    **dict.fromkeys(("backward", "train_step"), "call forward_backward(data, loss), then optim_step(rlkit.Adam())"),
+    **dict.fromkeys(("step", "zero_grad", "optimizer"), "call optim_step(rlkit.Adam()), which clears the gradient"),
+}
 
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "sample": {
@@ -139,11 +144,13 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "loss": f"it is {_OUTPUT}, a sum over tokens",
         "log_probs": "they are output.logprobs, and output.selected for the policy's own tokens",
     },
+    "critic": {
+        **_TRAINER,
+        **dict.fromkeys(("sampler", "base_sampler", "sample"), "a critic has values; sample from the policy"),
+    },
     "policy": {
+        **_TRAINER,
         **dict.fromkeys(("sample", "generate", "chat"), _FREEZE),
-        **dict.fromkeys(("model", "parameters", "state_dict", "train", "eval"), "save(name) writes the weights"),
-        **dict.fromkeys(("backward", "train_step"), "call forward_backward(data, loss), then optim_step(rlkit.Adam())"),
-        **dict.fromkeys(("step", "zero_grad", "optimizer"), "call optim_step(rlkit.Adam()), which clears the gradient"),
         "save_pretrained": "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it",
         "push_to_hub": "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it",
         **dict.fromkeys(("encode", "decode"), "call policy.tokenizer.encode and policy.tokenizer.decode"),

@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
 
 from rlkit import _check
 from rlkit._lazy import has_torch, missing
-from rlkit.backends.protocol import LossLike
+from rlkit.backends.protocol import Config, LossLike
 from rlkit.errors import ConfigError, DataError, UnsupportedError
-from rlkit.types import Datum
+from rlkit.types import Adam, Datum, Lora
 
 if TYPE_CHECKING:
     from rlkit.losses.prepare import PreparedLoss
 
-__all__ = ["OF_DISTRIBUTION", "checked_call", "checked_data"]
+__all__ = ["OF_DISTRIBUTION", "Checked", "Remote", "Start", "check_adam", "checked_call", "checked_data"]
+
+Checked: TypeAlias = "tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]"
+Remote: TypeAlias = "Callable[[PreparedLoss, Sequence[Datum]], str]"
 
 # What a backend that has the full distribution p gives per token: its entropy, and the sums of p^2 and of p^2 log p.
 OF_DISTRIBUTION = ("entropy", "sum_p2", "sum_p2_logp")
+
+
+@attrs.frozen
+class Start:
+    """The saved state that a trainer starts from, with its optimizer where it ``resumes``; ``path`` None: from anew."""
+
+    path: str | None
+    resumes: bool
+
+    @classmethod
+    def of(
+        cls, opener: str, model: object, lora: object, folder: object, resume_from: str | None, init_from: str | None
+    ) -> Start:
+        """Check the options that all trainers take; ``opener`` is "connect" or "critic"."""
+        if resume_from is not None and init_from is not None:
+            raise ConfigError(f"{opener}: got both resume_from= and init_from=; give one of them")
+        if model is not None and not isinstance(model, (str, os.PathLike)):
+            raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", "a name or None"))
+        if lora is not None and not isinstance(lora, Lora):
+            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not str(folder)):
+            expected = "a path, or None for rlkit-saves"
+            raise ConfigError(_check.problem("folder", f"got {_check.shown(folder)}", expected))
+        return cls(init_from if resume_from is None else resume_from, resume_from is not None)
+
+
+def check_adam(params: Adam) -> None:
+    """Raise ConfigError where ``params`` of an optimizer step is anything else."""
+    if not isinstance(params, Adam):
+        raise ConfigError(_check.problem("optim_step(params)", f"got {_check.shown(params)}", "rlkit.Adam(...)"))
 
 
 def checked_call(
     name: str,
     data: Sequence[Datum],
     loss: LossLike | None,
-    config: Mapping[str, Any] | None,
+    config: Config | None,
     want: Sequence[str],
     wanted: Sequence[str],
-    *,
     vocab_size: int,
     max_length: int,
-    drivers: Sequence[str] = ("logprobs", "target_logprobs"),
-    remote: Callable[[PreparedLoss, Sequence[Datum]], str] | None = None,
-) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
+    *,
+    drivers: Sequence[str],
+    remote: Remote | None = None,
+) -> Checked:
     """``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
 
     Args:
@@ -73,9 +109,7 @@ def checked_call(
     return data, prepared, tuple(want)
 
 
-def _check_remote(
-    prepared: PreparedLoss, data: Sequence[Datum], remote: Callable[[PreparedLoss, Sequence[Datum]], str]
-) -> None:
+def _check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote) -> None:
     """What trying out would find, as far as that is possible without torch."""
     prepared.check_settings()
     for i, datum in enumerate(data):

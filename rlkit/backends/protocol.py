@@ -18,6 +18,7 @@ from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingPara
 
 __all__ = [
     "Capabilities",
+    "Config",
     "LossLike",
     "Route",
     "Routes",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 LossLike: TypeAlias = str | Callable[..., Any]
+Config: TypeAlias = Mapping[str, object]
+"""Keyword-only settings of a loss, by name."""
 
 
 @runtime_checkable
@@ -108,12 +111,16 @@ class TrainerBackend(Protocol):
     def max_length(self) -> int:
         """Longest datum, in tokens."""
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the policy, as far as they have been carried out."""
+
     def forward(
         self,
         data: Sequence[Datum],
         loss: LossLike | None = None,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
         """Logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
@@ -123,7 +130,7 @@ class TrainerBackend(Protocol):
         data: Sequence[Datum],
         loss: LossLike,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
         """Adds the gradient of the summed loss to what is accumulated, all or nothing.
@@ -143,6 +150,13 @@ class TrainerBackend(Protocol):
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
         """Writes the state; ``name`` is a label, the returned path is unique and the only handle."""
+
+    def discard(self) -> Future[None]:
+        """Drop the accumulated gradient, and accept calls again after a failure.
+
+        Raises:
+            BackendError: a service holds the gradient and cannot drop it, or its state is not known.
+        """
 
     def close(self) -> None:
         """Ends the backend; what was submitted is finished first."""
@@ -174,7 +188,7 @@ class Route:
 class Routes(Protocol):
     """A backend that runs losses elsewhere and says how."""
 
-    def route(self, data: Sequence[Datum], loss: LossLike, *, config: Mapping[str, Any] | None = None) -> Route:
+    def route(self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None) -> Route:
         """The way that ``forward_backward`` with these arguments takes; sends nothing."""
 
 

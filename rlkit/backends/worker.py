@@ -10,11 +10,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlkit.errors import BackendError
 
 __all__ = ["Background", "Worker", "check_process"]
+
+T = TypeVar("T")
 
 
 class Background(Protocol):
@@ -48,18 +50,22 @@ class Worker:
         _running[self._state] = thread
         weakref.finalize(self, self._state.end).atexit = False
 
-    def submit(self, job: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    def submit(self, job: Callable[[], T | Generator[None, None, T]]) -> concurrent.futures.Future[T]:
         """Queues ``job`` behind what was submitted before.
 
         Raises:
             BackendError: in a process that was forked off.
         """
         self.check_process()
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._state.changed:
             self._state.jobs.append((job, future))
             self._state.changed.notify()
         return future
+
+    def drain(self) -> None:
+        """Wait until the jobs submitted so far have run."""
+        concurrent.futures.wait([self.submit(lambda: None)])
 
     def close(self) -> None:
         """Finishes the jobs submitted so far, stops the background, and ends the thread; does nothing after a fork."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
-from rlkit.backends.checking import checked_call, checked_data
-from rlkit.backends.inprocess import InProcessBackend
+from rlkit._calls import hinted
+from rlkit.backends.checking import checked_data
+from rlkit.backends.inprocess import InProcessTrainer
 from rlkit.backends.outputs import output
-from rlkit.backends.protocol import LossLike, Tokenizer
+from rlkit.backends.protocol import Config, LossLike, Tokenizer
 from rlkit.backends.tokenizers import same_tokenizer
-from rlkit.errors import ConfigError, UnsupportedError
+from rlkit.errors import ConfigError
 from rlkit.futures import Future
 from rlkit.types import Datum, ForwardBackwardOutput
 
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["InProcessCritic", "check_tokenizer"]
 
 
-class InProcessCritic(InProcessBackend):
-    """``Critic`` over the hooks of ``InProcessBackend``; ``_run`` gives way to ``_values_and_parts``."""
+@hinted("critic")
+class InProcessCritic(InProcessTrainer):
+    """``Critic`` over the hooks of ``InProcessTrainer``; ``_run`` gives way to ``_values_and_parts``."""
+
+    _drivers = ("values",)
+    _wanted = ()
 
     @abstractmethod
     def _values_and_parts(
-        self, data: Sequence[Datum], loss: Any, *, backward: bool
+        self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
         """Values [n] of every datum and the parts of the loss; with ``backward`` the gradient is added."""
 
@@ -41,29 +46,23 @@ class InProcessCritic(InProcessBackend):
             found, _ = yield from self._values_and_parts(data, None, backward=False)
             return [datum.expand(np.asarray(v, np.float32)) for datum, v in zip(data, found, strict=True)]
 
-        return self._submit("values", job, trains=False)
+        return self._queue.submit("values", job)
 
     def forward_backward(
         self,
         data: Sequence[Datum],
         loss: LossLike = "value_clipped",
         *,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of a loss of ``values``, all or nothing. See ``Critic.forward_backward``."""
+        """Add the gradient of a loss of ``values``, all or nothing. See ``Critic.forward_backward``."""
         return super().forward_backward(data, loss, config=config, want=want)
-
-    def sampler(self) -> NoReturn:
-        """Raises UnsupportedError: a critic does not sample."""
-        raise UnsupportedError("a critic has values and no sampler; sample from the policy")
-
-    base_sampler = _snapshot = _base = sampler
 
     def _run(
         self,
         data: Sequence[Datum],
-        loss: Any,
+        loss: PreparedLoss | None,
         want: Sequence[str],  # noqa: ARG002  # values are all there is
         *,
         backward: bool,
@@ -71,14 +70,6 @@ class InProcessCritic(InProcessBackend):
         found, parts = yield from self._values_and_parts(data, loss, backward=backward)
         made = output(data, found, {"values": found}, parts)
         return attrs.evolve(made, logprobs=())
-
-    def _checked(
-        self, data: Sequence[Datum], loss: LossLike | None, config: Mapping[str, Any] | None, want: Sequence[str]
-    ) -> tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]:
-        size, longest = self.tokenizer.vocab_size, self.max_length
-        return checked_call(
-            self._name, data, loss, config, want, (), vocab_size=size, max_length=longest, drivers=("values",)
-        )
 
 
 def check_tokenizer(given: Any, own: Tokenizer | None) -> Tokenizer:

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlkit import _check
 from rlkit.backends import saves
+from rlkit.backends.checking import Start
 from rlkit.backends.local import adapter_seed, device_of
 from rlkit.backends.local.checkpoint import (
     ADAPTER,
@@ -71,13 +72,9 @@ class LocalCritic(InProcessCritic):
         device: str | None = None,
         micro_batch_tokens: int = 1024,
     ) -> None:
-        if resume_from is not None and init_from is not None:
-            raise ConfigError("critic: got both resume_from= and init_from=; give one of them")
-        if lora is not None and not isinstance(lora, Lora):
-            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        start = Start.of("critic", model, lora, folder, resume_from, init_from)
         _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
-        path = resume_from if resume_from is not None else init_from
-        saved = saves.read(path, backend="local-critic") if path is not None else None
+        saved = saves.read(start.path, backend="local-critic") if start.path is not None else None
         if model is None and saved is not None:
             model = saved[1].get("model")
         if model is None:
@@ -95,9 +92,10 @@ class LocalCritic(InProcessCritic):
         version = 0
         if saved is not None:
             with saves.restoring(saved[0]):
-                version = self._load(*saved, optimizer=resume_from is not None)
-        super().__init__("local-critic", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder)
-        self.version = version
+                version = self._load(*saved, optimizer=start.resumes)
+        super().__init__(
+            "local-critic", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, version=version
+        )
 
     def _values_and_parts(
         self, data: Sequence[Datum], loss: Any, *, backward: bool

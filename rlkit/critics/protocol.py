@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from rlkit.backends.protocol import LossLike, Tokenizer
+from rlkit.backends.protocol import Config, LossLike, Tokenizer
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput
 
@@ -26,11 +26,15 @@ class Critic(Protocol):
     def max_length(self) -> int:
         """Longest datum, in tokens."""
 
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the critic, as far as they have been carried out."""
+
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
         """One float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: LossLike = "value_clipped", *, config: Mapping[str, Any] | None = None
+        self, data: Sequence[Datum], loss: LossLike = "value_clipped", *, config: Config | None = None
     ) -> Future[ForwardBackwardOutput]:
         """Adds the gradient of a loss of ``values`` to what is accumulated, all or nothing.
 
@@ -42,6 +46,9 @@ class Critic(Protocol):
 
     def save(self, name: str, *, optimizer: bool = True) -> Future[str]:
         """Writes the state; the returned path is for ``resume_from=`` or ``init_from=``."""
+
+    def discard(self) -> Future[None]:
+        """Drop the accumulated gradient, and accept calls again after a failure."""
 
     def close(self) -> None:
         """Ends the critic; what was submitted is finished first."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from rlkit import _check
 from rlkit.backends import saves
+from rlkit.backends.checking import Start
 from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
-from rlkit.errors import ConfigError
 from rlkit.types import Adam, Datum, Lora
 
 __all__ = ["ToyCritic"]
@@ -39,28 +39,26 @@ class ToyCritic(InProcessCritic):
         self,
         *,
         tokenizer: Any,
-        model: str | None = None,  # noqa: ARG002
-        lora: Lora | None = None,  # noqa: ARG002
+        model: str | None = None,
+        lora: Lora | None = None,
         seed: int | None = None,  # noqa: ARG002
         folder: str | Path | None = None,
         resume_from: str | None = None,
         init_from: str | None = None,
         max_length: int = 2**20,
     ) -> None:
-        if resume_from is not None and init_from is not None:
-            raise ConfigError("critic: got both resume_from= and init_from=; give one of them")
+        start = Start.of("critic", model, lora, folder, resume_from, init_from)
         _check.integer("max_length", max_length, low=2)
         tokenizer = check_tokenizer(tokenizer, None)
         self._features = Features(tokenizer.vocab_size)
         self._weights = Weights(State.started(np.zeros(self._features.size)))
-        path, version = init_from if resume_from is None else resume_from, 0
-        if path is not None:
-            saved, state = saves.read(path, backend="toy-critic")
+        version = 0
+        if start.path is not None:
+            saved, state = saves.read(start.path, backend="toy-critic")
             with saves.restoring(saved):
-                self._weights.read(saved / "critic.npz", state, optimizer=resume_from is not None)
-                version = 0 if resume_from is None else int(state["version"])
-        super().__init__("toy-critic", tokenizer=tokenizer, max_length=max_length, folder=folder)
-        self.version = version
+                self._weights.read(saved / "critic.npz", state, optimizer=start.resumes)
+                version = int(state["version"]) if start.resumes else 0
+        super().__init__("toy-critic", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
 
     def _values_and_parts(
         self, data: Sequence[Datum], loss: Any, *, backward: bool

@@ -64,6 +64,7 @@ class PreparedLoss:
             each of a pair.
         entropy: it also wants the exact entropies [n].
         settings: its keyword-only settings.
+        named: it was asked for by name, so that a backend may use an implementation of its own (rule R4).
     """
 
     name: str
@@ -76,6 +77,7 @@ class PreparedLoss:
     entropy: bool
     settings: Mapping[str, Any]
     _order: tuple[str, ...]
+    named: bool = False
 
     def check(self, data: Sequence[Datum]) -> None:
         """Raise DataError where ``data`` lacks what this loss needs, naming datum and input."""
@@ -302,6 +304,7 @@ def prepare(loss: str | Callable[..., Any], config: Mapping[str, Any] | None = N
         entropy="entropy" in rest_names,
         settings=settings,
         order=(first.name, *rest_names),
+        named=isinstance(loss, str),
     )
 
 

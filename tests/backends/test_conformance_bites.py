@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends.queue import CallQueue, RunHere
 from rlkit.backends.toy import ToyBackend, ToySampler
 from rlkit.backends.toy.adamw import State, Weights
 from rlkit.futures import Future
@@ -84,10 +85,15 @@ class IgnoresWeights(ToyBackend):
         return super().forward_backward(data, loss, config=config, want=want)
 
 
+class NeverRefuses(RunHere):
+    def start(self, call):
+        return super().start(attrs.evolve(call, trains=False))
+
+
 class StepsBehindAFailure(ToyBackend):
-    def _guarded(self, call, job, epoch):
-        result = job()
-        return (yield from result) if inspect.isgenerator(result) else result
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._queue = CallQueue("toy", NeverRefuses(self._worker))
 
 
 class StepsOnInfinity(ToyBackend):

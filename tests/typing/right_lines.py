@@ -15,6 +15,8 @@ from rlkit.runs import Record
 
 policy = rlkit.connect("local", model="smollm2-135m-instruct", lora=rlkit.Lora(rank=16), dtype="bfloat16")
 assert_type(policy, TrainerBackend)
+assert_type(policy.discard(), rlkit.Future[None])
+assert_type(policy.version, int)
 assert_type(rlkit.connect("toy", seed=0, max_length=64), TrainerBackend)
 assert_type(rlkit.connect("tinker", model="Qwen/Qwen3-8B", deadline=60.0), TrainerBackend)
 assert_type(rlkit.connect("a-package's", anything=3), TrainerBackend)

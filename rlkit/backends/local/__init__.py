@@ -13,6 +13,7 @@ import torch
 
 from rlkit import _check
 from rlkit.backends import saves
+from rlkit.backends.checking import Start
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.local.checkpoint import (
     adapter_in,
@@ -88,18 +89,14 @@ class LocalBackend(InProcessBackend):
         prefix_mb: int = 512,
         cuda_graphs: bool = True,
     ) -> None:
-        if resume_from is not None and init_from is not None:
-            raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
-        if lora is not None and not isinstance(lora, Lora):
-            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        start = Start.of("connect", model, lora, folder, resume_from, init_from)
         _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
         _check.integer("max_rows", max_rows, low=1)
         _check.integer("prefix_mb", prefix_mb, low=0)
         _check.flag("cuda_graphs", cuda_graphs)
         if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
-        path = resume_from if resume_from is not None else init_from
-        saved = saves.read(path, backend="local") if path is not None else None
+        saved = saves.read(start.path, backend="local") if start.path is not None else None
         if model is None and saved is not None:
             model = saved[1].get("model")
         if model is None:
@@ -126,14 +123,18 @@ class LocalBackend(InProcessBackend):
         version = 0
         if saved is not None:
             with saves.restoring(saved[0]):
-                version = self._load(*saved, optimizer=resume_from is not None)
+                version = self._load(*saved, optimizer=start.resumes)
         merged = self._merge
         self._scheduler = Scheduler(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
         super().__init__(
-            "local", tokenizer=base.tokenizer, max_length=base.max_length, folder=folder, background=self._scheduler
+            "local",
+            tokenizer=base.tokenizer,
+            max_length=base.max_length,
+            folder=folder,
+            version=version,
+            background=self._scheduler,
         )
         self._scheduler.wake = self._worker.wake
-        self.version = version
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
 
     def capabilities(self) -> Mapping[str, Any]:
@@ -144,7 +145,7 @@ class LocalBackend(InProcessBackend):
             whatever is decoded beside it, with this processor and number of threads: never with experts, nor where
             the library's own cache decodes (sliding windows); for others it is tried now, on a few tokens.
         """
-        found = self._submit("capabilities", lambda: self._scheduler.invariant(self._empty), trains=False).result()
+        found = self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._empty)).result()
         return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": found}
 
     def _run(
@@ -181,7 +182,7 @@ class LocalBackend(InProcessBackend):
                 snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
             return LocalSampler(self, snapshot, self._seeds, self._scheduler.submit)
 
-        return self._submit("saved_sampler", job, trains=False)
+        return self._queue.submit("saved_sampler", job)
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
         write_adapter(folder, self._peft)

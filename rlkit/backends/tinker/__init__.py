@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
 from rlkit import _check
-from rlkit._calls import answered, hinted
-from rlkit.backends.checking import checked_call
-from rlkit.backends.protocol import LossLike, Route, Sampler
+from rlkit._calls import hinted
+from rlkit.backends.base import BaseTrainer
+from rlkit.backends.checking import Checked, Remote, Start, check_adam
+from rlkit.backends.protocol import Config, LossLike, Route, Sampler
+from rlkit.backends.queue import CallQueue, Job, Sent
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import connection, paths
-from rlkit.backends.tinker.calls import Calls, Sent
+from rlkit.backends.tinker.calls import SendAndTake
 from rlkit.backends.tinker.custom import ServerLosses, ServerLossPolicy
 from rlkit.backends.tinker.sampler import OffTemperature, TinkerSampler
 from rlkit.backends.tinker.sending import Sending
 from rlkit.backends.tinker.session import Session, open_sampler
-from rlkit.errors import BackendError, ConfigError, UnsupportedError
+from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
@@ -34,7 +36,7 @@ __all__ = ["TinkerBackend", "TinkerSampler"]
 
 
 @hinted("policy")
-class TinkerBackend:
+class TinkerBackend(BaseTrainer):
     """A LoRA policy that a Tinker service trains and samples.
 
     Args:
@@ -68,9 +70,16 @@ class TinkerBackend:
     been carried out. Connect anew with ``resume_from=``. A mistake in a loss that runs here is found before anything
     is sent and changes nothing; once its error is read, calls are accepted again.
 
+    ``save``: the service always saves the optimizer; with ``optimizer=False`` the path cannot be given to
+    ``resume_from=``. ``sampler=True`` saves weights to sample from as well, under the same name: their path has
+    ``sampler_weights`` for ``weights``, and ``rlkit.sampler("tinker", path=...)`` takes it. ``optim_step`` raises
+    ``StepOutcomeUnknown`` where the step may or may not have been applied (when the future is read).
+
     Attributes:
         service_client, training_client: the SDK's own, for what rlkit does not cover.
     """
+
+    _name = "tinker"
 
     def __init__(
         self,
@@ -95,9 +104,7 @@ class TinkerBackend:
         resend: bool | None = None,
         optimizer: Any = None,
     ) -> None:
-        del folder
-        if resume_from is not None and init_from is not None:
-            raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
+        start = Start.of("connect", model, lora, folder, resume_from, init_from)
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
         _check.choice("server_losses", server_losses, ("own", "all", "never"))
         seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
@@ -114,9 +121,7 @@ class TinkerBackend:
         )
         self._session = session
         try:
-            self.training_client, saved = session.training(
-                model, lora, seed=seed, resume_from=resume_from, init_from=init_from, optimizer=optimizer
-            )
+            self.training_client, saved = session.training(model, lora, start, seed=seed, optimizer=optimizer)
             self.service_client = session.service
             self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client, seconds)
             info = self.training_client.get_info()
@@ -136,157 +141,50 @@ class TinkerBackend:
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
         self._snapshot: tuple[int, Any] | None = None
-        self._calls = Calls(seconds, session.link)
+        self._seconds = seconds
+        executor = SendAndTake(seconds, session.link)
         losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
-        self._sending = Sending(self.training_client, losses, self._calls, weighs=weighs)
+        self._sending = Sending(self.training_client, losses, executor, weighs=weighs)
+        self._queue = CallQueue("tinker", executor)
 
     @classmethod
     def open_sampler(cls, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
         """A sampler without a trainer: see ``rlkit.sampler``."""
         return open_sampler(model=model, path=path, **options)
 
-    def forward(
-        self,
-        data: Sequence[Datum],
-        loss: LossLike | None = None,
-        *,
-        config: Mapping[str, Any] | None = None,
-        want: Sequence[str] = (),
-    ) -> Future[ForwardBackwardOutput]:
-        """Logprobs, and the value of ``loss``, taken here. See ``TrainerBackend.forward``."""
-        if loss is None and config:
-            raise ConfigError("forward: got config= without a loss")
-        data, prepared = self._checked(data, loss, config, want, why_here="forward gives its value")
-        return self._calls.submit("forward", lambda: self._sending.forward(data, prepared), trains=False)
-
-    @answered
-    def forward_backward(
-        self,
-        data: Sequence[Datum],
-        loss: LossLike,
-        *,
-        config: Mapping[str, Any] | None = None,
-        want: Sequence[str] = (),
-    ) -> Future[ForwardBackwardOutput]:
-        """Adds the loss's gradient, by the way that ``route`` names. See ``TrainerBackend.forward_backward``."""
-        if loss is None:
-            raise ConfigError("forward_backward: loss is None; give a name or a function, or call forward")
-        data, prepared = self._checked(data, loss, config, want)
-        self._sending.warn(prepared)
-        adds = any(datum.mask.any() for datum in data)
-
-        def send() -> Sent:
-            sent = self._sending.forward_backward(data, prepared, named=isinstance(loss, str))
-            self._calls.accumulated = self._calls.accumulated or adds
-            return sent
-
-        with self._calls.lock:
-            future = self._calls.submit("forward_backward", send, trains=True)
-            self._calls.pending = self._calls.pending or adds
-        return future
-
-    @answered
-    def optim_step(self, params: Adam | Any) -> Future[Mapping[str, float]]:
-        """One step of AdamW, or of the optimizer that the policy was made with. See ``TrainerBackend.optim_step``.
-
-        Raises:
-            BackendError: nothing was accumulated since the last step.
-            StepOutcomeUnknown: it may or may not have been applied (when the future is read).
-        """
-        if self._optimizer is None:
-            if not isinstance(params, Adam):
-                raise ConfigError(
-                    _check.problem("optim_step(params)", f"got {_check.shown(params)}", "rlkit.Adam(...)")
-                )
-        elif isinstance(params, Adam):
-            raise ConfigError(f"optim_step(params): got Adam, but the policy was made with {self._optimizer!r}")
-
-        def send() -> Sent:
-            sent = self.training_client.optim_step(_adam(params)).future()
-            self._calls.accumulated = False
-            self._steps += 1
-
-            def finish(results: list[Any]) -> Mapping[str, float]:
-                self.version += 1
-                return {_metric(k): float(v) for k, v in (results[0].metrics or {}).items()}
-
-            return Sent([sent], finish)
-
-        with self._calls.lock:
-            self._calls.check_open()
-            if not self._calls.pending:
-                raise BackendError(
-                    "optim_step: no gradient is accumulated; call forward_backward first (datums without a masked-in "
-                    "token add none)"
-                )
-            future = self._calls.submit("optim_step", send, trains=True, step=True)
-            self._calls.pending = False
-        return future
-
     def sampler(self) -> Future[Sampler]:
         """A snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
 
-        def send() -> Sent:
+        def send() -> Sent[Sampler]:
             steps = self._steps
             if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
                 self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
             return Sent([self._snapshot[1]], lambda results: self._sampler(results[0], steps))
 
-        return self._calls.submit("sampler", send, trains=False)
+        return self._queue.submit("sampler", send)
 
     def base_sampler(self) -> Future[Sampler]:
         """The base model. See ``TrainerBackend.base_sampler``."""
         model = self.training_client.get_info().model_data.model_name
 
-        def send() -> Sent:
+        def send() -> Sent[Sampler]:
             sent = self.service_client.create_sampling_client(base_model=model).future()
             return Sent([sent], lambda results: self._sampler(results[0], 0))
 
-        return self._calls.submit("base_sampler", send, trains=False)
-
-    @answered
-    def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
-        """Saves the state on the service. See ``TrainerBackend.save``.
-
-        The service always saves the optimizer; with ``optimizer=False`` the path can not be given to ``resume_from=``.
-        ``sampler=True`` saves weights to sample from as well, under the same name: their path has ``sampler_weights``
-        for ``weights``, and ``rlkit.sampler("tinker", path=...)`` takes it.
-
-        Raises:
-            BackendError: a gradient is accumulated and would be lost.
-        """
-        paths.check_label(name)
-        _check.flag("save(optimizer)", optimizer)
-        _check.flag("save(sampler)", sampler)
-        requests = self._seeds.count
-
-        def send() -> Sent:
-            unique = paths.name_of(name, self._steps, optimizer=optimizer)
-            noted = {**self._metadata, **paths.notes(paths.Saved(seed=self._seeds.entropy, requests=requests))}
-            client, ttl = self.training_client, self._ttl
-            sent = [client.save_state(unique, ttl_seconds=ttl, user_metadata=noted).future()]
-            if sampler:
-                sent.append(client.save_weights_for_sampler(unique, ttl_seconds=ttl, user_metadata=noted).future())
-            return Sent(sent, lambda results: str(results[0].path))
-
-        with self._calls.lock:
-            self._calls.check_open()
-            if self._calls.pending and not self._calls.failed:  # then it is refused for that
-                raise BackendError("save: a gradient is accumulated and would be lost; call optim_step first")
-            return self._calls.submit("save", send, trains=False)
+        return self._queue.submit("base_sampler", send)
 
     def discard(self) -> Future[None]:
-        """Has calls accepted again after a failure in which nothing was sent.
+        """Accept calls again after a failure in which nothing was sent.
 
         Raises:
-            BackendError: a gradient is on the service, which can not be told to drop it.
+            BackendError: a gradient is on the service, which cannot be told to drop it.
         """
-        return self._calls.discard()
+        return self._queue.discard(None)
 
-    def route(self, data: Sequence[Datum], loss: LossLike, *, config: Mapping[str, Any] | None = None) -> Route:
+    def route(self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None) -> Route:
         """The way that ``forward_backward`` takes. See ``Routes``."""
-        data, prepared = self._checked(data, loss, config, ())
-        return self._sending.route(data, prepared, named=isinstance(loss, str))
+        data, prepared, _ = self._checked(data, loss, config, (), backward=True)
+        return self._sending.route(data, cast("PreparedLoss", prepared))
 
     def saved(self) -> Future[list[str]]:
         """The paths of this run's saved states, oldest first. See ``Storage``."""
@@ -306,52 +204,78 @@ class TinkerBackend:
         return {"models": dict(session.models), "server_losses": session.offers_losses()}
 
     def close(self) -> None:
-        """Finishes the calls made so far, each within its deadline, and ends the session. May be called twice."""
-        self._calls.close()
+        """Finish the calls made so far, each within its deadline, and end the session. May be called twice."""
+        super().close()
         self._session.close()
 
-    def __enter__(self) -> Self:
-        return self
+    def _run(
+        self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
+    ) -> Sent[ForwardBackwardOutput]:
+        del want  # there is nothing beside logprobs
+        if loss is None or not backward:
+            return self._sending.forward(data, loss)
+        return self._sending.forward_backward(data, loss)
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _optimize(self, params: Adam | Any) -> Job[Mapping[str, float]]:
+        if self._optimizer is None:
+            check_adam(params)
+        elif isinstance(params, Adam):
+            raise ConfigError(f"optim_step(params): got Adam, but the policy was made with {self._optimizer!r}")
 
-    def __repr__(self) -> str:
-        about = getattr(self, "about", "not connected")  # as it is in a traceback that shows locals
-        return f"<TinkerBackend {about}, version {getattr(self, 'version', None)}>"
+        def send() -> Sent[Mapping[str, float]]:
+            sent = self.training_client.optim_step(_adam(params)).future()
+            self._steps += 1
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a TinkerBackend holds a connection and can not be pickled; connect in each process")
+            def finish(results: list[Any]) -> Mapping[str, float]:
+                self.version += 1
+                return {_metric(k): float(v) for k, v in (results[0].metrics or {}).items()}
+
+            return Sent([sent], finish)
+
+        return send
+
+    def _save(self, name: str, *, optimizer: bool, sampler: bool) -> Job[str]:
+        paths.check_label(name)
+        requests = self._seeds.count
+
+        def send() -> Sent[str]:
+            unique = paths.name_of(name, self._steps, optimizer=optimizer)
+            noted = {**self._metadata, **paths.notes(paths.Saved(seed=self._seeds.entropy, requests=requests))}
+            client, ttl = self.training_client, self._ttl
+            sent = [client.save_state(unique, ttl_seconds=ttl, user_metadata=noted).future()]
+            if sampler:
+                sent.append(client.save_weights_for_sampler(unique, ttl_seconds=ttl, user_metadata=noted).future())
+            return Sent(sent, lambda results: str(results[0].path))
+
+        return send
 
     def _checked(
         self,
         data: Sequence[Datum],
         loss: LossLike | None,
-        config: Mapping[str, Any] | None,
+        config: Config | None,
         want: Sequence[str],
-        why_here: str = "",
-    ) -> tuple[list[Datum], Any]:
+        *,
+        backward: bool,
+        remote: Remote | None = None,
+    ) -> Checked:
         if loss == "stable_reinforce":
             raise UnsupportedError(
                 "the loss 'stable_reinforce' needs provenance spans, which a Datum has not; send it with "
                 "policy.training_client, or use 'importance_sampling' with rlkit.corrections"
             )
-        size = self.tokenizer.vocab_size
-
-        def remote(prepared: PreparedLoss, data: Sequence[Datum]) -> str:
-            return why_here or self._sending.why_not_hosted(prepared, data, named=isinstance(loss, str))
-
-        checked, prepared, _ = checked_call(
-            "tinker", data, loss, config, want, (), vocab_size=size, max_length=self.max_length, remote=remote
-        )
+        remote = self._sending.why_not_hosted if backward else lambda *_: "forward gives its value"
+        checked = super()._checked(data, loss, config, want, backward=backward, remote=remote)
         if self._off_temperature == "raise":
-            for i, datum in enumerate(checked):
+            for i, datum in enumerate(checked[0]):
                 if datum.temperature not in (0.0, 1.0):
                     raise UnsupportedError(
                         f"data[{i}] was sampled at temperature {datum.temperature}, and the service trains at 1 alone; "
                         "sample at 1, or connect with off_temperature='rescore' (untempered logprobs) or 'keep'"
                     )
-        return checked, prepared
+        if backward and checked[1] is not None:
+            self._sending.warn(checked[1])
+        return checked
 
     def _sampler(self, client: Any, version: int) -> TinkerSampler:
         return TinkerSampler(
@@ -360,7 +284,7 @@ class TinkerBackend:
             tokenizer=self.tokenizer,
             max_length=self.max_length,
             version=version,
-            seconds=self._calls.seconds,
+            seconds=self._seconds,
             off_temperature=self._off_temperature,
             link=self._session.link,
             names_stops=not self._session.hosted,

@@ -10,11 +10,13 @@ import numpy as np
 
 from rlkit._lazy import torch
 from rlkit.backends.protocol import Route
+from rlkit.backends.queue import Sent
 from rlkit.backends.tinker import custom, routes, wire
-from rlkit.backends.tinker.calls import Calls, Sent
+from rlkit.backends.tinker.calls import SendAndTake
 from rlkit.backends.tinker.custom import ServerLosses
 from rlkit.errors import RlkitError
-from rlkit.types import Datum, ForwardBackwardOutput
+from rlkit.types import Datum
+from rlkit.types import ForwardBackwardOutput as Output
 
 if TYPE_CHECKING:
     from rlkit.losses.prepare import PreparedLoss
@@ -30,20 +32,20 @@ class Sending:
     Args:
         client: the SDK's training client.
         losses: the losses that the service runs.
-        calls: the queue, for waiting on what a call depends on.
+        executor: for waiting on what a call depends on.
         weighs: whether the service's cross entropy is known to be a sum with weights of any sign.
     """
 
-    def __init__(self, client: Any, losses: ServerLosses, calls: Calls, *, weighs: bool = True) -> None:
+    def __init__(self, client: Any, losses: ServerLosses, executor: SendAndTake, *, weighs: bool = True) -> None:
         self._weighs = weighs
         self._warned = False
         self._client = client
         self._losses = losses
-        self._calls = calls
+        self._executor = executor
 
-    def route(self, data: Sequence[Datum], prepared: PreparedLoss, *, named: bool) -> Route:
+    def route(self, data: Sequence[Datum], prepared: PreparedLoss) -> Route:
         """The way that these datums take; sends nothing."""
-        parts, why = self._plan(prepared, data, named=named)
+        parts, why = self._plan(prepared, data)
         if parts:
             return Route("hosted" if len(parts) == 1 else "composed", tuple(part.loss for part in parts))
         refusal = self._losses.refusal(prepared, _used(data))
@@ -52,35 +54,35 @@ class Sending:
         weighted = "cross_entropy" if self._weighs or prepared.driver == "target_logprobs" else "cispo"
         return Route("client", ("forward", weighted), f"{why}; {refusal}")
 
-    def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent:
+    def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent[Output]:
         """Logprobs, and the value of the loss, taken here."""
         used = _used(data)
 
-        def finish(results: list[Any]) -> ForwardBackwardOutput:
+        def finish(results: list[Any]) -> Output:
             driver, chosen = _driver("forward", results[0], used, prepared) if used else ([], [])
             found = None if prepared is None else prepared.gradient(driver, used)
             return wire.output("forward", data, _placed(data, chosen), [], found)
 
         return Sent([self._forward(used, prepared)] if used else [], finish)
 
-    def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss, *, named: bool) -> Sent:
+    def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
         """The loss's gradient, by the cheapest exact way."""
         used = _used(data)
         if not used:
             return Sent([], lambda _: wire.output(_CALL, data, [None] * len(data), []))
-        parts, _ = self._plan(prepared, data, named=named)
+        parts, _ = self._plan(prepared, data)
         if parts:
             return self._hosted(data, parts)
         return self._server(data, used, prepared) or self._here(data, used, prepared)
 
-    def _hosted(self, data: Sequence[Datum], parts: Sequence[routes.Part]) -> Sent:
+    def _hosted(self, data: Sequence[Datum], parts: Sequence[routes.Part]) -> Sent[Output]:
         chosen = [[i for i, arrays in enumerate(part.arrays) if arrays is not None] for part in parts]
         sent = []
         for part, places in zip(parts, chosen, strict=True):
             datums = [wire.send(data[i], part.arrays[i] or {}) for i in places]
             sent.append(self._client.forward_backward(datums, part.loss, dict(part.config) or None).future())
 
-        def finish(results: list[Any]) -> ForwardBackwardOutput:
+        def finish(results: list[Any]) -> Output:
             logprobs: list[np.ndarray | None] = [None] * len(data)
             for response, places in zip(results, chosen, strict=True):
                 for i, array in zip(
@@ -91,13 +93,13 @@ class Sending:
 
         return Sent(sent, finish)
 
-    def _server(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent | None:
+    def _server(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output] | None:
         """The loss as a graph on the service; None where it is not taken there."""
         future = self._losses.start(prepared, used)
         if future is None:
             return None
         try:
-            handle = self._calls.wait("create_custom_loss", future)
+            handle = self._executor.wait("create_custom_loss", future)
         except RlkitError as error:
             self._losses.refused(prepared, used, error)
             return None
@@ -107,18 +109,18 @@ class Sending:
         datums = [wire.send(datum, custom.arrays(prepared, datum)) for datum in used]
         sent = self._client.forward_backward_custom(datums, handle).future()
 
-        def finish(results: list[Any]) -> ForwardBackwardOutput:
+        def finish(results: list[Any]) -> Output:
             logprobs = wire.read_logprobs(_CALL, results[0], used)
             return wire.output(_CALL, data, _placed(data, logprobs), [wire.metrics_of(_CALL, results[0])])
 
         return Sent([sent], finish)
 
-    def _here(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent:
+    def _here(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
         """The gradient with respect to the logprobs, as weights of a cross entropy: exact for any loss of them.
 
         The loss is evaluated before the gradient is sent, so that a mistake in it changes nothing.
         """
-        response = self._calls.wait("forward", self._forward(used, prepared))
+        response = self._executor.wait("forward", self._forward(used, prepared))
         driver, chosen = _driver(_CALL, response, used, prepared)
         found = prepared.gradient(driver, used)
         targets: list[np.ndarray | None] = [None] * len(used)
@@ -133,13 +135,13 @@ class Sending:
         sent = self._client.forward_backward(datums, part.loss, dict(part.config) or None).future()
         return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], found))
 
-    def why_not_hosted(self, prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> str:
+    def why_not_hosted(self, prepared: PreparedLoss, data: Sequence[Datum]) -> str:
         """Why hosted calls do not give this loss, "" where they do; needs no torch."""
-        parts, why = self._plan(prepared, data, named=named)
+        parts, why = self._plan(prepared, data)
         return "" if parts or not _used(data) else why
 
-    def _plan(self, prepared: PreparedLoss, data: Sequence[Datum], *, named: bool) -> tuple[Sequence[routes.Part], str]:
-        if not named:
+    def _plan(self, prepared: PreparedLoss, data: Sequence[Datum]) -> tuple[Sequence[routes.Part], str]:
+        if not prepared.named:
             return (), "it is given as a function, which is run as it is written"
         parts, why = routes.plan(prepared.name, prepared.settings, data)
         return (parts if self._weighs else [routes.without_weights(part) for part in parts]), why
@@ -151,7 +153,7 @@ class Sending:
             warnings.warn(
                 f"the loss {prepared.name!r} is sent as a cross entropy with weights of both signs, and this server, "
                 "neither the hosted one nor rlkit's, may divide by their sum: compare a step with another backend's",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Any:

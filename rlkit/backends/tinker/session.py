@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlkit import _check
+from rlkit.backends.checking import Start
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import connection, faults, guard, paths, requests, secrets
@@ -75,14 +76,13 @@ class Session:
         self,
         model: str | None,
         lora: Lora | None,
+        start: Start,
         *,
         seed: int | None,
-        resume_from: str | None,
-        init_from: str | None,
         optimizer: Any,
     ) -> tuple[Any, paths.Saved]:
         """A training client, new or from a saved state, and what is known of that state."""
-        path = init_from if resume_from is None else resume_from
+        path = start.path
         if path is None:
             if not isinstance(model, str) or not model:
                 known = f"; the service has: {', '.join(sorted(self.models))}" if self.models else ""
@@ -90,10 +90,10 @@ class Session:
             connection.check_model(model, self.models)
             client = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
             return client, paths.Saved()
-        where = "init_from" if resume_from is None else "resume_from"
+        where = "resume_from" if start.resumes else "init_from"
         paths.checked_path(where, path)
         saved = paths.read(path, self._metadata(path))
-        if resume_from is None:
+        if not start.resumes:
             client = self._client(where, lambda: self._from_state(path, optimizer), path)
             saved = paths.Saved()
         else:
@@ -181,8 +181,6 @@ class Session:
 
     def _created(self, model: str, lora: Lora | None, seed: int | None, optimizer: Any) -> Any:
         lora = Lora() if lora is None else lora
-        if not isinstance(lora, Lora):
-            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
         if lora.alpha != 32.0:
             raise UnsupportedError(
                 f"lora.alpha: got {lora.alpha}; the service's is 32, scale the learning rate instead"

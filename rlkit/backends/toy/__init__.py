@@ -13,6 +13,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit.backends import saves
+from rlkit.backends.checking import Start
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
@@ -20,7 +21,6 @@ from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features, Row, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
-from rlkit.errors import ConfigError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
@@ -62,21 +62,15 @@ class ToyBackend(InProcessBackend):
         init_from: str | None = None,
         max_length: int = 1024,
     ) -> None:
-        if model is not None and not isinstance(model, str):
-            raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", "a name or None"))
-        if lora is not None and not isinstance(lora, Lora):
-            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
-        if resume_from is not None and init_from is not None:
-            raise ConfigError("connect: got both resume_from= and init_from=; give one of them")
+        start = Start.of("connect", model, lora, folder, resume_from, init_from)
         _check.integer("max_length", max_length, low=2)
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
         self._weights = Weights(State.started(self._base_weights))
         self._seeds = SeedStream(entropy_of(seed))
-        version = self._load(init_from if resume_from is None else resume_from, optimizer=resume_from is not None)
-        super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder)
-        self.version = version
+        version = self._load(start.path, optimizer=start.resumes)
+        super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
 
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
@@ -127,7 +121,7 @@ class ToyBackend(InProcessBackend):
                 weights.read(folder / "toy.npz", state, optimizer=False)
                 return self._sampler_of(weights.value, int(state.get("version", 0)))
 
-        return self._submit("saved_sampler", job, trains=False)
+        return self._queue.submit("saved_sampler", job)
 
     def _sampler_of(self, weights: np.ndarray, version: int) -> ToySampler:
         return ToySampler(

@@ -1,0 +1,377 @@
+"""The queue of calls against a model of what it promises, with both executors; the test gives their workers turns."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import rlkit
+from rlkit import BackendError, TrainerFailed
+from rlkit.backends.queue import CallQueue, RunHere, Sent
+from rlkit.backends.tinker.calls import SendAndTake
+
+TRAINS = ("forward_backward", "optim_step")
+
+
+class ByHand:
+    """A worker whose next job runs when ``turn`` is called."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.jobs: deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = deque()
+
+    def submit(self, job):
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.jobs.append((job, future))
+        return future
+
+    def turn(self):
+        job, future = self.jobs.popleft()
+        try:
+            result = job()
+            if isinstance(result, Generator):
+                result = ended(result)
+            future.set_result(result)
+        except BaseException as error:  # as a worker does
+            future.set_exception(error)
+
+    def drain(self):
+        while self.jobs:
+            self.turn()
+
+    close = drain
+
+
+def ended(parts):
+    """What a job of several parts returns."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+
+
+class Boom(Exception):
+    """The error of a job."""
+
+
+@attrs.define(eq=False)
+class Made:
+    """A call that was accepted.
+
+    ``outcome``: "works", "raises" in its job, or, once it was sent, is "lost", "late", or its answer is "wrong".
+    ``end``: None while it waits, then "value", "error" (its own) or "refused".
+    """
+
+    number: int
+    kind: str
+    epoch: int
+    outcome: str
+    adds: bool = False
+    sent: bool = False
+    final: bool = False  # refused, because the policy was lost
+    end: str | None = None
+    future: rlkit.Future[Any] | None = None
+
+    @property
+    def trains(self):
+        return self.kind in TRAINS
+
+
+class Machine(RuleBasedStateMachine):
+    """Calls, turns and readings in any order.
+
+    The model: the calls that were made, and what stands on the device (``gradient``: the calls whose gradient it holds;
+    ``log``: the calls whose job has run). Whether a gradient is pending follows from the calls of the epoch.
+    """
+
+    outcomes = ("works", "raises")
+
+    def __init__(self):
+        super().__init__()
+        self.queue = self.make()
+        self.made: list[Made] = []
+        self.gradient: list[int] = []
+        self.log: list[int] = []
+        self.epoch = 0
+        self.gradient_before = False  # whether the epoch began with a gradient
+        self.closed = False
+
+    def make(self):
+        self.worker = ByHand()
+        return CallQueue("toy", RunHere(self.worker))
+
+    # The model.
+
+    @property
+    def waiting(self):
+        return [call for call in self.made if call.end is None and not call.sent]
+
+    @property
+    def final(self):
+        return any(call.trains and call.sent and call.end == "error" for call in self.made)
+
+    @property
+    def pending(self):
+        """Whether a gradient is there once the calls of this epoch are carried out."""
+        pending = self.gradient_before
+        for call in self.made:
+            if call.epoch == self.epoch and call.trains:
+                pending = call.adds or (pending and call.kind != "optim_step")
+        return pending
+
+    def failed_before(self, call):
+        """Whether a training call of the same epoch failed before this one, or the policy is lost."""
+        return self.final or any(
+            other.trains and other.end == "error" and other.epoch == call.epoch and other.number < call.number
+            for other in self.made
+        )
+
+    def begin_epoch(self, *, gradient):
+        self.epoch += 1
+        self.gradient_before = gradient
+
+    def take_effect(self, call):
+        if call.adds:
+            self.gradient.append(call.number)
+        elif call.kind in ("optim_step", "discard"):
+            self.gradient.clear()
+
+    def expect_turn(self):
+        """The next waiting call as it ends on its turn."""
+        call = self.waiting[0]
+        refused = self.failed_before(call)
+        call.end = "refused" if refused else "error" if call.outcome == "raises" else "value"
+        call.final = refused and self.final
+        return call
+
+    # What is called.
+
+    def job(self, call):
+        def run():
+            self.log.append(call.number)
+            yield
+            if call.outcome == "raises":
+                raise Boom(call.number)
+            self.take_effect(call)
+            return call.number
+
+        return run
+
+    def call(self, kind, outcome, submit, *, adds=False):
+        call = Made(len(self.made), kind, self.epoch, outcome, adds)
+        if self.closed:
+            with pytest.raises(BackendError, match="closed"):
+                submit(self.job(call))
+        elif kind == "optim_step" and not self.pending:
+            with pytest.raises(BackendError, match="no gradient is accumulated"):
+                submit(self.job(call))
+        elif kind == "save" and self.pending and not self.final:
+            with pytest.raises(BackendError, match="would be lost"):
+                submit(self.job(call))
+        else:
+            call.future = submit(self.job(call))
+            self.made.append(call)
+
+    @rule(data=st.data(), adds=st.sampled_from([True, True, False]))
+    def forward_backward(self, data, adds):
+        outcome = data.draw(st.sampled_from(self.outcomes))
+        self.call("forward_backward", outcome, lambda job: self.queue.forward_backward(job, adds=adds), adds=adds)
+
+    @rule(data=st.data())
+    def optim_step(self, data):
+        self.call("optim_step", data.draw(st.sampled_from(self.outcomes)), self.queue.optim_step)
+
+    @rule(data=st.data())
+    def forward(self, data):
+        outcome = data.draw(st.sampled_from(self.outcomes))
+        self.call("forward", outcome, lambda job: self.queue.submit("forward", job))
+
+    @rule(data=st.data())
+    def save(self, data):
+        self.call("save", data.draw(st.sampled_from(self.outcomes)), self.queue.save)
+
+    @rule()
+    def discard(self):
+        call = Made(len(self.made), "discard", self.epoch + 1, "works")
+        if self.closed:
+            with pytest.raises(BackendError, match="closed"):
+                self.queue.discard(lambda: None)
+            return
+        call.future = self.queue.discard(lambda: self.take_effect(call) or self.log.append(call.number))
+        self.made.append(call)
+        self.begin_epoch(gradient=False)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def turn(self):
+        call = self.expect_turn()
+        self.worker.turn()
+        assert call.future.done()
+
+    @precondition(lambda self: any(call.end is not None for call in self.made))
+    @rule(data=st.data())
+    def read(self, data):
+        """Reading the failure's error, or a refusal for it, in its epoch begins the next one."""
+        call = data.draw(st.sampled_from([call for call in self.made if call.end is not None]))
+        self.check_result(call)
+        of_failure = call.end == "refused" or (call.end == "error" and call.trains)
+        if of_failure and call.epoch == self.epoch and not self.final:
+            self.begin_epoch(gradient=bool(self.gradient))
+
+    def check_result(self, call):
+        if call.end == "value":
+            assert call.future.result() == (None if call.kind == "discard" else call.number)
+        elif call.end == "refused":
+            with pytest.raises(TrainerFailed, match=f"{call.kind}: refused") as caught:
+                call.future.result()
+            assert caught.value.__cause__ is not None
+            assert ("sent already" in str(caught.value)) == call.sent
+            assert ("resume_from=" in str(caught.value)) == call.final
+        else:
+            with pytest.raises((Boom, BackendError)) as caught:
+                call.future.result()
+            assert not isinstance(caught.value, TrainerFailed)
+            assert isinstance(caught.value, BackendError) == call.sent
+
+    @precondition(lambda self: len(self.made) > 10)
+    @rule()
+    def close(self):
+        """What was made is finished first."""
+        while self.waiting:
+            self.expect_turn()
+        self.queue.close()
+        self.closed = True
+
+    @invariant()
+    def in_order(self):
+        """Jobs run in the order of the calls; all that should have run has, and what was refused has not."""
+        ran = [call.number for call in self.made if call.sent or call.end in ("value", "error")]
+        assert self.log == sorted(self.log) == ran
+
+    @invariant()
+    def same_state(self):
+        assert (self.queue.epoch, self.queue.closed) == (self.epoch, self.closed)
+        assert self.queue.pending == self.pending
+        assert self.queue.accumulated == bool(self.gradient)
+
+    @invariant()
+    def only_what_should_be_done_is(self):
+        for call in self.made:
+            assert call.future.done() == (call.end is not None)
+
+    @invariant()
+    def failures_keep_what_was_accumulated(self):
+        """A call that failed or was refused neither adds to the gradient nor clears it."""
+        gradient = []
+        for call in self.made:
+            worked = call.sent or call.end == "value"
+            if worked and call.adds:
+                gradient.append(call.number)
+            elif worked and call.kind in ("optim_step", "discard"):
+                gradient.clear()
+        assert self.gradient == gradient
+
+
+class ServiceMachine(Machine):
+    """The same with a service: calls take effect when they are sent, and what fails behind that is final."""
+
+    outcomes = ("works", "works", "works", "raises", "lost", "late", "wrong")
+
+    def make(self):
+        with mock.patch("rlkit.backends.tinker.calls.Worker", ByHand):
+            executor = SendAndTake(seconds=0.0)
+        self.sender, self.taker = executor._sender, executor._taker
+        return CallQueue("tinker", executor)
+
+    def job(self, call):
+        def send():
+            self.log.append(call.number)
+            if call.outcome == "raises":
+                raise Boom(call.number)
+            self.take_effect(call)
+            part: concurrent.futures.Future[int] = concurrent.futures.Future()
+            if call.outcome == "lost":
+                part.set_exception(ConnectionError("the answer was lost"))
+            elif call.outcome != "late":
+                part.set_result(call.number)
+            return Sent([part], finish)
+
+        def finish(results):
+            if call.outcome == "wrong":
+                raise ValueError("not what was asked for")
+            return results[0]
+
+        return send
+
+    def expect_turn(self):
+        call = super().expect_turn()
+        if call.end == "value":
+            call.end, call.sent = None, True
+        return call
+
+    def turn(self):
+        call = self.expect_turn()
+        self.sender.turn()
+        assert call.future.done() == (not call.sent)
+
+    turn = precondition(lambda self: self.waiting)(rule()(turn))
+
+    def expect_take(self):
+        call = next(call for call in self.made if call.sent and call.end is None)
+        call.final = self.final
+        call.end = "refused" if call.final else "value" if call.outcome == "works" else "error"
+        return call
+
+    @precondition(lambda self: any(call.sent and call.end is None for call in self.made))
+    @rule()
+    def take(self):
+        self.expect_take()
+        self.taker.turn()
+
+    @rule()
+    def discard(self):
+        """It waits until what was called is sent, and cannot take back what is on the service."""
+        if self.closed:
+            with pytest.raises(BackendError, match="closed"):
+                self.queue.discard(None)
+            return
+        while self.waiting:
+            self.expect_turn()
+        try:
+            self.queue.discard(None).result()
+        except TrainerFailed:
+            assert self.final
+        except BackendError:
+            assert self.gradient
+            assert not self.final
+        else:
+            assert not self.gradient
+            assert not self.final
+            self.begin_epoch(gradient=False)
+
+    @precondition(lambda self: len(self.made) > 10)
+    @rule()
+    def close(self):
+        while self.waiting:
+            self.expect_turn()
+        while any(call.sent and call.end is None for call in self.made):
+            self.expect_take()
+        self.queue.close()
+        self.closed = True
+
+
+TestQueueHere = Machine.TestCase
+TestQueueOfAService = ServiceMachine.TestCase
+TestQueueHere.settings = TestQueueOfAService.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None
+)
