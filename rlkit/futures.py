@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
@@ -11,12 +12,39 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from rlkit import _check
 from rlkit.errors import ArgumentError, BackendTimeout
 
-__all__ = ["Future"]
+__all__ = ["Future", "settled"]
 
 _HINT = "it stands for a value that is on its way: call .result(), or await it, and use what that gives"
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+async def settled(inner: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
+    """Wait in an event loop until ``inner`` is done, without taking its result or cancelling it.
+
+    Args:
+        inner: set from any thread.
+        timeout: seconds; None: as long as it takes.
+
+    Returns:
+        False if it is not done within ``timeout``.
+    """
+    if not inner.done():
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():  # cancelled: the waiting was abandoned
+                waiter.set_result(None)
+
+        def from_thread(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(wake)
+
+        inner.add_done_callback(from_thread)
+        await asyncio.wait([waiter], timeout=timeout)
+    return inner.done()
 
 
 class Future(Generic[T]):
@@ -51,7 +79,7 @@ class Future(Generic[T]):
 
     @classmethod
     def of(cls, value: T) -> Future[T]:
-        """A future that is done already."""
+        """Return a future that is done already."""
         inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         inner.set_result(value)
         return cls(inner)
@@ -65,7 +93,7 @@ class Future(Generic[T]):
         on_error: Callable[[BaseException], None] | None = None,
         on_drop: Callable[[], None] | None = None,
     ) -> Future[T]:
-        """A future over ``inner``, for authors of backends.
+        """Return a future over ``inner``, for authors of backends.
 
         Args:
             inner: whoever does the work sets its result or exception.
@@ -79,7 +107,7 @@ class Future(Generic[T]):
 
     @classmethod
     def all(cls, futures: Sequence[Future[U]], convert: Callable[[list[U]], T] | None = None) -> Future[Any]:
-        """A future of the values of several, in their order; the first that failed raises when it is read.
+        """Return a future of the values of several, in their order; the first that failed raises when it is read.
 
         Args:
             futures: of any kinds.
@@ -111,11 +139,11 @@ class Future(Generic[T]):
         return Future(inner, convert=values)
 
     def done(self) -> bool:
-        """Whether ``result()`` would return or raise at once."""
+        """Return whether ``result()`` would return or raise at once."""
         return self._inner.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """The value, waiting for it up to ``timeout`` seconds (None: as long as it takes).
+        """Return the value, waiting for it up to ``timeout`` seconds (None: as long as it takes).
 
         Raises:
             BackendTimeout: it is not there yet; the work goes on, and ``result`` may be called again.
@@ -146,23 +174,9 @@ class Future(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._inner.done():
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not waiter.done():  # cancelled: the waiting was abandoned
-                    waiter.set_result(None)
-
-            def from_worker(_: object) -> None:
-                try:
-                    loop.call_soon_threadsafe(wake)
-                except RuntimeError:  # the loop was closed: nobody waits any more
-                    return
-
-            self._inner.add_done_callback(from_worker)
             self._waiting.append(None)
             try:
-                yield from waiter
+                yield from settled(self._inner).__await__()
             finally:
                 self._waiting.pop()
         return self.result()

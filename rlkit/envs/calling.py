@@ -17,6 +17,7 @@ from rlkit.envs import _home
 from rlkit.envs._checked import first_observation, reward, shown, step_result
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
 from rlkit.errors import EnvError, EnvTimeout, UnsupportedError
+from rlkit.futures import settled
 
 __all__ = ["Guarded", "abandoned", "call", "scores", "wait"]
 
@@ -95,31 +96,10 @@ class Running:
             cancel()
         _Abandoned.add(self.outcome)
 
-    async def settled(self, timeout: float | None) -> bool:
-        """Waits for the end; False if it did not come within ``timeout`` seconds."""
-        if self.outcome.done():
-            return True
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def ended(_: object) -> None:
-            try:
-                loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # the loop was closed: nobody waits any more
-                return
-
-        self.outcome.add_done_callback(ended)
-        await asyncio.wait([waiter], timeout=timeout)
-        return self.outcome.done()
-
     async def result(self, timeout: float | None) -> Any:
         """What the call gave."""
         try:
-            in_time = await self.settled(timeout)
+            in_time = await settled(self.outcome, timeout)
         except BaseException:
             self.give_up()
             raise
@@ -289,7 +269,7 @@ class Guarded:
         under it. If the waiting is cancelled, the closing goes on all the same.
         """
         closing = self._begin_closing(None if timeout is None else timeout / 2)
-        if not await closing.settled(timeout):
+        if not await settled(closing.outcome, timeout):
             return EnvTimeout(f"{closing.where}: not closed within {timeout:g} s")
         error = closing.outcome.exception()
         return error if error is None or isinstance(error, Exception) else EnvError(str(error))
@@ -307,13 +287,13 @@ class Guarded:
         self._begin_closing(0.0)
 
     async def _close(self, grace: float | None) -> None:
-        ended = self._last is None or await self._last.settled(grace)
+        ended = self._last is None or await settled(self._last.outcome, grace)
         close = getattr(self.env, "close", None)
         lodging = self._lodging if ended else self._lodging.beside()  # a call that hangs keeps the task
         try:
             if close is not None:
                 running = Running(self._where("close"), close, (), lodging)
-                await running.settled(None)
+                await settled(running.outcome)
                 running.outcome.result()
         finally:
             lodging.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import hmac
 import json
@@ -16,6 +15,7 @@ from rlkit import _check
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import BackendError, RlkitError
+from rlkit.futures import settled
 from rlkit.server import external, sampling, sessions, storage, training
 from rlkit.server.adapter import BackendModels
 from rlkit.server.checkpoints import Checkpoints
@@ -165,7 +165,7 @@ class Service:
         """As ``handle``, after waiting for a result that is on its way."""
         waiting = self.waits_for(path, body)
         if waiting is not None:
-            await wait(*waiting)
+            await settled(*waiting)
         return self.handle(method, path, headers, body)
 
     def describe(self, method: str, path: str, body: bytes) -> tuple[str, str | None]:
@@ -255,25 +255,6 @@ class Service:
         good = [hmac.compare_digest(given, key) for key in self._keys]  # all are compared, however early one is found
         if True not in good:
             raise ApiError(401, "the API key is missing or wrong; this server wants the one it was started with")
-
-
-async def wait(future: concurrent.futures.Future[Any], seconds: float) -> None:
-    """Waits for ``future``, ``seconds`` at most, without taking or cancelling it."""
-    loop = asyncio.get_running_loop()
-    woken: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
-
-    def from_thread(_: object) -> None:
-        try:
-            loop.call_soon_threadsafe(wake)
-        except RuntimeError:  # the loop was closed
-            return
-
-    future.add_done_callback(from_thread)
-    await asyncio.wait([woken], timeout=seconds)
 
 
 def _request(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Request:
