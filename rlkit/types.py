@@ -93,7 +93,7 @@ class Datum:
 
     @classmethod
     def supervised(cls, prompt: Any, completion: Any, weights: Any = 1.0) -> Datum:
-        """A datum for cross entropy: ``completion`` int [n >= 1] is to be learnt after ``prompt`` int [P >= 1].
+        """Return a datum for cross entropy: ``completion`` int [n >= 1] is to be learnt after ``prompt`` int [P >= 1].
 
         ``weights`` is a number, or one number per completion token.
         """
@@ -103,11 +103,11 @@ class Datum:
         return cls(np.concatenate([prompt, completion]), mask, {"weights": weights})
 
     def with_inputs(self, **inputs: Any) -> Datum:
-        """A copy with these inputs added or replaced."""
+        """Return a copy with these inputs added or replaced."""
         return attrs.evolve(self, inputs={**self.inputs, **inputs})
 
     def select(self, x: Any) -> np.ndarray:
-        """[T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
+        """Select [T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
         array = _check.as_array("select(x)", x, f"length {self.mask.size}")
         if array.ndim == 0 or array.shape[0] != self.mask.size:
             raise DataError(
@@ -117,7 +117,7 @@ class Datum:
         return selected
 
     def expand(self, x: Any) -> np.ndarray:
-        """[n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
+        """Expand [n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
         n = int(self.mask.sum())
         array = _check.as_array("expand(x)", x, f"length {n}")
         if array.ndim == 0 or array.shape[0] != n:
@@ -183,7 +183,7 @@ class Sample:
         _check.integer("Sample.version", self.version, low=0, error=DataError)
 
     def datum(self, advantage: Any = None, **inputs: Any) -> Datum:
-        """The datum that trains this sample: ``sampling_logprobs`` and, when given, ``advantages``.
+        """Return the datum that trains this sample: ``sampling_logprobs`` and, when given, ``advantages``.
 
         Args:
             advantage: one number for the sample, or one per sampled token.
@@ -356,7 +356,7 @@ def _mask(where: str, value: Any, length: int) -> np.ndarray:
 
 
 def _check_logprobs(where: str, array: np.ndarray) -> None:
-    """Raises DataError where an entry can be no logprob of a sampled token."""
+    """Raise DataError where an entry can be no logprob of a sampled token."""
     high = np.argwhere(array > HIGHEST)
     if high.size or (array.ndim == 0 and array > HIGHEST):
         index = "".join(f"[{i}]" for i in high[0]) if high.size else ""
@@ -366,7 +366,7 @@ def _check_logprobs(where: str, array: np.ndarray) -> None:
 
 
 def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
-    """``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
+    """Return ``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
     where = f"Datum.inputs[{name!r}]"
     if not isinstance(name, str) or not name.isidentifier():
         raise DataError(_check.problem("Datum.inputs", f"has the key {name!r}", "names that a loss can have"))

@@ -43,7 +43,7 @@ def connect(name: str, **options: Any) -> TrainerBackend: ...
 
 @answered
 def connect(name: str, **options: Any) -> TrainerBackend:
-    """A trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
+    """Open a trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
 
     Args:
         name: of the backend.
@@ -77,7 +77,7 @@ def connect(name: str, **options: Any) -> TrainerBackend:
 
 @answered
 def sampler(name: str, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
-    """A frozen policy without a trainer: a teacher, a reference, a finished policy.
+    """Open a frozen policy without a trainer: a teacher, a reference, a finished policy.
 
     Args:
         name: as in ``connect``.
@@ -102,7 +102,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
 
 
 def _class_of(name: str) -> Any:
-    """What the registry has, or the error of the package that it lacks."""
+    """Return what the registry has, or raise the error of the package that it lacks."""
     try:
         return registry.resolve(name)
     except ModuleNotFoundError as error:

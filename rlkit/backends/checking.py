@@ -69,7 +69,7 @@ def checked_call(
     drivers: Sequence[str],
     remote: Remote | None = None,
 ) -> Checked:
-    """``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
+    """Return ``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
 
     Args:
         name: the backend's, for messages.
@@ -110,7 +110,7 @@ def checked_call(
 
 
 def _check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote) -> None:
-    """What trying out would find, as far as that is possible without torch."""
+    """Raise what trying out would, as far as that is possible without torch."""
     prepared.check_settings()
     for i, datum in enumerate(data):
         for name in (*prepared.inputs, *prepared.optional):
@@ -125,7 +125,7 @@ def _check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote)
 
 
 def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:
-    """``data`` as a non-empty list of datums that fit the model, or a DataError naming datum and token."""
+    """Return ``data`` as a non-empty list of datums that fit the model, or raise a DataError naming datum and token."""
     if isinstance(data, Datum) or not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
         raise DataError(_check.problem("data", f"got {_check.shown(data)}", "a list of Datum"))
     if not data:

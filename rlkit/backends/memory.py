@@ -26,7 +26,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextmanager
 def telling(what: Callable[[], str]) -> Iterator[None]:
-    """Raises a BackendError with ``what()`` in place of an error for lack of memory, which becomes its cause.
+    """Raise a BackendError with ``what()`` in place of an error for lack of memory, which becomes its cause.
 
     >>> with telling(lambda: "a batch of 9"):
     ...     raise MemoryError

@@ -21,7 +21,7 @@ def output(
     extras: Mapping[str, Sequence[np.ndarray]],
     parts: Sequence[LossGradient | None],
 ) -> ForwardBackwardOutput:
-    """The output of one call.
+    """Return the output of one call.
 
     Args:
         data: the datums.

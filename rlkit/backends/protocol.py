@@ -52,15 +52,15 @@ class Tokenizer(Protocol):
         """The model's own template, or None."""
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-        """int64 [T]. Special-token strings in ``text`` become control tokens only with ``special=True``."""
+        """Return int64 [T]. Special-token strings in ``text`` become control tokens only with ``special=True``."""
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        """The text of int [T]."""
+        """Return the text of int [T]."""
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> np.ndarray:
-        """int64 [T]: the messages as the model's template renders them."""
+        """Return int64 [T]: the messages as the model's template renders them."""
 
 
 @runtime_checkable
@@ -82,17 +82,17 @@ class Sampler(Protocol):
     def sample(
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
-        """``n`` completions of ``prompt`` (1-D ints, not text), each with a random stream of its own.
+        """Draw ``n`` completions of ``prompt`` (1-D ints, not text), each with a random stream of its own.
 
         Sample i of a request with ``seed`` draws from SeedSequence([seed, i]); without one the request takes the
         next seed of the backend's own stream, in call order.
         """
 
     def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
-        """float32 [T]: log p(token i | tokens before i); entry 0 is 0."""
+        """Return float32 [T]: log p(token i | tokens before i); entry 0 is 0."""
 
     def close(self) -> None:
-        """Frees the snapshot; later calls raise."""
+        """Free the snapshot; later calls raise."""
 
     def __enter__(self) -> Self: ...
 
@@ -123,7 +123,7 @@ class TrainerBackend(Protocol):
         config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
-        """Logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
+        """Return logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
 
     def forward_backward(
         self,
@@ -133,23 +133,23 @@ class TrainerBackend(Protocol):
         config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of the summed loss to what is accumulated, all or nothing.
+        """Add the gradient of the summed loss to what is accumulated, all or nothing.
 
         A name means the backend's native implementation, a callable exactly that code (rule R4). ``config`` sets
         the loss's keyword-only settings.
         """
 
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
-        """Applies the accumulated gradient and clears it; "grad_norm:mean" where known."""
+        """Apply the accumulated gradient and clear it; "grad_norm:mean" where known."""
 
     def sampler(self) -> Future[Sampler]:
-        """A snapshot of the policy as of this call."""
+        """Take a snapshot of the policy as of this call."""
 
     def base_sampler(self) -> Future[Sampler]:
-        """The base model, without what was trained."""
+        """Return a sampler of the base model, without what was trained."""
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
-        """Writes the state; ``name`` is a label, the returned path is unique and the only handle."""
+        """Write the state; ``name`` is a label, the returned path is unique and the only handle."""
 
     def discard(self) -> Future[None]:
         """Drop the accumulated gradient, and accept calls again after a failure.
@@ -159,7 +159,7 @@ class TrainerBackend(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the backend; what was submitted is finished first."""
+        """Finish what was submitted, and end the backend."""
 
     def __enter__(self) -> Self: ...
 
@@ -189,7 +189,7 @@ class Routes(Protocol):
     """A backend that runs losses elsewhere and says how."""
 
     def route(self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None) -> Route:
-        """The way that ``forward_backward`` with these arguments takes; sends nothing."""
+        """Return the way that ``forward_backward`` with these arguments takes; send nothing."""
 
 
 @runtime_checkable
@@ -197,7 +197,7 @@ class TopK(Protocol):
     """A sampler that gives the most probable tokens."""
 
     def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
-        """(ids int64 [T, k], logprobs float32 [T, k]), most probable first; row i is about token i, row 0 is 0."""
+        """Return (ids int64 [T, k], logprobs float32 [T, k]), most probable first; row i: about token i, row 0: 0."""
 
 
 @runtime_checkable
@@ -205,7 +205,7 @@ class TargetLogprobs(Protocol):
     """A sampler that scores given alternatives at every position."""
 
     def target_logprobs(self, tokens: Any, targets: Any) -> Future[np.ndarray]:
-        """float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
+        """Return float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
 
 
 @runtime_checkable
@@ -213,13 +213,13 @@ class Storage(Protocol):
     """A backend whose saved states lie on a service."""
 
     def saved(self) -> Future[list[str]]:
-        """The paths of this run's saved states, oldest first."""
+        """Return the paths of this run's saved states, oldest first."""
 
     def delete(self, path: str) -> Future[None]:
-        """Removes a saved state."""
+        """Remove a saved state."""
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
-        """Has a saved state removed in ``seconds``; None keeps it."""
+        """Have a saved state removed in ``seconds``; None keeps it."""
 
 
 @runtime_checkable
@@ -227,7 +227,7 @@ class SavedSamplers(Protocol):
     """A backend that samples from saved states beside its own policy, without another trainer."""
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
-        """A sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
+        """Open a sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
 
 
 @runtime_checkable
@@ -235,4 +235,4 @@ class Capabilities(Protocol):
     """A backend that says what its service offers."""
 
     def capabilities(self) -> Mapping[str, Any]:
-        """What there is: "models", name -> longest context; "server_losses", whether it runs losses sent to it; ..."""
+        """Return what there is: "models", name -> longest context; "server_losses", whether it runs losses; ..."""

@@ -21,7 +21,7 @@ __all__ = ["reference_logprobs"]
 def reference_logprobs(
     sampler: Sampler, samples: Sequence[Sample | Datum], *, prefixes: Sequence[Any] | None = None
 ) -> Future[list[np.ndarray]]:
-    """The logprobs of the samples' own tokens under another policy, for a KL to it or for distillation.
+    """Return the logprobs of the samples' own tokens under another policy, for a KL to it or for distillation.
 
     They are asked for at the temperature that each was sampled at (greedy ones: at 1). With ``prefixes`` each sample is
     scored behind some more tokens, such as a message with the right answer: the policy is then its own teacher.

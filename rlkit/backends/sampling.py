@@ -39,7 +39,7 @@ class SeedStream:
         self._lock = threading.Lock()
 
     def next(self) -> int:
-        """The next request's seed."""
+        """Return the next request's seed."""
         with self._lock:
             count, self.count = self.count, self.count + 1
         words = np.random.SeedSequence(self.entropy, spawn_key=(1, count)).generate_state(4, np.uint32)
@@ -71,7 +71,7 @@ def checked_prompt(where: str, tokens: Any, vocab_size: int, max_length: int) ->
 def checked_request(
     prompt: Any, params: SamplingParams, n: int, seed: int | None, *, vocab_size: int, max_length: int
 ) -> np.ndarray:
-    """The prompt, after all of ``sample``'s arguments were checked."""
+    """Return the prompt, after all of ``sample``'s arguments were checked."""
     if not isinstance(params, SamplingParams):
         raise ConfigError(_check.problem("sample(params)", f"got {_check.shown(params)}", "rlkit.SamplingParams(...)"))
     _check.integer("sample(n)", n, low=1, why="how many completions")
@@ -204,7 +204,7 @@ def _truncated(logprobs: Any, top_k: Sequence[int], top_p: Sequence[float]) -> A
 
 
 def _kept(logprobs: Any, k: Any, p: Any, count: int) -> tuple[Any, Any]:
-    """``_truncated`` of the ``count`` largest of each row, and whether nothing beyond them could be kept."""
+    """Return ``_truncated`` of the ``count`` largest of each row, and whether nothing beyond them could be kept."""
     import torch
 
     size = logprobs.shape[1]
@@ -226,5 +226,5 @@ def _kept(logprobs: Any, k: Any, p: Any, count: int) -> tuple[Any, Any]:
 
 
 def rounded_up(x: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is >= x."""
+    """Return the least multiple of ``multiple`` that is >= x."""
     return -(-x // multiple) * multiple

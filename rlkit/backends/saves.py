@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 def check_label(name: Any) -> str:
-    """``name`` if it can stand in a file name, else a ConfigError."""
+    """Return ``name`` if it can stand in a file name, else raise a ConfigError."""
     if not isinstance(name, str) or not _LABEL.fullmatch(name):
         expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
         raise ConfigError(_check.problem("save(name)", f"got {_check.shown(name)}", expected))
@@ -33,7 +33,7 @@ def check_label(name: Any) -> str:
 
 
 def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -> Path:
-    """A new folder ``parent/label-xxxxxxxx``, written beside and renamed into place.
+    """Write a new folder ``parent/label-xxxxxxxx``: beside it first, then renamed into place.
 
     Args:
         parent: made if missing.
@@ -70,7 +70,7 @@ def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -
 
 
 def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, dict[str, Any]]:
-    """(folder, state) of what ``write`` wrote, every file checked against its checksum.
+    """Return (folder, state) of what ``write`` wrote, every file checked against its checksum.
 
     Args:
         path: the folder.
@@ -97,7 +97,7 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
 
 @contextlib.contextmanager
 def restoring(folder: Path) -> Iterator[None]:
-    """What does not fit within, where a state that was read is put back, becomes a CheckpointError.
+    """Turn what is raised within, where a state that was read is put back, into a CheckpointError.
 
     Its checksum may be right all the same: another version, or another program, has written it.
     """
@@ -110,7 +110,7 @@ def restoring(folder: Path) -> Iterator[None]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """What state.json holds, once it and every file that it names have the checksums that it names."""
+    """Return what state.json holds, once it and every file that it names have the checksums that it names."""
     if (folder / _STATE).exists() and not (folder / _STATE).is_file():  # a pipe or a device has no end
         raise CheckpointError(f"{folder / _STATE} is no file")
     text = (folder / _STATE).read_text("utf-8")
@@ -138,7 +138,7 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes what ``write`` wrote; nothing where it is gone already.
+    """Remove what ``write`` wrote; do nothing where it is gone already.
 
     Raises:
         CheckpointError: the folder is no saved state, or the system refused.

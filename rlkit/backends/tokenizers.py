@@ -15,7 +15,7 @@ _PROBES = (
 
 
 def same_tokenizer(one: Tokenizer, two: Tokenizer, *, ends: bool = True) -> str:
-    """What tells two tokenizers apart, in words; "" where nothing was found.
+    """Return what tells two tokenizers apart, in words; "" where nothing does.
 
     Compared are how some texts in several scripts are encoded, the end tokens, and what a thousand ids decode to. Sizes
     of vocabularies are not: models of one family pad theirs differently.

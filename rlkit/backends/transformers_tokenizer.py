@@ -70,7 +70,7 @@ class LocalTokenizer:
         return np.array(ids, np.int64)
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        """The text of int [T]."""
+        """Return the text of int [T]."""
         ids = _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size)
         with self._turn:
             text: str = self.hf.decode(

@@ -23,13 +23,13 @@ class Background(Protocol):
     """Work that may run between the parts of a call, such as decoding."""
 
     def delay(self) -> float | None:
-        """Seconds until the next ``turn``; 0 for now, None for nothing to do."""
+        """Return the seconds until the next ``turn``; 0 for now, None for nothing to do."""
 
     def turn(self) -> None:
-        """Does one part of the work."""
+        """Do one part of the work."""
 
     def stop(self) -> None:
-        """Gives up what is left."""
+        """Give up what is left."""
 
 
 class Worker:
@@ -51,7 +51,7 @@ class Worker:
         weakref.finalize(self, self._state.end).atexit = False
 
     def submit(self, job: Callable[[], T | Generator[None, None, T]]) -> concurrent.futures.Future[T]:
-        """Queues ``job`` behind what was submitted before.
+        """Queue ``job`` behind what was submitted before.
 
         Raises:
             BackendError: in a process that was forked off.
@@ -68,7 +68,7 @@ class Worker:
         concurrent.futures.wait([self.submit(lambda: None)])
 
     def close(self) -> None:
-        """Finishes the jobs submitted so far, stops the background, and ends the thread; does nothing after a fork."""
+        """Finish the jobs submitted so far, stop the background, and end the thread; do nothing after a fork."""
         if os.getpid() != self._process:
             return
         self._state.end()
@@ -76,12 +76,12 @@ class Worker:
             self._thread.join()
 
     def check_process(self) -> None:
-        """Raises BackendError in a process that was forked off; asks for no lock, which may be held there for ever."""
+        """Raise BackendError in a process that was forked off; ask for no lock, which may be held there for ever."""
         check_process(self._name, self._process)
 
 
 def check_process(name: str, opened: int) -> None:
-    """Raises BackendError where the process is not ``opened``, of which the backend ``name`` has its thread.
+    """Raise BackendError where the process is not ``opened``, of which the backend ``name`` has its thread.
 
     >>> check_process("toy", 0)
     Traceback (most recent call last):
@@ -121,7 +121,7 @@ _running: weakref.WeakKeyDictionary[_State, threading.Thread] = weakref.WeakKeyD
 
 @atexit.register
 def _end_all() -> None:
-    """At exit: lets the parts that are running end, so that no native code runs while the interpreter goes."""
+    """Let the parts that are running end at exit, so that no native code runs while the interpreter goes."""
     for state, thread in list(_running.items()):
         state.jobs.clear()
         state.end()
@@ -159,7 +159,7 @@ def _run(state: _State) -> None:
 
 
 def _turns(background: Background, seconds: float) -> None:
-    """Background work for as long as the part of a call before it took, one turn at least: neither starves."""
+    """Give background work as long as the part of a call before it took, one turn at least: neither starves."""
     until = time.monotonic() + seconds
     while background.delay() == 0:
         background.turn()

@@ -17,7 +17,7 @@ registry.update(toy="rlkit.critics.toy:ToyCritic", local="rlkit.critics.local:Lo
 
 
 def critic(name: str, *, tokenizer: Any, **options: Any) -> Critic:
-    """A value model: ``"toy"``, ``"local"``, or what a package adds to the group ``rlkit.critics``.
+    """Open a value model: ``"toy"``, ``"local"``, or what a package adds to the group ``rlkit.critics``.
 
     It runs in this process, whatever backend the policy has, Tinker included; only the tokens are common to the two.
     Untrained, its values are 0.

@@ -36,10 +36,10 @@ class InProcessCritic(InProcessTrainer):
     def _values_and_parts(
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
-        """Values [n] of every datum and the parts of the loss; with ``backward`` the gradient is added."""
+        """Return values [n] of every datum and the parts of the loss; with ``backward`` the gradient is added."""
 
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
-        """V before each of the policy's tokens. See ``Critic.values``."""
+        """Compute V before each of the policy's tokens. See ``Critic.values``."""
         data = checked_data(data, self.tokenizer.vocab_size, self.max_length)
 
         def job() -> Generator[None, None, list[np.ndarray]]:
@@ -73,7 +73,7 @@ class InProcessCritic(InProcessTrainer):
 
 
 def check_tokenizer(given: Any, own: Tokenizer | None) -> Tokenizer:
-    """The policy's tokenizer, if it is one and reads text as the critic's model does.
+    """Return the policy's tokenizer, if it is one and reads text as the critic's model does.
 
     Raises:
         ConfigError: it is none, or gives other ids.

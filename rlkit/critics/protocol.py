@@ -31,27 +31,27 @@ class Critic(Protocol):
         """Optimizer steps behind the critic, as far as they have been carried out."""
 
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
-        """One float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""
+        """Return one float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike = "value_clipped", *, config: Config | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Adds the gradient of a loss of ``values`` to what is accumulated, all or nothing.
+        """Add the gradient of a loss of ``values`` to what is accumulated, all or nothing.
 
         ``outputs["values"]`` are the values before the update; there are no logprobs.
         """
 
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
-        """Applies the accumulated gradient and clears it."""
+        """Apply the accumulated gradient and clear it."""
 
     def save(self, name: str, *, optimizer: bool = True) -> Future[str]:
-        """Writes the state; the returned path is for ``resume_from=`` or ``init_from=``."""
+        """Write the state; the returned path is for ``resume_from=`` or ``init_from=``."""
 
     def discard(self) -> Future[None]:
         """Drop the accumulated gradient, and accept calls again after a failure."""
 
     def close(self) -> None:
-        """Ends the critic; what was submitted is finished first."""
+        """Finish what was submitted, and end the critic."""
 
     def __enter__(self) -> Self: ...
 

@@ -149,11 +149,11 @@ class TinkerBackend(BaseTrainer):
 
     @classmethod
     def open_sampler(cls, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
-        """A sampler without a trainer: see ``rlkit.sampler``."""
+        """Open a sampler without a trainer. See ``rlkit.sampler``."""
         return open_sampler(model=model, path=path, **options)
 
     def sampler(self) -> Future[Sampler]:
-        """A snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
+        """Take a snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
 
         def send() -> Sent[Sampler]:
             steps = self._steps
@@ -164,7 +164,7 @@ class TinkerBackend(BaseTrainer):
         return self._queue.submit("sampler", send)
 
     def base_sampler(self) -> Future[Sampler]:
-        """The base model. See ``TrainerBackend.base_sampler``."""
+        """Return a sampler of the base model. See ``TrainerBackend.base_sampler``."""
         model = self.training_client.get_info().model_data.model_name
 
         def send() -> Sent[Sampler]:
@@ -182,24 +182,24 @@ class TinkerBackend(BaseTrainer):
         return self._queue.discard(None)
 
     def route(self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None) -> Route:
-        """The way that ``forward_backward`` takes. See ``Routes``."""
+        """Return the way that ``forward_backward`` takes. See ``Routes``."""
         data, prepared, _ = self._checked(data, loss, config, (), backward=True)
         return self._sending.route(data, cast("PreparedLoss", prepared))
 
     def saved(self) -> Future[list[str]]:
-        """The paths of this run's saved states, oldest first. See ``Storage``."""
+        """Return the paths of this run's saved states, oldest first. See ``Storage``."""
         return self._session.saved(self.training_client.model_id)
 
     def delete(self, path: str) -> Future[None]:
-        """Removes a saved state. See ``Storage``."""
+        """Remove a saved state. See ``Storage``."""
         return self._session.delete(path)
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
-        """Has a saved state removed in ``seconds``, an hour or more. See ``Storage``."""
+        """Have a saved state removed in ``seconds``, an hour or more. See ``Storage``."""
         return self._session.expire(path, seconds)
 
     def capabilities(self) -> Mapping[str, Any]:
-        """Models with their longest contexts, and whether the service runs losses. See ``Capabilities``."""
+        """Return models with their longest contexts, and whether the service runs losses. See ``Capabilities``."""
         session = self._session
         return {"models": dict(session.models), "server_losses": session.offers_losses()}
 

@@ -20,7 +20,7 @@ _cancelled = 0
 
 
 class Timer:
-    """A call to come."""
+    """A scheduled call."""
 
     __slots__ = ("function",)
 
@@ -28,7 +28,7 @@ class Timer:
         self.function: Callable[[], object] | None = function
 
     def cancel(self) -> None:
-        """Has it not come, and forgets the function. May be called at any time, also twice."""
+        """Cancel the timer and drop its function. May be called at any time, also twice."""
         global _cancelled, _waiting  # noqa: PLW0603  # one clock for the process
         with _changed:
             if self.function is None:
@@ -42,7 +42,7 @@ class Timer:
 
 
 def after(seconds: float, function: Callable[[], object]) -> Timer:
-    """Calls ``function`` in ``seconds``, in a thread of its own; it must return at once and not raise."""
+    """Call ``function`` in ``seconds``, in a thread of its own; it must return at once and not raise."""
     global _thread  # noqa: PLW0603  # as above
     timer = Timer(function)
     with _changed:

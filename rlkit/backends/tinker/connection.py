@@ -24,7 +24,7 @@ _TOKENIZER = 120.0  # and for reading a tokenizer, which may be downloaded
 
 
 def sdk() -> Any:
-    """The package tinker.
+    """Return the package tinker.
 
     Raises:
         ConfigError: it is not installed.
@@ -44,7 +44,7 @@ def service_client(
     resend: bool | None,
     seconds: float,
 ) -> tuple[Any, guard.Link]:
-    """A new ``tinker.ServiceClient`` with a session, and the guard of its connections.
+    """Open a ``tinker.ServiceClient`` with a session, and the guard of its connections.
 
     Raises:
         ConfigError: no key, a key that can not be one, or an address that would show it.
@@ -100,13 +100,13 @@ def service_client(
 
 
 def hosted(address: str | None) -> bool:
-    """Whether it is the service that the SDK is made for, where repeating a call whose answer was lost is safe."""
+    """Return whether it is the service that the SDK is made for, which recognises repeated calls."""
     host = "" if address is None else urllib.parse.urlsplit(address).hostname or ""
     return address is None or host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai"))
 
 
 def check_model(model: str, known: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the service lists its models and this is none of them."""
+    """Raise ConfigError where the service lists its models and this is none of them."""
     if known and model not in known:
         close = difflib.get_close_matches(model, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -114,7 +114,7 @@ def check_model(model: str, known: Mapping[str, Any]) -> None:
 
 
 def bounded(function: Callable[[], Any], seconds: float) -> Any:
-    """``function()``, given up after ``seconds``: the SDK waits without a limit in places."""
+    """Return ``function()``, given up after ``seconds``: the SDK waits without a limit in places."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
@@ -131,7 +131,7 @@ def bounded(function: Callable[[], Any], seconds: float) -> Any:
 
 
 def _checked_address(address: str | None) -> bool:
-    """Whether it is on this machine. Raises ConfigError where the key would travel in clear."""
+    """Return whether it is on this machine; raise ConfigError where the key would travel in clear."""
     if address is None:
         return False
     if "@" in address:
@@ -154,7 +154,7 @@ def _checked_address(address: str | None) -> bool:
 
 
 def _check_listening(address: str) -> None:
-    """Raises BackendError where nothing listens on this machine, which the SDK would wait for."""
+    """Raise BackendError where nothing listens on this machine, which the SDK would wait for."""
     parts = urllib.parse.urlsplit(address)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -174,7 +174,7 @@ def _loopback(host: str) -> bool:
 
 
 def tokenizer_of(given: Any, client: Any, seconds: float) -> Any:
-    """A tokenizer behind rlkit's protocol: of a directory, a hub name, an object, or None for the SDK's own choice.
+    """Return a tokenizer of a directory, a hub name, an object, or of None: the SDK's own choice.
 
     Raises:
         ConfigError: there is none, or it can not be read within ``seconds``.

@@ -45,7 +45,7 @@ class ServerLosses:
         self._handles: dict[Any, concurrent.futures.Future[Any] | None] = {}  # by graph: one session takes each once
 
     def refusal(self, prepared: PreparedLoss, data: Sequence[Datum]) -> str:
-        """Why the loss is not sent, "" when it is."""
+        """Return why the loss is not sent, "" when it is."""
         if not self._offered:
             return "the service does not run losses that are sent to it"
         if self._policy == "never":
@@ -64,7 +64,7 @@ class ServerLosses:
         return "the service did not take it" if self._handles.get(graph.key, graph) is None else ""
 
     def start(self, prepared: PreparedLoss, data: Sequence[Datum]) -> concurrent.futures.Future[Any] | None:
-        """The handle's future; None where ``refusal`` has a reason."""
+        """Return the handle's future; None where ``refusal`` has a reason."""
         if self.refusal(prepared, data):
             return None
         graph = self._graph(prepared, data)
@@ -75,7 +75,7 @@ class ServerLosses:
         return self._handles[graph.key]
 
     def refused(self, prepared: PreparedLoss, data: Sequence[Datum], error: BaseException) -> None:
-        """The service did not take it: from now on it runs here."""
+        """Remember that the service did not take it: from now on it runs here."""
         graph = self._graph(prepared, data)
         if graph is not None:
             self._handles[graph.key] = None
@@ -101,7 +101,7 @@ class _Graph:
 
 
 def _traced(prepared: PreparedLoss, data: Sequence[Datum]) -> _Graph | None:
-    """The loss as a graph, if it can be traced and the graph is the same function."""
+    """Return the loss as a graph, if it can be traced and the graph is the same function."""
     from torch import fx
 
     from rlkit.losses.traceable import traceable
@@ -120,7 +120,7 @@ def _traced(prepared: PreparedLoss, data: Sequence[Datum]) -> _Graph | None:
 
 
 def arrays(prepared: PreparedLoss, datum: Datum) -> dict[str, np.ndarray]:
-    """What a datum's loss is sent: the mask, and its inputs, () or [n] or [n, K]."""
+    """Return what a datum's loss is sent: the mask, and its inputs, () or [n] or [n, K]."""
     found = {"mask": np.ones(int(datum.mask.sum()), np.float32)}
     for name in _sent(prepared, datum.inputs):
         array = datum.inputs[name]
@@ -133,14 +133,14 @@ def _sent(prepared: PreparedLoss, names: Any) -> list[str]:
 
 
 def _inputs(prepared: PreparedLoss, data: Sequence[Datum]) -> tuple[list[str], list[str]]:
-    """Names of the inputs that the datums have, and of those that are one number each."""
+    """Return the names of the inputs that the datums have, and of those that are one number each."""
     first = next(datum for datum in data if datum.mask.any())
     names = _sent(prepared, first.inputs)
     return names, [name for name in names if first.inputs[name].ndim == 0]
 
 
 def _key(prepared: PreparedLoss, data: Sequence[Datum]) -> Any:
-    """What makes a graph another one; None where the datums of one call would need several."""
+    """Return what tells graphs apart; None where the datums of one call would need several."""
     kinds = {
         tuple((name, d.inputs[name].ndim, d.inputs[name].dtype.kind) for name in _sent(prepared, d.inputs))
         for d in data
@@ -165,7 +165,7 @@ def _own(function: Callable[..., Any]) -> bool:
 
 
 def _same(function: Any, graph: Any, names: Sequence[str], data: Sequence[Datum]) -> bool:
-    """Whether the graph's value and gradient are the function's own, on made-up logprobs and with NaN elsewhere."""
+    """Return whether the graph has the function's value and gradient, on made-up logprobs and with NaN elsewhere."""
     import torch
 
     generator = np.random.default_rng(0)

@@ -28,7 +28,7 @@ _ADVICE = {
 
 
 def translate(call: str, error: BaseException, *, step: bool = False, path: str | None = None) -> RlkitError:
-    """The error to raise instead of ``error``, which becomes its cause.
+    """Return the error to raise instead of ``error``, which becomes its cause.
 
     Args:
         call: what was being done.
@@ -56,7 +56,7 @@ def translate(call: str, error: BaseException, *, step: bool = False, path: str 
 
 
 def late(call: str, seconds: float, *, step: bool = False, link: guard.Link | None = None) -> RlkitError:
-    """The error for a call that had no answer within its deadline.
+    """Return the error for a call that had no answer within its deadline.
 
     Args:
         call: what was being done.
@@ -75,7 +75,7 @@ def late(call: str, seconds: float, *, step: bool = False, link: guard.Link | No
 
 
 def _trouble(link: guard.Link | None, seconds: float) -> str:
-    """What went wrong in the last ``seconds``."""
+    """Return what went wrong in the last ``seconds``."""
     found = None if link is None else link.trouble
     ago = 0.0 if found is None else time.monotonic() - found.time
     if found is None or ago > seconds:
@@ -95,7 +95,7 @@ def _advice(status: int) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind an error, where it can be told."""
+    """Return the HTTP status behind an error, where it can be told."""
     status: Any = getattr(error, "status_code", None)
     if status is None and isinstance(error, ValueError):
         found = _STATUS.search(str(error))
@@ -112,7 +112,7 @@ def not_offered(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> tuple[str, bool]:
-    """(what happened, whether nothing can have been applied)."""
+    """Return (what happened, whether nothing can have been applied)."""
     name, text = type(error).__name__, str(error) or "no message"
     if name == "RequestFailedError":
         message = text.removeprefix("Request failed: ").partition(" for self.request_id=")[0]

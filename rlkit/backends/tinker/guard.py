@@ -66,7 +66,7 @@ class Link:
         _links[self.name] = self
 
     def guard(self, http: Any) -> None:
-        """Has an ``httpx.AsyncClient`` send by way of this."""
+        """Have an ``httpx.AsyncClient`` send by way of this."""
         self._clients.append(http)
         http.follow_redirects = False
         transport: Any = getattr(http, "_transport", None)
@@ -78,7 +78,7 @@ class Link:
         http.send = lambda request, **options: self.send(send, request, **options)
 
     def close(self) -> None:
-        """Sends nothing any more, and closes what is open; the SDK does not where connecting failed."""
+        """Send nothing any more, and close what is open; the SDK does not where connecting failed."""
         self.closed = True
         clients, self._clients, loop = self._clients, [], self._loop
         if loop is None or loop.is_closed():
@@ -90,7 +90,7 @@ class Link:
         asyncio.run_coroutine_threadsafe(close(), loop)
 
     async def send(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
-        """The answer to ``request``, by an HTTP client's own ``send``."""
+        """Return the answer to ``request``, by an HTTP client's own ``send``."""
         self._loop = asyncio.get_running_loop()
         if request.url.path.endswith("/telemetry"):  # the SDK reports the headers of requests that failed
             request = _redacted(request)
@@ -137,7 +137,7 @@ _WHY = (
 
 
 def install() -> None:
-    """Guards the HTTP clients of connections that send ``HEADER``; may be called again.
+    """Guard the HTTP clients of connections that send ``HEADER``; may be called again.
 
     Raises:
         UnsupportedError: the SDK has moved what this replaces.
@@ -168,19 +168,19 @@ def _guarding(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arrived(error: Exception) -> bool:
-    """Whether the request may have reached the server although there is no answer."""
+    """Return whether the request may have reached the server although there is no answer."""
     httpx = importlib.import_module("httpx")
     return not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
 
 
 def _repeated(response: Any) -> bool:
-    """Whether the SDK takes the answer, which is no failure of the server's, as a reason to send the call again."""
+    """Return whether the SDK takes the answer, no failure of the server's, as a reason to send the call again."""
     empty = response.status_code == 400 and response.headers.get("content-length", "0") == "0"
     return response.status_code in (402, 408) or empty
 
 
 def _trains(request: Any) -> bool:
-    """Whether the request is an optimizer step or adds a gradient."""
+    """Return whether the request is an optimizer step or adds a gradient."""
     path = request.url.path
     if path.endswith("/optim_step"):
         return True
@@ -202,7 +202,7 @@ def _answer(request: Any, detail: str) -> Any:
 
 
 def _redacted(request: Any) -> Any:
-    """The same request with keys masked in its JSON body."""
+    """Return the request with keys masked in its JSON body."""
     text = request.content.decode("utf-8", "replace")
     masked = secrets.redact(text)
     if masked == text:
@@ -215,7 +215,7 @@ def _redacted(request: Any) -> Any:
 
 
 async def _detail(response: Any) -> str:
-    """What the answer says of itself; "" for nothing."""
+    """Return what the answer says of itself; "" for nothing."""
     try:
         found = json.loads(await response.aread())
     except Exception:  # noqa: BLE001  # it may be anything

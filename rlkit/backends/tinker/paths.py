@@ -31,7 +31,7 @@ class Saved:
 
 
 def check_label(name: Any) -> str:
-    """A label that a saved state's name can begin with, or a ConfigError."""
+    """Return a label that a saved state's name can begin with, or raise a ConfigError."""
     saves.check_label(name)
     if len(name) > _LABEL:
         raise ConfigError(_check.problem("save(name)", f"has {len(name)} characters", f"at most {_LABEL}"))
@@ -39,17 +39,17 @@ def check_label(name: Any) -> str:
 
 
 def name_of(label: str, version: int, *, optimizer: bool) -> str:
-    """A name that is used once: reusing one has the SDK try again for minutes."""
+    """Return a name that is used once: reusing one has the SDK try again for minutes."""
     return f"{label}-{version:06d}-{'o' if optimizer else 'w'}{uuid.uuid4().hex[:8]}"
 
 
 def notes(saved: Saved) -> dict[str, str]:
-    """What is kept beside the state, as the service's metadata."""
+    """Return what is kept beside the state, as the service's metadata."""
     return {"rlkit.seed": str(saved.seed), "rlkit.requests": str(saved.requests)}
 
 
 def checked_path(where: str, path: Any, *, kind: str = "weights") -> str:
-    """``path`` if it can be one.
+    """Return ``path`` if it can be one.
 
     Raises:
         ConfigError: it is no text.
@@ -69,13 +69,13 @@ def checked_path(where: str, path: Any, *, kind: str = "weights") -> str:
 
 
 def run_of(path: str) -> str:
-    """The run that saved it."""
+    """Return the run that saved it."""
     found = _PATH.fullmatch(path)
     return "" if found is None else found["run"]
 
 
 def read(path: str, metadata: Mapping[str, str] | None) -> Saved:
-    """What its name and its metadata say; a state that rlkit did not save is at version 0."""
+    """Return what its name and its metadata say; a state that rlkit did not save is at version 0."""
     found = _NAME.fullmatch(path.rpartition("/")[2])
     version, optimizer = (0, True) if found is None else (int(found["version"]), found["optimizer"] == "o")
     metadata = metadata or {}

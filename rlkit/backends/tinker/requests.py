@@ -24,7 +24,7 @@ def within(
     path: str | None = None,
     link: guard.Link | None = None,
 ) -> Inner:
-    """A future of ``finish(result)`` that is done ``seconds`` from now at the latest.
+    """Return a future of ``finish(result)`` that is done ``seconds`` from now at the latest.
 
     Args:
         seconds: the deadline; the SDK's own tries end with it.
@@ -64,7 +64,7 @@ def within(
 
 
 def gathered(parts: Sequence[Inner]) -> Inner:
-    """A future of the list of their results, or of the first error among them."""
+    """Return a future of the list of their results, or of the first error among them."""
     whole: Inner = concurrent.futures.Future()
     left = [len(parts)]
 

@@ -35,7 +35,7 @@ class Part:
 
 
 def plan(name: str, settings: Mapping[str, Any], data: Sequence[Datum]) -> tuple[Sequence[Part], str]:
-    """The hosted calls that together are exactly the loss ``name``; none, and the reason, where there are none.
+    """Return the hosted calls that together are exactly the loss ``name``; none, and the reason, where there are none.
 
     Args:
         name: of ``rlkit.losses.registry``.
@@ -51,7 +51,7 @@ def plan(name: str, settings: Mapping[str, Any], data: Sequence[Datum]) -> tuple
 
 
 def without_weights(part: Part) -> Part:
-    """The same loss of a service whose cross entropy cannot be trusted with weights, because it divides by their sum.
+    """Return the same loss for a service whose cross entropy divides by the sum of the weights.
 
     With its ratio clipped to [1, 1] cispo is -sum A lp, whatever the logprobs of sampling are. Weights of 0 and 1 alone
     are a mask, which every service takes for what it is.
@@ -71,7 +71,7 @@ def without_weights(part: Part) -> Part:
 
 
 def _input(datum: Datum, name: str, default: float | None = None) -> np.ndarray:
-    """float32 [n]: an input of the policy's own tokens."""
+    """Return float32 [n]: an input of the policy's own tokens."""
     n = int(datum.mask.sum())
     array = datum.inputs[name] if default is None or name in datum.inputs else np.float32(default)
     array = np.asarray(array, np.float32)
@@ -94,7 +94,7 @@ def _each(data: Sequence[Datum | None], arrays: Callable[[Datum], Arrays | None]
 def _weighted(
     data: Sequence[Datum | None], weights: Callable[[Datum], np.ndarray], config: Mapping[str, float] | None = None
 ) -> list[Part]:
-    """cross_entropy with these weights: -sum w lp."""
+    """Return cross_entropy with these weights: -sum w lp."""
     return [Part("cross_entropy", config or {}, _each(data, lambda d: {"weights": weights(d)}))]
 
 
@@ -185,7 +185,7 @@ def _gspo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Par
 
 
 def _topr(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
-    """Above the threshold the ratio has no say; elsewhere it is clipped to [0, 1]. A token counts in one call."""
+    """Clip the ratio to [0, 1], but above the threshold it has no say. A token counts in one call."""
     threshold = np.float32(settings["threshold"])
 
     def positive(datum: Datum) -> Arrays | None:
@@ -205,7 +205,7 @@ def _topr(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Par
 
 
 def _mix(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
-    """The expert's tokens as cross entropy with weights w mu, the policy's own as ppo with A := w (1 - mu) A."""
+    """Send the expert's tokens as cross entropy with weights w mu, the policy's as ppo with A := w (1 - mu) A."""
     if settings["phi"]:
         return "its weights depend on the policy's own probabilities"
     if settings["dual_clip"] is not None:

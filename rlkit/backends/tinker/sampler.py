@@ -60,7 +60,7 @@ class TinkerSampler:
     def sample(
         self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
-        """``n`` completions. See ``Sampler.sample``.
+        """Draw ``n`` completions. See ``Sampler.sample``.
 
         The service draws sample i from a stream of its own making out of ``seed`` and i. At a temperature other than
         1 with ``off_temperature="rescore"`` the logprobs are the untempered ones, asked for once more.
@@ -90,7 +90,7 @@ class TinkerSampler:
         return Future.wrap(self._request("sample", sent, finish))
 
     def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
-        """float32 [T]. See ``Sampler.logprobs``.
+        """Return float32 [T]. See ``Sampler.logprobs``.
 
         Raises:
             UnsupportedError: at a temperature other than 1, which the service can not score at.
@@ -105,7 +105,7 @@ class TinkerSampler:
         return Future.wrap(self._scored(array))
 
     def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
-        """(ids, logprobs), each [T, k]. See ``TopK``."""
+        """Return (ids, logprobs), each [T, k]. See ``TopK``."""
         self._check_open()
         array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
@@ -125,7 +125,7 @@ class TinkerSampler:
         return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
 
     def target_logprobs(self, tokens: Any, targets: Any) -> Future[np.ndarray]:
-        """float32 [T, K]. See ``TargetLogprobs``."""
+        """Return float32 [T, K]. See ``TargetLogprobs``."""
         from tinker import types
 
         self._check_open()
@@ -145,7 +145,7 @@ class TinkerSampler:
         return self._prefill("target_logprobs", array, finish, target_prompt_logprobs=asked)
 
     def close(self) -> None:
-        """Refuses later calls; the service forgets the snapshot with the session."""
+        """Refuse later calls; the service forgets the snapshot with the session."""
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -161,7 +161,7 @@ class TinkerSampler:
         raise TypeError("a TinkerSampler holds a connection and can not be pickled; connect in each process")
 
     def _stop(self, params: SamplingParams) -> Any:
-        """A stop list takes the place of the model's end tokens on the service; rlkit's are in addition to them."""
+        """Return the service's stop list, which takes the place of the end tokens; rlkit's are in addition to them."""
         eos = [int(x) for x in self.tokenizer.eos_ids]
         if params.stop is None:
             return eos if self._names_stops and eos else None
@@ -187,7 +187,7 @@ class TinkerSampler:
         )
 
     def _rescored(self, samples: list[Sample]) -> Inner:
-        """The same samples with untempered logprobs of this snapshot."""
+        """Return the samples with untempered logprobs of this snapshot."""
         inner = requests.gathered([self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples])
 
         def finish(arrays: list[np.ndarray]) -> list[Sample]:
@@ -231,5 +231,5 @@ def _prompt(array: np.ndarray) -> Any:
 
 
 def _folded(seed: int) -> int:
-    """A seed of any size as one that the service takes."""
+    """Return a seed of any size as one that the service takes."""
     return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]) % _SEED_LIMIT

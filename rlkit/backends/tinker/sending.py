@@ -44,7 +44,7 @@ class Sending:
         self._executor = executor
 
     def route(self, data: Sequence[Datum], prepared: PreparedLoss) -> Route:
-        """The way that these datums take; sends nothing."""
+        """Return the way that these datums take; send nothing."""
         parts, why = self._plan(prepared, data)
         if parts:
             return Route("hosted" if len(parts) == 1 else "composed", tuple(part.loss for part in parts))
@@ -55,7 +55,7 @@ class Sending:
         return Route("client", ("forward", weighted), f"{why}; {refusal}")
 
     def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent[Output]:
-        """Logprobs, and the value of the loss, taken here."""
+        """Ask for logprobs; the value of the loss is taken here."""
         used = _used(data)
 
         def finish(results: list[Any]) -> Output:
@@ -66,7 +66,7 @@ class Sending:
         return Sent([self._forward(used, prepared)] if used else [], finish)
 
     def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
-        """The loss's gradient, by the cheapest exact way."""
+        """Send the loss's gradient by the cheapest exact way."""
         used = _used(data)
         if not used:
             return Sent([], lambda _: wire.output(_CALL, data, [None] * len(data), []))
@@ -94,7 +94,7 @@ class Sending:
         return Sent(sent, finish)
 
     def _server(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output] | None:
-        """The loss as a graph on the service; None where it is not taken there."""
+        """Send the loss as a graph; None where the service does not take it."""
         future = self._losses.start(prepared, used)
         if future is None:
             return None
@@ -116,7 +116,7 @@ class Sending:
         return Sent([sent], finish)
 
     def _here(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
-        """The gradient with respect to the logprobs, as weights of a cross entropy: exact for any loss of them.
+        """Send the gradient with respect to the logprobs as weights of a cross entropy: exact for any loss of them.
 
         The loss is evaluated before the gradient is sent, so that a mistake in it changes nothing.
         """
@@ -136,7 +136,7 @@ class Sending:
         return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], found))
 
     def why_not_hosted(self, prepared: PreparedLoss, data: Sequence[Datum]) -> str:
-        """Why hosted calls do not give this loss, "" where they do; needs no torch."""
+        """Return why hosted calls do not give this loss, "" where they do; needs no torch."""
         parts, why = self._plan(prepared, data)
         return "" if parts or not _used(data) else why
 
@@ -147,7 +147,7 @@ class Sending:
         return (parts if self._weighs else [routes.without_weights(part) for part in parts]), why
 
     def warn(self, prepared: PreparedLoss) -> None:
-        """Says once what cannot be helped: a matrix of weights goes by no other loss. In the caller's thread."""
+        """Warn once, in the caller's thread, that a matrix of weights goes by no other loss."""
         if prepared.driver == "target_logprobs" and not self._weighs and not self._warned:
             self._warned = True
             warnings.warn(
@@ -171,13 +171,13 @@ def _used(data: Sequence[Datum]) -> list[Datum]:
 
 
 def _placed(data: Sequence[Datum], arrays: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-    """One entry per datum, of arrays for those that were sent."""
+    """Return one entry per datum, of arrays for those that were sent."""
     left = iter(arrays)
     return [next(left) if datum.mask.any() else None for datum in data]
 
 
 def _targets(datum: Datum) -> np.ndarray:
-    """int64 [n, K + 1]: the tokens to score, 0 for none, and last the datum's own."""
+    """Return int64 [n, K + 1]: the tokens to score, 0 for none, and last the datum's own."""
     targets = datum.inputs["target_tokens"][datum.mask]
     targets = targets.reshape(len(targets), -1)
     return np.column_stack([np.maximum(targets, 0), datum.tokens[datum.mask]])
@@ -186,7 +186,7 @@ def _targets(datum: Datum) -> np.ndarray:
 def _driver(
     call: str, response: Any, used: Sequence[Datum], prepared: PreparedLoss | None
 ) -> tuple[list[Any], list[np.ndarray]]:
-    """(what the loss is given, the logprobs of the datums' own tokens)."""
+    """Return (what the loss is given, the logprobs of the datums' own tokens)."""
     arrays = wire.read_logprobs(call, response, used)
     if prepared is None:
         return [], arrays

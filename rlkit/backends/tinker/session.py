@@ -51,7 +51,7 @@ class Session:
         resend: bool | None,
         seconds: float,
     ) -> Session:
-        """A session of the user's client, or a new one."""
+        """Open a session of the user's client, or a new one."""
         if resend is not None:
             _check.flag("resend", resend)
         until = time.monotonic() + seconds
@@ -81,7 +81,7 @@ class Session:
         seed: int | None,
         optimizer: Any,
     ) -> tuple[Any, paths.Saved]:
-        """A training client, new or from a saved state, and what is known of that state."""
+        """Open a training client, new or from a saved state, and what is known of that state."""
         path = start.path
         if path is None:
             if not isinstance(model, str) or not model:
@@ -107,7 +107,7 @@ class Session:
         return client, saved
 
     def max_length(self, model: str | None, given: int | None) -> int:
-        """The longest sequence: what the user says, but no more than what the service says."""
+        """Return the longest sequence: what the user says, but no more than what the service says."""
         if given is not None:
             _check.integer("max_length", given, low=2)
         known = self.models.get(model or "")
@@ -116,7 +116,7 @@ class Session:
         return known if given is None else min(known, given)
 
     def weighs(self, info: Any) -> bool:
-        """Whether a cross entropy is known to be a sum with weights of any sign: on the hosted service, and on rlkit's.
+        """Return whether a cross entropy is a sum with weights of any sign: on the hosted service, and on rlkit's.
 
         Others are known to divide by the weights' sum. ``info`` is the model's ``get_info``.
         """
@@ -128,14 +128,14 @@ class Session:
         return connection.hosted(getattr(self.service.holder, "_base_url", None))
 
     def offers_losses(self) -> bool:
-        """Whether the service runs losses that are sent to it."""
+        """Return whether the service runs losses that are sent to it."""
         try:
             return bool(self.service.holder.get_client_config().custom_loss_server_side)
         except AttributeError:  # an SDK that does not say: then losses run here
             return False
 
     def saved(self, run: str) -> Future[list[str]]:
-        """The paths of a run's saved states, oldest first."""
+        """Return the paths of a run's saved states, oldest first."""
         asked = self._rest().list_checkpoints(run).future()
 
         def paths_of(response: Any) -> list[str]:
@@ -144,12 +144,12 @@ class Session:
         return self._future("saved", asked, paths_of)
 
     def delete(self, path: str) -> Future[None]:
-        """Removes a saved state."""
+        """Remove a saved state."""
         _checked_any("delete", path)
         return self._future("delete", self._rest().delete_checkpoint_from_tinker_path(path).future(), path=path)
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
-        """Has a saved state removed in ``seconds``."""
+        """Have a saved state removed in ``seconds``."""
         _checked_any("expire", path)
         if seconds is not None:
             _check.integer("expire(seconds)", seconds, low=3600, why="an hour or more")
@@ -157,12 +157,12 @@ class Session:
         return self._future("expire", asked, path=path)
 
     def sampling(self, *, model: str | None, path: str | None) -> Any:
-        """A sampling client of a base model or of saved sampler weights."""
+        """Open a sampling client of a base model or of saved sampler weights."""
         make = self.service.create_sampling_client
         return self._client("sampler", lambda: make(base_model=model, model_path=path), path)
 
     def close(self) -> None:
-        """Ends the session if it is rlkit's own; nothing is sent after that. May be called twice."""
+        """End the session if it is rlkit's own; nothing is sent after that. May be called twice."""
         if self.link is None or self.link.closed:
             return
         closing: list[Any] = []
@@ -204,7 +204,7 @@ class Session:
         return self.service.create_training_client_from_state(path, optimizer=optimizer)
 
     def _client(self, call: str, make: Callable[[], Any], path: str | None = None) -> Any:
-        """The client that a future of the SDK's gives."""
+        """Return the client that a future of the SDK's gives."""
         try:
             return connection.bounded(lambda: make().result(), self._left())
         except BackendTimeout as error:
@@ -218,7 +218,7 @@ class Session:
             raise found from error
 
     def ready(self) -> Session:
-        """Itself, knowing the service's models."""
+        """Return itself, knowing the service's models."""
         try:
             found = self._asked("connect", lambda: self._rest().get_server_capabilities())
         except BaseException:
@@ -229,12 +229,12 @@ class Session:
         return self
 
     def _metadata(self, path: str) -> Mapping[str, str] | None:
-        """What is kept beside a saved state; None where the service does not keep such."""
+        """Return what is kept beside a saved state; None where the service does not keep such."""
         found = self._asked("resume_from", lambda: self._rest().list_checkpoints(paths.run_of(path)))
         return next((c.user_metadata for c in found.checkpoints if c.tinker_path == path), None) if found else None
 
     def _asked(self, call: str, ask: Callable[[], Any]) -> Any:
-        """The answer to a question that servers other than the hosted one may not know; None from those.
+        """Return the answer to a question that some servers do not know; None from those.
 
         Raises:
             BackendError: the service is in trouble: what it would say is not guessed.
@@ -250,11 +250,11 @@ class Session:
             raise faults.translate(call, error) from error
 
     def _left(self) -> float:
-        """Seconds that connecting may still take."""
+        """Return the seconds that connecting may still take."""
         return max(0.1, self._until - time.monotonic())
 
     def _rest(self) -> Any:
-        """A REST client with the same address and key."""
+        """Return a REST client with the same address and key."""
         make = getattr(self.service, "_rest_client", None)
         if make is None:
             raise UnsupportedError("this SDK's service client has no REST client; use tinker.RestClient")
@@ -283,7 +283,7 @@ def open_sampler(
     max_length: int | None = None,
     deadline: float = 1800.0,
 ) -> Sampler:
-    """A base model, or what ``save(sampler=True)`` left, to sample from; the session ends with the process.
+    """Open a base model, or what ``save(sampler=True)`` left; the session ends with the process.
 
     Args:
         model: of the service.
@@ -325,13 +325,13 @@ def _checked_any(where: str, path: Any) -> None:
 
 
 def _refused(error: BaseException) -> bool:
-    """Whether the service looked at the request and found it wrong."""
+    """Return whether the service looked at the request and found it wrong."""
     category = str(getattr(error, "category", "")).lower()
     return faults.status_of(error) in (400, 404, 422) or category.endswith("user")
 
 
 def _check_same(info: Any, model: str | None, lora: Lora | None) -> None:
-    """The model and the adapter come from the saved state; what is said beside it must agree."""
+    """Raise ConfigError where the options contradict the saved state, from which model and adapter come."""
     name = info.model_data.model_name
     if model is not None and name is not None and model != name:
         raise ConfigError(f"model: got {model!r}, but the saved state is of {name!r}")

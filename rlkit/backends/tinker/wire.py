@@ -17,7 +17,7 @@ __all__ = ["metrics_of", "output", "read_logprobs", "send"]
 
 
 def send(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | None = None) -> Any:
-    """The SDK's datum.
+    """Return the SDK's datum.
 
     What follows the last token of the policy's own has no influence and is left out.
 
@@ -67,7 +67,7 @@ def read_logprobs(call: str, response: Any, data: Sequence[Datum]) -> list[np.nd
 
 
 def metrics_of(call: str, response: Any) -> Mapping[str, float]:
-    """What the service measured; the loss is the sum of its terms where that is all that the service gives.
+    """Return what the service measured; the loss is the sum of its terms where that is all that the service gives.
 
     Raises:
         BackendError: it gave no loss at all.
@@ -88,7 +88,7 @@ def output(
     metrics: Sequence[Mapping[str, float]],
     found: LossGradient | None = None,
 ) -> ForwardBackwardOutput:
-    """What a call returns.
+    """Return what a call returns.
 
     Args:
         call: for messages.

@@ -112,7 +112,7 @@ class ToyBackend(InProcessBackend):
         return self._sampler_of(self._base_weights, 0)
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
-        """A sampler of a saved state. See ``SavedSamplers``."""
+        """Open a sampler of a saved state. See ``SavedSamplers``."""
 
         def job() -> ToySampler:
             folder, state = saves.read(path, backend="toy")

@@ -74,7 +74,7 @@ class Weights:
         self.gradient = self.gradient + gradient
 
     def clear(self) -> None:
-        """Drops the gradient."""
+        """Drop the gradient."""
         self.gradient = np.zeros_like(self.value)
 
     def step(self, params: Adam) -> Mapping[str, float]:
@@ -88,7 +88,7 @@ class Weights:
         return {"grad_norm:mean": norm}
 
     def write(self, file: Path, *, optimizer: bool) -> dict[str, Any]:
-        """Writes ``file`` (npz); returns what the state is to hold beside it.
+        """Write ``file`` (npz); return what the state is to hold beside it.
 
         Raises:
             CheckpointError: something is not finite; nothing was written.

@@ -72,7 +72,7 @@ class Row:
         return np.take_along_axis(self.logprobs, datum.tokens[datum.mask][:, None], 1)[:, 0].astype(np.float32)
 
     def driver(self, datum: Datum, name: str) -> np.ndarray:
-        """What a loss is driven by: logprobs [n], or those of the datum's ``target_tokens`` [n, K]."""
+        """Return what a loss is driven by: logprobs [n], or those of the datum's ``target_tokens`` [n, K]."""
         if name == "logprobs":
             return self.chosen(datum)
         targets = datum.inputs["target_tokens"][datum.mask]

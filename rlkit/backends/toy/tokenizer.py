@@ -47,7 +47,7 @@ class ByteTokenizer:
         return np.array(ids, np.int64)
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        """The text of int [T]; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of int [T]; bytes that are not UTF-8 become U+FFFD."""
         out = bytearray()
         for token in _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size):
             if token < 256:
