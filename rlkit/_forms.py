@@ -23,6 +23,8 @@ class ArrayLike(Protocol):
 RowsLike: TypeAlias = Sequence[Row] | Sequence[Number] | ArrayLike  # one row, or several
 Arrays: TypeAlias = np.ndarray | list[np.ndarray]  # an array for one row or for a matrix, a list for a list
 Labels: TypeAlias = Sequence[Hashable] | ArrayLike
+TokenIds: TypeAlias = Sequence[int] | Sequence[np.integer[Any]] | ArrayLike
+Numbers: TypeAlias = Sequence[Number] | ArrayLike
 
 
 class RowWise(Protocol[P]):

@@ -12,12 +12,32 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from rlkit import _check
 from rlkit.errors import ArgumentError, BackendTimeout
 
-__all__ = ["Future", "settled"]
+__all__ = ["Future", "all_done", "settled"]
 
 _HINT = "it stands for a value that is on its way: call .result(), or await it, and use what that gives"
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futures.Future[None]:
+    """Return a future that is done when all of ``parts`` are, whether they failed or not."""
+    whole: concurrent.futures.Future[None] = concurrent.futures.Future()
+    left, lock = len(parts), threading.Lock()
+
+    def one_less(_: object) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            whole.set_result(None)
+
+    for part in parts:
+        part.add_done_callback(one_less)
+    if not parts:
+        whole.set_result(None)
+    return whole
 
 
 async def settled(inner: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
@@ -116,27 +136,12 @@ class Future(Generic[T]):
         >>> Future.all([Future.of(1), Future.of(2)]).result()
         [1, 2]
         """
-        inner: concurrent.futures.Future[None] = concurrent.futures.Future()
-        left, lock = len(futures), threading.Lock()
-
-        def one_less(_: object) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
-                inner.set_result(None)
-
-        for future in futures:
-            future._inner.add_done_callback(one_less)  # noqa: SLF001
-        if not futures:
-            inner.set_result(None)
 
         def values(_: object) -> Any:
             found = [future.result() for future in futures]
             return found if convert is None else convert(found)
 
-        return Future(inner, convert=values)
+        return Future(all_done([future._inner for future in futures]), convert=values)  # noqa: SLF001
 
     def done(self) -> bool:
         """Return whether ``result()`` would return or raise at once."""

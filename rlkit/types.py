@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
-from rlkit._forms import ArrayLike, Number
+from rlkit._forms import Number, Numbers, TokenIds
 from rlkit._ratios import HIGHEST
 from rlkit.errors import ConfigError, DataError
 
 __all__ = ["Adam", "Datum", "ForwardBackwardOutput", "Lora", "Sample", "SamplingParams"]
 
 
+Input: TypeAlias = Number | Numbers | Sequence[Sequence[Number]]
+
 # What a caller may give, for type checkers; it is checked, and becomes an array, once all fields are there.
 
 
-def _tokens(value: Sequence[int | np.integer[Any]] | ArrayLike) -> np.ndarray:
+def _tokens(value: TokenIds) -> np.ndarray:
     return value  # type: ignore[return-value]
 
 
-def _numbers(value: Sequence[Number] | ArrayLike) -> np.ndarray:
+def _numbers(value: Numbers) -> np.ndarray:
     return value  # type: ignore[return-value]
 
 
-def _inputs(value: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-    return value
+def _inputs(value: Mapping[str, Input]) -> Mapping[str, np.ndarray]:
+    return value  # type: ignore[return-value]
 
 
 def _stops(
@@ -92,7 +94,7 @@ class Datum:
         object.__setattr__(self, "truncated", _check.flag("Datum.truncated", self.truncated, error=DataError))
 
     @classmethod
-    def supervised(cls, prompt: Any, completion: Any, weights: Any = 1.0) -> Datum:
+    def supervised(cls, prompt: TokenIds, completion: TokenIds, weights: Number | Numbers = 1.0) -> Datum:
         """Return a datum for cross entropy: ``completion`` int [n >= 1] is to be learnt after ``prompt`` int [P >= 1].
 
         ``weights`` is a number, or one number per completion token.
@@ -102,11 +104,11 @@ class Datum:
         mask = np.arange(prompt.size + completion.size) >= prompt.size
         return cls(np.concatenate([prompt, completion]), mask, {"weights": weights})
 
-    def with_inputs(self, **inputs: Any) -> Datum:
+    def with_inputs(self, **inputs: Input) -> Datum:
         """Return a copy with these inputs added or replaced."""
         return attrs.evolve(self, inputs={**self.inputs, **inputs})
 
-    def select(self, x: Any) -> np.ndarray:
+    def select(self, x: Input) -> np.ndarray:
         """Select [T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
         array = _check.as_array("select(x)", x, f"length {self.mask.size}")
         if array.ndim == 0 or array.shape[0] != self.mask.size:
@@ -116,7 +118,7 @@ class Datum:
         selected: np.ndarray = array[self.mask]
         return selected
 
-    def expand(self, x: Any) -> np.ndarray:
+    def expand(self, x: Input) -> np.ndarray:
         """Expand [n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
         n = int(self.mask.sum())
         array = _check.as_array("expand(x)", x, f"length {n}")
@@ -132,7 +134,7 @@ class Datum:
     def __repr__(self) -> str:
         return f"Datum(T={self.tokens.size}, n={int(self.mask.sum())}, inputs={sorted(self.inputs)})"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
 
 
@@ -182,7 +184,7 @@ class Sample:
             _check.integer("Sample.top_k", self.top_k, low=1, why="or -1 for off", error=DataError)
         _check.integer("Sample.version", self.version, low=0, error=DataError)
 
-    def datum(self, advantage: Any = None, **inputs: Any) -> Datum:
+    def datum(self, advantage: Number | Numbers | None = None, **inputs: Input) -> Datum:
         """Return the datum that trains this sample: ``sampling_logprobs`` and, when given, ``advantages``.
 
         Args:
@@ -307,7 +309,7 @@ class Lora:
         if self.seed is not None:
             _check.integer("Lora.seed", self.seed, low=0)
         flags = [_check.flag(f"Lora.{n}", getattr(self, n)) for n in ("train_mlp", "train_attn", "train_unembed")]
-        names: Any = tuple(self.target_modules) if isinstance(self.target_modules, list) else self.target_modules
+        names = tuple(self.target_modules) if isinstance(self.target_modules, list) else self.target_modules
         object.__setattr__(self, "target_modules", names)
         if names is None:
             if not any(flags):
@@ -343,7 +345,7 @@ class ForwardBackwardOutput:
         return f"ForwardBackwardOutput({len(self.masks)} datums, metrics={dict(self.metrics)})"
 
 
-def _mask(where: str, value: Any, length: int) -> np.ndarray:
+def _mask(where: str, value: object, length: int) -> np.ndarray:
     array = _check.as_array(where, value, f"bool [{length}]")
     if array.shape != (length,):
         raise DataError(_check.problem(where, f"has shape {array.shape}", f"({length},)", "one entry per token"))
@@ -365,7 +367,7 @@ def _check_logprobs(where: str, array: np.ndarray) -> None:
         raise DataError(_check.problem(where + index, what, "a logprob", why))
 
 
-def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
+def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     """Return ``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
     where = f"Datum.inputs[{name!r}]"
     if not isinstance(name, str) or not name.isidentifier():
@@ -401,7 +403,7 @@ def _aligned(name: str, value: Any, mask: np.ndarray) -> np.ndarray:
     return _check.frozen(array)
 
 
-def _stop(where: str, stop: Any) -> Any:
+def _stop(where: str, stop: object) -> tuple[str, ...] | tuple[int, ...] | None:
     expected = "None, or a tuple of non-empty strings, or a tuple of token ids >= 0"
     if stop is None:
         return None

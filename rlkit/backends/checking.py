@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
+import numpy as np
 
 from rlkit import _check
 from rlkit._lazy import has_torch, missing
@@ -145,5 +146,5 @@ def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> lis
     return list(data)
 
 
-def _span(array: Any) -> str:
+def _span(array: np.ndarray) -> str:
     return f"[{array.min()}, {array.max()}] in shape {array.shape}"

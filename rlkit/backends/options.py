@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from rlkit.types import Lora
+
+if TYPE_CHECKING:
+    from tinker import ServiceClient
+    from tinker.types import OptimizerConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from rlkit.backends.protocol import Tokenizer
 
 __all__ = ["LocalOptions", "Options", "TinkerOptions", "ToyOptions"]
 
@@ -46,8 +53,8 @@ class TinkerOptions(Options, total=False):
     base_url: str | None
     api_key: str | None
     project: str | None
-    client: Any
-    tokenizer: Any
+    client: ServiceClient | None
+    tokenizer: str | Path | Tokenizer | PreTrainedTokenizerBase | None
     max_length: int | None
     deadline: float
     off_temperature: Literal["raise", "rescore", "keep"]
@@ -55,4 +62,4 @@ class TinkerOptions(Options, total=False):
     ttl: int | None
     metadata: Mapping[str, str] | None
     resend: bool | None
-    optimizer: Any
+    optimizer: OptimizerConfig | None

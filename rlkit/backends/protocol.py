@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from rlkit._calls import answered
+from rlkit._forms import ArrayLike, TokenIds
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
 
@@ -54,11 +55,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """Return int64 [T]. Special-token strings in ``text`` become control tokens only with ``special=True``."""
 
-    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+    def decode(self, tokens: TokenIds, skip_special: bool = True) -> str:
         """Return the text of int [T]."""
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: object
     ) -> np.ndarray:
         """Return int64 [T]: the messages as the model's template renders them."""
 
@@ -80,7 +81,7 @@ class Sampler(Protocol):
         """Optimizer steps behind this snapshot."""
 
     def sample(
-        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+        self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
         """Draw ``n`` completions of ``prompt`` (1-D ints, not text), each with a random stream of its own.
 
@@ -88,7 +89,7 @@ class Sampler(Protocol):
         next seed of the backend's own stream, in call order.
         """
 
-    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+    def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """Return float32 [T]: log p(token i | tokens before i); entry 0 is 0."""
 
     def close(self) -> None:
@@ -196,7 +197,7 @@ class Routes(Protocol):
 class TopK(Protocol):
     """A sampler that gives the most probable tokens."""
 
-    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+    def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids int64 [T, k], logprobs float32 [T, k]), most probable first; row i: about token i, row 0: 0."""
 
 
@@ -204,7 +205,7 @@ class TopK(Protocol):
 class TargetLogprobs(Protocol):
     """A sampler that scores given alternatives at every position."""
 
-    def target_logprobs(self, tokens: Any, targets: Any) -> Future[np.ndarray]:
+    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike | Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """Return float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
 
 
@@ -234,5 +235,5 @@ class SavedSamplers(Protocol):
 class Capabilities(Protocol):
     """A backend that says what its service offers."""
 
-    def capabilities(self) -> Mapping[str, Any]:
+    def capabilities(self) -> Mapping[str, object]:
         """Return what there is: "models", name -> longest context; "server_losses", whether it runs losses; ..."""

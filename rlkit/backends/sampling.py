@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
+from rlkit._forms import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError
 from rlkit.types import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "SeedStream",
@@ -58,7 +62,7 @@ def streams(seed: int, n: int) -> list[np.random.Generator]:
     return [np.random.default_rng(np.random.SeedSequence([seed, i])) for i in range(n)]
 
 
-def checked_prompt(where: str, tokens: Any, vocab_size: int, max_length: int) -> np.ndarray:
+def checked_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int) -> np.ndarray:
     """int64 [1 <= P <= max_length], or a DataError naming the index."""
     array = _check.token_ids(where, tokens, vocab_size=vocab_size, low_length=1)
     if array.size > max_length:
@@ -69,7 +73,7 @@ def checked_prompt(where: str, tokens: Any, vocab_size: int, max_length: int) ->
 
 
 def checked_request(
-    prompt: Any, params: SamplingParams, n: int, seed: int | None, *, vocab_size: int, max_length: int
+    prompt: TokenIds, params: SamplingParams, n: int, seed: int | None, *, vocab_size: int, max_length: int
 ) -> np.ndarray:
     """Return the prompt, after all of ``sample``'s arguments were checked."""
     if not isinstance(params, SamplingParams):
@@ -129,7 +133,7 @@ class Stop:
         return any(x in text for x in self._texts)
 
 
-def draw(logits: Any, params: Sequence[SamplingParams], uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """One token per row, and its logprob under the distribution that it was drawn from.
 
     Args:
@@ -163,7 +167,7 @@ def draw(logits: Any, params: Sequence[SamplingParams], uniforms: np.ndarray) ->
     return tokens.cpu().numpy(), chosen.cpu().numpy()
 
 
-def _drawn(probs: Any, uniforms: Any) -> Any:
+def _drawn(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """int64 [B]: the first token of each row [B, V] at which the cumulated probability exceeds u times its sum.
 
     The block of tokens is found first, then the place in it, so that little is added up in float64.
@@ -182,7 +186,7 @@ def _drawn(probs: Any, uniforms: Any) -> Any:
     return (block * _BLOCK + place)[:, 0]
 
 
-def _truncated(logprobs: Any, top_k: Sequence[int], top_p: Sequence[float]) -> Any:
+def _truncated(logprobs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
     """Logprobs [R, V] over what each row keeps, -inf elsewhere.
 
     The most probable ``CANDIDATES`` are looked at first; rows that may keep more are sorted as a whole. A row gets the
@@ -203,7 +207,7 @@ def _truncated(logprobs: Any, top_k: Sequence[int], top_p: Sequence[float]) -> A
     return out
 
 
-def _kept(logprobs: Any, k: Any, p: Any, count: int) -> tuple[Any, Any]:
+def _kept(logprobs: torch.Tensor, k: torch.Tensor, p: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``_truncated`` of the ``count`` largest of each row, and whether nothing beyond them could be kept."""
     import torch
 

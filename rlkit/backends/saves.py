@@ -24,7 +24,7 @@ _STATE = "state.json"
 _FORMAT = 1
 
 
-def check_label(name: Any) -> str:
+def check_label(name: object) -> str:
     """Return ``name`` if it can stand in a file name, else raise a ConfigError."""
     if not isinstance(name, str) or not _LABEL.fullmatch(name):
         expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
@@ -32,7 +32,7 @@ def check_label(name: Any) -> str:
     return name
 
 
-def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, Any]]) -> Path:
+def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, object]]) -> Path:
     """Write a new folder ``parent/label-xxxxxxxx``: beside it first, then renamed into place.
 
     Args:
@@ -156,7 +156,7 @@ def remove(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"delete: could not remove {folder}: {error}") from error
 
 
-def _text(state: Mapping[str, Any]) -> str:
+def _text(state: Mapping[str, object]) -> str:
     return json.dumps(state, indent=1, allow_nan=False) + "\n"
 
 
@@ -165,5 +165,5 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _own_digest(state: Mapping[str, Any]) -> str:
+def _own_digest(state: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlkit import _check
 from rlkit._calls import hinted
+from rlkit._forms import TokenIds
 from rlkit.errors import ArgumentError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LocalTokenizer"]
 
@@ -30,7 +34,7 @@ class LocalTokenizer:
         ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation")
     ) | {"max_length", "tokenizer_kwargs"}
 
-    def __init__(self, hf: Any, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, hf: PreTrainedTokenizerBase, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.hf = hf
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
@@ -38,10 +42,10 @@ class LocalTokenizer:
         # once would read each other's, or be refused.
         self._turn = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_turn"}  # as workers of a loader need it
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         vars(self).update(state)
         self._turn = threading.Lock()
 
@@ -69,7 +73,7 @@ class LocalTokenizer:
             ids = self.hf(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
         return np.array(ids, np.int64)
 
-    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+    def decode(self, tokens: TokenIds, skip_special: bool = True) -> str:
         """Return the text of int [T]."""
         ids = _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size)
         with self._turn:
@@ -79,7 +83,7 @@ class LocalTokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: object
     ) -> np.ndarray:
         """int64 [T]: the messages as the model's template renders them.
 

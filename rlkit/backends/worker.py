@@ -10,13 +10,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rlkit.errors import BackendError
 
 __all__ = ["Background", "Worker", "check_process"]
 
 T = TypeVar("T")
+Parts: TypeAlias = Generator[None, None, object]
+Result: TypeAlias = "concurrent.futures.Future[Any]"
+Queued: TypeAlias = tuple[Callable[[], object], Result]
+Running: TypeAlias = tuple[Parts, Result]
 
 
 class Background(Protocol):
@@ -100,7 +104,7 @@ class _State:
     def __init__(self, background: Background | None) -> None:
         self.background = background
         self.changed = threading.Condition()
-        self.jobs: deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = deque()
+        self.jobs: deque[Queued] = deque()
         self.closing = False
 
     def delay(self) -> float | None:
@@ -133,7 +137,7 @@ if hasattr(os, "register_at_fork"):  # the threads stay behind, and their locks 
 
 
 def _run(state: _State) -> None:
-    running: tuple[Generator[None, None, Any], concurrent.futures.Future[Any]] | None = None
+    running: Running | None = None
     while True:
         job = None
         with state.changed:
@@ -167,7 +171,7 @@ def _turns(background: Background, seconds: float) -> None:
             return
 
 
-def _started(job: Callable[[], Any], future: concurrent.futures.Future[Any]) -> Any:
+def _started(job: Callable[[], object], future: Result) -> Running | None:
     try:
         result = job()
     except BaseException as error:  # noqa: BLE001  # the thread goes on; the reader of the future gets it
@@ -179,7 +183,7 @@ def _started(job: Callable[[], Any], future: concurrent.futures.Future[Any]) -> 
     return None
 
 
-def _continued(parts: Generator[None, None, Any], future: concurrent.futures.Future[Any]) -> Any:
+def _continued(parts: Parts, future: Result) -> Running | None:
     try:
         next(parts)
     except StopIteration as end:

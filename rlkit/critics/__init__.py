@@ -6,6 +6,7 @@ from typing import Any
 
 from rlkit import _check
 from rlkit._lazy import missing
+from rlkit.backends.protocol import Tokenizer
 from rlkit.critics.estimates import gae_datums
 from rlkit.critics.protocol import Critic
 from rlkit.registry import Registry
@@ -16,7 +17,7 @@ registry = Registry("critic", entry_point_group="rlkit.critics")
 registry.update(toy="rlkit.critics.toy:ToyCritic", local="rlkit.critics.local:LocalCritic")
 
 
-def critic(name: str, *, tokenizer: Any, **options: Any) -> Critic:
+def critic(name: str, *, tokenizer: Tokenizer, **options: Any) -> Critic:
     """Open a value model: ``"toy"``, ``"local"``, or what a package adds to the group ``rlkit.critics``.
 
     It runs in this process, whatever backend the policy has, Tinker included; only the tokens are common to the two.

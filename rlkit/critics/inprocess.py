@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -20,7 +20,7 @@ from rlkit.futures import Future
 from rlkit.types import Datum, ForwardBackwardOutput
 
 if TYPE_CHECKING:
-    from rlkit.losses.prepare import PreparedLoss
+    from rlkit.losses.prepare import LossGradient, PreparedLoss
 
 __all__ = ["InProcessCritic", "check_tokenizer"]
 
@@ -35,7 +35,7 @@ class InProcessCritic(InProcessTrainer):
     @abstractmethod
     def _values_and_parts(
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
-    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
+    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
         """Return values [n] of every datum and the parts of the loss; with ``backward`` the gradient is added."""
 
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
@@ -72,7 +72,7 @@ class InProcessCritic(InProcessTrainer):
         return attrs.evolve(made, logprobs=())
 
 
-def check_tokenizer(given: Any, own: Tokenizer | None) -> Tokenizer:
+def check_tokenizer(given: object, own: Tokenizer | None) -> Tokenizer:
     """Return the policy's tokenizer, if it is one and reads text as the critic's model does.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -28,10 +28,14 @@ from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.trainer import Trainer
+from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import entropy_of
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Adam, Datum, Lora
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import LossGradient, PreparedLoss
 
 __all__ = ["LocalCritic"]
 
@@ -61,7 +65,7 @@ class LocalCritic(InProcessCritic):
     def __init__(
         self,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         model: str | None = None,
         lora: Lora | None = None,
         seed: int | None = None,
@@ -98,8 +102,8 @@ class LocalCritic(InProcessCritic):
         )
 
     def _values_and_parts(
-        self, data: Sequence[Datum], loss: Any, *, backward: bool
-    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
+        self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
+    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
         found, parts = yield from self._trainer.run(data, loss, (), backward=backward)
         return [v.cpu().numpy() for v in found["values"]], parts
 
@@ -109,7 +113,7 @@ class LocalCritic(InProcessCritic):
     def _drop(self) -> None:
         self._trainer.clear()
 
-    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
         from safetensors.torch import save_file
 
         parameters = self._trainer.parameters

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
+from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.toy.adamw import State, Weights
 from rlkit.backends.toy.model import Features
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
 from rlkit.types import Adam, Datum, Lora
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import LossGradient, PreparedLoss
 
 __all__ = ["ToyCritic"]
 
@@ -38,7 +42,7 @@ class ToyCritic(InProcessCritic):
     def __init__(
         self,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         model: str | None = None,
         lora: Lora | None = None,
         seed: int | None = None,  # noqa: ARG002
@@ -61,8 +65,8 @@ class ToyCritic(InProcessCritic):
         super().__init__("toy-critic", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
 
     def _values_and_parts(
-        self, data: Sequence[Datum], loss: Any, *, backward: bool
-    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[Any]]]:
+        self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
+    ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
         from rlkit._lazy import torch
 
         yield from ()
@@ -82,5 +86,5 @@ class ToyCritic(InProcessCritic):
     def _drop(self) -> None:
         self._weights.clear()
 
-    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
         return self._weights.write(folder / "critic.npz", optimizer=optimizer)

@@ -16,8 +16,8 @@ from rlkit import _check
 from rlkit._calls import hinted
 from rlkit.backends.base import BaseTrainer
 from rlkit.backends.checking import Checked, Remote, Start, check_adam
-from rlkit.backends.protocol import Config, LossLike, Route, Sampler
-from rlkit.backends.queue import CallQueue, Job, Sent
+from rlkit.backends.protocol import Config, LossLike, Route, Sampler, Tokenizer
+from rlkit.backends.queue import CallQueue, Inner, Job, Sent
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import connection, paths
 from rlkit.backends.tinker.calls import SendAndTake
@@ -30,6 +30,9 @@ from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
+    from tinker import SamplingClient, ServiceClient, types
+    from transformers import PreTrainedTokenizerBase
+
     from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["TinkerBackend", "TinkerSampler"]
@@ -93,8 +96,8 @@ class TinkerBackend(BaseTrainer):
         base_url: str | None = None,
         api_key: str | None = None,
         project: str | None = None,
-        client: Any = None,
-        tokenizer: Any = None,
+        client: ServiceClient | None = None,
+        tokenizer: str | Path | Tokenizer | PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
         deadline: float = 1800.0,
         off_temperature: OffTemperature = "raise",
@@ -102,7 +105,7 @@ class TinkerBackend(BaseTrainer):
         ttl: int | None = None,
         metadata: Mapping[str, str] | None = None,
         resend: bool | None = None,
-        optimizer: Any = None,
+        optimizer: types.OptimizerConfig | None = None,
     ) -> None:
         start = Start.of("connect", model, lora, folder, resume_from, init_from)
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
@@ -140,7 +143,7 @@ class TinkerBackend(BaseTrainer):
         self._seeds = SeedStream(entropy, 0 if seed is not None else saved.requests)
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
-        self._snapshot: tuple[int, Any] | None = None
+        self._snapshot: tuple[int, Inner[SamplingClient]] | None = None
         self._seconds = seconds
         executor = SendAndTake(seconds, session.link)
         losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
@@ -198,7 +201,7 @@ class TinkerBackend(BaseTrainer):
         """Have a saved state removed in ``seconds``, an hour or more. See ``Storage``."""
         return self._session.expire(path, seconds)
 
-    def capabilities(self) -> Mapping[str, Any]:
+    def capabilities(self) -> Mapping[str, object]:
         """Return models with their longest contexts, and whether the service runs losses. See ``Capabilities``."""
         session = self._session
         return {"models": dict(session.models), "server_losses": session.offers_losses()}
@@ -216,7 +219,7 @@ class TinkerBackend(BaseTrainer):
             return self._sending.forward(data, loss)
         return self._sending.forward_backward(data, loss)
 
-    def _optimize(self, params: Adam | Any) -> Job[Mapping[str, float]]:
+    def _optimize(self, params: Adam | types.OptimParams) -> Job[Mapping[str, float]]:
         if self._optimizer is None:
             check_adam(params)
         elif isinstance(params, Adam):
@@ -226,7 +229,7 @@ class TinkerBackend(BaseTrainer):
             sent = self.training_client.optim_step(_adam(params)).future()
             self._steps += 1
 
-            def finish(results: list[Any]) -> Mapping[str, float]:
+            def finish(results: list[types.OptimStepResponse]) -> Mapping[str, float]:
                 self.version += 1
                 return {_metric(k): float(v) for k, v in (results[0].metrics or {}).items()}
 
@@ -277,7 +280,7 @@ class TinkerBackend(BaseTrainer):
             self._sending.warn(checked[1])
         return checked
 
-    def _sampler(self, client: Any, version: int) -> TinkerSampler:
+    def _sampler(self, client: SamplingClient, version: int) -> TinkerSampler:
         return TinkerSampler(
             client,
             self._seeds,
@@ -291,7 +294,7 @@ class TinkerBackend(BaseTrainer):
         )
 
 
-def _adam(params: Adam | Any) -> Any:
+def _adam(params: Adam | types.OptimParams) -> types.OptimParams:
     if not isinstance(params, Adam):
         return params
     from tinker import types
@@ -303,6 +306,6 @@ def _metric(key: str) -> str:
     return key if key.endswith((":sum", ":mean")) else f"{key}:mean"
 
 
-def _broken(future: Any) -> bool:
+def _broken(future: Inner[SamplingClient]) -> bool:
     """Whether a shared snapshot failed, so that it is asked for anew."""
     return bool(future.done() and (future.cancelled() or future.exception() is not None))

@@ -11,19 +11,26 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 from rlkit import _check, _install
+from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tinker import faults, guard, secrets
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError, UnsupportedError
 
+if TYPE_CHECKING:
+    from tinker import SamplingClient, ServiceClient, TrainingClient
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
 
+T = TypeVar("T")
 _CONTACT = 60.0  # seconds for the first answer of a service; afterwards it may take as long as the deadline says
 _TOKENIZER = 120.0  # and for reading a tokenizer, which may be downloaded
 
 
-def sdk() -> Any:
+def sdk() -> ModuleType:
     """Return the package tinker.
 
     Raises:
@@ -43,7 +50,7 @@ def service_client(
     metadata: Mapping[str, str] | None,
     resend: bool | None,
     seconds: float,
-) -> tuple[Any, guard.Link]:
+) -> tuple[ServiceClient, guard.Link]:
     """Open a ``tinker.ServiceClient`` with a session, and the guard of its connections.
 
     Raises:
@@ -69,7 +76,7 @@ def service_client(
     secrets.watch_logs()
     link = guard.Link(resend=True if resend is None and hosted(address) else resend)
 
-    def make() -> Any:
+    def make() -> ServiceClient:
         client = tinker.ServiceClient(
             base_url=address,
             api_key=key,
@@ -105,7 +112,7 @@ def hosted(address: str | None) -> bool:
     return address is None or host.endswith((".thinkingmachines.dev", ".thinkingmachines.ai"))
 
 
-def check_model(model: str, known: Mapping[str, Any]) -> None:
+def check_model(model: str, known: Mapping[str, object]) -> None:
     """Raise ConfigError where the service lists its models and this is none of them."""
     if known and model not in known:
         close = difflib.get_close_matches(model, known, n=1)
@@ -113,9 +120,9 @@ def check_model(model: str, known: Mapping[str, Any]) -> None:
         raise ConfigError(f"model: the service has no {model!r}; {hint}it has: {', '.join(sorted(known))}")
 
 
-def bounded(function: Callable[[], Any], seconds: float) -> Any:
+def bounded(function: Callable[[], T], seconds: float) -> T:
     """Return ``function()``, given up after ``seconds``: the SDK waits without a limit in places."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
@@ -173,14 +180,16 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def tokenizer_of(given: Any, client: Any, seconds: float) -> Any:
+def tokenizer_of(
+    given: str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase | None,
+    client: TrainingClient | SamplingClient,
+    seconds: float,
+) -> Tokenizer:
     """Return a tokenizer of a directory, a hub name, an object, or of None: the SDK's own choice.
 
     Raises:
         ConfigError: there is none, or it can not be read within ``seconds``.
     """
-    from rlkit.backends.protocol import Tokenizer
-
     if isinstance(given, Tokenizer):
         return given
     if given is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
@@ -19,11 +19,15 @@ from rlkit.errors import RlkitError
 from rlkit.types import Datum
 
 if TYPE_CHECKING:
+    from tinker import ServiceClient
+    from tinker.lib.public_interfaces.custom_loss import LossHandle
+
     from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["ServerLossPolicy", "ServerLosses", "arrays"]
 
 ServerLossPolicy: TypeAlias = Literal["own", "all", "never"]
+Handle: TypeAlias = "concurrent.futures.Future[LossHandle]"
 _log = logging.getLogger("rlkit.tinker")
 _KEPT = 64  # handles that are remembered
 
@@ -37,12 +41,12 @@ class ServerLosses:
         offered: whether the service runs losses.
     """
 
-    def __init__(self, service: Any, policy: ServerLossPolicy, *, offered: bool) -> None:
+    def __init__(self, service: ServiceClient, policy: ServerLossPolicy, *, offered: bool) -> None:
         self._service = service
         self._policy = policy
         self._offered = offered
-        self._graphs: dict[Any, _Graph | None] = {}  # by function, settings and kinds of inputs
-        self._handles: dict[Any, concurrent.futures.Future[Any] | None] = {}  # by graph: one session takes each once
+        self._graphs: dict[Hashable, _Graph | None] = {}  # by function, settings and kinds of inputs
+        self._handles: dict[Hashable, Handle | None] = {}  # by graph: one session takes each once
 
     def refusal(self, prepared: PreparedLoss, data: Sequence[Datum]) -> str:
         """Return why the loss is not sent, "" when it is."""
@@ -63,7 +67,7 @@ class ServerLosses:
             return "it can not be traced, or its graph is not the same function"
         return "the service did not take it" if self._handles.get(graph.key, graph) is None else ""
 
-    def start(self, prepared: PreparedLoss, data: Sequence[Datum]) -> concurrent.futures.Future[Any] | None:
+    def start(self, prepared: PreparedLoss, data: Sequence[Datum]) -> Handle | None:
         """Return the handle's future; None where ``refusal`` has a reason."""
         if self.refusal(prepared, data):
             return None
@@ -97,7 +101,7 @@ class _Graph:
 
     function: Callable[..., Any]
     ranks: Mapping[str, int]
-    key: Any
+    key: Hashable
 
 
 def _traced(prepared: PreparedLoss, data: Sequence[Datum]) -> _Graph | None:
@@ -128,7 +132,7 @@ def arrays(prepared: PreparedLoss, datum: Datum) -> dict[str, np.ndarray]:
     return found
 
 
-def _sent(prepared: PreparedLoss, names: Any) -> list[str]:
+def _sent(prepared: PreparedLoss, names: Iterable[str]) -> list[str]:
     return [*prepared.inputs, *(name for name in prepared.optional if name in names)]
 
 
@@ -139,7 +143,7 @@ def _inputs(prepared: PreparedLoss, data: Sequence[Datum]) -> tuple[list[str], l
     return names, [name for name in names if first.inputs[name].ndim == 0]
 
 
-def _key(prepared: PreparedLoss, data: Sequence[Datum]) -> Any:
+def _key(prepared: PreparedLoss, data: Sequence[Datum]) -> Hashable:
     """Return what tells graphs apart; None where the datums of one call would need several."""
     kinds = {
         tuple((name, d.inputs[name].ndim, d.inputs[name].dtype.kind) for name in _sent(prepared, d.inputs))
@@ -164,7 +168,7 @@ def _own(function: Callable[..., Any]) -> bool:
     return any(function is x for x in known) and str(getattr(function, "__module__", "")).startswith("rlkit.")
 
 
-def _same(function: Any, graph: Any, names: Sequence[str], data: Sequence[Datum]) -> bool:
+def _same(function: Callable[..., Any], graph: Callable[..., Any], names: Sequence[str], data: Sequence[Datum]) -> bool:
     """Return whether the graph has the function's value and gradient, on made-up logprobs and with NaN elsewhere."""
     import torch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 
@@ -30,12 +29,12 @@ class Saved:
     requests: int = 0
 
 
-def check_label(name: Any) -> str:
+def check_label(name: object) -> str:
     """Return a label that a saved state's name can begin with, or raise a ConfigError."""
-    saves.check_label(name)
-    if len(name) > _LABEL:
-        raise ConfigError(_check.problem("save(name)", f"has {len(name)} characters", f"at most {_LABEL}"))
-    return str(name)
+    label = saves.check_label(name)
+    if len(label) > _LABEL:
+        raise ConfigError(_check.problem("save(name)", f"has {len(label)} characters", f"at most {_LABEL}"))
+    return label
 
 
 def name_of(label: str, version: int, *, optimizer: bool) -> str:
@@ -48,7 +47,7 @@ def notes(saved: Saved) -> dict[str, str]:
     return {"rlkit.seed": str(saved.seed), "rlkit.requests": str(saved.requests)}
 
 
-def checked_path(where: str, path: Any, *, kind: str = "weights") -> str:
+def checked_path(where: str, path: object, *, kind: str = "weights") -> str:
     """Return ``path`` if it can be one.
 
     Raises:

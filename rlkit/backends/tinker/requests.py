@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import concurrent.futures
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeVar
 
+from rlkit.backends.queue import Inner
 from rlkit.backends.tinker import clock, faults, guard
 
-__all__ = ["gathered", "within"]
+__all__ = ["within"]
 
-Inner: TypeAlias = "concurrent.futures.Future[Any]"
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def within(
     seconds: float,
     call: str,
-    inner: Inner,
-    finish: Callable[[Any], Any] = lambda _: None,
-    then: Callable[[Any], Inner] | None = None,
+    inner: Inner[U],
+    finish: Callable[[U], T],
+    then: Callable[[T], Inner[T]] | None = None,
     *,
     path: str | None = None,
     link: guard.Link | None = None,
-) -> Inner:
+) -> Inner[T]:
     """Return a future of ``finish(result)`` that is done ``seconds`` from now at the latest.
 
     Args:
@@ -35,9 +37,9 @@ def within(
         path: the saved state that it is about, for messages.
         link: the connection, which knows of trouble, for messages.
     """
-    outer: Inner = concurrent.futures.Future()
+    outer: Inner[T] = concurrent.futures.Future()
 
-    def done(source: Inner) -> None:
+    def done(source: Inner[U]) -> None:
         try:
             value = finish(source.result())
             if then is None:
@@ -63,35 +65,19 @@ def within(
     return outer
 
 
-def gathered(parts: Sequence[Inner]) -> Inner:
-    """Return a future of the list of their results, or of the first error among them."""
-    whole: Inner = concurrent.futures.Future()
-    left = [len(parts)]
-
-    def done(_: Inner) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            failed = next((p.exception() for p in parts if p.exception() is not None), None)
-            _set(whole, [p.result() for p in parts]) if failed is None else _fail(whole, failed)
-
-    for part in parts:
-        part.add_done_callback(done)
-    return whole
-
-
-def _copy(call: str, source: Inner, outer: Inner) -> None:
+def _copy(call: str, source: Inner[T], outer: Inner[T]) -> None:
     error = source.exception()
     _set(outer, source.result()) if error is None else _fail(outer, faults.translate(call, error))
 
 
-def _set(outer: Inner, value: Any) -> None:
+def _set(outer: Inner[T], value: T) -> None:
     try:
         outer.set_result(value)
     except concurrent.futures.InvalidStateError:
         return  # its deadline was over
 
 
-def _fail(outer: Inner, error: BaseException) -> None:
+def _fail(outer: Inner[T], error: BaseException) -> None:
     try:
         outer.set_exception(error)
     except concurrent.futures.InvalidStateError:

@@ -17,6 +17,7 @@ from rlkit.types import Datum
 __all__ = ["HOSTED", "Part", "plan", "without_weights"]
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
+Settings: TypeAlias = Mapping[str, Any]
 
 
 @attrs.frozen(eq=False)
@@ -34,7 +35,7 @@ class Part:
     arrays: Sequence[Arrays | None]
 
 
-def plan(name: str, settings: Mapping[str, Any], data: Sequence[Datum]) -> tuple[Sequence[Part], str]:
+def plan(name: str, settings: Settings, data: Sequence[Datum]) -> tuple[Sequence[Part], str]:
     """Return the hosted calls that together are exactly the loss ``name``; none, and the reason, where there are none.
 
     Args:
@@ -113,31 +114,31 @@ def _folded(datum: Datum) -> np.ndarray:
     return folded
 
 
-def _clip(settings: Mapping[str, Any]) -> dict[str, float]:
+def _clip(settings: Settings) -> dict[str, float]:
     return {key: float(settings[key]) for key in ("clip_low_threshold", "clip_high_threshold")}
 
 
-def _cross_entropy(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _cross_entropy(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     del settings
     return _weighted(data, _weights)
 
 
-def _reinforce(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _reinforce(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     del settings
     return _weighted(data, _folded)
 
 
-def _opmd(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _opmd(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     scale = np.float32(1.0 / (1.0 + settings["tau"]))
     return _weighted(data, lambda d: _folded(d) * scale)
 
 
-def _importance_sampling(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _importance_sampling(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     del settings
     return _ratio("importance_sampling", data, {}, _folded)
 
 
-def _ppo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _ppo(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     if settings["dual_clip"] is not None:
         return "the hosted ppo has no dual clip"
     if _negative(data):
@@ -145,13 +146,13 @@ def _ppo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part
     return _ratio("ppo", data, _clip(settings), _folded)
 
 
-def _cispo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _cispo(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     if settings["unified_mask"]:
         return "the hosted cispo has no unified mask"
     return _ratio("cispo", data, _clip(settings), _folded)
 
 
-def _decoupled_ppo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _decoupled_ppo(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     if _negative(data):
         return "a minimum does not let negative weights through"
     cap = settings["behaviour_cap"]
@@ -165,7 +166,7 @@ def _decoupled_ppo(settings: Mapping[str, Any], data: Sequence[Datum | None]) ->
     return _ratio("ppo", data, _clip(settings), advantages, "old_logprobs")
 
 
-def _gspo_token(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _gspo_token(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     if _negative(data):
         return "a minimum does not let negative weights through"
 
@@ -177,14 +178,14 @@ def _gspo_token(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> li
     return [Part("gspo", _clip(settings), _each(data, arrays))]
 
 
-def _gspo(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _gspo(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     for datum in data:
         if datum is not None and np.ptp(_folded(datum)) > 0:
             return "the hosted gspo is the token form, another loss where advantages differ within a datum"
     return _gspo_token(settings, data)
 
 
-def _topr(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _topr(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     """Clip the ratio to [0, 1], but above the threshold it has no say. A token counts in one call."""
     threshold = np.float32(settings["threshold"])
 
@@ -204,7 +205,7 @@ def _topr(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Par
     return [part for part in parts if any(x is not None for x in part.arrays)]
 
 
-def _mix(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part] | str:
+def _mix(settings: Settings, data: Sequence[Datum | None]) -> list[Part] | str:
     """Send the expert's tokens as cross entropy with weights w mu, the policy's as ppo with A := w (1 - mu) A."""
     if settings["phi"]:
         return "its weights depend on the policy's own probabilities"
@@ -230,7 +231,7 @@ def _mix(settings: Mapping[str, Any], data: Sequence[Datum | None]) -> list[Part
     return [part for part in parts if any(x is not None for x in part.arrays)]
 
 
-HOSTED: Mapping[str, Callable[[Mapping[str, Any], Sequence[Datum | None]], list[Part] | str]] = {
+HOSTED: Mapping[str, Callable[[Settings, Sequence[Datum | None]], list[Part] | str]] = {
     "cispo": _cispo,
     "cross_entropy": _cross_entropy,
     "decoupled_ppo": _decoupled_ppo,

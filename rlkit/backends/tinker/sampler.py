@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Callable
-from typing import Any, Literal, Self, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NoReturn, Self, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
+from rlkit._forms import ArrayLike, TokenIds
 from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.queue import Inner
 from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request, checked_targets
 from rlkit.backends.tinker import guard, requests
 from rlkit.errors import BackendError, UnsupportedError
-from rlkit.futures import Future
+from rlkit.futures import Future, all_done
 from rlkit.types import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from tinker import SamplingClient, types
 
 __all__ = ["OffTemperature", "TinkerSampler"]
 
 OffTemperature: TypeAlias = Literal["raise", "rescore", "keep"]
-Inner: TypeAlias = "concurrent.futures.Future[Any]"
+T = TypeVar("T")
+U = TypeVar("U")
 _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, some of them in 32 bits
 
 
@@ -34,7 +39,7 @@ class TinkerSampler:
 
     def __init__(
         self,
-        client: Any,
+        client: SamplingClient,
         seeds: SeedStream,
         *,
         tokenizer: Tokenizer,
@@ -58,7 +63,7 @@ class TinkerSampler:
 
     @answered
     def sample(
-        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+        self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
         """Draw ``n`` completions. See ``Sampler.sample``.
 
@@ -82,14 +87,14 @@ class TinkerSampler:
         )
         sent = self.client.sample(_prompt(array), n, options).future()
 
-        def finish(response: Any) -> list[Sample]:
+        def finish(response: types.SampleResponse) -> list[Sample]:
             return [self._sample(array, sequence, params) for sequence in response.sequences]
 
         if params.temperature not in (0.0, 1.0) and self._off_temperature == "rescore":
             return Future.wrap(self._request("sample", sent, finish, then=self._rescored))
         return Future.wrap(self._request("sample", sent, finish))
 
-    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+    def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """Return float32 [T]. See ``Sampler.logprobs``.
 
         Raises:
@@ -104,13 +109,13 @@ class TinkerSampler:
             )
         return Future.wrap(self._scored(array))
 
-    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+    def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, logprobs), each [T, k]. See ``TopK``."""
         self._check_open()
         array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
 
-        def finish(response: Any) -> tuple[np.ndarray, np.ndarray]:
+        def finish(response: types.SampleResponse) -> tuple[np.ndarray, np.ndarray]:
             found = response.topk_prompt_logprobs_np
             if found is None:
                 raise UnsupportedError("top_logprobs: the service gave none; it may not have them for this model")
@@ -124,7 +129,7 @@ class TinkerSampler:
 
         return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
 
-    def target_logprobs(self, tokens: Any, targets: Any) -> Future[np.ndarray]:
+    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike | Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """Return float32 [T, K]. See ``TargetLogprobs``."""
         from tinker import types
 
@@ -134,7 +139,7 @@ class TinkerSampler:
         if array.size == 1 or (wanted[1:] < 0).all():
             return Future.of(np.zeros(wanted.shape, np.float32))
 
-        def finish(response: Any) -> np.ndarray:
+        def finish(response: types.SampleResponse) -> np.ndarray:
             if response.target_prompt_logprobs is None:
                 raise UnsupportedError("target_logprobs: the service gave none; it may not have them for this model")
             found = np.zeros(wanted.shape, np.float32)
@@ -157,10 +162,10 @@ class TinkerSampler:
     def __repr__(self) -> str:
         return f"<TinkerSampler version {self.version}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a TinkerSampler holds a connection and can not be pickled; connect in each process")
 
-    def _stop(self, params: SamplingParams) -> Any:
+    def _stop(self, params: SamplingParams) -> list[str] | list[int] | None:
         """Return the service's stop list, which takes the place of the end tokens; rlkit's are in addition to them."""
         eos = [int(x) for x in self.tokenizer.eos_ids]
         if params.stop is None:
@@ -172,7 +177,7 @@ class TinkerSampler:
         ends = [self.tokenizer.decode(np.array([x]), skip_special=False) for x in eos]
         return list(dict.fromkeys([*params.stop, *(text for text in ends if text)]))
 
-    def _sample(self, prompt: np.ndarray, sequence: Any, params: SamplingParams) -> Sample:
+    def _sample(self, prompt: np.ndarray, sequence: types.SampledSequence, params: SamplingParams) -> Sample:
         if sequence.logprobs is None:
             raise BackendError("sample: the service gave no logprobs")
         return Sample(
@@ -186,17 +191,17 @@ class TinkerSampler:
             version=self.version,
         )
 
-    def _rescored(self, samples: list[Sample]) -> Inner:
+    def _rescored(self, samples: list[Sample]) -> Inner[list[Sample]]:
         """Return the samples with untempered logprobs of this snapshot."""
-        inner = requests.gathered([self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples])
+        parts = [self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples]
 
-        def finish(arrays: list[np.ndarray]) -> list[Sample]:
-            return [attrs.evolve(s, logprobs=x[s.prompt.size :]) for s, x in zip(samples, arrays, strict=True)]
+        def finish(_: object) -> list[Sample]:
+            return [attrs.evolve(s, logprobs=x.result()[s.prompt.size :]) for s, x in zip(samples, parts, strict=True)]
 
-        return self._request("sample", inner, finish)
+        return self._request("sample", all_done(parts), finish)
 
-    def _scored(self, array: np.ndarray) -> Inner:
-        def finish(values: Any) -> np.ndarray:
+    def _scored(self, array: np.ndarray) -> Inner[np.ndarray]:
+        def finish(values: Sequence[float | None]) -> np.ndarray:
             found = np.array([0.0 if x is None else x for x in values], np.float32)
             if found.size == array.size - 1:  # some servers leave out the first token, which has none
                 found = np.concatenate([np.zeros(1, np.float32), found])
@@ -207,7 +212,9 @@ class TinkerSampler:
 
         return self._request("logprobs", self.client.compute_logprobs(_prompt(array)).future(), finish)
 
-    def _prefill(self, call: str, array: np.ndarray, finish: Callable[[Any], Any], **options: Any) -> Future[Any]:
+    def _prefill(
+        self, call: str, array: np.ndarray, finish: Callable[[types.SampleResponse], T], **options: object
+    ) -> Future[T]:
         from tinker import types
 
         params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
@@ -215,8 +222,8 @@ class TinkerSampler:
         return Future.wrap(self._request(call, inner, finish))
 
     def _request(
-        self, call: str, inner: Inner, finish: Callable[[Any], Any], then: Callable[[Any], Inner] | None = None
-    ) -> Inner:
+        self, call: str, inner: Inner[U], finish: Callable[[U], T], then: Callable[[T], Inner[T]] | None = None
+    ) -> Inner[T]:
         return requests.within(self._seconds, call, inner, finish, then, link=self._link)
 
     def _check_open(self) -> None:
@@ -224,7 +231,7 @@ class TinkerSampler:
             raise BackendError("the sampler is closed")
 
 
-def _prompt(array: np.ndarray) -> Any:
+def _prompt(array: np.ndarray) -> types.ModelInput:
     from tinker import types
 
     return types.ModelInput.from_ints(array.tolist())

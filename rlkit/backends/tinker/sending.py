@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlkit._lazy import torch
 from rlkit.backends.protocol import Route
-from rlkit.backends.queue import Sent
+from rlkit.backends.queue import Inner, Sent
 from rlkit.backends.tinker import custom, routes, wire
 from rlkit.backends.tinker.calls import SendAndTake
 from rlkit.backends.tinker.custom import ServerLosses
@@ -19,6 +19,8 @@ from rlkit.types import Datum
 from rlkit.types import ForwardBackwardOutput as Output
 
 if TYPE_CHECKING:
+    from tinker import TrainingClient, types
+
     from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["Sending"]
@@ -36,7 +38,9 @@ class Sending:
         weighs: whether the service's cross entropy is known to be a sum with weights of any sign.
     """
 
-    def __init__(self, client: Any, losses: ServerLosses, executor: SendAndTake, *, weighs: bool = True) -> None:
+    def __init__(
+        self, client: TrainingClient, losses: ServerLosses, executor: SendAndTake, *, weighs: bool = True
+    ) -> None:
         self._weighs = weighs
         self._warned = False
         self._client = client
@@ -58,7 +62,7 @@ class Sending:
         """Ask for logprobs; the value of the loss is taken here."""
         used = _used(data)
 
-        def finish(results: list[Any]) -> Output:
+        def finish(results: list[types.ForwardBackwardOutput]) -> Output:
             driver, chosen = _driver("forward", results[0], used, prepared) if used else ([], [])
             found = None if prepared is None else prepared.gradient(driver, used)
             return wire.output("forward", data, _placed(data, chosen), [], found)
@@ -82,7 +86,7 @@ class Sending:
             datums = [wire.send(data[i], part.arrays[i] or {}) for i in places]
             sent.append(self._client.forward_backward(datums, part.loss, dict(part.config) or None).future())
 
-        def finish(results: list[Any]) -> Output:
+        def finish(results: list[types.ForwardBackwardOutput]) -> Output:
             logprobs: list[np.ndarray | None] = [None] * len(data)
             for response, places in zip(results, chosen, strict=True):
                 for i, array in zip(
@@ -109,7 +113,7 @@ class Sending:
         datums = [wire.send(datum, custom.arrays(prepared, datum)) for datum in used]
         sent = self._client.forward_backward_custom(datums, handle).future()
 
-        def finish(results: list[Any]) -> Output:
+        def finish(results: list[types.ForwardBackwardOutput]) -> Output:
             logprobs = wire.read_logprobs(_CALL, results[0], used)
             return wire.output(_CALL, data, _placed(data, logprobs), [wire.metrics_of(_CALL, results[0])])
 
@@ -156,14 +160,15 @@ class Sending:
                 stacklevel=5,
             )
 
-    def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Any:
+    def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Inner[types.ForwardBackwardOutput]:
         wide = prepared is not None and prepared.driver == "target_logprobs"
         datums = []
         for datum in used:
             targets = _targets(datum) if wide else None
             shape = (int(datum.mask.sum()),) if targets is None else targets.shape
             datums.append(wire.send(datum, {"weights": np.zeros(shape, np.float32)}, targets))
-        return self._client.forward(datums, "cross_entropy", None).future()
+        sent: Inner[types.ForwardBackwardOutput] = self._client.forward(datums, "cross_entropy", None).future()
+        return sent
 
 
 def _used(data: Sequence[Datum]) -> list[Datum]:
@@ -184,8 +189,8 @@ def _targets(datum: Datum) -> np.ndarray:
 
 
 def _driver(
-    call: str, response: Any, used: Sequence[Datum], prepared: PreparedLoss | None
-) -> tuple[list[Any], list[np.ndarray]]:
+    call: str, response: types.ForwardBackwardOutput, used: Sequence[Datum], prepared: PreparedLoss | None
+) -> tuple[list[torch.Tensor], list[np.ndarray]]:
     """Return (what the loss is given, the logprobs of the datums' own tokens)."""
     arrays = wire.read_logprobs(call, response, used)
     if prepared is None:

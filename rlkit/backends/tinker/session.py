@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rlkit import _check
 from rlkit.backends.checking import Start
-from rlkit.backends.protocol import Sampler
+from rlkit.backends.protocol import Sampler, Tokenizer
+from rlkit.backends.queue import Inner
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import connection, faults, guard, paths, requests, secrets
 from rlkit.backends.tinker.sampler import TinkerSampler
@@ -18,9 +18,22 @@ from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigEr
 from rlkit.futures import Future
 from rlkit.types import Lora
 
+if TYPE_CHECKING:
+    from tinker import APIFuture, RestClient, SamplingClient, ServiceClient, TrainingClient, types
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["Session", "open_sampler"]
 
+T = TypeVar("T")
+U = TypeVar("U")
+T_co = TypeVar("T_co", covariant=True)
 _CONTEXT = 32768  # where a service does not say
+
+
+class Answer(Protocol[T_co]):
+    """A future of the SDK."""
+
+    def result(self) -> T_co: ...
 
 
 class Session:
@@ -32,7 +45,7 @@ class Session:
         models: longest context (or None) by name; empty where the service does not say.
     """
 
-    def __init__(self, service: Any, *, link: guard.Link | None, seconds: float, until: float) -> None:
+    def __init__(self, service: ServiceClient, *, link: guard.Link | None, seconds: float, until: float) -> None:
         self.service = service
         self.link = link  # None: the client is the user's, and so are its connections
         self._seconds = seconds
@@ -42,7 +55,7 @@ class Session:
     @classmethod
     def open(
         cls,
-        client: Any,
+        client: ServiceClient | None,
         *,
         base_url: str | None,
         api_key: str | None,
@@ -79,8 +92,8 @@ class Session:
         start: Start,
         *,
         seed: int | None,
-        optimizer: Any,
-    ) -> tuple[Any, paths.Saved]:
+        optimizer: types.OptimizerConfig | None,
+    ) -> tuple[TrainingClient, paths.Saved]:
         """Open a training client, new or from a saved state, and what is known of that state."""
         path = start.path
         if path is None:
@@ -88,7 +101,7 @@ class Session:
                 known = f"; the service has: {', '.join(sorted(self.models))}" if self.models else ""
                 raise ConfigError(f"model: got {_check.shown(model)}; expected a model of the service{known}")
             connection.check_model(model, self.models)
-            client = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
+            client: TrainingClient = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
             return client, paths.Saved()
         where = "resume_from" if start.resumes else "init_from"
         paths.checked_path(where, path)
@@ -115,7 +128,7 @@ class Session:
             return given or _CONTEXT
         return known if given is None else min(known, given)
 
-    def weighs(self, info: Any) -> bool:
+    def weighs(self, info: types.GetInfoResponse) -> bool:
         """Return whether a cross entropy is a sum with weights of any sign: on the hosted service, and on rlkit's.
 
         Others are known to divide by the weights' sum. ``info`` is the model's ``get_info``.
@@ -138,7 +151,7 @@ class Session:
         """Return the paths of a run's saved states, oldest first."""
         asked = self._rest().list_checkpoints(run).future()
 
-        def paths_of(response: Any) -> list[str]:
+        def paths_of(response: types.CheckpointsListResponse) -> list[str]:
             return [c.tinker_path for c in sorted(response.checkpoints, key=lambda c: c.time)]
 
         return self._future("saved", asked, paths_of)
@@ -146,7 +159,9 @@ class Session:
     def delete(self, path: str) -> Future[None]:
         """Remove a saved state."""
         _checked_any("delete", path)
-        return self._future("delete", self._rest().delete_checkpoint_from_tinker_path(path).future(), path=path)
+        return self._future(
+            "delete", self._rest().delete_checkpoint_from_tinker_path(path).future(), _nothing, path=path
+        )
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
         """Have a saved state removed in ``seconds``."""
@@ -154,9 +169,9 @@ class Session:
         if seconds is not None:
             _check.integer("expire(seconds)", seconds, low=3600, why="an hour or more")
         asked = self._rest().set_checkpoint_ttl_from_tinker_path(path, seconds).future()
-        return self._future("expire", asked, path=path)
+        return self._future("expire", asked, _nothing, path=path)
 
-    def sampling(self, *, model: str | None, path: str | None) -> Any:
+    def sampling(self, *, model: str | None, path: str | None) -> SamplingClient:
         """Open a sampling client of a base model or of saved sampler weights."""
         make = self.service.create_sampling_client
         return self._client("sampler", lambda: make(base_model=model, model_path=path), path)
@@ -165,7 +180,7 @@ class Session:
         """End the session if it is rlkit's own; nothing is sent after that. May be called twice."""
         if self.link is None or self.link.closed:
             return
-        closing: list[Any] = []
+        closing: list[APIFuture[object]] = []
 
         def finish() -> None:
             closing.append(self.service.close("success"))
@@ -179,7 +194,9 @@ class Session:
                 future.future().cancel()  # ends the SDK's own tries, and closes its connections
         self.link.close()
 
-    def _created(self, model: str, lora: Lora | None, seed: int | None, optimizer: Any) -> Any:
+    def _created(
+        self, model: str, lora: Lora | None, seed: int | None, optimizer: types.OptimizerConfig | None
+    ) -> APIFuture[TrainingClient]:
         lora = Lora() if lora is None else lora
         if lora.alpha != 32.0:
             raise UnsupportedError(
@@ -200,10 +217,10 @@ class Session:
             optimizer=optimizer,
         )
 
-    def _from_state(self, path: str, optimizer: Any) -> Any:
+    def _from_state(self, path: str, optimizer: types.OptimizerConfig | None) -> APIFuture[TrainingClient]:
         return self.service.create_training_client_from_state(path, optimizer=optimizer)
 
-    def _client(self, call: str, make: Callable[[], Any], path: str | None = None) -> Any:
+    def _client(self, call: str, make: Callable[[], Answer[T]], path: str | None = None) -> T:
         """Return the client that a future of the SDK's gives."""
         try:
             return connection.bounded(lambda: make().result(), self._left())
@@ -233,7 +250,7 @@ class Session:
         found = self._asked("resume_from", lambda: self._rest().list_checkpoints(paths.run_of(path)))
         return next((c.user_metadata for c in found.checkpoints if c.tinker_path == path), None) if found else None
 
-    def _asked(self, call: str, ask: Callable[[], Any]) -> Any:
+    def _asked(self, call: str, ask: Callable[[], Answer[T]]) -> T | None:
         """Return the answer to a question that some servers do not know; None from those.
 
         Raises:
@@ -253,7 +270,7 @@ class Session:
         """Return the seconds that connecting may still take."""
         return max(0.1, self._until - time.monotonic())
 
-    def _rest(self) -> Any:
+    def _rest(self) -> RestClient:
         """Return a REST client with the same address and key."""
         make = getattr(self.service, "_rest_client", None)
         if make is None:
@@ -263,10 +280,10 @@ class Session:
     def _future(
         self,
         call: str,
-        inner: concurrent.futures.Future[Any],
-        finish: Callable[[Any], Any] = lambda _: None,
+        inner: Inner[T],
+        finish: Callable[[T], U],
         path: str | None = None,
-    ) -> Future[Any]:
+    ) -> Future[U]:
         return Future.wrap(requests.within(self._seconds, call, inner, finish, path=path, link=self.link))
 
 
@@ -278,8 +295,8 @@ def open_sampler(
     base_url: str | None = None,
     api_key: str | None = None,
     project: str | None = None,
-    client: Any = None,
-    tokenizer: Any = None,
+    client: ServiceClient | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
     deadline: float = 1800.0,
 ) -> Sampler:
@@ -319,7 +336,11 @@ def open_sampler(
     )
 
 
-def _checked_any(where: str, path: Any) -> None:
+def _nothing(_: object) -> None:
+    return None
+
+
+def _checked_any(where: str, path: object) -> None:
     kind = "sampler_weights" if isinstance(path, str) and "/sampler_weights/" in path else "weights"
     paths.checked_path(where, path, kind=kind)
 
@@ -330,7 +351,7 @@ def _refused(error: BaseException) -> bool:
     return faults.status_of(error) in (400, 404, 422) or category.endswith("user")
 
 
-def _check_same(info: Any, model: str | None, lora: Lora | None) -> None:
+def _check_same(info: types.GetInfoResponse, model: str | None, lora: Lora | None) -> None:
     """Raise ConfigError where the options contradict the saved state, from which model and adapter come."""
     name = info.model_data.model_name
     if model is not None and name is not None and model != name:

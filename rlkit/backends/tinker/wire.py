@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,12 +11,14 @@ from rlkit.errors import BackendError
 from rlkit.types import Datum, ForwardBackwardOutput
 
 if TYPE_CHECKING:
+    from tinker import types
+
     from rlkit.losses.prepare import LossGradient
 
 __all__ = ["metrics_of", "output", "read_logprobs", "send"]
 
 
-def send(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | None = None) -> Any:
+def send(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | None = None) -> types.Datum:
     """Return the SDK's datum.
 
     What follows the last token of the policy's own has no influence and is left out.
@@ -35,14 +37,14 @@ def send(datum: Datum, arrays: Mapping[str, np.ndarray], targets: np.ndarray | N
     return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens[: end - 1].tolist()), loss_fn_inputs=inputs)
 
 
-def _tensor(array: np.ndarray) -> Any:
+def _tensor(array: np.ndarray) -> types.TensorData:
     from tinker import types
 
     dtype = np.int64 if array.dtype.kind == "i" else np.float32
     return types.TensorData.from_numpy(np.asarray(array, dtype, order="C"))
 
 
-def read_logprobs(call: str, response: Any, data: Sequence[Datum]) -> list[np.ndarray]:
+def read_logprobs(call: str, response: types.ForwardBackwardOutput, data: Sequence[Datum]) -> list[np.ndarray]:
     """float32 [n] or [n, K] per datum that was sent, from the arrays [N] or [N, K] of an answer.
 
     Raises:
@@ -66,7 +68,7 @@ def read_logprobs(call: str, response: Any, data: Sequence[Datum]) -> list[np.nd
     return found
 
 
-def metrics_of(call: str, response: Any) -> Mapping[str, float]:
+def metrics_of(call: str, response: types.ForwardBackwardOutput) -> Mapping[str, float]:
     """Return what the service measured; the loss is the sum of its terms where that is all that the service gives.
 
     Raises:

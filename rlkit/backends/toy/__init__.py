@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["ByteTokenizer", "ToyBackend", "ToySampler"]
 
@@ -73,7 +76,7 @@ class ToyBackend(InProcessBackend):
         super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
 
     def _run(
-        self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
+        self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
         from rlkit._lazy import torch
         from rlkit.backends.outputs import output
@@ -133,7 +136,7 @@ class ToyBackend(InProcessBackend):
             version=version,
         )
 
-    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
         state = self._weights.write(folder / "toy.npz", optimizer=optimizer)
         return state | {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
 

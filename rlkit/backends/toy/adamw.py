@@ -87,7 +87,7 @@ class Weights:
         self.clear()
         return {"grad_norm:mean": norm}
 
-    def write(self, file: Path, *, optimizer: bool) -> dict[str, Any]:
+    def write(self, file: Path, *, optimizer: bool) -> dict[str, object]:
         """Write ``file`` (npz); return what the state is to hold beside it.
 
         Raises:

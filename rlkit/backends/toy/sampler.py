@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
+from rlkit._forms import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
 from rlkit.backends.toy.drawing import drawn
@@ -44,7 +45,7 @@ class ToySampler:
 
     @answered
     def sample(
-        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+        self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
         """See ``Sampler.sample``."""
         weights = self._open()
@@ -55,7 +56,7 @@ class ToySampler:
             self._sampled(weights, tokens, params, streams(self._seeds.next() if seed is None else seed, n))
         )
 
-    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+    def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
         weights = self._open()
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
@@ -111,7 +112,7 @@ class ToySampler:
     def __repr__(self) -> str:
         return f"<ToySampler version {self.version}{', closed' if self._weights is None else ''}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a ToySampler belongs to its backend, and cannot be pickled or copied; open one in each process: "
             "rlkit.sampler('toy', path=...)"

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._calls import hinted
+from rlkit._forms import TokenIds
 from rlkit.errors import ArgumentError, ConfigError
 
 __all__ = ["ByteTokenizer"]
@@ -46,7 +47,7 @@ class ByteTokenizer:
                     break
         return np.array(ids, np.int64)
 
-    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+    def decode(self, tokens: TokenIds, skip_special: bool = True) -> str:
         """Return the text of int [T]; bytes that are not UTF-8 become U+FFFD."""
         out = bytearray()
         for token in _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size):
@@ -57,7 +58,7 @@ class ByteTokenizer:
         return out.decode(errors="replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: object
     ) -> np.ndarray:
         """int64 [T]: each message between <|im_start|> and <|im_end|>, then the head of the assistant's."""
         if variables:
