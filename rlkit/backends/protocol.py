@@ -11,9 +11,10 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import attrs
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit._calls import answered
-from rlkit._forms import ArrayLike, TokenIds
+from rlkit._forms import TokenIds
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
 
@@ -205,7 +206,7 @@ class TopK(Protocol):
 class TargetLogprobs(Protocol):
     """A sampler that scores given alternatives at every position."""
 
-    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike | Sequence[Sequence[int]]) -> Future[np.ndarray]:
+    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """Return float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
-from rlkit._forms import ArrayLike, TokenIds
+from rlkit._forms import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.queue import Inner
 from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request, checked_targets
@@ -129,7 +130,7 @@ class TinkerSampler:
 
         return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
 
-    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike | Sequence[Sequence[int]]) -> Future[np.ndarray]:
+    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """Return float32 [T, K]. See ``TargetLogprobs``."""
         from tinker import types
 

@@ -63,7 +63,7 @@ class ToySampler:
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         return Future.of(self._scores(weights, array, array[:, None], temperature)[:, 0])
 
-    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+    def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """See ``TopK``."""
         weights, size = self._open(), self.tokenizer.vocab_size
         array = checked_prompt("top_logprobs(tokens)", tokens, size, self.max_length)
@@ -73,7 +73,7 @@ class ToySampler:
         ids[0] = 0
         return Future.of((ids, np.take_along_axis(whole, ids, 1)))
 
-    def target_logprobs(self, tokens: Any, targets: ArrayLike) -> Future[np.ndarray]:
+    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""
         weights, size = self._open(), self.tokenizer.vocab_size
         array = checked_prompt("target_logprobs(tokens)", tokens, size, self.max_length)
