@@ -72,6 +72,8 @@ OBJECTS = {
     "Core": {
         "rlkit": "connect sampler Datum Sample SamplingParams Adam Lora Future ForwardBackwardOutput",
         "rlkit.backends": "TrainerBackend Sampler Tokenizer",
+        "rlkit.backends.protocol": "TopK TargetLogprobs OpensSamplers",
+        "rlkit.backends.engine": "SamplingEngine LoraAdapter",
     },
     "Rollouts": {
         "rlkit.rollouts": "rollout rollout_sync stream async_rollouts Plan Rollouts Replay",

@@ -45,6 +45,22 @@ def near(name: str, known: Iterable[str]) -> str:
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" There are: {', '.join(known) or 'none'}"
 
 
+def members(where: str, thing: object, protocol: type, hint: str = "") -> None:
+    """Raise ConfigError for an object that lacks public members of a protocol.
+
+    >>> from collections.abc import Sized
+    >>> class Growing(Sized):
+    ...     def grow(self) -> None: ...
+    >>> members("connect(x)", 3, Growing)
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: connect(x): got 3 (int), which has no grow; expected a Growing
+    """
+    lacking = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(thing, name)]
+    if lacking:
+        what = f"got {shown(thing)}, which has no {', '.join(lacking)}"
+        raise ConfigError(problem(where, what, f"a {protocol.__name__}", hint))
+
+
 def options(where: str, make: Callable[..., Any], given: Mapping[str, Any], *, kind: str = "") -> None:
     """Raise ArgumentError for a keyword that ``make`` does not take; ``kind`` is whose aliases are known."""
     known = inspect.signature(make).parameters

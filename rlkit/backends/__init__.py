@@ -10,7 +10,7 @@ from rlkit import _check
 from rlkit._calls import answered
 from rlkit._lazy import missing
 from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
-from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
+from rlkit.backends.protocol import LossLike, OpensSamplers, Sampler, Tokenizer, TrainerBackend
 from rlkit.backends.reference import reference_logprobs
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
@@ -56,10 +56,10 @@ def connect(name: str, **options: Any) -> TrainerBackend:
             - resume_from: a saved path, weights and optimizer.
             - init_from: a saved path, weights only; the adapter's shape comes from there.
 
-            "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, max_rows, prefix_mb and
-            cuda_graphs too: see ``help(rlkit.backends.local.LocalBackend)``. "tinker" takes base_url, api_key, project,
-            client, tokenizer, max_length, deadline, off_temperature, server_losses, ttl, metadata, resend and
-            optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
+            "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, max_rows, prefix_mb,
+            cuda_graphs and sampler too: see ``help(rlkit.backends.local.LocalBackend)``. "tinker" takes base_url,
+            api_key, project, client, tokenizer, max_length, deadline, off_temperature, server_losses, ttl, metadata,
+            resend and optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
 
     Raises:
         UnknownNameError: no such backend.
@@ -72,6 +72,8 @@ def connect(name: str, **options: Any) -> TrainerBackend:
     make = _class_of(name)
     _check.options(f"connect({name!r})", make, options, kind="connect")
     backend: TrainerBackend = make(**options)
+    hint = f"rlkit.sampler({name!r}) opens a sampler" if isinstance(make, OpensSamplers) else ""
+    _check.members(f"connect({name!r})", backend, TrainerBackend, hint)
     return backend
 
 
@@ -91,10 +93,11 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     if isinstance(path, (str, os.PathLike)) and (Path(path) / "checkpoints").is_dir():
         expected = "what save() returned; rlkit.runs.sampler opens a run's newest policy"
         raise ConfigError(_check.problem("rlkit.sampler(path)", f"{path} is a run's folder", expected))
-    alone = getattr(_class_of(name), "open_sampler", None)
-    if alone is not None:
-        found: Sampler = alone(model=model, path=path, **options)
-        return found
+    make = _class_of(name)
+    if isinstance(make, OpensSamplers):
+        opened = make.open_sampler(model=model, path=path, **options)
+        _check.members(f"rlkit.sampler({name!r})", opened, Sampler)
+        return opened
     if model is not None:
         options["model"] = model
     backend = connect(name, **options) if path is None else connect(name, init_from=path, **options)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+from rlkit.backends.engine import SamplingEngine
 from rlkit.types import Lora
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class LocalOptions(Options, total=False):
     max_rows: int
     prefix_mb: int
     cuda_graphs: bool
+    sampler: SamplingEngine | None
 
 
 class TinkerOptions(Options, total=False):

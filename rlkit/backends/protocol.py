@@ -22,6 +22,7 @@ __all__ = [
     "Capabilities",
     "Config",
     "LossLike",
+    "OpensSamplers",
     "Route",
     "Routes",
     "Sampler",
@@ -230,6 +231,21 @@ class SavedSamplers(Protocol):
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
+
+
+@runtime_checkable
+class OpensSamplers(Protocol):
+    """A name of ``rlkit.backends.registry`` that samples without a trainer; it needs no trainer's methods.
+
+    >>> class Echo:  # registered as "echo", rlkit.sampler("echo", path="x") calls this
+    ...     @classmethod
+    ...     def open_sampler(cls, *, model=None, path=None, **options): ...
+    >>> isinstance(Echo, OpensSamplers)
+    True
+    """
+
+    def open_sampler(self, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
+        """Return a sampler of what ``path`` names, or of the base model; called on the class. See ``rlkit.sampler``."""
 
 
 @runtime_checkable

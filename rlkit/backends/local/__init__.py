@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 import numpy as np
@@ -14,12 +14,14 @@ import torch
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
+from rlkit.backends.engine import SamplingEngine
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
     read_adapter,
     read_optimizer,
+    trained_adapter,
     write_adapter,
     write_optimizer,
 )
@@ -35,7 +37,7 @@ from rlkit.backends.local.training.trainer import Trainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.errors import CheckpointError, ConfigError
+from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
@@ -66,6 +68,8 @@ class LocalBackend(InProcessBackend):
             begin like them are continued, as the turns of an episode do; 0 for none.
         cuda_graphs: on an NVIDIA GPU, launch decoding steps as recorded graphs; keys and values then keep their memory
             between requests.
+        sampler: what samples instead of this process, closed with the backend; merge, max_rows, prefix_mb and
+            cuda_graphs are of this process's sampling, and are refused beside it.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model can not be loaded.
@@ -88,6 +92,7 @@ class LocalBackend(InProcessBackend):
         max_rows: int = 64,
         prefix_mb: int = 512,
         cuda_graphs: bool = True,
+        sampler: SamplingEngine | None = None,
     ) -> None:
         start = Start.of("connect", model, lora, folder, resume_from, init_from)
         _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
@@ -96,6 +101,10 @@ class LocalBackend(InProcessBackend):
         _check.flag("cuda_graphs", cuda_graphs)
         if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
+        if sampler is not None:
+            _check.members("connect(sampler)", sampler, SamplingEngine)
+            if (merge, max_rows, prefix_mb, cuda_graphs) != ("auto", 64, 512, True):
+                raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
         saved = saves.read(start.path, backend="local") if start.path is not None else None
         if model is None and saved is not None:
             model = saved[1].get("model")
@@ -126,6 +135,7 @@ class LocalBackend(InProcessBackend):
                 version = self._load(*saved, optimizer=start.resumes)
         merged = self._merge
         self._scheduler = Scheduler(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
+        self._engine = sampler
         super().__init__(
             "local",
             tokenizer=base.tokenizer,
@@ -143,10 +153,19 @@ class LocalBackend(InProcessBackend):
         Returns:
             "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
             whatever is decoded beside it, with this processor and number of threads: never with experts, nor where
-            the library's own cache decodes (sliding windows); for others it is tried now, on a few tokens.
+            the library's own cache or ``sampler=`` decodes; for others it is tried now, on a few tokens.
         """
-        found = self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._empty)).result()
-        return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": found}
+        invariant = (
+            self._engine is None
+            and self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._empty)).result()
+        )
+        return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant}
+
+    def close(self) -> None:
+        """Finish what was submitted, and free the model and the sampling engine. May be called twice."""
+        super().close()
+        if self._engine is not None:
+            self._engine.close()
 
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
@@ -161,18 +180,28 @@ class LocalBackend(InProcessBackend):
     def _drop(self) -> None:
         self._trainer.clear()
 
-    def _snapshot(self) -> LocalSampler:
+    def _snapshot(self) -> Sampler:
+        if self._engine is not None:
+            engine_sampler = self._engine.sampler(self.version)
+            if engine_sampler is None:
+                self._engine.load_adapter(trained_adapter(self._peft), self.version)
+                engine_sampler = self._engine.sampler(self.version)
+            return _checked_sampler(f"sampler({self.version})", engine_sampler)
         snapshot = self._latest() if self._latest is not None else None
         if snapshot is None or snapshot.version != self.version:  # once per step; the samplers in between share it
             snapshot = take_snapshot(self._peft, self.version, self._lora.alpha / self._lora.rank)
             self._latest = weakref.ref(snapshot)
         return LocalSampler(self, snapshot, self._seeds, self._scheduler.submit)
 
-    def _base(self) -> LocalSampler:
+    def _base(self) -> Sampler:
+        if self._engine is not None:
+            return _checked_sampler("base_sampler()", self._engine.base_sampler())
         return LocalSampler(self, self._empty, self._seeds, self._scheduler.submit)
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """A sampler of a saved state of this model; beside the base it costs the adapter. See ``SavedSamplers``."""
+        if self._engine is not None:
+            raise UnsupportedError("saved_sampler: this backend samples with sampler=; open one with rlkit.sampler")
 
         def job() -> LocalSampler:
             folder, state = saves.read(path, backend="local")
@@ -206,6 +235,11 @@ class LocalBackend(InProcessBackend):
             return int(state["version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error
+
+
+def _checked_sampler(call: str, sampler: Sampler | None) -> Sampler:
+    _check.members(f"the sampling engine's {call}", sampler, Sampler, "from a SamplingEngine")
+    return cast("Sampler", sampler)
 
 
 def device_of(device: str | None) -> str:

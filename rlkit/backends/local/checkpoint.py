@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from rlkit.backends.engine import ADAPTER, LoraAdapter
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Lora
 
@@ -20,11 +20,11 @@ __all__ = [
     "lora_of",
     "read_adapter",
     "read_optimizer",
+    "trained_adapter",
     "write_adapter",
     "write_optimizer",
 ]
 
-ADAPTER = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _IN_PEFT = "base_model.model."  # what peft puts before the names of the base's modules
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -39,13 +39,21 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def write_adapter(folder: Path, model: Any) -> None:
     """``adapter_model.safetensors`` and ``adapter_config.json``, as ``PeftModel.from_pretrained`` reads them."""
-    check_finite({name: p for name, p in model.named_parameters() if p.requires_grad})
-    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)  # peft's template of a model card, empty but for the base's path
-    path = folder / "adapter_config.json"  # its sets come out in another order in each process
-    config = json.loads(path.read_text("utf-8"))
-    config = {name: sorted(x) if name.endswith("_modules") and isinstance(x, list) else x for name, x in config.items()}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
+    adapter = trained_adapter(model)
+    check_finite(adapter.tensors)
+    adapter.save(folder)
+
+
+def trained_adapter(model: Any) -> LoraAdapter:
+    """Return a copy of a peft model's adapter as it is."""
+    tensors = {
+        name.replace(".default.", "."): p.detach().to("cpu", copy=True).contiguous()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    config = model.peft_config["default"].to_dict() | {"inference_mode": True}
+    # Sets come out in another order in each process.
+    return LoraAdapter(tensors, {name: sorted(x) if isinstance(x, (set, list)) else x for name, x in config.items()})
 
 
 def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:

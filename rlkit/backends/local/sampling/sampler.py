@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, Self, TypeVar
+from typing import NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
+from rlkit._forms import TokenIds
 from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.protocol import Tokenizer
@@ -52,7 +53,7 @@ class LocalSampler:
 
     @answered
     def sample(
-        self, prompt: Any, params: SamplingParams, *, n: int = 1, seed: int | None = None
+        self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
         """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch.
 
@@ -73,20 +74,20 @@ class LocalSampler:
         self._submit(request)
         return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
 
-    def logprobs(self, tokens: Any, *, temperature: float = 1.0) -> Future[np.ndarray]:
+    def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         return self._score(ScoreRequest(self.snapshot, array, array[:, None], temperature), lambda ids, lp: lp[:, 0])
 
-    def top_logprobs(self, tokens: Any, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+    def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """See ``TopK``."""
         array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
         ids = np.zeros((array.size, k), np.int64)
         return self._score(ScoreRequest(self.snapshot, array, ids, top=True), lambda ids, logprobs: (ids, logprobs))
 
-    def target_logprobs(self, tokens: Any, targets: ArrayLike) -> Future[np.ndarray]:
+    def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""
         array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         ids = checked_targets(targets, array.size, self.tokenizer.vocab_size)

@@ -1,0 +1,50 @@
+"""What names of the registry may stand for, and that what they give is looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlkit
+from rlkit.backends import registry
+from rlkit.backends.protocol import OpensSamplers
+from rlkit.backends.tinker import TinkerBackend
+from rlkit.backends.toy import ToyBackend
+
+
+class SamplesAlone:
+    """A package that has no trainer."""
+
+    @classmethod
+    def open_sampler(cls, *, model=None, path=None, **options):
+        cls.asked = (model, path, options)
+        return rlkit.sampler("toy")
+
+
+@pytest.fixture(autouse=True)
+def names():
+    """Made and forgotten again."""
+    registry["alone"], registry["nothing"] = SamplesAlone, object
+    yield
+    del registry["alone"], registry["nothing"]
+
+
+def test_a_package_may_only_sample():
+    """Its class method is called with all options; it needs no trainer's methods."""
+    with rlkit.sampler("alone", model="m", path="p", speed=2) as sampler:
+        assert sampler.sample([65], rlkit.SamplingParams(max_tokens=2)).result()
+    assert SamplesAlone.asked == ("m", "p", {"speed": 2})
+    assert [isinstance(x, OpensSamplers) for x in (SamplesAlone, TinkerBackend, ToyBackend)] == [True, True, False]
+
+
+def test_what_is_no_trainer_is_refused():
+    """With what it lacks, and where it can sample, how."""
+    with pytest.raises(rlkit.ConfigError, match=r"connect\('alone'\).*no .*forward_backward.*rlkit.sampler\('alone'\)"):
+        rlkit.connect("alone")
+    with pytest.raises(rlkit.ConfigError, match=r"connect\('nothing'\).*optim_step.*expected a TrainerBackend$"):
+        rlkit.connect("nothing")
+
+
+def test_what_is_no_sampler_is_refused(monkeypatch):
+    monkeypatch.setattr(SamplesAlone, "open_sampler", classmethod(lambda cls, **options: cls))
+    with pytest.raises(rlkit.ConfigError, match=r"rlkit.sampler\('alone'\).*has no .*logprobs.*expected a Sampler"):
+        rlkit.sampler("alone")
