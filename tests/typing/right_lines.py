@@ -107,3 +107,5 @@ assert_type(rlkit.envs.StepResult("Right!", 1.0, terminated=True).reward, float 
 assert_type(metrics.pass_at_k([4, 4], [1, 2], 2), np.ndarray)
 assert_type(advantages.by_group(grpo, [1.0, 0.0], ["a", "a"]), np.ndarray)
 assert_type(rlkit.connect("toy").tokenizer.decode([1, 2]), str)
+assert_type(policy.version, int)
+assert_type(policy.discard(), rlkit.Future[None])

@@ -82,3 +82,6 @@ rlkit.rollouts.Plan(turns=3)  # wrong
 rlkit.rollouts.rollout_sync(sampler, []).reward  # wrong
 rlkit.envs.StepResult(done=True)  # wrong
 rlkit.trajectory.datums([1.0], [1.0])  # wrong
+rlkit.Datum.supervised("Q:", "A")  # wrong
+rlkit.Sample([1], [2], [-1.0]).datum("1.0")  # wrong
+policy.discard().result().undo  # wrong
