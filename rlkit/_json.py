@@ -24,7 +24,7 @@ def to_json(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def from_json(value: Any) -> float | None:
+def from_json(value: object) -> float | None:
     """Return the number that ``to_json`` wrote; None for anything else.
 
     >>> [from_json(x) for x in (1, "Infinity", "1", None, True)]

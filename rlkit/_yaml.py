@@ -8,7 +8,6 @@ import re
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rlkit import _check
 from rlkit._lazy import missing
@@ -55,7 +54,7 @@ def _omegaconf() -> types.ModuleType:
     return importlib.import_module("omegaconf")
 
 
-def _read(omega: types.ModuleType, path: Path) -> Any:
+def _read(omega: types.ModuleType, path: Path) -> object:
     yaml = importlib.import_module("yaml")
     try:
         if path.exists() and not path.is_file():  # a pipe or a device has no end

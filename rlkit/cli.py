@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None for those of this process.
 
     A command that raises one of rlkit's errors prints it in one line on standard error and gives 2, as for a command
-    line that can not be read.
+    line that cannot be read.
     """
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):

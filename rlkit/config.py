@@ -154,7 +154,7 @@ def _structure(kind: type[attrs.AttrsInstance], values: object, where: str) -> A
             raise ConfigError(f"{path}: there is no such setting{_check.near(str(key), fields)}")
         if variable := fields[key].metadata.get(SECRET):
             raise ConfigError(f"{path}: is read from the environment alone, from {variable}")
-        arguments[key] = _convert(hints.get(key, Any), value, path)
+        arguments[key] = _convert(hints.get(key, object), value, path)
     for name, field in fields.items():
         if variable := field.metadata.get(SECRET):
             arguments[name] = os.environ.get(variable) or None
@@ -212,7 +212,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     raise ConfigError(_check.problem(where, f"is {_yaml.cut(repr(value))}", f"a value of type {_name(hint)}"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if attrs.has(type(value)):
         return dump(value)
     if isinstance(value, Mapping):

@@ -43,7 +43,7 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
 
     Raises:
         DataError: something else than groups; nothing was written.
-        CheckpointError: the file can not be written; earlier lines stay as they were.
+        CheckpointError: the file cannot be written; earlier lines stay as they were.
     """
     records = [to_record(group) for group in checked_groups(groups)]
     lines = [_text(record) + "\n" for record in records]
@@ -62,7 +62,7 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
                     raise OSError("the line was not written to its end")
         synced(where)
     except OSError as error:
-        raise CheckpointError(f"{where}: can not be written: {error}") from error
+        raise CheckpointError(f"{where}: cannot be written: {error}") from error
     return len(lines)
 
 
@@ -74,7 +74,7 @@ def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:
         strict: whether a line that is not whole raises instead of a ``TornLine`` warning.
 
     Raises:
-        CheckpointError: the file can not be read.
+        CheckpointError: the file cannot be read.
         DataError: a line is of another format or a newer version, holds what no group can, or (strict) is not whole.
     """
     where = _path(path)
@@ -98,10 +98,10 @@ def _groups(where: Path, *, strict: bool) -> Iterator[Group]:
                     continue
                 yield from_record(record, where=f"{where}:{number}")
     except OSError as error:
-        raise CheckpointError(f"{where}: can not be read: {error}") from error
+        raise CheckpointError(f"{where}: cannot be read: {error}") from error
 
 
-def to_record(group: Group) -> dict[str, Any]:
+def to_record(group: Group) -> dict[str, object]:
     """Return a group's line: plain JSON, NaN as null, and each prompt as what it adds to the turn before.
 
     >>> from rlkit import Sample
@@ -123,7 +123,7 @@ def to_record(group: Group) -> dict[str, Any]:
     }
 
 
-def from_record(record: Any, *, where: str = "record") -> Group:
+def from_record(record: object, *, where: str = "record") -> Group:
     """Return the group of a line.
 
     Raises:
@@ -152,7 +152,7 @@ def from_record(record: Any, *, where: str = "record") -> Group:
         raise DataError(f"{where}: is damaged: {type(error).__name__}: {error}") from error
 
 
-def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
+def _trajectory(trajectory: Trajectory) -> dict[str, object]:
     before = np.zeros(0, np.int64)
     turns = []
     for turn in trajectory.turns:
@@ -237,11 +237,11 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _path(path: Any) -> Path:
+def _path(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(_check.problem("path", f"got {_check.shown(path)}", "a path"))
     return Path(path)

@@ -211,9 +211,9 @@ def test_a_prompt_that_keeps_more_than_there_was():
 
 
 def test_files_that_can_not_be_used(tmp_path):
-    with pytest.raises(CheckpointError, match="can not be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         list(read(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match="can not be written"):
+    with pytest.raises(CheckpointError, match="cannot be written"):
         append(tmp_path, [odd()])
     with pytest.raises(ConfigError, match="path"):
         append("", [odd()])

@@ -12,7 +12,7 @@ from rlkit.errors import ConfigError
 __all__ = ["settings"]
 
 
-def settings(option: str, texts: Sequence[str], taken: Collection[str] = ()) -> dict[str, Any]:
+def settings(option: str, texts: Sequence[str], taken: Collection[str] = ()) -> dict[str, object]:
     """Values by name; what is JSON is read as such, everything else is a text.
 
     Args:

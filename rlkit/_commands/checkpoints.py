@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a checkpoint is damaged, or can not be deleted on the service; else 0."""
+    """1 where a checkpoint is damaged, or cannot be deleted on the service; else 0."""
     from rlkit.errors import CheckpointError
     from rlkit.runs import record as records
     from rlkit.runs.lock import Lock

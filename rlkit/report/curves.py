@@ -6,14 +6,16 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
+from rlkit.tracking.jsonl import MetricsRow
 from rlkit.tracking.names import general, parts
 
 __all__ = ["Table", "counters", "panels", "table"]
 
+_Chart: TypeAlias = dict[str, Any]  # a panel or a curve, as the page reads it in JSON
 MOST_POINTS = 1200  # of a curve in the page; the extremes of what lies between are kept
 MOST_CURVES = 8  # of a panel
 
@@ -67,8 +69,8 @@ _NO_PARTS = {"time/step", "time/env", "time/close", "time/sampler", "time/sample
 _MEANS = ("reward", "turns", "tokens")
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """The lines, by name."""
+def table(rows: Iterable[MetricsRow]) -> Table:
+    """Return the lines, by name."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     times = []
     for row in rows:
@@ -82,8 +84,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
     return Table(steps, values, max(times) - min(times) if times else 0.0, last)
 
 
-def panels(of: Table) -> list[dict[str, Any]]:
-    """The page's panels: the standard ones of which there is something, then one for each other name."""
+def panels(of: Table) -> list[_Chart]:
+    """Return the page's panels: the standard ones of which there is something, then one for each other name."""
     found, used = [], set()
     for panel in _PANELS:
         names = _matching(panel.patterns, of)
@@ -133,14 +135,14 @@ def _matching(patterns: Iterable[str], of: Table) -> list[str]:
     return list(found)
 
 
-def _panel(title: str, curves: list[dict[str, Any]], unit: str, note: str, *, standard: bool) -> dict[str, Any]:
+def _panel(title: str, curves: list[_Chart], unit: str, note: str, *, standard: bool) -> _Chart:
     left = max(0, len(curves) - MOST_CURVES)
     if left:
         note = f"{note}; {left} more under Other metrics".lstrip("; ")
     return {"title": title, "unit": unit, "note": note, "standard": standard, "curves": curves[:MOST_CURVES]}
 
 
-def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str = "") -> dict[str, Any]:
+def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str = "") -> _Chart:
     finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     bad = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
     kept = _thinned(finite)
@@ -153,7 +155,7 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str 
     return curve | ({"bad": len(bad), "bad_at": bad[:5]} if bad else {})
 
 
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _alike(one: Mapping[str, object], other: Mapping[str, Any]) -> bool:
     return bool(one["x"] == other["x"] and one["y"] == other["y"])
 
 
@@ -199,7 +201,7 @@ def _environments(of: Table) -> list[str]:
     return sorted({name[len("env/") : -len("/episodes")] for name in of.steps if general(name) == "env/*/episodes"})
 
 
-def _shares(of: Table, what: str, *, begun: bool) -> tuple[list[dict[str, Any]], set[str]]:
+def _shares(of: Table, what: str, *, begun: bool) -> tuple[list[_Chart], set[str]]:
     curves, used = [], set()
     for env in _environments(of):
         name = f"env/{env}/{what}"
@@ -212,7 +214,7 @@ def _shares(of: Table, what: str, *, begun: bool) -> tuple[list[dict[str, Any]],
     return curves, used
 
 
-def _time(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
+def _time(of: Table) -> tuple[list[_Chart], set[str]]:
     names = [name for name in sorted(of.steps) if name.startswith("time/") and name not in _NO_PARTS]
     rows = _joined(of, *names, "time/step")
     order = sorted(names, key=lambda name: -math.fsum(v for v in of.values[name] if math.isfinite(v)))
@@ -230,7 +232,7 @@ def _time(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
     return curves, {*names, "time/step"} & of.steps.keys()
 
 
-def _cut(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
+def _cut(of: Table) -> tuple[list[_Chart], set[str]]:
     curves, used = [], set()
     for env in _environments(of):
         names = [f"env/{env}/{what}" for what in ("cut", "turns", "episodes")]
@@ -243,8 +245,8 @@ def _cut(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
     return curves, used
 
 
-def _add_intervals(curves: Iterable[dict[str, Any]], of: Table) -> set[str]:
-    """Gives each curve eval/<name>/mean its interval, where there is one at each of its steps; the names used."""
+def _add_intervals(curves: Iterable[_Chart], of: Table) -> set[str]:
+    """Give each curve eval/<name>/mean its interval where each of its steps has one; return the names used."""
     used = set()
     for curve in curves:
         for end in ("low", "high"):
@@ -256,13 +258,13 @@ def _add_intervals(curves: Iterable[dict[str, Any]], of: Table) -> set[str]:
     return used
 
 
-def _speed(of: Table) -> tuple[list[dict[str, Any]], set[str]]:
+def _speed(of: Table) -> tuple[list[_Chart], set[str]]:
     rows = _joined(of, "sampler/tokens", "time/rollout")
     speeds = {step: tokens / seconds for step, (tokens, seconds) in sorted(rows.items()) if seconds > 0 and tokens > 0}
     return ([_curve("sampler/tokens", list(speeds), list(speeds.values()), "tokens/s")] if speeds else []), set()
 
 
-_WorkedOut = Callable[[Table], tuple[list[dict[str, Any]], set[str]]]
+_WorkedOut = Callable[[Table], tuple[list[_Chart], set[str]]]
 _WORKED_OUT: dict[str, _WorkedOut] = {
     "=cut": _cut,
     "=truncated": lambda of: _shares(of, "truncated", begun=False),

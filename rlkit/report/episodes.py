@@ -53,18 +53,18 @@ class Episodes:
     """
 
     def __init__(self) -> None:
-        self.index: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self.index: dict[str, list[object]] = {name: [] for name in _COLUMNS}
         self.environments: list[str] = []
         self.endings: list[str] = []
         self.parts: list[str] = []
         self.tokens: set[int] = set()
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, object]] = []
         self._size = 0
         self._group = 0
         self._redact = redactor()
 
     def add(self, group: Group, extras: Mapping[str, Sequence[Any]]) -> None:
-        """A group, with what belongs to its tokens: name -> one entry per trajectory."""
+        """Add a group, with what belongs to its tokens: name -> one entry per trajectory."""
         for member, trajectory in enumerate(group.trajectories):
             advantage = _numbers(extras, "advantages", member)
             trainer = _numbers(extras, "trainer_logprobs", member)
@@ -129,7 +129,7 @@ def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[
     }
 
 
-def _turns(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
     """Each turn: k tokens of the prompt as before, a added, t chosen, with their logprobs l."""
     before = np.zeros(0, np.int64)
     for turn in trajectory.turns:
@@ -149,7 +149,7 @@ def _turns(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
         before = np.concatenate([turn.prompt, turn.tokens])
 
 
-def _message(message: Mapping[str, Any], redact: Callable[[str], str]) -> dict[str, Any]:
+def _message(message: Mapping[str, object], redact: Callable[[str], str]) -> dict[str, Any]:
     """Role, content and tool calls as text; content may be a list of parts."""
     found = {key: message[key] for key in ("role", "name") if isinstance(message.get(key), str)}
     content = message.get("content")
@@ -161,7 +161,7 @@ def _message(message: Mapping[str, Any], redact: Callable[[str], str]) -> dict[s
     return found
 
 
-def _numbers(extras: Mapping[str, Sequence[Any]], name: str, member: int) -> np.ndarray | None:
+def _numbers(extras: Mapping[str, Sequence[object]], name: str, member: int) -> np.ndarray | None:
     entries = extras.get(name)
     if entries is None:
         return None
@@ -177,7 +177,7 @@ def _gaps(trajectory: Trajectory, trainer: np.ndarray | None) -> np.ndarray | No
     return np.asarray(gaps[np.isfinite(gaps)])
 
 
-def _scaled(numbers: np.ndarray | None) -> Any:
+def _scaled(numbers: np.ndarray | None) -> object:
     """In thousandths; None for what is not finite."""
     if numbers is None:
         return None
@@ -191,13 +191,13 @@ def _scaled(numbers: np.ndarray | None) -> Any:
 
 
 def _snippet(record: Mapping[str, Any]) -> str:
-    """The beginning of what the policy said last."""
+    """Return the beginning of what the policy said last."""
     said = [m["content"] for m in record["messages"] if m.get("role") == "assistant" and m["content"].strip()]
     return " ".join(said[-1].split())[:SNIPPET] if said else ""
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    """The end of what the policy was told before it first said something."""
+    """Return the end of what the policy was told before it first said something."""
     told = ""
     for message in record["messages"]:
         if message.get("role") == "assistant":
@@ -225,6 +225,6 @@ def _finite(value: float) -> float | None:
 
 
 def texts(vocabulary: Mapping[str, str], tokens: Iterable[int]) -> dict[str, str]:
-    """The part of a vocabulary that is wanted."""
+    """Return the part of a vocabulary that is wanted."""
     wanted = {str(token) for token in tokens}
     return {key: text for key, text in vocabulary.items() if all(part in wanted for part in key.split(","))}

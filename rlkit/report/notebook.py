@@ -15,6 +15,7 @@ from rlkit.errors import ConfigError
 from rlkit.report import curves
 from rlkit.report.reading import RunFolder
 from rlkit.tracking import read_metrics, values
+from rlkit.tracking.jsonl import MetricsRow
 from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
 
@@ -64,13 +65,13 @@ class Live:
             raise ConfigError("live: IPython is not installed; it draws in notebooks only") from error
         self._every = _check.real("every", every, low=0.0, why="seconds")
         self._name = name
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[MetricsRow] = []
         self._drawn = float("-inf")
         self._html = HTML
         self._handle = display(HTML(summary(name, [])), display_id=True)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the numbers of a step, and draws if it is time."""
+        """Take the numbers of a step, and draw if it is time."""
         found, step = values.checked(metrics, step)
         self._rows.append({"step": step, "time": time.time(), "metrics": found})
         if time.monotonic() - self._drawn >= self._every:
@@ -81,13 +82,13 @@ class Live:
         groups: Iterable[Group],
         step: int,
         *,
-        advantages: Sequence[Any] | None = None,
-        trainer_logprobs: Sequence[Any] | None = None,
+        advantages: Sequence[object] | None = None,
+        trainer_logprobs: Sequence[object] | None = None,
     ) -> None:
         """Nothing: trajectories are looked at on the run page."""
 
     def rewind(self, step: int) -> None:
-        """Drops what was logged at or after ``step``."""
+        """Drop what was logged at or after ``step``."""
         self._rows = [row for row in self._rows if row["step"] < step]
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class Live:
 
 
 def live(folder: str | Path | None = None, *, every: float = 2.0) -> Live:
-    """A tracker that draws curves in the notebook's cell it is made in, starting with what the folder holds.
+    """Make a tracker that draws curves in the notebook's cell, starting with what the folder holds.
 
     Args:
         folder: of a run that is resumed or under way; None: an empty start.
@@ -120,8 +121,8 @@ def live(folder: str | Path | None = None, *, every: float = 2.0) -> Live:
     return tracker
 
 
-def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The HTML: a heading, the last values, and the curves as a picture. Nothing in it comes from outside."""
+def summary(name: str, rows: Sequence[MetricsRow]) -> str:
+    """Return the HTML: a heading, the last values, and the curves as a picture. Nothing in it comes from outside."""
     table = curves.table(rows)
     shown = [panel for panel in curves.panels(table) if panel["standard"]] or curves.panels(table)
     shown = shown[:_MOST]
@@ -136,8 +137,8 @@ def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div style="{style}"><b>{html.escape(redact(name))}</b><br>{text}{picture}</div>'
 
 
-def _picture(panels: Sequence[Mapping[str, Any]]) -> str:
-    """The panels as a PNG inside an <img>, on a background that suits light and dark pages."""
+def _picture(panels: Sequence[Mapping[str, object]]) -> str:
+    """Return the panels as a PNG inside an <img>, on a background that suits light and dark pages."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -29,6 +29,6 @@ def packed(value: Any) -> str:
     return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
 
 
-def unpacked(text: str) -> Any:
-    """What ``packed`` was given."""
+def unpacked(text: str) -> object:
+    """Return what ``packed`` was given."""
     return json.loads(gzip.decompress(base64.b64decode(text)))

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import rlkit
 from rlkit import _check
 from rlkit._disk import replacing
+from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.report import curves
 from rlkit.report.episodes import Episodes, chosen, texts
@@ -41,11 +41,11 @@ def write(
     folder: str | Path,
     out: str | Path | None = None,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     max_trajectories: int = 20_000,
     max_bytes: int = 500_000_000,
 ) -> Path:
-    """Writes a run as one HTML file, and returns its path.
+    """Write a run as one HTML file, and return its path.
 
     Args:
         folder: the run's: ``metrics.jsonl``, ``trajectories.jsonl``, ``config.json``, or some of them.
@@ -56,7 +56,7 @@ def write(
 
     Raises:
         ConfigError: an argument is not what it should be.
-        CheckpointError: the folder is no run's, or the page can not be written.
+        CheckpointError: the folder is no run's, or the page cannot be written.
     """
     run = RunFolder(folder)
     _check.integer("max_trajectories", max_trajectories, low=1)
@@ -99,12 +99,12 @@ def write(
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(_pieces(redact(run.name), about, episodes.parts))
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be written: {error}") from error
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
     return path
 
 
-def _pieces(name: str, about: dict[str, Any], parts: list[str]) -> Iterator[str]:
-    """The page's text. Whatever comes from the run is either escaped (its name) or packed, so that it is only data."""
+def _pieces(name: str, about: dict[str, object], parts: list[str]) -> Iterator[str]:
+    """Yield the page's text. What comes from the run is escaped (its name) or packed, so that it is only data."""
     script, style = (_joined(names) for names in (_SCRIPTS, _STYLES))
     policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"

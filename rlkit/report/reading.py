@@ -1,4 +1,4 @@
-"""What a run's folder holds, as the page needs it. Lines that can not be read are left out and counted."""
+"""What a run's folder holds, as the page needs it. Lines that cannot be read are left out and counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlkit import _check, storage
 from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.tracking import masked, read_metrics, surroundings
-from rlkit.tracking.jsonl import FILES, lines
+from rlkit.tracking.jsonl import FILES, MetricsRow, lines
 from rlkit.tracking.vocabulary import read_vocabulary
 from rlkit.trajectory import Group
 
@@ -47,20 +47,20 @@ class RunFolder:
         """The folder's own name."""
         return self.path.resolve().name
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[MetricsRow]:
         """As ``rlkit.tracking.read_metrics``."""
         return read_metrics(self.path)
 
     def config(self) -> dict[str, Any]:
-        """The settings, keys masked; {} where there are none that can be read."""
+        """Return the settings, keys masked; {} where there are none that can be read."""
         try:
             found = plain(masked(json.loads((self.path / "config.json").read_text("utf-8"))))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {"config": found}
 
-    def surroundings(self) -> dict[str, Any]:
-        """What it ran on, keys masked; {} where that is not known."""
+    def surroundings(self) -> dict[str, object]:
+        """Return what it ran on, keys masked; {} where that is not known."""
         shown = plain(masked(surroundings.found(self.path)))
         return shown if isinstance(shown, dict) else {}
 
@@ -77,16 +77,16 @@ class RunFolder:
             with path.open("rb") as file:
                 return [(line.count(b'"turns": ['), len(line)) for line in file]
         except OSError as error:
-            raise CheckpointError(f"{path}: can not be read: {error}") from error
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
-    def groups(self, wanted: frozenset[int] | None = None) -> Iterator[tuple[Group, dict[str, list[Any]]]]:
+    def groups(self, wanted: frozenset[int] | None = None) -> Iterator[tuple[Group, dict[str, list[object]]]]:
         """Each group with what belongs to its tokens: name -> one entry per trajectory.
 
         Args:
             wanted: which lines of the file to read, counted from 0; None: all.
         """
         path = self.path / FILES["trajectories"]
-        extras: dict[tuple[Any, ...], deque[dict[str, Any]]] = defaultdict(deque)
+        extras: dict[tuple[object, ...], deque[dict[str, object]]] = defaultdict(deque)
         for record in lines(self.path / FILES["tokens"]):
             extras[_key(record)].append(record)
         self.unread = 0
@@ -103,7 +103,7 @@ class RunFolder:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise CheckpointError(f"{path}: can not be read: {error}") from error
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def _group(line: bytes, where: str) -> Group | None:
@@ -113,12 +113,12 @@ def _group(line: bytes, where: str) -> Group | None:
         return None
 
 
-def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _key(record: Mapping[str, object]) -> tuple[object, ...]:
     return tuple(repr(record.get(name)) for name in ("step", "env", "index", "number"))
 
 
 def _extras(group: Group, extras: dict[tuple[Any, ...], deque[dict[str, Any]]]) -> dict[str, list[Any]]:
-    """The first record under the group's key that fits its tokens."""
+    """Return the first record under the group's key that fits its tokens."""
     key = _key({"step": group.step, "env": group.env, "index": group.index, "number": group.number})
     waiting = extras.get(key)
     while waiting:
@@ -131,7 +131,7 @@ def _extras(group: Group, extras: dict[tuple[Any, ...], deque[dict[str, Any]]]) 
     return {}
 
 
-def _fits(entries: Any, group: Group) -> bool:
+def _fits(entries: object, group: Group) -> bool:
     return (
         isinstance(entries, list)
         and len(entries) == len(group)

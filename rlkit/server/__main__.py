@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is interrupted; the exit status."""
+    """Serve until interrupted; return the exit status."""
     return cli.main(["serve", *(sys.argv[1:] if arguments is None else arguments)])
 
 

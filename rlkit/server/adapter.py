@@ -78,15 +78,15 @@ class BackendModels:
         self.max_length = self._base.max_length
 
     def create(self, lora: Lora) -> BackendModel:
-        """A new model."""
+        """Make a new model."""
         return BackendModel(self._connect(lora=lora))
 
     def load(self, handle: str, *, optimizer: bool) -> BackendModel:
-        """A model from a path that ``save`` returned; its adapter is the saved one's."""
+        """Make a model from a path that ``save`` returned; its adapter is the saved one's."""
         return BackendModel(self._connect(resume_from=handle) if optimizer else self._connect(init_from=handle))
 
     def frozen(self, handle: str | None) -> BackendSnapshot:
-        """A saved policy; None is the base."""
+        """Open a saved policy; None is the base."""
         if handle is None:
             return BackendSnapshot(self._base.base_sampler().result(), self._base)
         if isinstance(self._base, SavedSamplers):
@@ -95,19 +95,19 @@ class BackendModels:
         return BackendSnapshot(backend.sampler().result(), backend, whole=True)
 
     def delete(self, handle: str) -> None:
-        """Removes what ``save`` wrote."""
+        """Remove what ``save`` wrote."""
         if isinstance(self._base, Storage):
             self._base.delete(handle).result()
         else:
             saves.remove(handle)
 
     def files(self, handle: str) -> Mapping[str, Path]:
-        """The adapter's, in the backend's own format; the local backend's is peft's."""
+        """Return the adapter's, in the backend's own format; the local backend's is peft's."""
         folder, state = saves.read(handle, backend=None)
         return {str(name): folder / str(name) for name in state["sha256"]}
 
     def close(self) -> None:
-        """Ends the backend that samples from the base."""
+        """End the backend that samples from the base."""
         self._base.close()
 
 
@@ -197,7 +197,7 @@ class BackendModel:
         return [kept[i] for i in range(len(rows))]
 
     def _shifted(self, rows: Sequence[Row], loss: Loss) -> list[np.ndarray]:
-        """Takes the gradient where the loss has one, and scores the rest, prompts mostly, in a pass without."""
+        """Take the gradient where the loss has one, and score the rest, prompts mostly, in a pass without."""
         chosen = [_chosen(row, loss) for row in rows]
         if not any(x.any() for x in chosen):  # a gradient of zeros is one, too: a step may follow
             chosen = [np.ones(row.tokens.size, bool) for row in rows]
@@ -222,15 +222,15 @@ class BackendModel:
         return self.backend.optim_step(params).result()
 
     def snapshot(self) -> BackendSnapshot:
-        """The policy as it is."""
+        """Return the policy as it is."""
         return BackendSnapshot(self.backend.sampler().result(), self.backend)
 
     def save(self, name: str, *, optimizer: bool) -> str:
-        """The path of a new folder. A backend refuses while a gradient is accumulated, which would be lost."""
+        """Save into a new folder and return its path. Backends refuse to lose an accumulated gradient."""
         return self.backend.save(name, optimizer=optimizer, sampler=not optimizer).result()
 
     def close(self) -> None:
-        """Ends the backend."""
+        """End the backend."""
         self.backend.close()
 
 
@@ -258,8 +258,8 @@ def _on_targets(i: int, row: Row) -> Datum:
     return Datum(np.append(row.tokens, 0), np.arange(row.tokens.size + 1) > 0, inputs)
 
 
-def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray] | None) -> Callable[..., Any]:
-    """The loss as a function that rlkit's backends take; on given targets it keeps the logprobs that it is given."""
+def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray] | None) -> Callable[..., object]:
+    """Return the loss as a function that backends take; on given targets it keeps the logprobs."""
     names = [_PREFIX + name for name in rows[0].inputs] + [_PREFIX + "row"] * (kept is not None)
     driver = "logprobs" if kept is None else "target_logprobs"
 

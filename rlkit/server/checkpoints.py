@@ -92,13 +92,13 @@ class Checkpoints:
         CheckpointError: the folder's index is damaged.
     """
 
-    def __init__(self, folder: Path | None = None, remove: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(self, folder: Path | None = None, remove: Callable[[str], None] = lambda _: None) -> None:
         self._lock = threading.RLock()
         self._remove = remove
         self._reserved: set[str] = set()
         self._all: dict[str, Checkpoint] = {}
         self._runs: dict[str, KnownRun] = {}
-        self._unwanted: list[Any] = []  # handles of states that are off the index and not removed yet
+        self._unwanted: list[str] = []  # handles of states that are off the index and not removed yet
         self._index = None if folder is None else folder / _INDEX
         if self._index is not None and self._index.exists():
             self._read(self._index)
@@ -107,10 +107,10 @@ class Checkpoints:
             self.prune()
 
     def reserve(self, run: str, kind: Kind, name: str, *, overwrite: bool = False) -> str:
-        """The path of a state that is about to be saved.
+        """Return the path of a state that is about to be saved.
 
         Raises:
-            ApiError: 400, the name can not stand in a path, or is taken: the SDK would repeat a 409 for minutes.
+            ApiError: 400, the name cannot stand in a path, or is taken: the SDK would repeat a 409 for minutes.
         """
         if not _NAME.fullmatch(name):
             expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
@@ -123,7 +123,7 @@ class Checkpoints:
         return path
 
     def keep(self, checkpoint: Checkpoint) -> None:
-        """A reserved state was saved."""
+        """Note that a reserved state was saved."""
         with self._lock:
             self._reserved.discard(checkpoint.path)
             old = self._all.get(checkpoint.path)
@@ -133,12 +133,12 @@ class Checkpoints:
             self._drop([] if old is None else [old])
 
     def release(self, path: str) -> None:
-        """A reserved state could not be saved."""
+        """Note that a reserved state could not be saved."""
         with self._lock:
             self._reserved.discard(path)
 
     def find(self, path: str, kind: Kind | None = None) -> Checkpoint:
-        """The state at ``path``.
+        """Return the state at ``path``.
 
         Raises:
             ApiError: 400, it is of another kind or no such path; 404, nothing is there.
@@ -156,18 +156,18 @@ class Checkpoints:
         return found
 
     def change(self, path: str, *, expires: float | None) -> None:
-        """Sets when the state at ``path`` is dropped."""
+        """Set when the state at ``path`` is dropped."""
         with self._lock:
             self._all[path] = attrs.evolve(self.find(path), expires=expires)
             self._write()
 
     def delete(self, path: str) -> None:
-        """Removes the state at ``path``."""
+        """Remove the state at ``path``."""
         with self._lock:
             self._drop([self._all.pop(path)])
 
     def prune(self) -> None:
-        """Removes the states whose time is over."""
+        """Remove the states whose time is over."""
         with self._lock:
             now = time.time()
             over = [x for x in self._all.values() if x.expires is not None and x.expires < now]
@@ -187,7 +187,7 @@ class Checkpoints:
             self._write()
 
     def runs(self) -> list[KnownRun]:
-        """The runs that are remembered, oldest first."""
+        """Return the runs that are remembered, oldest first."""
         with self._lock:
             return list(self._runs.values())
 
@@ -198,7 +198,7 @@ class Checkpoints:
             return [x for x in self._all.values() if run is None or x.run == run]
 
     def _drop(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Writes the index, which has them no more, and removes them."""
+        """Write the index without them, then remove them."""
         self._unwanted += [x.handle for x in checkpoints]
         self._write()
         if self._unwanted:

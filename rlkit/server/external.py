@@ -23,7 +23,7 @@ _FILES = "/api/v1/external_weights/"
 
 @endpoints.post("save_weights_external")
 def save_weights_external(state: State, request: Request) -> Response:
-    """Saves a model's adapter to be downloaded."""
+    """Save a model's adapter to be downloaded."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
 
@@ -46,7 +46,7 @@ def save_weights_external(state: State, request: Request) -> Response:
 
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints/external_weights/{name}/external_weights_urls")
 def external_weights_urls(state: State, request: Request, run_id: str, name: str) -> Response:
-    """An address for each file, on this server, by the host that the client called."""
+    """Return an address for each file, on this server, by the host that the client called."""
     found = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
     expires = int(time.time()) + _SECONDS
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import attrs
 
@@ -22,7 +21,7 @@ from rlkit.server.requests import ApiError, Response
 
 __all__ = ["Entry", "Futures", "Line"]
 
-Run = Callable[[Callable[[], None]], Any]  # has a job carried out: a worker's submit
+Run = Callable[[Callable[[], None]], object]  # has a job carried out: a worker's submit
 _KEPT = 512  # results that were read and are kept for a client that did not get them
 _LIMIT = 20_000  # requests that are kept in all
 
@@ -43,7 +42,7 @@ class Entry:
 
     request_id: str
     operation: str
-    accepted: dict[str, Any]
+    accepted: dict[str, object]
     future: concurrent.futures.Future[Response] = attrs.field(factory=concurrent.futures.Future)
     waits_for: int | None = None
     since: float = attrs.field(factory=time.monotonic)
@@ -51,7 +50,7 @@ class Entry:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def carry_out(self, job: Callable[[], Response]) -> None:
-        """Runs ``job`` and keeps what comes of it; nothing, if the request was cancelled or given up."""
+        """Run ``job`` and keep what comes of it; nothing, if the request was cancelled or given up."""
         with self._lock:
             if self.future.done() or not self.future.set_running_or_notify_cancel():
                 return
@@ -86,12 +85,12 @@ class Futures:
         self._lock = threading.RLock()
 
     def known(self, key: Hashable) -> Entry | None:
-        """The request of that identity, if it came before and repeats are recognised."""
+        """Return the request of that identity, if it came before and repeats are recognised."""
         with self._lock:
             return self._keys.get(key) if self.dedupe else None
 
-    def add(self, key: Hashable, operation: str, **accepted: Any) -> Entry:
-        """A new request. ``key`` is its identity, ``accepted`` goes into the answer beside ``request_id``."""
+    def add(self, key: Hashable, operation: str, **accepted: object) -> Entry:
+        """Add a request. ``key`` is its identity, ``accepted`` goes into the answer beside ``request_id``."""
         with self._lock:
             request_id = f"{operation}-{next(self._numbers):06d}"
             entry = Entry(request_id, operation, {"request_id": request_id, **accepted}, key=key)
@@ -102,7 +101,7 @@ class Futures:
             return entry
 
     def find(self, request_id: str) -> Entry:
-        """The request of that id.
+        """Return the request of that id.
 
         Raises:
             ApiError: 410, it was read long ago; 404, there was none.
@@ -114,7 +113,7 @@ class Futures:
         return entry
 
     def retrieve(self, request_id: str) -> Response:
-        """The result of a request.
+        """Return the result of a request.
 
         Raises:
             ApiError: 408, not yet; otherwise as ``find``.
@@ -139,7 +138,7 @@ class Futures:
         return entry.since + self.patience - time.monotonic()
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request that has not started."""
+        """Drop a request that has not started."""
         self.find(request_id).future.cancel()
 
     def _mark_read(self, request_id: str) -> None:
@@ -186,7 +185,7 @@ class Line:
             self._go_on()
 
     def skip(self, seq_id: int | None) -> None:
-        """A request that was refused has had its turn."""
+        """Skip the turn of a request that was refused."""
         with self._lock:
             if seq_id is not None and seq_id >= self._next and seq_id not in self._held:
                 self._held[seq_id] = None
@@ -211,7 +210,7 @@ class Line:
 
 
 def failed(error: BaseException) -> Response:
-    """The result of a request that failed: whose fault it was, and why."""
+    """Return the result of a request that failed: whose fault it was, and why."""
     users = isinstance(error, (ConfigError, DataError, UnknownNameError, UnsupportedError)) or (
         isinstance(error, ApiError) and error.status < 500
     )

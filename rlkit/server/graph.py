@@ -50,7 +50,7 @@ class Graph:
         ApiError: 400, naming the node that is not allowed or not understood.
     """
 
-    def __init__(self, nodes: list[Any], inputs: tuple[str, ...]) -> None:
+    def __init__(self, nodes: list[object], inputs: tuple[str, ...]) -> None:
         if not 1 <= len(nodes) <= _MAX_NODES:
             raise ApiError(400, f"create_custom_loss: the graph has {len(nodes)} nodes; expected 1 to {_MAX_NODES}")
         self._inputs = inputs
@@ -65,7 +65,7 @@ class Graph:
     def __call__(
         self, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss and its metrics.
+        """Return the loss and its metrics.
 
         Raises:
             ApiError: 400, a node could not be carried out, or what is returned is no loss.
@@ -94,7 +94,7 @@ class Graph:
 
 
 def read_loss(fields: Fields) -> Loss:
-    """The loss of a create_custom_loss request.
+    """Return the loss of a create_custom_loss request.
 
     Raises:
         ApiError: 400 or 422, naming what is not allowed.
@@ -130,8 +130,8 @@ def _read_node(i: int, item: Any) -> _Node:
     return node
 
 
-def _decoded(value: Any, values: Mapping[str, Any]) -> Any:
-    """An argument: JSON scalars stand for themselves, an object with one key for what JSON has not."""
+def _decoded(value: Any, values: Mapping[str, object]) -> Any:
+    """Decode an argument: JSON scalars stand for themselves, an object with one key for what JSON lacks."""
     if isinstance(value, list):
         return [_decoded(x, values) for x in value]
     if not isinstance(value, dict):

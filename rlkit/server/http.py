@@ -67,12 +67,12 @@ class Server:
             self._server = asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop).result()
         except OSError as error:
             self._end_loop()
-            raise BackendError(f"serve: can not listen on {host}:{port}: {error}") from error
+            raise BackendError(f"serve: cannot listen on {host}:{port}: {error}") from error
         found = self._server.sockets[0].getsockname()
         self.url = f"http://[{found[0]}]:{found[1]}" if ":" in found[0] else f"http://{found[0]}:{found[1]}"
 
     def close(self) -> None:
-        """Stops listening, finishes what was accepted, and frees the models. May be called twice."""
+        """Stop listening, finish what was accepted, and free the models. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -153,7 +153,7 @@ class Server:
         return keep
 
     def _admit(self, head: _Head) -> None:
-        """Raises ApiError for a request of a web page, or without the key.
+        """Raise ApiError for a request of a web page, or without the key.
 
         Without a key everybody on this machine is let in, and so would be a page whose name its owner had resolve to
         this machine: the name it asks for gives it away.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import attrs
 import numpy as np
@@ -30,6 +30,7 @@ from rlkit.server.requests import ApiError
 
 __all__ = ["HOSTED", "UNKNOWN", "Loss", "hosted"]
 
+Terms: TypeAlias = tuple[Tensor, Mapping[str, Tensor | float]]  # a loss's terms, and its metrics
 UNKNOWN = (
     "is not published, and only the hosted service has it; use loss_fn='importance_sampling', and samplers without "
     "record_stability_info (in tinker-cookbook, whose default it is: loss_fn=importance_sampling)"
@@ -53,7 +54,7 @@ class Loss:
     """
 
     name: str
-    function: Callable[..., tuple[Tensor, Mapping[str, Any]]]
+    function: Callable[..., Terms]
     inputs: tuple[str, ...] = ()
     optional: Mapping[str, float] = {}
     matrix: bool = False
@@ -85,11 +86,11 @@ class Loss:
         return arrays, {k: v / len(logprobs) if k.endswith(":mean") else v for k, v in metrics.items()}
 
 
-def _cross_entropy(lp: Tensor, x: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+def _cross_entropy(lp: Tensor, x: Mapping[str, Tensor]) -> Terms:
     return -(x["weights"] * lp), {}
 
 
-def _importance_sampling(lp: Tensor, x: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+def _importance_sampling(lp: Tensor, x: Mapping[str, Tensor]) -> Terms:
     return -((lp - x["logprobs"]).exp() * x["advantages"]), {}
 
 
@@ -97,21 +98,21 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tens
     return -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
 
 
-def _ppo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> tuple[Tensor, Mapping[str, Any]]:
+def _ppo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> Terms:
     return _clipped((lp - x["logprobs"]).exp(), x["advantages"], low, high), {}
 
 
-def _cispo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> tuple[Tensor, Mapping[str, Any]]:
+def _cispo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> Terms:
     weight = (lp - x["logprobs"]).exp().detach().clamp(low, high)
     return -(weight * x["advantages"] * lp), {}
 
 
-def _dro(lp: Tensor, x: Mapping[str, Tensor], *, beta: float) -> tuple[Tensor, Mapping[str, Any]]:
+def _dro(lp: Tensor, x: Mapping[str, Tensor], *, beta: float) -> Terms:
     distance = lp - x["logprobs"]
     return -(x["advantages"] * lp - beta / 2 * distance * distance), {}
 
 
-def _gspo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> tuple[Tensor, Mapping[str, Any]]:
+def _gspo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> Terms:
     mask = x["sequence_ratio_mask"]
     log_ratio = (mask * (lp.detach() - x["logprobs"])).sum() / mask.sum()
     return _clipped((log_ratio + lp - lp.detach()).exp(), x["advantages"], low, high), {}
@@ -119,7 +120,7 @@ def _gspo(lp: Tensor, x: Mapping[str, Tensor], *, low: float, high: float) -> tu
 
 @attrs.frozen
 class _Hosted:
-    function: Callable[..., tuple[Tensor, Mapping[str, Any]]]
+    function: Callable[..., Terms]
     settings: Mapping[str, float] = {}  # the API's name -> default
     inputs: tuple[str, ...] = ("logprobs", "advantages")
     optional: Mapping[str, float] = {}
@@ -147,7 +148,7 @@ HOSTED = tuple(_TABLE)
 
 
 def hosted(name: str, config: Mapping[str, float | str]) -> Loss:
-    """The loss of that name with these settings.
+    """Return the loss of that name with these settings.
 
     Raises:
         ApiError: 400, there is no such loss, or a setting is unknown or no number.
@@ -167,7 +168,7 @@ def hosted(name: str, config: Mapping[str, float | str]) -> Loss:
         settings[key] = value
     arguments = {_ARGUMENT[key]: value for key, value in settings.items()}
 
-    def function(lp: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Any]]:
+    def function(lp: Tensor, inputs: Mapping[str, Tensor]) -> Terms:
         return entry.function(lp, inputs, **arguments)
 
     return Loss(name, function, entry.inputs, entry.optional, entry.matrix, entry.elementwise, gates=entry.gates)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -48,17 +47,17 @@ _MATH = _names("""
 _ATTRIBUTES = ("shape", "ndim", "dtype", "device", "T", "mT", "layout")
 
 
-def _attribute(value: Any, name: str, *default: Any) -> Any:
+def _attribute(value: object, name: str, *default: object) -> object:
     del default
     if name not in _ATTRIBUTES:
-        raise ValueError(f"the attribute {name!r} can not be read")
+        raise ValueError(f"the attribute {name!r} cannot be read")
     return getattr(value, name)
 
 
-def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that takes no text and no lists, which it could repeat or format without bound."""
+def _of_numbers(function: Callable[..., object]) -> Callable[..., object]:
+    """Wrap an operator so that it refuses texts and lists, which it could repeat or format without bound."""
 
-    def checked(*args: Any) -> Any:
+    def checked(*args: object) -> object:
         if any(isinstance(arg, (str, list, tuple, dict)) for arg in args):
             raise ValueError(f"{function.__name__} takes tensors and numbers only")
         return function(*args)
@@ -66,7 +65,7 @@ def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def bounded(args: Any) -> None:
+def bounded(args: object) -> None:
     """Refuses arguments that could ask for a huge tensor or number."""
     product, stack = 1, [args]
     while stack:
@@ -81,8 +80,10 @@ def bounded(args: Any) -> None:
         raise ValueError(f"the arguments ask for up to {product} elements; the limit is {LIMIT}")
 
 
-METHODS: Mapping[str, Callable[..., Any]] = {n: getattr(torch.Tensor, n) for n in _TENSOR if hasattr(torch.Tensor, n)}
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+METHODS: Mapping[str, Callable[..., object]] = {
+    n: getattr(torch.Tensor, n) for n in _TENSOR if hasattr(torch.Tensor, n)
+}
+FUNCTIONS: Mapping[str, Callable[..., object]] = {
     **{f"torch.{n}": getattr(torch, n) for n in _TENSOR if hasattr(torch, n)},
     **{f"torch.special.{n}": getattr(torch.special, n) for n in _TENSOR if hasattr(torch.special, n)},
     **{

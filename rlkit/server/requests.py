@@ -22,7 +22,7 @@ class ApiError(Exception):
         extra: further keys of the answer's body.
     """
 
-    def __init__(self, status: int, message: str, **extra: Any) -> None:
+    def __init__(self, status: int, message: str, **extra: object) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
@@ -39,17 +39,17 @@ class Response(NamedTuple):
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> Response:
-        """An answer in JSON."""
+        """Return an answer in JSON."""
         return cls(status, {"content-type": "application/json"}, json.dumps(value).encode())
 
     @classmethod
     def proto(cls, body: bytes) -> Response:
-        """An answer in protocol buffers."""
+        """Return an answer in protocol buffers."""
         return cls(200, {"content-type": "application/x-protobuf"}, body)
 
     @classmethod
     def error(cls, error: ApiError) -> Response:
-        """The answer to a refused request."""
+        """Return the answer to a refused request."""
         return cls.json({"detail": error.message, **error.extra}, error.status)
 
 
@@ -64,7 +64,7 @@ class Request:
     body: bytes
 
     def fields(self) -> Fields:
-        """The body's JSON object.
+        """Return the body's JSON object.
 
         Raises:
             ApiError: 422, it is something else.
@@ -89,38 +89,38 @@ class Fields:
     values: Mapping[str, Any]
 
     def get(self, name: str) -> Any:
-        """The member as it is, or None."""
+        """Return the member as it is, or None."""
         return self.values.get(name)
 
     def text(self, name: str, default: Any = ...) -> Any:
-        """A string."""
+        """Read a string."""
         return self._read(name, str, "a string", default)
 
     def integer(self, name: str, default: Any = ..., *, low: int | None = None, high: int | None = None) -> Any:
-        """An integer in [low, high]."""
+        """Read an integer in [low, high]."""
         value = self._read(name, int, "an integer", default)
         if value is not default and ((low is not None and value < low) or (high is not None and value > high)):
             raise self._wrong(name, f"is {value}", f"an integer in [{low}, {'...' if high is None else high}]")
         return value
 
     def real(self, name: str, default: Any = ...) -> Any:
-        """A finite number."""
+        """Read a finite number."""
         value = self._read(name, (int, float), "a finite number", default)
         if value is not default and not (abs(value) <= sys.float_info.max):  # NaN, too, and integers of any length
             raise self._wrong(name, "is not, or too large", "a finite number")
         return value
 
     def flag(self, name: str, default: Any = ...) -> Any:
-        """A boolean."""
+        """Read a boolean."""
         return self._read(name, bool, "true or false", default)
 
     def object(self, name: str, default: Any = ...) -> Any:
-        """A nested object, as Fields."""
+        """Read a nested object, as Fields."""
         value = self._read(name, dict, "an object", default)
         return Fields(f"{self.where}.{name}", value) if isinstance(value, dict) else value
 
     def items(self, name: str, default: Any = ...) -> Any:
-        """An array."""
+        """Read an array."""
         return self._read(name, list, "an array", default)
 
     def _read(self, name: str, kind: Any, expected: str, default: Any) -> Any:

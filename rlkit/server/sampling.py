@@ -23,7 +23,7 @@ endpoints = Endpoints()
 
 @endpoints.post("create_sampling_session")
 def create_sampling_session(state: State, request: Request) -> Response:
-    """A sampler of a base model or of saved weights."""
+    """Make a sampler of a base model or of saved weights."""
     fields = request.fields()
     session = state.session(fields.text("session_id"))
     number = fields.integer("sampling_session_seq_id", low=0)
@@ -50,7 +50,7 @@ def new_sampler(
     again: bool = True,
     base: bool = False,
 ) -> None:
-    """Keeps a sampler under ``sampler_id``, and lets go of those that were used longest ago."""
+    """Keep a sampler under ``sampler_id``, and let go of those that were used longest ago."""
     session_id, _, number = sampler_id.partition(":sample:")
     with state.lock:
         word = int(number) * 2**20 + state.sessions[session_id].number
@@ -62,7 +62,7 @@ def new_sampler(
 
 @endpoints.add("GET", "samplers/{sampler_id}")
 def get_sampler(state: State, request: Request, sampler_id: str) -> Response:
-    """What a sampler is."""
+    """Return what a sampler is."""
     del request
     sampler = _sampler(state, sampler_id)
     found = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
@@ -111,7 +111,7 @@ class _Asked:
     alternatives: int
 
     def answer(self, snapshot: BackendSnapshot, *, raw: bool) -> bytes:
-        """The SampleResponse."""
+        """Return the SampleResponse."""
         sampler, size = snapshot.sampler, self.prompt.size
         scored = sampler.logprobs(self.prompt) if self.prompt_logprobs else None
         if size < sampler.max_length or scored is None:

@@ -107,7 +107,7 @@ class Service:
             return list(self._state.applied)
 
     def handle(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Args:
             method: "GET", "POST", ...
@@ -139,7 +139,7 @@ class Service:
             return Response.error(ApiError(500, f"{type(error).__name__} in the server; its log says more"))
 
     def _skip(self, request: Request | None) -> None:
-        """A request that is refused has had its turn, wherever it was refused: those behind it do not wait for it."""
+        """Skip the turn of a request that was refused, so that those behind it do not wait for it."""
         try:
             fields = {} if request is None else request.fields().values
         except ApiError:
@@ -149,7 +149,7 @@ class Service:
             run.line.skip(seq_id)
 
     def waits_for(self, path: str, body: bytes) -> tuple[concurrent.futures.Future[Response], float] | None:
-        """What the request would have to wait for, and for how many seconds at most; None: it can be handled now."""
+        """Return what the request has to wait for, and how many seconds at most; None: nothing."""
         if not path.partition("?")[0].endswith("/retrieve_future"):
             return None
         try:
@@ -169,7 +169,7 @@ class Service:
         return self.handle(method, path, headers, body)
 
     def describe(self, method: str, path: str, body: bytes) -> tuple[str, str | None]:
-        """The endpoint that a request is for, such as "optim_step"; of "retrieve_future" also what the result is of."""
+        """Return a request's endpoint, such as "optim_step", and of "retrieve_future" what the result is of."""
         request = _request(method, path, {}, body)
         name = request.path.removeprefix(_PREFIX)
         if name == "retrieve_future":
@@ -187,8 +187,8 @@ class Service:
         """The names that ``describe`` gives."""
         return sorted({endpoint.name for endpoint in _ENDPOINTS} | {"retrieve_future"})
 
-    def fail(self, endpoint: str, body: bytes) -> dict[str, Any] | None:
-        """Accepts a call of a model in training and has it fail, for tests; None where it is no such call."""
+    def fail(self, endpoint: str, body: bytes) -> dict[str, object] | None:
+        """Accept a call of a model in training and have it fail, for tests; None where it is no such call."""
         if endpoint == "forward_backward":
             call = read_forward_backward(body)
             model_id, seq_id = call.model_id, call.seq_id
@@ -209,7 +209,7 @@ class Service:
         return self._state.runs[model_id].ready().backend
 
     def expire(self) -> None:
-        """Ends all sessions from this side: what belongs to them is answered with 410 from now on."""
+        """End all sessions from this side: what belongs to them is answered with 410 from now on."""
         with self._lock:
             for session in self._state.sessions.values():
                 session.finished = True
@@ -245,7 +245,7 @@ class Service:
             return any(not session.finished for session in self._state.sessions.values())
 
     def admit(self, headers: Mapping[str, str], path: str) -> None:
-        """Raises ApiError 401 without one of the keys, or a path that was signed with the key of another request.
+        """Raise ApiError 401 for a request without one of the keys and without a signed path.
 
         ``headers`` have names in lower case.
         """

@@ -34,7 +34,7 @@ def serve(
     tokenizer_id: str | None = None,
     **options: Any,
 ) -> Server:
-    """A running server of the Tinker API; programs reach it with ``TINKER_BASE_URL=<its url>``.
+    """Start a server of the Tinker API; programs reach it with ``TINKER_BASE_URL=<its url>``.
 
     Args:
         backend: a name for ``rlkit.connect``, a function that makes backends (see ``BackendModels``), or models.
@@ -89,14 +89,16 @@ def serve(
         raise
 
 
-def _names(backend: Any, model: str | None) -> tuple[str, ...]:
-    """What clients call the base model where nobody said."""
+def _names(backend: object, model: str | None) -> tuple[str, ...]:
+    """Return what clients call the base model where nobody said."""
     if model is not None:
         return tuple(dict.fromkeys([Path(model).name or model, model]))
     return (backend,) if isinstance(backend, str) else ("model",)
 
 
-def _models(backend: Any, model: str | None, folder: str | Path | None, options: Mapping[str, Any]) -> BackendModels:
+def _models(
+    backend: object, model: str | None, folder: str | Path | None, options: Mapping[str, object]
+) -> BackendModels:
     if isinstance(backend, str):
         settings = {"model": model, "folder": folder}
         given = {**options, **{name: value for name, value in settings.items() if value is not None}}
@@ -112,8 +114,8 @@ def _models(backend: Any, model: str | None, folder: str | Path | None, options:
     return BackendModels(backend)
 
 
-def _options(backend: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the backend's, the service's). Raises ConfigError for others, before a model is loaded."""
+def _options(backend: object, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split options into (the backend's, the service's); raise ConfigError for others."""
     service = inspect.signature(Service).parameters.keys() - {"models", "names", "keys", "folder", "tokenizer_id"}
     there = set()
     if isinstance(backend, str):

@@ -22,7 +22,7 @@ _ARCH = "rlkit"  # what rlkit's own clients know the server by
 
 @endpoints.post("client/config")
 def client_config(state: State, request: Request) -> Response:
-    """Flags for the client; and for rlkit's, whether a call that it sends twice is carried out once."""
+    """Return flags for the client; for rlkit's, whether a call that it sends twice is carried out once."""
     del request
     answer = Response.json(dict(state.config))
     return answer._replace(headers={**answer.headers, DEDUPLICATES: "1"}) if state.futures.dedupe else answer
@@ -30,14 +30,14 @@ def client_config(state: State, request: Request) -> Response:
 
 @endpoints.post("client/dynamic_config")
 def dynamic_config(state: State, request: Request) -> Response:
-    """Flags that may change: abandoned samples are cancelled."""
+    """Return flags that may change: abandoned samples are cancelled."""
     del state, request
     return Response.json({"sample_cancel_enabled": True})
 
 
 @endpoints.add("GET", "healthz")
 def health(state: State, request: Request) -> Response:
-    """The server answers."""
+    """Say that the server answers."""
     del state, request
     return Response.json({"status": "ok"})
 
@@ -51,7 +51,7 @@ def telemetry(state: State, request: Request) -> Response:
 
 @endpoints.add("GET", "get_server_capabilities")
 def capabilities(state: State, request: Request) -> Response:
-    """The base models."""
+    """Return the base models."""
     del request
     each = {"max_context_length": state.models.max_length, "trainable": True, "sampleable": True}
     return Response.json({"supported_models": [{"model_name": name, **each} for name in state.names]})
@@ -59,7 +59,7 @@ def capabilities(state: State, request: Request) -> Response:
 
 @endpoints.post("create_session")
 def create_session(state: State, request: Request) -> Response:
-    """A new session; a repeat under the same idempotency key gets the first one's answer."""
+    """Begin a session; a repeat under the same idempotency key gets the first one's answer."""
     fields = request.fields()
     _end_idle(state)
     key = request.headers.get("x-idempotency-key")
@@ -79,14 +79,14 @@ def create_session(state: State, request: Request) -> Response:
 
 @endpoints.post("session_heartbeat")
 def session_heartbeat(state: State, request: Request) -> Response:
-    """The client lives."""
+    """Note that the client lives."""
     state.session(request.fields().text("session_id"))
     return Response.json({"type": "session_heartbeat"})
 
 
 @endpoints.post("sessions/{session_id}/finish")
 def finish_session(state: State, request: Request, session_id: str) -> Response:
-    """Ends a session and frees its models and samplers. What was saved stays."""
+    """End a session and free its models and samplers. What was saved stays."""
     del request
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
@@ -104,7 +104,7 @@ def list_sessions(state: State, request: Request) -> Response:
 
 @endpoints.add("GET", "sessions/{session_id}")
 def get_session(state: State, request: Request, session_id: str) -> Response:
-    """What belongs to a session."""
+    """Return what belongs to a session."""
     del request
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
@@ -151,7 +151,7 @@ def _finish(state: State, session: Session) -> None:
 
 
 def _end_idle(state: State) -> None:
-    """Ends the sessions whose clients have gone without a word."""
+    """End the sessions whose clients have gone without a word."""
     for session in state.sessions.values():
         if not session.finished and time.monotonic() - session.last_seen > state.idle:
             _finish(state, session)
@@ -171,7 +171,7 @@ def ended(run: Run) -> None:
 
 @endpoints.post("create_model")
 def create_model(state: State, request: Request) -> Response:
-    """A new model in training."""
+    """Make a new model to train."""
     fields = request.fields()
     session = state.session(fields.text("session_id"))
     number = fields.integer("model_seq_id", low=0)
@@ -194,7 +194,7 @@ def create_model(state: State, request: Request) -> Response:
 
 
 def metadata_of(fields: Fields) -> Mapping[str, Any] | None:
-    """What the user keeps beside a run or a state."""
+    """Return what the user keeps beside a run or a state."""
     found = fields.object("user_metadata", None)
     return None if found is None else dict(found.values)
 
@@ -202,7 +202,7 @@ def metadata_of(fields: Fields) -> Mapping[str, Any] | None:
 def new_run(
     state: State, session: Session, number: int, base_model: str, lora: Lora, metadata: Mapping[str, Any] | None
 ) -> Run:
-    """A model's place, before it is made."""
+    """Make a model's place, before the model is made."""
     model_id = f"{session.session_id}:train:{number}"
     if model_id in state.runs:  # asked for twice, and repeats are not recognised
         ended(state.runs[model_id])
@@ -215,7 +215,7 @@ def new_run(
 
 @endpoints.post("get_info")
 def get_info(state: State, request: Request) -> Response:
-    """What a model is."""
+    """Return what a model is."""
     run = state.run(request.fields().text("model_id"))
     data = {"arch": _ARCH, "model_name": run.base_model, "tokenizer_id": state.tokenizer_id}
     return Response.json(
@@ -231,7 +231,7 @@ def get_info(state: State, request: Request) -> Response:
 
 
 def checked_optimizer(config: Fields | None) -> None:
-    """Raises ApiError 400 for an optimizer other than AdamW."""
+    """Raise ApiError 400 for an optimizer other than AdamW."""
     if config is not None and config.text("type", "adamw") != "adamw":
         raise ApiError(400, f"optimizer {config.text('type')!r} is not offered by this server; it has: adamw")
 

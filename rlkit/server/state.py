@@ -71,7 +71,7 @@ class Run:
     unloaded: bool = False
 
     def ready(self) -> BackendModel:
-        """The model.
+        """Return the model.
 
         Raises:
             ApiError: 400, making it failed.
@@ -114,7 +114,7 @@ class SamplerSession:
         return self._snapshot
 
     def snapshot(self) -> BackendSnapshot:
-        """The policy."""
+        """Return the policy."""
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = self.read()
@@ -148,7 +148,7 @@ class State:
     answers: dict[str, Response] = attrs.field(factory=dict)  # by idempotency key
 
     def session(self, session_id: str) -> Session:
-        """The session of that id.
+        """Return the session of that id.
 
         Raises:
             ApiError: 404, there is none; 410, it was finished.
@@ -162,7 +162,7 @@ class State:
         return session
 
     def run(self, model_id: str) -> Run:
-        """The model in training of that id.
+        """Return the model in training of that id.
 
         Raises:
             ApiError: 404, there is none; 410, its session was finished, or it was unloaded.
@@ -205,12 +205,12 @@ class State:
         return name
 
     def seed(self, *words: int) -> int:
-        """A seed of 64 bits, a function of the service's own and of ``words`` alone."""
+        """Return a seed of 64 bits, a function of the service's own and of ``words`` alone."""
         sequence = np.random.SeedSequence(self.seeds.entropy, spawn_key=(2, *words))
         return int(sequence.generate_state(1, np.uint64)[0])
 
     def done(self, operation: str, model_id: str, seq_id: int | None) -> None:
-        """Notes that an operation was carried out."""
+        """Note that an operation was carried out."""
         with self.lock:
             self.applied.append(Applied(operation, model_id, seq_id))
 
@@ -246,7 +246,7 @@ class Endpoints:
         self.all: list[Endpoint] = []
 
     def add(self, method: str, path: str) -> Callable[[Handler], Handler]:
-        """Decorator of ``handler(state, request, **parts)``.
+        """Decorate ``handler(state, request, **parts)``.
 
         ``{part}`` in ``path`` is anything without a slash, ``{part:path}`` anything at all.
         """
@@ -259,12 +259,12 @@ class Endpoints:
         return added
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
-        """A POST endpoint."""
+        """Add a POST endpoint."""
         return self.add("POST", path)
 
     @staticmethod
     def find(endpoints: list[Endpoint], request: Request) -> tuple[Endpoint, dict[str, str]]:
-        """The endpoint that answers, and the parts of the path.
+        """Return the endpoint that answers, and the parts of the path.
 
         Raises:
             ApiError: 404, none does; 405, with another method.

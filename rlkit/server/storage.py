@@ -21,7 +21,7 @@ endpoints = Endpoints()
 
 @endpoints.post("save_weights")
 def save_weights(state: State, request: Request) -> Response:
-    """Saves a model with its optimizer."""
+    """Save a model with its optimizer."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
 
@@ -41,7 +41,7 @@ def save_weights(state: State, request: Request) -> Response:
 
 @endpoints.post("save_weights_for_sampler")
 def save_weights_for_sampler(state: State, request: Request) -> Response:
-    """Saves a model to sample from: under a name, or for one sampler of this session."""
+    """Save a model to sample from: under a name, or for one sampler of this session."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
 
@@ -74,7 +74,7 @@ def save_weights_for_sampler(state: State, request: Request) -> Response:
 
 @endpoints.post("load_weights")
 def load_weights(state: State, request: Request) -> Response:
-    """A new model from a saved one, or another state for a model that is there."""
+    """Make a model from a saved one, or load another state into a model that is there."""
     fields = request.fields()
     if fields.get("model_id") is not None:
         return _loaded_over(state, fields)
@@ -118,7 +118,7 @@ def _loaded_over(state: State, fields: Fields) -> Response:
 
 @endpoints.post("weights_info")
 def weights_info(state: State, request: Request) -> Response:
-    """What stands at a path."""
+    """Return what stands at a path."""
     found = state.checkpoints.find(request.fields().text("tinker_path"))
     flags = {name: getattr(found.lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
     return Response.json({"base_model": found.base_model, "is_lora": True, "lora_rank": found.lora.rank, **flags})
@@ -138,7 +138,7 @@ def list_training_runs(state: State, request: Request) -> Response:
 
 @endpoints.add("PUT", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl")
 def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
-    """Sets when a saved state is dropped."""
+    """Set when a saved state is dropped."""
     expires = checked_ttl(request.fields().integer("ttl_seconds", None))
     state.checkpoints.change(f"tinker://{run_id}/{checkpoint_id}", expires=expires)
     return Response.json({})
@@ -167,7 +167,7 @@ def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id
 
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints")
 def list_run_checkpoints(state: State, request: Request, run_id: str) -> Response:
-    """What one model saved, oldest first."""
+    """Return what one model saved, oldest first."""
     del request
     return Response.json({"checkpoints": [_shown(x) for x in state.checkpoints.all(run_id)]})
 
@@ -194,7 +194,7 @@ def _run(state: State, run_id: str) -> Run | KnownRun:
 def saved(
     state: State, run: Run, fields: Fields, kind: Kind, name: str, *, overwrite: bool = False
 ) -> Callable[[], str]:
-    """What saves under a name that is reserved now, and returns the path."""
+    """Reserve a name; return the function that saves under it and returns the path."""
     expires = checked_ttl(fields.integer("ttl_seconds", None))
     metadata = metadata_of(fields)
     path = state.checkpoints.reserve(run.model_id, kind, name, overwrite=overwrite)
@@ -216,7 +216,7 @@ def _found(state: State, fields: Fields) -> Checkpoint:
     return state.checkpoints.find(fields.text("path"), "weights")
 
 
-def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
+def _shown(checkpoint: Checkpoint) -> dict[str, object]:
     return {
         "checkpoint_id": "/".join(checkpoint.path.split("/")[3:]),
         "checkpoint_type": KINDS[checkpoint.kind],
@@ -227,7 +227,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _run_shown(state: State, run: Run | KnownRun) -> dict[str, Any]:
+def _run_shown(state: State, run: Run | KnownRun) -> dict[str, object]:
     found = state.checkpoints.all(run.model_id)
     last = {kind: next((_shown(x) for x in reversed(found) if x.kind == kind), None) for kind in KINDS}
     return {
@@ -243,7 +243,7 @@ def _run_shown(state: State, run: Run | KnownRun) -> dict[str, Any]:
     }
 
 
-def _page(request: Request, name: str, items: list[Any]) -> Response:
+def _page(request: Request, name: str, items: list[object]) -> Response:
     offset, limit = page(request, 100)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return Response.json({name: items[offset:][:limit], "cursor": cursor})

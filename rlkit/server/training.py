@@ -24,7 +24,7 @@ _ADAM = Adam(eps=1e-12)  # the API's defaults
 def submitted(
     state: State, run: Run, operation: str, seq_id: int | None, prepare: Callable[[], Callable[[], Response]]
 ) -> Response:
-    """Accepts a request of a model in training.
+    """Accept a request of a model in training.
 
     Args:
         state: the service's.
@@ -95,7 +95,7 @@ def optim_step(state: State, request: Request) -> Response:
 
 @endpoints.post("create_custom_loss")
 def create_custom_loss(state: State, request: Request) -> Response:
-    """Keeps a traced loss for the session."""
+    """Keep a traced loss for the session."""
     fields = request.fields()
     session = state.session(fields.text("session_id"))
     number = fields.integer("custom_loss_seq_id", low=0)
@@ -125,7 +125,7 @@ def _loss(state: State, run: Run, call: wire.ForwardBackward) -> Loss:
 
 
 def _row(i: int, datum: wire.Datum, loss: Loss) -> Row:
-    """A datum that has what ``loss`` reads, in the right shapes."""
+    """Return a datum that has what ``loss`` reads, in the right shapes."""
     where = f"data[{i}].loss_fn_inputs"
     inputs: dict[str, np.ndarray] = dict(datum.inputs)
     targets = inputs.pop("target_tokens", None)
@@ -163,7 +163,7 @@ def _row(i: int, datum: wire.Datum, loss: Loss) -> Row:
 def _ranked(
     where: str, inputs: Mapping[str, np.ndarray], targets: np.ndarray, ranks: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """The inputs of a custom loss: those it declares, with the ranks it declares; others are left out."""
+    """Return the inputs of a custom loss: those it declares, with the ranks it declares; others are left out."""
     found: dict[str, np.ndarray] = {}
     for name, rank in ranks.items():
         array = targets if name == "logprobs" else inputs.get(name)

@@ -36,7 +36,7 @@ _NO_LOGPROB = -99999.0  # the API's mark of an empty cell
 
 @cache
 def messages() -> Any:
-    """The module of message classes.
+    """Return the module of message classes.
 
     Raises:
         UnsupportedError: the package tinker is not installed.
@@ -89,7 +89,7 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """The training call in ``body``.
+    """Return the training call in ``body``.
 
     Raises:
         ApiError: 422, it is none.
@@ -109,7 +109,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def write_outputs(arrays: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput; neighbours whose arrays have the same width share a record."""
+    """Return a ForwardBackwardOutput; neighbours whose arrays have the same width share a record."""
     message = messages().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for key, value in metrics.items():
         message.metrics[key] = value
@@ -144,7 +144,7 @@ class TopLogprobs:
     logprobs: np.ndarray
 
     def write(self, message: Any) -> None:
-        """Fills a TopkLogprobs."""
+        """Fill a TopkLogprobs."""
         empty = np.isnan(self.logprobs)
         message.length, message.k = self.ids.shape
         message.token_ids = np.where(empty, 0, self.ids).astype(np.int32).tobytes()
@@ -178,7 +178,7 @@ class Matrix:
         return cls(out, rows, columns)
 
     def write(self, values: np.ndarray, message: Any) -> None:
-        """Fills a Tensor with ``values`` in this layout."""
+        """Fill a Tensor with ``values`` in this layout."""
         values = values.astype(np.float32)
         if self.rows is None or self.columns is None:
             _write_tensor(message, values)
@@ -198,7 +198,7 @@ def write_samples(
     targets: tuple[Matrix, np.ndarray] | None = None,
     alternatives: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> bytes:
-    """A SampleResponse.
+    """Return a SampleResponse.
 
     Args:
         samples: the completions.

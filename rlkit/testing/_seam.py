@@ -46,7 +46,7 @@ def add(fake: FakeTinker) -> None:
 
 
 def remove(fake: FakeTinker) -> None:
-    """Ends it; with the last one the SDK is as it was."""
+    """Unregister a fake; restore the SDK when none are left."""
     with _lock:
         _live.pop(fake.base_url, None)
         if not _live:
@@ -64,16 +64,16 @@ class SdkTokenizer:
         self.vocab_size = inner.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``; nothing is added."""
+        """Return the ids of ``text``; nothing is added."""
         del add_special_tokens
         return [int(x) for x in self.inner.encode(text)]
 
     def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return str(self.inner.decode(np.asarray(tokens, np.int64), skip_special=skip_special_tokens))
 
     def apply_chat_template(self, messages: Any, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
-        """The ids of messages in the model's template."""
+        """Return the ids of messages in the model's template."""
         variables.pop("tokenize", None)
         ids = self.inner.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)
         return [int(x) for x in ids]

@@ -128,7 +128,7 @@ class FakeTinker:
         self._open = False
 
     def service_client(self, **options: Any) -> Any:
-        """A new ``tinker.ServiceClient``; closed with the fake. ``options`` as for the class itself.
+        """Return a new ``tinker.ServiceClient``; closed with the fake. ``options`` as for the class itself.
 
         Raises:
             ConfigError: the fake is not open: use it in a ``with`` block.
@@ -141,14 +141,14 @@ class FakeTinker:
         return client
 
     def rest_client(self) -> Any:
-        """A ``tinker.RestClient``: capabilities, training runs, checkpoints."""
+        """Return a ``tinker.RestClient``: capabilities, training runs, checkpoints."""
         import tinker
 
         self._check_open()
         return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
 
     def inject(self, *faults: Fault) -> None:
-        """Adds faults.
+        """Add faults.
 
         Raises:
             ConfigError: one is no ``Fault``, or is of an endpoint that a service has not.
@@ -162,11 +162,11 @@ class FakeTinker:
         self._faults.add(*faults)
 
     def heal(self) -> None:
-        """Ends all faults."""
+        """End all faults."""
         self._faults.clear()
 
     def expire(self) -> None:
-        """Ends all sessions from the server's side; what belongs to them is answered with 410."""
+        """End all sessions from the server's side; what belongs to them is answered with 410."""
         self.service.expire()
 
     @property
@@ -179,7 +179,7 @@ class FakeTinker:
         return sum(x.operation == operation and model_id in (None, x.model_id) for x in self.applied)
 
     def doubled(self) -> list[Applied]:
-        """The operations that were carried out although one with the same model and seq_id had been."""
+        """Return the operations that were carried out although one with the same model and seq_id had been."""
         had: set[Any] = set()
         found = []
         for x in self.applied:
@@ -196,13 +196,13 @@ class FakeTinker:
             return list(self._seen)
 
     def rate(self, endpoint: str | None = None) -> float:
-        """Requests per second between the first and the last one, of one endpoint or of all."""
+        """Return requests per second between the first and the last one, of one endpoint or of all."""
         times = [x.time for x in self.requests if endpoint in (None, x.endpoint) and not x.copy]
         span = times[-1] - times[0] if times else 0.0
         return (len(times) - 1) / span if span > 0 else 0.0
 
     def open(self) -> Self:
-        """Starts it, as ``with`` does."""
+        """Start it, as ``with`` does."""
         if self._open:
             raise ConfigError("FakeTinker is open already")
         _seam.add(self)
@@ -231,7 +231,7 @@ class FakeTinker:
         self.close()
 
     async def respond(self, request: Any) -> Any:
-        """The answer to an ``httpx.Request``: this is the transport."""
+        """Return the answer to an ``httpx.Request``: this is the transport."""
         endpoint, operation = self.service.describe(request.method, request.url.raw_path.decode(), request.content)
         fault = self._faults.take(endpoint, operation)
         if endpoint not in _QUIET:
@@ -262,7 +262,7 @@ class FakeTinker:
         return httpx.Response(answer.status, headers=dict(answer.headers), content=content, request=request)
 
     def _failed(self, request: Any, endpoint: str) -> Any:
-        """The answer to a request that is accepted and whose operation fails."""
+        """Return the answer to a request that is accepted and whose operation fails."""
         httpx = importlib.import_module("httpx")
         accepted = self.service.fail(endpoint, request.content)
         if accepted is None:
@@ -275,7 +275,7 @@ class FakeTinker:
 
 
 async def _failure(fault: Fault, request: Any) -> Any:
-    """What the client gets instead of an answer; None where the answer only comes late."""
+    """Return what the client gets instead of an answer; None where the answer only comes late."""
     httpx = importlib.import_module("httpx")
     if fault.kind == "lost":
         raise httpx.RemoteProtocolError("server disconnected, by the fault that was asked for", request=request)

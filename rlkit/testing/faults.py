@@ -96,17 +96,17 @@ class Faults:
         self._left: list[tuple[Fault, list[int]]] = []  # fault, requests that matched
 
     def add(self, *faults: Fault) -> None:
-        """Adds faults; of those that match a request the first one happens."""
+        """Add faults; of those that match a request the first one happens."""
         with self._lock:
             self._left += [(fault, [0]) for fault in faults]
 
     def clear(self) -> None:
-        """Ends all faults."""
+        """End all faults."""
         with self._lock:
             self._left.clear()
 
     def take(self, endpoint: str, operation: str | None) -> Fault | None:
-        """The fault of this request, used up by it."""
+        """Return the fault of this request, used up by it."""
         with self._lock:
             for fault, matched in self._left:
                 if not fault.matches(endpoint, operation):

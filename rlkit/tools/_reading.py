@@ -22,8 +22,8 @@ class NotJson(ValueError):
         self.position = position
 
 
-def json_at(text: str, start: int) -> tuple[Any, int]:
-    """(the JSON value that begins at ``start``, the position behind it); never more work than reading it once.
+def json_at(text: str, start: int) -> tuple[object, int]:
+    """Return (the JSON value that begins at ``start``, the position behind it); never more work than reading it once.
 
     Raises:
         NotJson: there is none.
@@ -62,21 +62,21 @@ class Findings:
     errors: list[Malformed] = attrs.field(factory=list)
 
     def keep(self, start: int, end: int) -> None:
-        """This part of the text belongs to no call."""
+        """Keep a part of the text that belongs to no call."""
         self.outside.append(self.text[start:end])
 
     def wrong(self, problem: str, position: int, *, name: str = "", expected: str = "") -> None:
-        """A call that cannot be read."""
+        """Add a call that cannot be read."""
         excerpt = self.text[max(position - 20, 0) : position + 20]
         expected = expected or self.expected
         self.errors.append(Malformed(problem, expected, position, excerpt, name, self._id()))
 
     def call(self, name: str, arguments: Mapping[str, Any], position: int) -> None:
-        """A call that can."""
+        """Add a call that can be read."""
         self.calls.append(ToolCall(name, arguments, self._id(), position))
 
-    def call_of(self, value: Any, position: int) -> None:
-        """A call written as a JSON object with ``name`` and ``arguments`` (or ``parameters``)."""
+    def call_of(self, value: object, position: int) -> None:
+        """Add a call written as a JSON object with ``name`` and ``arguments`` (or ``parameters``)."""
         if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
             value = value["function"]
         if not isinstance(value, Mapping):
@@ -104,7 +104,7 @@ class Findings:
         return len(self.calls) + len(self.errors) >= MOST
 
     def parsed(self, rest: int | None) -> Parsed:
-        """The result; the text from ``rest`` on was not looked at."""
+        """Return the result; the text from ``rest`` on was not looked at."""
         if rest is not None:
             self.outside.append(self.text[rest:])
         return Parsed("".join(self.outside).strip(), tuple(self.calls), tuple(self.errors))

@@ -53,7 +53,7 @@ class ToolEnv:
     def __init__(
         self,
         question: Observation,
-        functions: Sequence[Callable[..., Any]],
+        functions: Sequence[Callable[..., object]],
         reward: Callable[[str], Any],
         *,
         format: str | Format = "hermes",  # noqa: A002
@@ -64,7 +64,7 @@ class ToolEnv:
             wrong = not isinstance(functions, Sequence) or not functions
             what = f"functions are {_check.shown(functions)}" if wrong else f"the reward is {_check.shown(reward)}"
             raise ConfigError(_check.problem("ToolEnv", what, "functions and a reward that can be called"))
-        self.tools: list[Mapping[str, Any]] = [schema(function) for function in functions]
+        self.tools: list[Mapping[str, object]] = [schema(function) for function in functions]
         parameters(self.tools)  # no name twice
         formats.resolve(format)
         self._functions = {function.__name__: function for function in functions}
@@ -73,11 +73,11 @@ class ToolEnv:
         self._max_result = _check.integer("ToolEnv.max_result", max_result, low=1)
 
     def reset(self, seed: int) -> Observation:  # noqa: ARG002
-        """The question."""
+        """Return the question."""
         return self._question
 
     async def step(self, action: Action) -> StepResult:
-        """Makes the calls of a turn, or scores the answer."""
+        """Make the calls of a turn, or score the answer."""
         parsed = parse(action, self._format, self.tools)
         if not parsed.calls and not parsed.errors and action.raw != action:
             parsed = parse(action.raw, self._format, self.tools)  # some formats begin with a control token
@@ -104,7 +104,7 @@ class ToolEnv:
 
 
 async def _value(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a plain or async function gives; plain ones run in a thread, so that they do not hold up other episodes."""
+    """Return what a plain or async function gives; plain ones run in a thread and hold up no other episode."""
     import asyncio
 
     if inspect.iscoroutinefunction(function):

@@ -17,7 +17,7 @@ from rlkit.tools.validation import check_schema, problems
 
 __all__ = ["Format", "formats", "parameters", "parse"]
 
-Format: TypeAlias = Callable[[str, Mapping[str, Mapping[str, Any]]], Parsed]
+Format: TypeAlias = Callable[[str, Mapping[str, Mapping[str, object]]], Parsed]
 
 formats = Registry("tool-call format", entry_point_group="rlkit.tool_formats")
 formats["llama"] = "rlkit.tools.llama:llama"
@@ -27,9 +27,9 @@ formats["qwen3_coder"] = "rlkit.tools.qwen3_coder:qwen3_coder"
 def parse(
     text: str,
     format: str | Format = "hermes",  # noqa: A002
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> Parsed:
-    r"""The tool calls in what a policy wrote. Takes any text, in time that grows with its length only.
+    r"""Return the tool calls in what a policy wrote. Any text is taken, in time that grows with its length only.
 
     Args:
         text: a whole turn.
@@ -63,8 +63,8 @@ def parse(
     return attrs.evolve(parsed, calls=calls, errors=(*parsed.errors, *wrong))
 
 
-def parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The schemas of the arguments, by name, of OpenAI-style schemas.
+def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
+    """Return the schemas of the arguments, by name, of OpenAI-style schemas.
 
     Raises:
         ConfigError: one has no name, a name comes twice, or a schema is not valid.
@@ -94,7 +94,7 @@ def _checked(call: ToolCall, known: Mapping[str, Mapping[str, Any]], text: str) 
 
 
 @formats.register("hermes")
-def hermes(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+def hermes(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """JSON between ``<tool_call>`` and ``</tool_call>``: Hermes, Qwen2.5, Qwen3. The last tag may be missing."""
     start, end = "<tool_call>", "</tool_call>"
     found = Findings(text, f'{start}{{"name": "<tool>", "arguments": {{...}}}}{end}')
@@ -135,7 +135,7 @@ _AROUND = " \t\r\n`json"
 
 
 @formats.register("json")
-def json_calls(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+def json_calls(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """JSON objects, or lists of them, that stand in the text as they are or in a block marked json."""
     found = Findings(text, '{"name": "<tool>", "arguments": {...}}, or a list of such objects')
     begin, stop = len(text) - len(text.lstrip(_AROUND)), len(text.rstrip(_AROUND))
@@ -168,7 +168,7 @@ _BLOCK_END = re.compile(r"^```[ \t]*$", re.MULTILINE)
 
 
 @formats.register("python")
-def python_blocks(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+def python_blocks(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """Blocks marked python: each is a call of the tool ``python`` with the argument ``code``. Nothing is run here."""
     found = Findings(text, "a block of code that begins with ```python and ends with ```, each on a line of its own")
     at = 0

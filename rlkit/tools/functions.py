@@ -22,12 +22,12 @@ _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Exampl
 _ARGUMENT = re.compile(r"^\*{0,2}(\w+)(?:\s*\([^)]*\))?\s*:\s*(.*)$")
 
 
-def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The OpenAI-style schema of a function, from its signature and its docstring.
+def schema(function: Callable[..., object]) -> dict[str, object]:
+    """Return the OpenAI-style schema of a function, from its signature and its docstring.
 
     Args:
         function: each parameter needs a type hint that JSON can express: str, int, float, bool, None, lists, tuples,
-            dicts with text as keys, Literal, Enum, TypedDict, unions of these, or Any. The docstring says what it
+            dicts with text as keys, Literal, Enum, TypedDict, unions of these, or object. The docstring says what it
             does, and in an ``Args:`` section, as Google writes it, what the parameters are.
 
     Raises:
@@ -55,7 +55,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: its type hints cannot be resolved: {error}") from error
     description, arguments = _documented(inspect.getdoc(function) or "")
-    properties: dict[str, Any] = {}
+    properties: dict[str, object] = {}
     required = []
     for parameter in inspect.signature(function).parameters.values():
         where = f"tool {name}: parameter {parameter.name}"
@@ -75,8 +75,8 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def describe(tools: Sequence[Mapping[str, Any]], format: str = "hermes") -> str:  # noqa: A002
-    """A system prompt's part on tools: what there is, and how a call is written.
+def describe(tools: Sequence[Mapping[str, object]], format: str = "hermes") -> str:  # noqa: A002
+    """Return a system prompt's part on tools: what there is, and how a call is written.
 
     Args:
         tools: schemas, OpenAI style.
@@ -110,7 +110,7 @@ _WRITTEN = {
 
 
 def _of_hint(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type."""
+    """Return the JSON schema of a type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
@@ -146,7 +146,7 @@ def _of_hint(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _documented(doc: str) -> tuple[str, dict[str, str]]:
-    """(what a docstring says before its sections, what its Args section says of each parameter)."""
+    """Return (what a docstring says before its sections, what its Args section says of each parameter)."""
     section, head, found, current, indent = "", [], {}, "", None
     for line in doc.splitlines():
         if match := _SECTION.match(line):

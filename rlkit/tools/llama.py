@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from rlkit.tools._reading import Findings, NotJson, json_at
 from rlkit.tools.pythonic import NotACall, calls_at
@@ -19,7 +18,7 @@ _JSON = re.compile(r"\{\s*\"|\[\s*\{\s*\"")
 _WORD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 
 
-def llama(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:  # noqa: ARG001
+def llama(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """``{"name": ..., "parameters": {...}}; ...`` or ``[f(x=1), g()]``: Llama 3 and 4, ``<|python_tag|>`` or not.
 
     Without the tag the whole turn has to be calls; otherwise it is text.

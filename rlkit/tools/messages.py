@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from rlkit.tools.types import Malformed, ToolCall
 
 __all__ = ["error_message", "tool_message"]
 
 
-def tool_message(call: ToolCall, result: Any) -> dict[str, Any]:
-    """What a tool gave, as the message that follows the policy's turn.
+def tool_message(call: ToolCall, result: object) -> dict[str, str]:
+    """Return what a tool gave, as the message that follows the policy's turn.
 
     Args:
         call: what was called.
@@ -28,8 +27,8 @@ def tool_message(call: ToolCall, result: Any) -> dict[str, Any]:
     return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": str(result)}
 
 
-def error_message(error: Malformed) -> dict[str, Any]:
-    r"""What the policy is told about a call that was not made.
+def error_message(error: Malformed) -> dict[str, str]:
+    r"""Return what the policy is told about a call that was not made.
 
     >>> error_message(Malformed("there is no such tool", "one of: add", name="ad"))["content"]
     'The call of ad was not made: there is no such tool.\nExpected: one of: add.'

@@ -31,7 +31,7 @@ class NotACall(ValueError):
         self.position = position
 
 
-def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, Any], int]], int]:
+def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, object], int]], int]:
     """((name, arguments, position) of each call, the position behind them) of ``[f(x=1), g()]`` or one bare call.
 
     >>> calls_at("[add(x=1, y=[2, 'a']), now()]", 0)
@@ -43,7 +43,7 @@ def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, Any], int
     reader = _Reader(text, start)
     if not reader.takes("["):
         return [reader.call()], reader.at
-    calls: list[tuple[str, dict[str, Any], int]] = []
+    calls: list[tuple[str, dict[str, object], int]] = []
     while not reader.takes("]"):
         if calls:
             reader.needs(",", "between two calls")
@@ -127,7 +127,7 @@ class _Reader:
             found.append(self.value(depth + 1))
         return found
 
-    def entries(self, depth: int) -> dict[str, Any]:
+    def entries(self, depth: int) -> dict[str, object]:
         found: dict[str, Any] = {}
         while not self.takes("}"):
             if found:
@@ -143,7 +143,7 @@ class _Reader:
         return found
 
 
-def _literal(text: str, position: int) -> Any:
+def _literal(text: str, position: int) -> object:
     if "\\" in text and not text.startswith("r"):  # "\d" is a backslash and a d, without Python's warning
         text = _ESCAPE.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else "\\" + pair[0], text)
     try:

@@ -17,7 +17,7 @@ _FUNCTION_END = re.compile(r"\s*</function>\s*")
 _START, _END, _PARAMETER_END = "<tool_call>", "</tool_call>", "</parameter>"
 
 
-def qwen3_coder(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:
+def qwen3_coder(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5.
 
     A value is text between line breaks; where the tool's schema wants something else, it is read as JSON.
@@ -30,8 +30,8 @@ def qwen3_coder(text: str, tools: Mapping[str, Mapping[str, Any]]) -> Parsed:
     return found.parsed(at)
 
 
-def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, Any]], found: Findings) -> int:
-    """Reads the call that begins at ``opened``; where to go on."""
+def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], found: Findings) -> int:
+    """Read the call that begins at ``opened``; return where to go on."""
     at = opened + len(_START)
     function = _FUNCTION.match(text, at)
     if function is None:
@@ -39,7 +39,7 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, Any]], found:
         return _next(text, at)
     name, at = function[1], function.end()
     schema = tools.get(name, {}).get("properties")
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     while (parameter := _PARAMETER.match(text, at)) is not None:
         key, begin = parameter[1], parameter.end()
         end = text.find(_PARAMETER_END, begin)
@@ -71,7 +71,7 @@ def _next(text: str, at: int) -> int:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """The text itself where the schema allows a string or says nothing; else what it says as JSON, if it is JSON."""
+    """Return the text itself where the schema allows a string or says nothing; else its value as JSON."""
     if not isinstance(schema, Mapping):
         return text
     types = schema.get("type", [])
@@ -90,5 +90,5 @@ def _value(text: str, schema: Any) -> Any:
     return value if end == len(written) else text
 
 
-def _takes_text(schema: Any) -> bool:
+def _takes_text(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string"

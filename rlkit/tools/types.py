@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 
@@ -25,7 +24,7 @@ class ToolCall:
     """
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     id: str = "call00000"
     position: int = 0
 

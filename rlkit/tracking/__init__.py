@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rlkit.registry import Registry
 from rlkit.tracking.jsonl import Jsonl, read_metrics
@@ -38,8 +37,8 @@ registry["trackio"] = "rlkit.tracking.trackio:Trackio"
 registry["mlflow"] = "rlkit.tracking.mlflow:Mlflow"
 
 
-def for_run(name: str, folder: str | Path) -> Any:
-    """The tracker of that name, with its defaults for a run that is kept in ``folder``.
+def for_run(name: str, folder: str | Path) -> Tracker:
+    """Return the tracker of that name, with its defaults for a run that is kept in ``folder``.
 
     It is what the class's ``for_run(folder)`` makes, or where there is none, what the class makes of the folder.
 
@@ -52,7 +51,8 @@ def for_run(name: str, folder: str | Path) -> Any:
     Jsonl('...')
     """
     kind = registry[name]
-    return getattr(kind, "for_run", kind)(Path(folder))
+    tracker: Tracker = getattr(kind, "for_run", kind)(Path(folder))
+    return tracker
 
 
 for _public in (Jsonl, Name, Several, Tracker, for_run, masked, read_metrics, standard, train_metrics):

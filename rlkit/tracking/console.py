@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from rlkit import _check
 from rlkit.errors import ConfigError
@@ -72,7 +72,7 @@ class Console:
         return cls()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Prints what is shown of these numbers; nothing where that is nothing."""
+        """Print what is shown of these numbers; nothing where that is nothing."""
         found, step = values.checked(metrics, step)
         cells = self._cells(found)
         if not cells:
@@ -88,8 +88,8 @@ class Console:
         groups: Iterable[Group],
         step: int,
         *,
-        advantages: Sequence[Any] | None = None,  # noqa: ARG002
-        trainer_logprobs: Sequence[Any] | None = None,  # noqa: ARG002
+        advantages: Sequence[object] | None = None,  # noqa: ARG002
+        trainer_logprobs: Sequence[object] | None = None,  # noqa: ARG002
     ) -> None:
         """Nothing: trajectories are looked at on the run page."""
         checked_groups(groups)

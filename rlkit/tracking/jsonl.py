@@ -8,13 +8,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import attrs
 
 from rlkit import _check, storage
 from rlkit._disk import synced
 from rlkit._json import from_json, to_json
+from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.tracking import pertoken, values
 from rlkit.tracking.rewinding import record_of, rewound
@@ -46,8 +47,8 @@ class Jsonl:
         clock: gives the time of a line, in seconds since 1970.
 
     Raises:
-        ConfigError: the folder is no path, or the tokenizer can not decode.
-        CheckpointError: the folder can not be made or written.
+        ConfigError: the folder is no path, or the tokenizer cannot decode.
+        CheckpointError: the folder cannot be made or written.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -62,7 +63,9 @@ class Jsonl:
 
     inline = True
 
-    def __init__(self, folder: str | Path, *, tokenizer: Any = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: str | Path, *, tokenizer: Tokenizer | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
             raise ConfigError(_check.problem("Jsonl(folder)", f"got {_check.shown(folder)}", "a path"))
         self.folder = Path(folder)
@@ -74,29 +77,29 @@ class Jsonl:
                 if name != FILES["vocabulary"] or tokenizer is not None:
                     _created(self.folder / name)
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: can not be written: {error}") from error
+            raise CheckpointError(f"{self.folder}: cannot be written: {error}") from error
         self._vocabulary = None if tokenizer is None else Vocabulary(self.folder / FILES["vocabulary"], tokenizer)
 
-    def speak(self, tokenizer: Any) -> None:
-        """Keeps the texts of tokens from now on, if it does not yet; ``rlkit.Run`` calls it with its policy's.
+    def speak(self, tokenizer: Tokenizer) -> None:
+        """Keep the texts of tokens from now on; ``rlkit.Run`` calls it with its policy's tokenizer.
 
         Raises:
-            ConfigError: the tokenizer can not decode.
-            CheckpointError: the file can not be written.
+            ConfigError: the tokenizer cannot decode.
+            CheckpointError: the file cannot be written.
         """
         if self._vocabulary is None:
             try:
                 _created(self.folder / FILES["vocabulary"])
             except OSError as error:
-                raise CheckpointError(f"{self.folder}: can not be written: {error}") from error
+                raise CheckpointError(f"{self.folder}: cannot be written: {error}") from error
             self._vocabulary = Vocabulary(self.folder / FILES["vocabulary"], tokenizer)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Adds a line. What is not finite is written as "NaN", "Infinity" or "-Infinity".
+        """Add a line. What is not finite is written as "NaN", "Infinity" or "-Infinity".
 
         Raises:
             DataError, ConfigError: a name is no text, a value no number, the step no integer >= 0.
-            CheckpointError: the file can not be written.
+            CheckpointError: the file cannot be written.
         """
         found, step = values.checked(metrics, step)
         written = {name: to_json(value) for name, value in found.items()}
@@ -107,15 +110,15 @@ class Jsonl:
         groups: Iterable[Group],
         step: int,
         *,
-        advantages: Sequence[Any] | None = None,
-        trainer_logprobs: Sequence[Any] | None = None,
+        advantages: Sequence[object] | None = None,
+        trainer_logprobs: Sequence[object] | None = None,
     ) -> None:
-        """Adds the groups under this step. Keys are masked in messages, tags and failures; tokens stay as they are.
+        """Add the groups under this step. Keys are masked in messages, tags and failures; tokens stay as they are.
 
         Raises:
             DataError: something else than groups; advantages or logprobs that do not fit them.
             ConfigError: the step is no integer >= 0.
-            CheckpointError: the file can not be written.
+            CheckpointError: the file cannot be written.
         """
         step = _check.integer("log_trajectories(step)", step, low=0)
         groups = checked_groups(groups)
@@ -126,7 +129,7 @@ class Jsonl:
         storage.append(self.folder / FILES["trajectories"], [_clean(group, step) for group in groups])
 
     def sync(self) -> dict[str, int]:
-        """Makes what was logged so far outlast a power failure too; file -> bytes, for ``rewind(at=)``.
+        """Make what was logged so far outlast a power failure too; file -> bytes, for ``rewind(at=)``.
 
         ``rlkit.Run`` calls it for each checkpoint, which then holds where the logs ended.
 
@@ -149,7 +152,7 @@ class Jsonl:
         return found
 
     def rewind(self, step: int, *, at: Mapping[str, int] | None = None) -> int:
-        """Drops what was logged at or after ``step``, and lines that are not whole; how many of metrics.
+        """Drop what was logged at or after ``step``, and lines that are not whole; return how many of metrics.
 
         A run that resumes at ``step`` calls it once, so that each step is there once.
 
@@ -175,26 +178,34 @@ class Jsonl:
         return dropped["metrics"]
 
     def close(self) -> None:
-        """Makes what was logged outlast a power failure too."""
+        """Make what was logged outlast a power failure too."""
         self.sync()
 
     def __repr__(self) -> str:
         return f"Jsonl({str(self.folder)!r})"
 
 
-def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``: {"step": int, "time": float, "metrics": {name: float}}; [] where it has
+class MetricsRow(TypedDict):
+    """A line of ``metrics.jsonl``."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+def read_metrics(folder: str | Path) -> list[MetricsRow]:
+    """Read a run's ``metrics.jsonl``: {"step": int, "time": float, "metrics": {name: float}}; [] where it has
     logged none yet.
 
     What is not finite is a float again. Lines that are not whole, and values that are no numbers, are left out.
 
     Raises:
-        CheckpointError: there is no such folder, it is no run's, or the file can not be read.
+        CheckpointError: there is no such folder, it is no run's, or the file cannot be read.
     """
     folder = Path(folder)
     if not any((folder / name).exists() for name in (*FILES.values(), "run.json", "config.json")):
         raise CheckpointError(f"{folder}: is no run's folder: it has no {FILES['metrics']}")
-    rows = []
+    rows: list[MetricsRow] = []
     for record in lines(folder / FILES["metrics"]):
         metrics = record.get("metrics")
         step, seconds = record.get("step"), from_json(record.get("time"))
@@ -206,8 +217,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a file of JSON lines; nothing where there is no such file."""
+def lines(path: Path) -> Iterator[dict[str, object]]:
+    """Return the whole records of a file of JSON lines; nothing where there is no such file."""
     try:
         with path.open("rb") as file:
             for line in file:
@@ -217,11 +228,11 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Adds records to a file of JSON lines; a line that a crash left unfinished is closed off first."""
+    """Add records to a file of JSON lines; a line that a crash left unfinished is closed off first."""
     if not records:
         return
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
@@ -238,11 +249,11 @@ def append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
             if file.write(data) != len(data):
                 raise OSError("the line was not written to its end")
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be written: {error}") from error
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
 
 def _clean(group: Group, step: int) -> Group:
-    """The group under ``step``, without keys in its texts."""
+    """Return the group under ``step``, without keys in its texts."""
     trajectories = [attrs.evolve(t, messages=masked(t.messages), tags=masked(t.tags)) for t in group.trajectories]
     failures = [attrs.evolve(failure, message=redact(failure.message)) for failure in group.failures]
     return attrs.evolve(group, trajectories=trajectories, failures=failures, step=step)

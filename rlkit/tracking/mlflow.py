@@ -12,7 +12,7 @@ from rlkit.tracking.service import COLUMNS, Service
 
 __all__ = ["Mlflow"]
 
-_OTHER = re.compile(r"[^A-Za-z0-9_\-. :/]")  # what a name there can not hold
+_OTHER = re.compile(r"[^A-Za-z0-9_\-. :/]")  # what a name there cannot hold
 
 
 class Mlflow(Service):
@@ -53,7 +53,7 @@ class Mlflow(Service):
         """As a run in ``folder`` has it: under the folder's name."""
         return cls(name=folder.resolve().name)
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -68,7 +68,7 @@ class Mlflow(Service):
             self._client.log_batch(run, params=params[start : start + 100])
         return run
 
-    def _log(self, run: Any, metrics: dict[str, float], step: int) -> None:
+    def _log(self, run: object, metrics: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -76,15 +76,15 @@ class Mlflow(Service):
         for start in range(0, len(listed), 1000):
             self._client.log_batch(run, metrics=listed[start : start + 1000])
 
-    def _texts(self, run: Any, rows: list[tuple[Any, ...]], step: int) -> None:
+    def _texts(self, run: object, rows: list[tuple[object, ...]], step: int) -> None:
         text = json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows], ensure_ascii=False, indent=1)
         self._client.log_text(run, text, f"trajectories/{step:08d}.json")
 
-    def _end(self, run: Any) -> None:
+    def _end(self, run: object) -> None:
         self._client.set_terminated(run)
 
 
-def _flat(config: Any, prefix: str = "") -> list[tuple[str, str]]:
+def _flat(config: object, prefix: str = "") -> list[tuple[str, str]]:
     """("a.b", text) pairs of nested settings."""
     if isinstance(config, dict) and config:
         named = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in config.items())

@@ -140,7 +140,7 @@ def parts(name: str) -> tuple[str, str, str] | None:
 
 
 def general(name: str) -> str:
-    """The name with "*" in the place of the environment.
+    """Return the name with "*" in the place of the environment.
 
     >>> general("env/owner/name/reward"), general("train/loss")
     ('env/*/reward', 'train/loss')
@@ -150,7 +150,7 @@ def general(name: str) -> str:
 
 
 def standard(name: str) -> Name | None:
-    """The entry of the table that ``name`` belongs to, or None.
+    """Return the entry of the table that ``name`` belongs to, or None.
 
     >>> standard("env/sums/truncated/max_turns").meaning
     'by which limit'

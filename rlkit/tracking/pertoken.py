@@ -15,7 +15,7 @@ from rlkit.trajectory import Group
 __all__ = ["records"]
 
 
-def records(groups: Sequence[Group], step: int, **given: Sequence[Any] | None) -> list[dict[str, Any]]:
+def records(groups: Sequence[Group], step: int, **given: Sequence[object] | None) -> list[dict[str, object]]:
     """One record per group with an entry per trajectory: a number, or one per token of the policy's.
 
     Args:

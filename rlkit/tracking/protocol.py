@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from rlkit.trajectory import Group
 
@@ -19,17 +19,17 @@ class Tracker(Protocol):
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the numbers of a step; may be called several times for one step, with other names."""
+        """Take the numbers of a step; may be called several times for one step, with other names."""
 
     def log_trajectories(
         self,
         groups: Iterable[Group],
         step: int,
         *,
-        advantages: Sequence[Any] | None = None,
-        trainer_logprobs: Sequence[Any] | None = None,
+        advantages: Sequence[object] | None = None,
+        trainer_logprobs: Sequence[object] | None = None,
     ) -> None:
-        """Takes the groups of a step.
+        """Take the groups of a step.
 
         Args:
             groups: what a rollout gave.
@@ -40,4 +40,4 @@ class Tracker(Protocol):
         """
 
     def close(self) -> None:
-        """Ends it; what was logged is where it belongs. May be called twice."""
+        """Flush and close. Idempotent."""

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None where it is not whole."""
+    """Return what a line holds; None where it is not whole."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -27,7 +27,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def rewound(path: Path, step: int, place: int) -> int:
-    """Drops the lines behind ``place`` that are of ``step`` or later, or not whole; how many were of such a step.
+    """Drop the lines behind ``place`` of ``step`` or later, or not whole; return how many were of such a step.
 
     The file is cut where they begin. Only where something behind them stays, such as what another process has written
     meanwhile, or a line that is damaged further in front, is it written anew, beside, and renamed into place.

@@ -30,7 +30,7 @@ def masked(value: Any, name: str = "") -> Any:
     return _masked(value, name, redactor())
 
 
-def _masked(value: Any, name: str, clean: Callable[[str], str]) -> Any:
+def _masked(value: object, name: str, clean: Callable[[str], str]) -> object:
     if isinstance(value, Mapping):
         return {clean(str(key)): _masked(each, str(key), clean) for key, each in value.items()}
     if name and secret_name(name) and _can_be_secret(value):
@@ -46,7 +46,7 @@ def _masked(value: Any, name: str, clean: Callable[[str], str]) -> Any:
     return clean(value) if isinstance(value, str) else value
 
 
-def _items(values: Sequence[Any], name: str, clean: Callable[[str], str]) -> Iterator[Any]:
+def _items(values: Sequence[object], name: str, clean: Callable[[str], str]) -> Iterator[object]:
     """Of a list, which may be that of a command's arguments: what follows "--api-key" is one."""
     telling = False
     for each in values:
@@ -55,7 +55,7 @@ def _items(values: Sequence[Any], name: str, clean: Callable[[str], str]) -> Ite
         telling = flag and secret_name(each)
 
 
-def _can_be_secret(value: Any) -> bool:
+def _can_be_secret(value: object) -> bool:
     """Whether it says anything, and is not a number that no key can be."""
     if value is None or isinstance(value, (bool, float, np.bool_, np.floating)):
         return False

@@ -46,7 +46,7 @@ class Service:
         self._closed = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Sends the numbers of a step."""
+        """Send the numbers of a step."""
         found, step = values.checked(metrics, step)
         if found:
             self._log(self._opened(), found, step)
@@ -56,42 +56,42 @@ class Service:
         groups: Iterable[Group],
         step: int,
         *,
-        advantages: Sequence[Any] | None = None,  # noqa: ARG002  # of the run page
-        trainer_logprobs: Sequence[Any] | None = None,  # noqa: ARG002
+        advantages: Sequence[object] | None = None,  # noqa: ARG002  # of the run page
+        trainer_logprobs: Sequence[object] | None = None,  # noqa: ARG002
     ) -> None:
-        """Sends some trajectories as text."""
+        """Send some trajectories as text."""
         rows = examples(checked_groups(groups), _check.integer("step", step, low=0), self._most)
         if rows:
             self._texts(self._opened(), rows, step)
 
     def close(self) -> None:
-        """Ends the run on the other side."""
+        """End the run on the other side."""
         if self._run is not None and not self._closed:
             self._end(self._run)
         self._closed = True
 
-    def _opened(self) -> Any:
+    def _opened(self) -> object:
         if self._closed:
             raise ConfigError(f"{type(self).__name__} is closed")
         if self._run is None:
             self._run = self._open()
         return self._run
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         raise NotImplementedError
 
-    def _log(self, run: Any, metrics: dict[str, float], step: int) -> None:
+    def _log(self, run: object, metrics: dict[str, float], step: int) -> None:
         raise NotImplementedError
 
-    def _texts(self, run: Any, rows: list[tuple[Any, ...]], step: int) -> None:
+    def _texts(self, run: object, rows: list[tuple[object, ...]], step: int) -> None:
         """Trajectories, one row of ``COLUMNS`` each."""
         raise NotImplementedError
 
-    def _end(self, run: Any) -> None:
+    def _end(self, run: object) -> None:
         raise NotImplementedError
 
 
-def examples(groups: Sequence[Group], step: int, most: int) -> list[tuple[Any, ...]]:
+def examples(groups: Sequence[Group], step: int, most: int) -> list[tuple[object, ...]]:
     """Up to ``most`` trajectories as rows of ``COLUMNS``, evenly spaced over what there is."""
     found = [trajectory for group in groups for trajectory in group.trajectories]
     if not found or not most:

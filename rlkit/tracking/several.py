@@ -6,7 +6,7 @@ import copy
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from rlkit import _check
 from rlkit.errors import ConfigError
@@ -24,7 +24,7 @@ class Several:
 
     Once it is made, none of its methods raises, and none waits: a tracker that is not ``inline`` gets its calls in a
     thread of its own, over a queue of limited length. What a tracker fails at, what has no room in its queue, and what
-    can not be logged at all is left out and counted (``metrics``); the first time, a warning is logged.
+    cannot be logged at all is left out and counted (``metrics``); the first time, a warning is logged.
 
     Args:
         trackers: at least one.
@@ -91,8 +91,8 @@ class Several:
         groups: Iterable[Group],
         step: int,
         *,
-        advantages: Sequence[Any] | None = None,
-        trainer_logprobs: Sequence[Any] | None = None,
+        advantages: Sequence[object] | None = None,
+        trainer_logprobs: Sequence[object] | None = None,
     ) -> None:
         """Hands the groups on."""
         given = {"advantages": advantages, "trainer_logprobs": trainer_logprobs}
@@ -113,7 +113,7 @@ class Several:
                 delivery.do(operator.methodcaller("rewind", step))
 
     def close(self) -> None:
-        """Closes all trackers, side by side; after ``timeout`` seconds what still waits is given up, and counted."""
+        """Close all trackers, side by side; after ``timeout`` seconds what still waits is given up, and counted."""
         ends = time.monotonic() + self._timeout
         for delivery in self._deliveries:
             delivery.end()
@@ -128,10 +128,10 @@ class Several:
 
     def _refuse(self, error: Exception) -> None:
         for delivery in self._deliveries:
-            delivery.count("refused", f"was given what can not be logged: {error}")
+            delivery.count("refused", f"was given what cannot be logged: {error}")
 
 
-def _good(metrics: Any) -> dict[str, float]:
+def _good(metrics: object) -> dict[str, float]:
     """Those of the metrics that can be logged."""
     found: dict[str, float] = {}
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():

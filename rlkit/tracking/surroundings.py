@@ -21,7 +21,7 @@ _PACKAGES = ("rlkit-lm", "numpy", "torch", "transformers", "peft", "tinker", "re
 
 
 def note(folder: Path) -> None:
-    """Adds a line for this start; a folder that can not be written is the run's own matter."""
+    """Add a line for this start; a folder that cannot be written is the run's own matter."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / FILE, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123  # a descriptor, with its mode
@@ -29,7 +29,7 @@ def note(folder: Path) -> None:
 
 
 def found(folder: Path) -> dict[str, Any]:
-    """The last start's, and how many there were; {} where none can be read."""
+    """Return the last start's, and how many there were; {} where none can be read."""
     try:
         lines = (folder / FILE).read_text("utf-8").splitlines()
         last = json.loads(lines[-1])
@@ -63,7 +63,7 @@ def _processor() -> str:
 
 
 def _line(path: Path, name: str) -> str:
-    """What stands behind the colon in the first line that begins with ``name``."""
+    """Return what stands behind the colon in the first line that begins with ``name``."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in path.read_text("utf-8").splitlines():
             if line.startswith(name):
@@ -73,7 +73,7 @@ def _line(path: Path, name: str) -> str:
 
 @functools.cache
 def _source(folder: str) -> dict[str, Any]:
-    """The commit that is checked out in ``folder``, and whether tracked files differ from it."""
+    """Return the commit that is checked out in ``folder``, and whether tracked files differ from it."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", folder, *arguments]

@@ -26,7 +26,7 @@ class TensorBoard(Service):
     package = "tensorboardX"
     extra = "tensorboard"
 
-    def __init__(self, folder: str | Path, *, config: Any = None, trajectories: int = 8) -> None:
+    def __init__(self, folder: str | Path, *, config: object = None, trajectories: int = 8) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._folder = str(folder)
 
@@ -36,7 +36,7 @@ class TensorBoard(Service):
         return cls(folder / "tensorboard")
 
     def rewind(self, step: int) -> None:
-        """The run goes on from ``step``: what older event files hold from there on is not shown."""
+        """Hide what older event files hold from ``step`` on."""
         if self._run is not None:
             self.close()
             self._run, self._closed = None, False
@@ -44,7 +44,7 @@ class TensorBoard(Service):
 
     _purge: int | None = None
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         from tensorboardX import SummaryWriter
 
         # A file is named after the second in which it is opened: a run that goes on at once would write over it.

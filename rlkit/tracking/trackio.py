@@ -45,7 +45,7 @@ class Trackio(Service):
         """As a run in ``folder`` has it: under the folder's name."""
         return cls(name=folder.resolve().name)
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         import trackio
 
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

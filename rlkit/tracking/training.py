@@ -16,7 +16,7 @@ __all__ = ["train_metrics"]
 def train_metrics(
     data: Sequence[Datum], output: ForwardBackwardOutput, update: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """What ``forward_backward`` and ``optim_step`` found, and how far the trainer was from the sampler.
+    """Return what ``forward_backward`` and ``optim_step`` found, and how far the trainer was from the sampler.
 
     Args:
         data: the batch; the distances are over those datums that have ``sampling_logprobs``, and left out where none

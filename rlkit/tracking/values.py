@@ -14,8 +14,8 @@ from rlkit.tracking.secrets import redact
 __all__ = ["checked", "number"]
 
 
-def checked(metrics: Any, step: Any, where: str = "log") -> tuple[dict[str, float], int]:
-    """The metrics as name -> float, names that hold a key masked, and the step.
+def checked(metrics: object, step: object, where: str = "log") -> tuple[dict[str, float], int]:
+    """Return the metrics as name -> float, names that hold a key masked, and the step.
 
     Raises:
         DataError: the metrics are no mapping of names to numbers.
@@ -39,7 +39,7 @@ def checked(metrics: Any, step: Any, where: str = "log") -> tuple[dict[str, floa
 
 
 def number(where: str, value: Any) -> float:
-    """A number of Python's, numpy's or torch's as a float.
+    """Return a number of Python's, numpy's or torch's as a float.
 
     Raises:
         DataError: it is none.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlkit import _check
+from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError
 from rlkit.trajectory import Group
 
@@ -29,7 +29,7 @@ class Vocabulary:
         tokenizer: anything with ``decode(tokens, skip_special=...)``.
 
     Raises:
-        ConfigError: the tokenizer can not decode.
+        ConfigError: the tokenizer cannot decode.
 
     >>> import rlkit
     >>> from rlkit.trajectory import Trajectory, Turn
@@ -39,7 +39,7 @@ class Vocabulary:
     {'65': 'A', '110': 'n', '195': '\ufffd', '169': '\ufffd', '195,169': 'é'}
     """
 
-    def __init__(self, path: Path | None, tokenizer: Any) -> None:
+    def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
             what = f"got {_check.shown(tokenizer)}"
             raise ConfigError(_check.problem("tokenizer", what, "the policy's: policy.tokenizer"))
@@ -48,7 +48,7 @@ class Vocabulary:
         self._texts: dict[str, str] = {} if path is None else read_vocabulary(path)
 
     def add(self, groups: Iterable[Group]) -> dict[str, str]:
-        """What these groups bring that was not known."""
+        """Return what these groups bring that was not known."""
         from rlkit.tracking.jsonl import append
 
         new: dict[str, str] = {}
@@ -79,7 +79,7 @@ class Vocabulary:
 
 
 def runs(tokens: list[int], unclear: set[int]) -> Iterable[list[int]]:
-    """The unbroken runs of tokens that are in ``unclear``, cut where they are long.
+    """Return the unbroken runs of tokens that are in ``unclear``, cut where they are long.
 
     >>> list(runs([1, 9, 8, 1, 9], {8, 9}))
     [[9, 8], [9]]
@@ -97,7 +97,7 @@ def runs(tokens: list[int], unclear: set[int]) -> Iterable[list[int]]:
 
 
 def read_vocabulary(path: Path) -> dict[str, str]:
-    """The texts in a file that ``Vocabulary`` wrote; {} where there is none."""
+    """Return the texts in a file that ``Vocabulary`` wrote; {} where there is none."""
     from rlkit.tracking.jsonl import lines
 
     found: dict[str, str] = {}

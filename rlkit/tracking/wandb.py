@@ -51,7 +51,7 @@ class Wandb(Service):
         """As a run in ``folder`` has it: under the folder's name, wandb's own files in it."""
         return cls(name=folder.resolve().name, folder=folder)
 
-    def _open(self) -> Any:
+    def _open(self) -> object:
         import wandb
 
         settings = wandb.Settings(

@@ -170,7 +170,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     for given_ in ({"folder": None}, {"out": 3}, {"max_trajectories": 0}, {"max_bytes": 0.5}):
         with pytest.raises(ConfigError):
             write(**{"folder": tmp_path, **given_})
-    with pytest.raises(CheckpointError, match="can not be written"):
+    with pytest.raises(CheckpointError, match="cannot be written"):
         write(tmp_path, tmp_path / "no" / "such" / "folder.html")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 

@@ -296,7 +296,7 @@ def test_a_key():
 
 def test_a_taken_port(server):
     port = urllib.parse.urlsplit(server.url).port
-    with pytest.raises(rlkit.BackendError, match="can not listen"):
+    with pytest.raises(rlkit.BackendError, match="cannot listen"):
         serve(ExactModels(), port=port)
 
 

@@ -81,7 +81,7 @@ def test_bad_input_is_refused_and_nothing_written(tmp_path, metrics, step, error
 
 def test_a_folder_that_can_not_be_one(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="can not be written"):
+    with pytest.raises(CheckpointError, match="cannot be written"):
         Jsonl(tmp_path / "file")
     for folder in (None, 3, ""):
         with pytest.raises(ConfigError, match=r"Jsonl\(folder\)"):

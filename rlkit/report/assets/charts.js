@@ -128,7 +128,7 @@ const span = (low, high, floor) => {
   if (low === null || high === null || low === undefined) return [0, 1];
   if (floor) low = Math.min(0, low);
   if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
-    // A flat curve, but for rounding: ticks that fine can not be told apart, and uPlot would make them without end.
+    // A flat curve, but for rounding: ticks that fine cannot be told apart, and uPlot would make them without end.
     const around = Math.abs(low) * 0.1 || (floor ? 0.1 : 0.5);
     return floor ? [low, high + around] : [low - around, high + around];
   }

@@ -127,7 +127,7 @@ class Detail {
     fill(this.body, record.turns.length > 0 && record.messages.length > 0 && exact, cards, !cards.length && h("p", { class: "hint" }, "There were no turns: the first prompt did not fit."));
   }
 
-  // Messages, the policy's own with their tokens; [] where they can not be told apart.
+  // Messages, the policy's own with their tokens; [] where they cannot be told apart.
   matched(record) {
     const own = record.messages.map((message, at) => [message, at]).filter(([message]) => message.role === "assistant").map(([, at]) => at);
     if (own.length < record.turns.length) return [];

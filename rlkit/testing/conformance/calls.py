@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rlkit
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 STEP = rlkit.Adam(learning_rate=0.02)
@@ -18,21 +19,21 @@ STEP = rlkit.Adam(learning_rate=0.02)
 class CallTests(Harness):
     """Order, accumulation, steps, and asynchronous use."""
 
-    def test_order_under_pipelining(self, fresh: Callable[..., Any]) -> None:
+    def test_order_under_pipelining(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Calls made without reading any result do what they do when each is read first."""
         one, two = fresh(), fresh()
         data = self.data(one)
         for _ in range(3):
             one.forward_backward(data, "ppo").result()
             one.optim_step(STEP).result()
-        futures = []
+        futures: list[rlkit.Future[Any]] = []
         for _ in range(3):
             futures += [two.forward_backward(data, "ppo"), two.optim_step(STEP)]
         last = two.forward(data)
         assert worst(last.result().selected, self.logprobs(one, data)) < 1e-6
         assert all(future.done() for future in futures)
 
-    def test_snapshot_is_taken_in_order(self, fresh: Callable[..., Any]) -> None:
+    def test_snapshot_is_taken_in_order(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A sampler asked for between two steps is of the policy between them."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -46,7 +47,7 @@ class CallTests(Harness):
         expected = two.sampler().result().logprobs(tokens).result()
         assert worst([between.result().logprobs(tokens).result()], [expected]) < 1e-6
 
-    def test_adamw(self, policy: Any) -> None:
+    def test_adamw(self, policy: TrainerBackend) -> None:
         """A step with learning rate 0 changes nothing, and momentum moves a policy whose gradient is zero."""
         data = self.data(policy)
         start = self.logprobs(policy, data)
@@ -58,7 +59,7 @@ class CallTests(Harness):
         policy.optim_step(STEP)
         assert worst(start, self.logprobs(policy, data)) > 1e-4
 
-    def test_clipping(self, fresh: Callable[..., Any]) -> None:
+    def test_clipping(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A norm bound scales the gradient down: a tenth of its norm moves a tenth as far."""
         free, bound = fresh(), fresh()
         data = self.data(free)
@@ -74,7 +75,7 @@ class CallTests(Harness):
         tenth = [s + (f - s) / 10 for s, f in zip(start, far, strict=True)]
         assert worst(near, tenth) < 0.05 * worst(start, far)
 
-    def test_step_without_gradient_raises(self, policy: Any) -> None:
+    def test_step_without_gradient_raises(self, policy: TrainerBackend) -> None:
         """optim_step raises at the call when nothing was accumulated, also right after a step."""
         with pytest.raises(rlkit.BackendError, match="accumulated"):
             policy.optim_step(STEP)
@@ -83,7 +84,7 @@ class CallTests(Harness):
         with pytest.raises(rlkit.BackendError, match="accumulated"):
             policy.optim_step(STEP)
 
-    def test_forward_has_no_gradient(self, policy: Any) -> None:
+    def test_forward_has_no_gradient(self, policy: TrainerBackend) -> None:
         """Forward gives logprobs and a loss's value, and accumulates nothing."""
         data = self.data(policy)
         value = policy.forward(data, "ppo").result().metrics["loss:sum"]
@@ -91,7 +92,7 @@ class CallTests(Harness):
             policy.optim_step(STEP)
         assert value == pytest.approx(policy.forward_backward(data, "ppo").result().metrics["loss:sum"], rel=1e-5)
 
-    def test_await_and_result(self, policy: Any) -> None:
+    def test_await_and_result(self, policy: TrainerBackend) -> None:
         """The same future is awaited, read again, and read with result()."""
         data = self.data(policy)
 
@@ -108,7 +109,7 @@ class CallTests(Harness):
         assert output.metrics == again.metrics
         assert len(samples) == 3
 
-    def test_cancelled_awaits_lose_no_call(self, fresh: Callable[..., Any]) -> None:
+    def test_cancelled_awaits_lose_no_call(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Tasks that are cancelled while they wait leave the training as if they had not been."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -131,14 +132,14 @@ class CallTests(Harness):
             two.optim_step(STEP)
         assert worst(self.logprobs(one, data), self.logprobs(two, data)) < 1e-6
 
-    def test_timeout_abandons_the_waiting_only(self, policy: Any) -> None:
+    def test_timeout_abandons_the_waiting_only(self, policy: TrainerBackend) -> None:
         """result(timeout) raises BackendTimeout, a TimeoutError, and the result can be read later."""
         future = policy.forward_backward(self.data(policy) * 20, "ppo")
         with contextlib.suppress(rlkit.BackendTimeout):  # or it was there already
             future.result(timeout=0.0)
         assert future.result().metrics["datums:sum"] == 180
 
-    def test_closed_backend_refuses(self, policy: Any) -> None:
+    def test_closed_backend_refuses(self, policy: TrainerBackend) -> None:
         """close() may be called twice; every call after it raises."""
         data = self.data(policy)
         policy.close()

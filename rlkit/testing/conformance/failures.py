@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import rlkit
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 STEP = rlkit.Adam(learning_rate=0.02)
@@ -18,7 +19,7 @@ class Boom(Exception):
 
 
 def raises_from_call(number: int) -> Callable[..., Any]:
-    """A loss that raises when it is called for the ``number``-th time."""
+    """Make a loss that raises when it is called for the ``number``-th time."""
     calls = 0
 
     def loss(logprobs: Any) -> Any:
@@ -34,7 +35,7 @@ def raises_from_call(number: int) -> Callable[..., Any]:
 class FailureTests(Harness):
     """Nothing half done, nothing applied behind a failure."""
 
-    def test_mistake_raises_in_the_call(self, fresh: Callable[..., Any]) -> None:
+    def test_mistake_raises_in_the_call(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A loss that raises at once raises the user's own exception from the call, and nothing is disturbed."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -44,7 +45,7 @@ class FailureTests(Harness):
         two.forward_backward(data, "ppo")
         assert worst(self.after(one, data), self.after(two, data)) < 1e-6
 
-    def test_failure_keeps_what_was_accumulated(self, fresh: Callable[..., Any]) -> None:
+    def test_failure_keeps_what_was_accumulated(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A call that fails later loses its own gradient whole, and no other."""
         if not self.recovers:
             pytest.skip("this backend does not accept calls after a failure (recovers = False)")
@@ -57,12 +58,12 @@ class FailureTests(Harness):
         two.forward_backward(data, "ppo")
         assert worst(self.after(one, data), self.after(two, data)) == 0.0
 
-    def test_queued_calls_are_refused(self, policy: Any) -> None:
+    def test_queued_calls_are_refused(self, policy: TrainerBackend) -> None:
         """Behind a failure steps, snapshots and gradients are refused with TrainerFailed, caused by it."""
         data = self.data(policy)
         before = self.logprobs(policy, data)
         failed = policy.forward_backward(data, raises_from_call(4))
-        queued = [
+        queued: list[rlkit.Future[Any]] = [
             policy.optim_step(STEP),
             policy.forward_backward(data, "ppo"),
             policy.optim_step(STEP),
@@ -81,7 +82,7 @@ class FailureTests(Harness):
             policy.optim_step(STEP).result()
             assert worst(before, self.logprobs(policy, data)) > 0.0
 
-    def test_unread_failure_refuses(self, policy: Any) -> None:
+    def test_unread_failure_refuses(self, policy: TrainerBackend) -> None:
         """A failure that nobody read refuses later calls too, until one of its errors is read."""
         data = self.data(policy)
         policy.forward_backward(data, raises_from_call(4))
@@ -91,7 +92,7 @@ class FailureTests(Harness):
         if self.recovers:
             policy.forward_backward(data, "ppo").result()
 
-    def test_discard(self, policy: Any) -> None:
+    def test_discard(self, policy: TrainerBackend) -> None:
         """discard() drops what is accumulated and has calls accepted again."""
         if not self.recovers:
             pytest.skip("this backend does not accept calls after a failure (recovers = False)")
@@ -106,7 +107,7 @@ class FailureTests(Harness):
         policy.optim_step(STEP).result()
         assert worst(before, self.logprobs(policy, data)) == 0.0
 
-    def test_non_finite_loss_is_refused(self, policy: Any) -> None:
+    def test_non_finite_loss_is_refused(self, policy: TrainerBackend) -> None:
         """A loss that is NaN or infinite on real logprobs fails its call, and the policy stays as it was."""
         data = self.data(policy)
         before = self.logprobs(policy, data)
@@ -116,7 +117,7 @@ class FailureTests(Harness):
         if self.recovers:
             assert worst(before, self.logprobs(policy, data)) == 0.0
 
-    def test_overflowing_norm_refuses_the_step(self, policy: Any) -> None:
+    def test_overflowing_norm_refuses_the_step(self, policy: TrainerBackend) -> None:
         """A finite gradient whose norm overflows float32 would ruin Adam's moments: the step is refused."""
         data = self.data(policy)
         before = self.logprobs(policy, data)
@@ -130,7 +131,7 @@ class FailureTests(Harness):
             policy.optim_step(STEP).result()
             assert 0.0 < worst(before, self.logprobs(policy, data)) < 10.0
 
-    def test_detached_loss_is_a_mistake(self, policy: Any) -> None:
+    def test_detached_loss_is_a_mistake(self, policy: TrainerBackend) -> None:
         """A loss that does not depend on the logprobs, or is no scalar, raises in the call and says so."""
         data = self.data(policy)
         with pytest.raises(rlkit.ConfigError, match="detached"):

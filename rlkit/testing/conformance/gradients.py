@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
@@ -19,7 +20,7 @@ STEP = rlkit.Adam(learning_rate=0.02)
 class GradientTests(Harness):
     """Sums, order, masks and weights."""
 
-    def test_losses_are_sums(self, policy: Any) -> None:
+    def test_losses_are_sums(self, policy: TrainerBackend) -> None:
         """Cross entropy is minus the sum of the logprobs, over all tokens of all datums."""
         data = self.data(policy)
         output = policy.forward_backward(data, "cross_entropy").result()
@@ -31,7 +32,7 @@ class GradientTests(Harness):
             assert lp.shape == datum.tokens.shape
             assert not lp[~datum.mask].any()
 
-    def test_two_calls_equal_one(self, fresh: Callable[..., Any]) -> None:
+    def test_two_calls_equal_one(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Gradients of two calls add up to that of one call on all the data."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -42,7 +43,7 @@ class GradientTests(Harness):
         assert worst(a, b) < 1e-5
         assert worst(a, self.logprobs(fresh(), data)) > 1e-3
 
-    def test_order_of_the_data_is_of_no_account(self, fresh: Callable[..., Any]) -> None:
+    def test_order_of_the_data_is_of_no_account(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A permutation of the batch, and so other micro-batches, gives the same gradient and aligned outputs."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -53,13 +54,13 @@ class GradientTests(Harness):
         assert first.metrics["loss:sum"] == pytest.approx(second.metrics["loss:sum"], rel=1e-4)
         assert worst(self.after(one, data), self.after(two, data)) < 1e-5
 
-    def test_padding_is_of_no_account(self, policy: Any) -> None:
+    def test_padding_is_of_no_account(self, policy: TrainerBackend) -> None:
         """A short datum has the same logprobs alone and beside a long one."""
         data = sorted(self.data(policy), key=len)
         assert worst(self.logprobs(policy, data[:1]), self.logprobs(policy, [data[0], data[-1]])[:1]) < self.tolerance
 
     @pytest.mark.parametrize("name", LOSSES)
-    def test_name_equals_callable(self, fresh: Callable[..., Any], name: str) -> None:
+    def test_name_equals_callable(self, fresh: Callable[..., TrainerBackend], name: str) -> None:
         """A name and the function behind it give the same value and gradient; another loss does not."""
         import rlkit.losses
 
@@ -74,7 +75,7 @@ class GradientTests(Harness):
         other.forward_backward(data, "dro" if name == "cross_entropy" else "cross_entropy")
         assert worst(after, self.after(other, data)) > 1e-3
 
-    def test_settings_reach_the_loss(self, fresh: Callable[..., Any]) -> None:
+    def test_settings_reach_the_loss(self, fresh: Callable[..., TrainerBackend]) -> None:
         """``config`` sets the bounds of a named loss and of a function alike."""
         import rlkit.losses
 
@@ -88,7 +89,7 @@ class GradientTests(Harness):
         assert worst(after, self.after(two, data)) < 1e-5
         assert worst(after, self.after(plain, data)) > 1e-4
 
-    def test_advantage_has_a_direction(self, policy: Any) -> None:
+    def test_advantage_has_a_direction(self, policy: TrainerBackend) -> None:
         """A positive advantage makes a sample more probable, a negative one less."""
         samples = self.samples(policy)
         data = [s.datum(a) for s, a in zip(samples, [1.0, -1.0, 0.0] * 3, strict=True)]
@@ -98,7 +99,7 @@ class GradientTests(Harness):
         change = np.subtract(after, before)
         assert change[0::3].sum() > 0 > change[1::3].sum()
 
-    def test_zero_advantage_is_no_gradient(self, policy: Any) -> None:
+    def test_zero_advantage_is_no_gradient(self, policy: TrainerBackend) -> None:
         """Zero advantages give an exactly zero gradient: a first step changes nothing, to the bit."""
         data = [s.datum(0.0) for s in self.samples(policy)]
         before = self.logprobs(policy, data)
@@ -107,7 +108,7 @@ class GradientTests(Harness):
         assert norm == 0.0
         assert worst(before, self.logprobs(policy, data)) == 0.0
 
-    def test_masked_tokens_have_no_influence(self, fresh: Callable[..., Any]) -> None:
+    def test_masked_tokens_have_no_influence(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Masked-out tokens after the policy's own, and numbers behind the mask, change neither loss nor gradient."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -124,7 +125,7 @@ class GradientTests(Harness):
             assert a.metrics["loss:sum"] == pytest.approx(b.metrics["loss:sum"], rel=1e-4)
         assert worst(self.after(one, data), self.after(two, data)) < 1e-5
 
-    def test_datum_without_own_tokens_is_zero(self, fresh: Callable[..., Any]) -> None:
+    def test_datum_without_own_tokens_is_zero(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A fully masked datum adds nothing; a batch of them accumulates nothing at all."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -137,7 +138,7 @@ class GradientTests(Harness):
         assert worst(self.after(one, data), self.after(two, data)) < 1e-5
 
     @pytest.mark.parametrize("name", LOSSES)
-    def test_weights_multiply_every_term(self, fresh: Callable[..., Any], name: str) -> None:
+    def test_weights_multiply_every_term(self, fresh: Callable[..., TrainerBackend], name: str) -> None:
         """Weights of a half, one number or one per token, halve value and gradient: two such calls make one."""
         one, two = fresh(), fresh()
         data = self.data(one)
@@ -151,7 +152,7 @@ class GradientTests(Harness):
         assert worst(after, start) > 1e-4  # or two gradients of zero would agree
         assert worst(after, self.after(two, data)) < 1e-5
 
-    def test_pairs_and_batches(self, fresh: Callable[..., Any]) -> None:
+    def test_pairs_and_batches(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Losses over pairs and over the whole batch see their datums together, however the data is split up."""
         import torch
 
@@ -178,7 +179,7 @@ class GradientTests(Harness):
         value = three.forward_backward(data, centred).result().metrics["loss:sum"]
         assert value == pytest.approx(np.square(lps - np.mean(lps)).sum() / 100, rel=1e-3)
 
-    def test_metrics_of_a_loss_are_combined(self, policy: Any) -> None:
+    def test_metrics_of_a_loss_are_combined(self, policy: TrainerBackend) -> None:
         """A loss's own metrics come back summed or as means over the datums."""
 
         def counted(logprobs: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.types import Datum, Sample
 
 __all__ = ["Harness", "worst"]
@@ -19,7 +20,7 @@ class Harness:
     """Base of the conformance tests.
 
     Attributes:
-        skips: name of a test -> why this backend can not pass it.
+        skips: name of a test -> why this backend cannot pass it.
         tolerance: largest difference of two logprobs that should be equal.
         exact: a sample does not depend, bit for bit, on what is sampled beside it.
         recovers: after a failure is read, calls are accepted again.
@@ -32,8 +33,8 @@ class Harness:
     recovers: ClassVar[bool] = True
     tempered: ClassVar[bool] = True
 
-    def make(self, folder: Path, **options: Any) -> Any:
-        """A new backend that saves under ``folder``."""
+    def make(self, folder: Path, **options: Any) -> TrainerBackend:
+        """Make a new backend that saves under ``folder``."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -46,16 +47,16 @@ class Harness:
             pytest.skip(reason)
 
     @pytest.fixture
-    def policy(self, tmp_path: Path) -> Iterator[Any]:
+    def policy(self, tmp_path: Path) -> Iterator[TrainerBackend]:
         with self.make(tmp_path, seed=0) as policy:
             yield policy
 
     @pytest.fixture
-    def fresh(self, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-        """Makes backends that start alike, and closes them."""
-        made: list[Any] = []
+    def fresh(self, tmp_path: Path) -> Iterator[Callable[..., TrainerBackend]]:
+        """Make backends that start alike, and close them."""
+        made: list[TrainerBackend] = []
 
-        def make(**options: Any) -> Any:
+        def make(**options: Any) -> TrainerBackend:
             made.append(self.make(tmp_path, **{"seed": 0, **options}))
             return made[-1]
 
@@ -64,10 +65,10 @@ class Harness:
             policy.close()
 
     @staticmethod
-    def prompt(policy: Any, text: str = "hello 12") -> np.ndarray:
+    def prompt(policy: TrainerBackend, text: str = "hello 12") -> np.ndarray:
         return np.asarray(policy.tokenizer.encode(text))
 
-    def samples(self, policy: Any, *, temperature: float = 1.0, tokens: int = 6) -> list[Sample]:
+    def samples(self, policy: TrainerBackend, *, temperature: float = 1.0, tokens: int = 6) -> list[Sample]:
         """Three samples for each of three prompts of different lengths, the same for backends that start alike."""
         params = rlkit.SamplingParams(max_tokens=tokens, temperature=temperature, stop=())
         with policy.sampler().result() as sampler:
@@ -75,7 +76,7 @@ class Harness:
             futures = [sampler.sample(p, params, n=3, seed=i) for i, p in enumerate(prompts)]
             return [sample for future in futures for sample in future.result()]
 
-    def data(self, policy: Any, **inputs: Any) -> list[Datum]:
+    def data(self, policy: TrainerBackend, **inputs: Any) -> list[Datum]:
         """Those samples as datums, with advantages of both signs and sampling logprobs off the policy's."""
         rng = np.random.default_rng(7)
         data = []
@@ -85,8 +86,8 @@ class Harness:
             data.append(sample.datum(rng.normal(size=n), sampling_logprobs=np.minimum(near, -1e-3), **inputs))
         return data
 
-    def after(self, policy: Any, data: Sequence[Datum], *, scale: float = 1e-3) -> list[np.ndarray]:
-        """Steps once along the plain gradient, and returns the logprobs of ``data`` there.
+    def after(self, policy: TrainerBackend, data: Sequence[Datum], *, scale: float = 1e-3) -> list[np.ndarray]:
+        """Step once along the plain gradient; return the logprobs of ``data`` there.
 
         Without moments and with an eps far above the gradient, AdamW is gradient descent, so that two backends end
         up alike only if they had the same gradient.
@@ -95,13 +96,13 @@ class Harness:
         return self.logprobs(policy, data)
 
     @staticmethod
-    def logprobs(policy: Any, data: Sequence[Datum]) -> list[np.ndarray]:
+    def logprobs(policy: TrainerBackend, data: Sequence[Datum]) -> list[np.ndarray]:
         found: list[np.ndarray] = policy.forward(data).result().selected
         return found
 
 
 def worst(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    """The largest absolute difference of two lists of arrays."""
+    """Return the largest absolute difference of two lists of arrays."""
     assert len(a) == len(b)
     assert all(x.shape == y.shape for x, y in zip(a, b, strict=True))
     return max((float(np.abs(x - y).max(initial=0.0)) for x, y in zip(a, b, strict=True)), default=0.0)

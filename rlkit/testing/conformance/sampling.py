@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 LONG = rlkit.SamplingParams(max_tokens=12, stop=())
@@ -18,7 +18,7 @@ class SamplingTests(Harness):
     """A sampler is a frozen policy, and says how likely each of its tokens was."""
 
     @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.3])
-    def test_sampler_and_trainer_agree(self, policy: Any, temperature: float) -> None:
+    def test_sampler_and_trainer_agree(self, policy: TrainerBackend, temperature: float) -> None:
         """The trainer gives a sampled token the logprob that the sampler reported, at its temperature."""
         samples = self.samples(policy, temperature=temperature)
         if temperature != 1.0 and not self.tempered:
@@ -36,7 +36,7 @@ class SamplingTests(Harness):
         )
         assert worst([scored.result()[samples[0].prompt.size :]], [samples[0].logprobs]) < self.tolerance
 
-    def test_logprobs_are_a_distribution(self, policy: Any) -> None:
+    def test_logprobs_are_a_distribution(self, policy: TrainerBackend) -> None:
         """Over all continuations of a prompt, the probabilities sum to 1: the logprob at i is of token i."""
         prompt = self.prompt(policy, "ab")
         size = policy.tokenizer.vocab_size
@@ -46,7 +46,7 @@ class SamplingTests(Harness):
         assert total == pytest.approx(1.0, abs=1e-3)
         assert futures[0].result()[0] == 0.0
 
-    def test_samples_follow_the_logprobs(self, policy: Any) -> None:
+    def test_samples_follow_the_logprobs(self, policy: TrainerBackend) -> None:
         """Reported probabilities are those of the draws: the mean of 1/p over distinct first tokens is their number."""
         with policy.sampler().result() as sampler:
             params = rlkit.SamplingParams(max_tokens=1, stop=())
@@ -57,7 +57,7 @@ class SamplingTests(Harness):
         p = first[top]
         assert abs(counts[top] / 512 - p) < 5 * np.sqrt(p * (1 - p) / 512) + 1e-9
 
-    def test_seeds_repeat(self, policy: Any) -> None:
+    def test_seeds_repeat(self, policy: TrainerBackend) -> None:
         """A seed gives the same samples again, and sample i does not depend on how many there are."""
         with policy.sampler().result() as sampler:
             once = sampler.sample(self.prompt(policy), LONG, n=4, seed=11).result()
@@ -65,14 +65,14 @@ class SamplingTests(Harness):
         for a, b in zip(once, again, strict=False):
             assert a.tokens.tolist() == b.tokens.tolist()
 
-    def test_samples_of_a_group_differ(self, policy: Any) -> None:
+    def test_samples_of_a_group_differ(self, policy: TrainerBackend) -> None:
         """The samples of one request differ, and so do two requests without a seed."""
         with policy.sampler().result() as sampler:
             group = sampler.sample(self.prompt(policy), LONG, n=4, seed=1).result()
             others = [sampler.sample(self.prompt(policy), LONG).result()[0] for _ in range(2)]
         assert len({tuple(s.tokens.tolist()) for s in [*group, *others]}) == 6
 
-    def test_seed_of_the_backend_repeats(self, fresh: Callable[..., Any]) -> None:
+    def test_seed_of_the_backend_repeats(self, fresh: Callable[..., TrainerBackend]) -> None:
         """Two backends with one seed sample alike, call by call; another seed samples otherwise."""
         draws = []
         for seed in (3, 3, 4):
@@ -81,7 +81,7 @@ class SamplingTests(Harness):
         assert draws[0] == draws[1]
         assert draws[0] != draws[2]
 
-    def test_companions_change_nothing(self, policy: Any) -> None:
+    def test_companions_change_nothing(self, policy: TrainerBackend) -> None:
         """A sample is the same, to the bit, alone and among requests of other lengths and settings."""
         if not self.exact:
             pytest.skip("this backend does not promise it (exact = False)")
@@ -97,7 +97,7 @@ class SamplingTests(Harness):
         assert alone.tokens.tolist() == among.tokens.tolist()
         assert alone.logprobs.tobytes() == among.logprobs.tobytes()
 
-    def test_greedy_repeats(self, policy: Any) -> None:
+    def test_greedy_repeats(self, policy: TrainerBackend) -> None:
         """Temperature 0 takes the most probable token and reports its untempered logprob."""
         params = rlkit.SamplingParams(max_tokens=4, temperature=0.0, stop=())
         with policy.sampler().result() as sampler:
@@ -106,7 +106,7 @@ class SamplingTests(Harness):
         assert a.tokens.tolist() == b.tokens.tolist()
         assert worst([scored], [a.logprobs]) < self.tolerance
 
-    def test_truncation_renormalises(self, policy: Any) -> None:
+    def test_truncation_renormalises(self, policy: TrainerBackend) -> None:
         """With top_k = 1 every token is certain; with top_p the reported probabilities are those of what is left."""
         prompt = self.prompt(policy)
         with policy.sampler().result() as sampler:
@@ -122,7 +122,7 @@ class SamplingTests(Harness):
         assert sum(seen.values()) <= 1 + 1e-5
         assert three[0].datum(1.0).truncated
 
-    def test_stops(self, policy: Any) -> None:
+    def test_stops(self, policy: TrainerBackend) -> None:
         """A stop id or string ends a sample and is part of it; () lets nothing end it but max_tokens."""
         prompt, tokenizer = self.prompt(policy), policy.tokenizer
         with policy.sampler().result() as sampler:
@@ -142,14 +142,14 @@ class SamplingTests(Harness):
                 assert stop in tokenizer.decode(by_text.tokens, skip_special=False)
                 assert stop not in tokenizer.decode(by_text.tokens[:-1], skip_special=False)
 
-    def test_context_ends_a_sample(self, policy: Any) -> None:
+    def test_context_ends_a_sample(self, policy: TrainerBackend) -> None:
         """A completion stops with the reason "length" where the model's context ends."""
         prompt = np.ones(policy.max_length - 2, np.int64)
         with policy.sampler().result() as sampler:
             sample = sampler.sample(prompt, LONG, seed=0).result()[0]
         assert (sample.tokens.size, sample.stop_reason) == (2, "length")
 
-    def test_snapshots_never_change(self, policy: Any) -> None:
+    def test_snapshots_never_change(self, policy: TrainerBackend) -> None:
         """An old sampler gives what it gave before the policy was trained; a new one does not."""
         data = self.data(policy)
         before = policy.sampler().result()
@@ -166,7 +166,7 @@ class SamplingTests(Harness):
         scored = after.logprobs(tokens, temperature=data[0].temperature).result()
         assert worst([trained[data[0].mask]], [scored[data[0].mask]]) < self.tolerance
 
-    def test_base_is_never_written(self, policy: Any) -> None:
+    def test_base_is_never_written(self, policy: TrainerBackend) -> None:
         """Training, snapshots and sampling leave the base model as it was, to the bit."""
         data = self.data(policy)
         base = policy.base_sampler().result()
@@ -179,7 +179,7 @@ class SamplingTests(Harness):
         assert base.logprobs(data[0].tokens).result().tobytes() == first.tobytes()
         assert policy.base_sampler().result().logprobs(data[0].tokens).result().tobytes() == first.tobytes()
 
-    def test_closed_sampler_refuses(self, policy: Any) -> None:
+    def test_closed_sampler_refuses(self, policy: TrainerBackend) -> None:
         """After close(), and after its context, a sampler raises."""
         with policy.sampler().result() as sampler:
             pass

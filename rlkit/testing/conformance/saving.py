@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rlkit
+from rlkit.backends.protocol import TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 STEP = rlkit.Adam(learning_rate=0.02)
@@ -17,12 +18,12 @@ STEP = rlkit.Adam(learning_rate=0.02)
 class SavingTests(Harness):
     """save, resume_from and init_from."""
 
-    def trained(self, policy: Any, data: Any, steps: int) -> None:
+    def trained(self, policy: TrainerBackend, data: Any, steps: int) -> None:
         for _ in range(steps):
             policy.forward_backward(data, "ppo")
             policy.optim_step(STEP)
 
-    def test_resume_is_exact(self, fresh: Callable[..., Any]) -> None:
+    def test_resume_is_exact(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A resumed run goes on as the uninterrupted one does: weights, moments, version and sampling."""
         policy = fresh()
         data = self.data(policy)
@@ -41,7 +42,7 @@ class SavingTests(Harness):
         drawn = [s.sample([1, 2], params).result()[0].tokens.tolist() for s in (a, b)]
         assert drawn[0] == drawn[1]
 
-    def test_init_takes_weights_only(self, fresh: Callable[..., Any]) -> None:
+    def test_init_takes_weights_only(self, fresh: Callable[..., TrainerBackend]) -> None:
         """init_from starts a fresh optimizer: the weights agree, the next step does not."""
         policy = fresh()
         data = self.data(policy)
@@ -57,28 +58,28 @@ class SavingTests(Harness):
         self.trained(others[0], data, 1)
         assert worst(self.logprobs(policy, data), self.logprobs(others[0], data)) > 1e-5
 
-    def test_paths_are_unique(self, policy: Any) -> None:
+    def test_paths_are_unique(self, policy: TrainerBackend) -> None:
         """Saving twice under one label gives two states."""
         data = self.data(policy)
         first = policy.save("same").result()
         self.trained(policy, data, 1)
         assert policy.save("same").result() != first
 
-    def test_save_with_gradient_pending_raises(self, policy: Any) -> None:
+    def test_save_with_gradient_pending_raises(self, policy: TrainerBackend) -> None:
         """An accumulated gradient would be lost, so save raises at the call."""
         policy.forward_backward(self.data(policy), "ppo")
         with pytest.raises(rlkit.BackendError, match="accumulated"):
             policy.save("x")
 
     @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "/abs", "a\0b", ".hidden", "x" * 101, None, 3])
-    def test_names_are_labels(self, policy: Any, tmp_path: Path, name: Any) -> None:
+    def test_names_are_labels(self, policy: TrainerBackend, tmp_path: Path, name: Any) -> None:
         """A label that could leave the folder is refused, and nothing is written."""
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(rlkit.ConfigError, match=r"save\(name\)"):
             policy.save(name)
         assert sorted(tmp_path.rglob("*")) == before
 
-    def test_missing_path(self, fresh: Callable[..., Any], tmp_path: Path) -> None:
+    def test_missing_path(self, fresh: Callable[..., TrainerBackend], tmp_path: Path) -> None:
         """A path with nothing there is a CheckpointError."""
         with pytest.raises(rlkit.CheckpointError):
             fresh(resume_from=str(tmp_path / "nothing"))
