@@ -18,6 +18,7 @@ from rlkit.errors import ConfigError, DataError
 __all__ = ["Adam", "Datum", "ForwardBackwardOutput", "Lora", "Sample", "SamplingParams"]
 
 
+Stops: TypeAlias = tuple[str, ...] | tuple[int, ...] | None
 Input: TypeAlias = Number | Numbers | Sequence[Sequence[Number]]
 
 # What a caller may give, for type checkers; it is checked, and becomes an array, once all fields are there.
@@ -35,14 +36,28 @@ def _inputs(value: Mapping[str, Input]) -> Mapping[str, np.ndarray]:
     return value  # type: ignore[return-value]
 
 
-def _stops(
-    value: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None,
-) -> tuple[str, ...] | tuple[int, ...] | None:
-    return value  # type: ignore[return-value]
+def _stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None) -> Stops:
+    where, expected = "SamplingParams.stop", "None, or a tuple of non-empty strings, or a tuple of token ids >= 0"
+    if stop is None:
+        return None
+    if isinstance(stop, (str, bytes)) or not isinstance(stop, (tuple, list)):
+        raise ConfigError(_check.problem(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)"))
+    texts = tuple(x for x in stop if isinstance(x, str) and x)
+    if len(texts) == len(stop):
+        return texts
+    for i, x in enumerate(stop):
+        if isinstance(x, str):
+            raise ConfigError(_check.problem(f"{where}[{i}]", f"is {x!r}", expected))
+        _check.integer(f"{where}[{i}]", x, low=0, why="strings and ids are not mixed")
+    return tuple(int(x) for x in stop)
 
 
-def _names(value: tuple[str, ...] | list[str] | None) -> tuple[str, ...] | None:
-    return value  # type: ignore[return-value]
+def _modules(names: tuple[str, ...] | list[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError(_check.problem("Lora.target_modules", _check.shown(names), "a tuple of module names"))
+    return tuple(names)
 
 
 _REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entropy")
@@ -237,7 +252,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    stop: tuple[str, ...] | tuple[int, ...] | None = attrs.field(default=None, converter=_stops)
+    stop: Stops = attrs.field(default=None, converter=_stop)
 
     def __attrs_post_init__(self) -> None:
         where = "SamplingParams."
@@ -246,7 +261,6 @@ class SamplingParams:
         _check.real(where + "top_p", self.top_p, above=0.0, high=1.0)
         if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
             _check.integer(where + "top_k", self.top_k, low=1, why="or -1 for off")
-        object.__setattr__(self, "stop", _stop(where + "stop", self.stop))
 
     @property
     def truncates(self) -> bool:
@@ -301,7 +315,7 @@ class Lora:
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_names)
+    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_modules)
 
     def __attrs_post_init__(self) -> None:
         _check.integer("Lora.rank", self.rank, low=1)
@@ -309,13 +323,8 @@ class Lora:
         if self.seed is not None:
             _check.integer("Lora.seed", self.seed, low=0)
         flags = [_check.flag(f"Lora.{n}", getattr(self, n)) for n in ("train_mlp", "train_attn", "train_unembed")]
-        names = tuple(self.target_modules) if isinstance(self.target_modules, list) else self.target_modules
-        object.__setattr__(self, "target_modules", names)
-        if names is None:
-            if not any(flags):
-                raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")
-        elif not isinstance(names, tuple) or not names or not all(isinstance(n, str) and n for n in names):
-            raise ConfigError(_check.problem("Lora.target_modules", _check.shown(names), "a tuple of module names"))
+        if self.target_modules is None and not any(flags):
+            raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")
 
 
 @hinted("output")
@@ -401,18 +410,3 @@ def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     if name == "sampling_logprobs":
         _check_logprobs(where, array)
     return _check.frozen(array)
-
-
-def _stop(where: str, stop: object) -> tuple[str, ...] | tuple[int, ...] | None:
-    expected = "None, or a tuple of non-empty strings, or a tuple of token ids >= 0"
-    if stop is None:
-        return None
-    if isinstance(stop, (str, bytes)) or not isinstance(stop, (tuple, list)):
-        raise ConfigError(_check.problem(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)"))
-    if stop and all(isinstance(x, str) and x for x in stop):
-        return tuple(stop)
-    for i, x in enumerate(stop):
-        if isinstance(x, str):
-            raise ConfigError(_check.problem(f"{where}[{i}]", f"is {x!r}", expected))
-        _check.integer(f"{where}[{i}]", x, low=0, why="strings and ids are not mixed")
-    return tuple(int(x) for x in stop)

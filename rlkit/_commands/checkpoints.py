@@ -75,14 +75,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _delete(paths: list[str]) -> int:
     """Delete states on the Tinker service that the environment names, and say so; return how many remain."""
+    from rlkit.backends.tinker.connection import Address
     from rlkit.backends.tinker.session import Session
     from rlkit.errors import RlkitError
 
     left = len(paths)
     try:
-        session = Session.open(
-            None, base_url=None, api_key=None, project=None, metadata=None, resend=None, seconds=_DEADLINE
-        )
+        session = Session.open(None, Address(), _DEADLINE)
     except RlkitError as error:
         print(*[f"not deleted: {path}" for path in paths], f"since: {error}", sep="\n")
         return left

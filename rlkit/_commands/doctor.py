@@ -68,13 +68,12 @@ def _device() -> str:
 
 
 def _tinker(deadline: float) -> int:
+    from rlkit.backends.tinker.connection import Address
     from rlkit.backends.tinker.session import Session
     from rlkit.errors import RlkitError
 
     try:
-        session = Session.open(
-            None, base_url=None, api_key=None, project=None, metadata=None, resend=None, seconds=deadline
-        )
+        session = Session.open(None, Address(), deadline)
     except RlkitError as error:
         print(f"{'Tinker':13} {error}")
         return 1

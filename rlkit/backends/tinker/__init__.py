@@ -113,15 +113,8 @@ class TinkerBackend(BaseTrainer):
         seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
         if ttl is not None:
             _check.integer("ttl", ttl, low=3600, why="seconds, an hour or more")
-        session = Session.open(
-            client,
-            base_url=base_url,
-            api_key=api_key,
-            project=project,
-            metadata=metadata,
-            resend=resend,
-            seconds=seconds,
-        )
+        address = connection.Address(base_url, api_key, project, metadata, resend)
+        session = Session.open(client, address, seconds)
         self._session = session
         try:
             self.training_client, saved = session.training(model, lora, start, seed=seed, optimizer=optimizer)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
+import attrs
+
 from rlkit import _check, _install
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tinker import faults, guard, secrets
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient, TrainingClient
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
+__all__ = ["Address", "bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
 
 T = TypeVar("T")
 _CONTACT = 60.0  # seconds for the first answer of a service; afterwards it may take as long as the deadline says
@@ -42,15 +44,18 @@ def sdk() -> ModuleType:
         raise ConfigError(f"connect('tinker') needs the package tinker: {_install.command('tinker')}") from error
 
 
-def service_client(
-    *,
-    base_url: str | None,
-    api_key: str | None,
-    project: str | None,
-    metadata: Mapping[str, str] | None,
-    resend: bool | None,
-    seconds: float,
-) -> tuple[ServiceClient, guard.Link]:
+@attrs.frozen
+class Address:
+    """Where a service is and who asks, as the options of ``TinkerBackend`` say it; ``repr`` hides the key."""
+
+    base_url: str | None = None
+    api_key: str | None = attrs.field(default=None, repr=False)
+    project: str | None = None
+    metadata: Mapping[str, str] | None = None
+    resend: bool | None = None
+
+
+def service_client(options: Address, seconds: float) -> tuple[ServiceClient, guard.Link]:
     """Open a ``tinker.ServiceClient`` with a session, and the guard of its connections.
 
     Raises:
@@ -59,12 +64,13 @@ def service_client(
         BackendTimeout: the service does not answer.
     """
     tinker = sdk()
-    for name, value in (("base_url", base_url), ("api_key", api_key), ("project", project)):
+    for name in ("base_url", "api_key", "project"):
+        value = getattr(options, name)
         if value is not None and (not isinstance(value, str) or not value):
             raise ConfigError(f"{name}: expected a text that is not empty, or None for the environment's")
-    address = base_url or os.environ.get("TINKER_BASE_URL") or None
+    address = options.base_url or os.environ.get("TINKER_BASE_URL") or None
     local = _checked_address(address)
-    key = api_key or os.environ.get("TINKER_API_KEY") or None
+    key = options.api_key or os.environ.get("TINKER_API_KEY") or None
     if key is None and local:
         key = "tml-none"  # a server on this machine may want none, and the SDK wants one
     if key is not None and not key.startswith(("tml-", "eyJ")):
@@ -74,14 +80,14 @@ def service_client(
     secrets.hide(key)
     guard.install()
     secrets.watch_logs()
-    link = guard.Link(resend=True if resend is None and hosted(address) else resend)
+    link = guard.Link(resend=True if options.resend is None and hosted(address) else options.resend)
 
     def make() -> ServiceClient:
         client = tinker.ServiceClient(
             base_url=address,
             api_key=key,
-            project_id=project,
-            user_metadata=None if metadata is None else dict(metadata),
+            project_id=options.project,
+            user_metadata=None if options.metadata is None else dict(options.metadata),
             default_headers_overrides={guard.HEADER: link.name},
         )
         _ = client.holder  # opens the session, which is where a wrong key or address shows

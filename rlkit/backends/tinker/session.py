@@ -53,30 +53,17 @@ class Session:
         self.models: dict[str, int | None] = {}
 
     @classmethod
-    def open(
-        cls,
-        client: ServiceClient | None,
-        *,
-        base_url: str | None,
-        api_key: str | None,
-        project: str | None,
-        metadata: Mapping[str, str] | None,
-        resend: bool | None,
-        seconds: float,
-    ) -> Session:
+    def open(cls, client: ServiceClient | None, address: connection.Address, seconds: float) -> Session:
         """Open a session of the user's client, or a new one."""
-        if resend is not None:
-            _check.flag("resend", resend)
+        if address.resend is not None:
+            _check.flag("resend", address.resend)
         until = time.monotonic() + seconds
         if client is None:
-            made, link = connection.service_client(
-                base_url=base_url, api_key=api_key, project=project, metadata=metadata, resend=resend, seconds=seconds
-            )
+            made, link = connection.service_client(address, seconds)
             return cls(made, link=link, seconds=seconds, until=until).ready()
-        options = (("base_url", base_url), ("api_key", api_key), ("project", project), ("resend", resend))
-        given = [name for name, value in options if value is not None]
-        if given:
-            raise ConfigError(f"{given[0]}: goes with a connection of rlkit's own; client= has one already")
+        options = ("base_url", "api_key", "project", "resend")
+        if misplaced := [name for name in options if getattr(address, name) is not None]:
+            raise ConfigError(f"{misplaced[0]}: goes with a connection of rlkit's own; client= has one already")
         if not hasattr(client, "create_lora_training_client"):
             raise ConfigError(_check.problem("client", f"got {_check.shown(client)}", "a tinker.ServiceClient"))
         connection.sdk()
@@ -313,9 +300,7 @@ def open_sampler(
         path = paths.checked_path("path", path.replace("/weights/", "/sampler_weights/"), kind="sampler_weights")
     elif not isinstance(model, str) or not model:
         raise ConfigError("rlkit.sampler: give model= or path=")
-    session = Session.open(
-        client, base_url=base_url, api_key=api_key, project=project, metadata=None, resend=None, seconds=seconds
-    )
+    session = Session.open(client, connection.Address(base_url, api_key, project), seconds)
     try:
         if model is not None:
             connection.check_model(model, session.models)
