@@ -375,3 +375,30 @@ TestQueueOfAService = ServiceMachine.TestCase
 TestQueueHere.settings = TestQueueOfAService.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None
 )
+
+
+def test_an_old_error_ends_no_new_failure():
+    """Of two failures, reading what the first one refused leaves the second as it is."""
+    worker = ByHand()
+    queue = CallQueue("toy", RunHere(worker))
+
+    def fails():
+        raise Boom
+
+    first = [queue.forward_backward(fails, adds=True) for _ in range(2)]
+    worker.drain()
+    with pytest.raises(Boom):
+        first[0].result()
+    second = queue.forward_backward(fails, adds=True)
+    worker.drain()
+    with pytest.raises(TrainerFailed):
+        first[1].result()
+    refused = queue.forward_backward(lambda: 3, adds=True)
+    worker.drain()
+    with pytest.raises(TrainerFailed):
+        refused.result()
+    with pytest.raises(Boom):
+        second.result()
+    accepted = queue.forward_backward(lambda: 3, adds=True)
+    worker.drain()
+    assert accepted.result() == 3
