@@ -21,7 +21,7 @@ import numpy as np
 from rlkit import losses
 from rlkit.backends import connect, saves
 from rlkit.backends.protocol import Sampler, SavedSamplers, Storage, TrainerBackend
-from rlkit.errors import DataError, UnsupportedError
+from rlkit.errors import DataError
 from rlkit.server.losses import Loss
 from rlkit.types import Adam, Datum, Lora
 
@@ -139,21 +139,6 @@ class BackendSnapshot:
         self.sampler = sampler
         self._owner = owner  # kept: a sampler may end with its backend
         self.nbytes: int | None = None if whole else getattr(sampler, "nbytes", 0)
-
-    def distribution(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the logprobs of every token after each of ``tokens`` [N], float32 [N, V].
-
-        Raises:
-            UnsupportedError: the backend's sampler does not give them.
-        """
-        given = getattr(self.sampler, "distribution", None)
-        if given is None:
-            message = (
-                "this server's model gives logprobs of the tokens themselves, not top-k, target or alternative ones"
-            )
-            raise UnsupportedError(message)
-        found: np.ndarray = given(tokens)
-        return found
 
 
 class BackendModel:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import attrs
 import numpy as np
 
+from rlkit.backends.protocol import Sampler, TargetLogprobs, TopK
+from rlkit.errors import UnsupportedError
 from rlkit.server import wire
 from rlkit.server.adapter import BackendSnapshot
 from rlkit.server.losses import UNKNOWN
@@ -126,11 +128,15 @@ class _Asked:
             logprobs = np.array(scored.result(), np.float32)
             logprobs[: self._unscored] = np.nan
         prompt_top, targets, alternatives = None, None, None
-        if self.prompt_top or self.targets is not None or self.alternatives:
-            rows = snapshot.distribution(self.prompt)[:-1]
-            prompt_top = self._prompt_top(rows) if self.prompt_top else None
-            targets = (self.targets, _at(rows, self.targets.values)) if self.targets is not None else None
-            alternatives = self._alternatives(rows) if self.alternatives else None
+        if self.prompt_top:
+            prompt_top = _top(sampler, self.prompt, self.prompt_top)
+            prompt_top.logprobs[: self._unscored] = np.nan
+        if self.targets is not None:
+            none = np.full((1, self.targets.values.shape[1]), -1)  # for the first token
+            asked = np.concatenate([none, self.targets.values])
+            targets = (self.targets, _scores(sampler).target_logprobs(self.prompt, asked).result()[1:])
+        if self.alternatives:
+            alternatives = self._alternatives(_top(sampler, self.prompt, sampler.tokenizer.vocab_size))
         return wire.write_samples(samples, logprobs, prompt_top, targets, alternatives)
 
     @property
@@ -144,23 +150,33 @@ class _Asked:
             sample = attrs.evolve(sample, logprobs=logprobs)
         if not self.sample_top:
             return sample
-        rows = snapshot.distribution(whole)[self.prompt.size - 1 : -1]
-        return attrs.evolve(sample, top=_top(rows, self.sample_top))
+        top = _top(snapshot.sampler, whole, self.sample_top)
+        return attrs.evolve(sample, top=wire.TopLogprobs(top.ids[self.prompt.size :], top.logprobs[self.prompt.size :]))
 
-    def _prompt_top(self, rows: np.ndarray) -> wire.TopLogprobs:
-        found = _top(rows, self.prompt_top)
-        ids = np.concatenate([np.zeros((1, found.ids.shape[1]), np.int64), found.ids])
-        logprobs = np.concatenate([np.zeros((1, found.ids.shape[1]), np.float32), found.logprobs])
-        logprobs[: self._unscored] = np.nan
-        return wire.TopLogprobs(ids, logprobs)
-
-    def _alternatives(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _alternatives(self, whole: wire.TopLogprobs) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, 2**32]))
+        rows = whole.logprobs[1:]
         cooled = rows.astype(np.float64) / (self.params.temperature or 1e-6)
         cumulated = np.exp(cooled - cooled.max(-1, keepdims=True)).cumsum(-1)
         shares = rng.random((len(rows), self.alternatives)) * cumulated[:, -1:]
-        tokens = (cumulated[:, None, :] <= shares[:, :, None]).sum(-1)
-        return tokens, np.take_along_axis(rows, tokens, 1)
+        drawn = (cumulated[:, None, :] <= shares[:, :, None]).sum(-1)
+        return np.take_along_axis(whole.ids[1:], drawn, 1), np.take_along_axis(rows, drawn, 1)
+
+
+class _Scores(TopK, TargetLogprobs, Protocol):
+    """A sampler that scores more than the tokens themselves."""
+
+
+def _scores(sampler: Sampler) -> _Scores:
+    if not isinstance(sampler, TopK) or not isinstance(sampler, TargetLogprobs):
+        what = "logprobs of the tokens themselves, not top-k, target or alternative ones"
+        raise UnsupportedError(f"this server's model gives {what}")
+    return cast("_Scores", sampler)
+
+
+def _top(sampler: Sampler, tokens: np.ndarray, k: int) -> wire.TopLogprobs:
+    ids, logprobs = _scores(sampler).top_logprobs(tokens, min(k, sampler.tokenizer.vocab_size)).result()
+    return wire.TopLogprobs(ids, np.array(logprobs))
 
 
 def _sampler(state: State, sampler_id: str) -> SamplerSession:
@@ -254,14 +270,3 @@ def _ints(where: str, values: list[Any]) -> np.ndarray:
     if not all(isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**62 for x in values):
         raise ApiError(400, f"{where}: expected lists of integers")
     return np.array(values, np.int64)
-
-
-def _top(rows: np.ndarray, k: int) -> wire.TopLogprobs:
-    ids = np.argsort(-rows, axis=-1, kind="stable")[:, :k]
-    return wire.TopLogprobs(ids, np.take_along_axis(rows, ids, 1))
-
-
-def _at(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    if ids.max() >= rows.shape[1]:
-        raise ApiError(400, f"target_prompt_logprobs names the id {ids.max()}; the vocabulary has {rows.shape[1]}")
-    return np.where(ids >= 0, np.take_along_axis(rows, np.maximum(ids, 0), 1), 0.0)

@@ -360,8 +360,6 @@ def test_a_backend_in_training(tmp_path, tiny):
         sequence = sampler.sample(prompt([5]), 1, types.SamplingParams(max_tokens=4, seed=1)).result().sequences[0]
         scored = sampler.compute_logprobs(prompt([5, *sequence.tokens])).result()[1:]
         assert sequence.logprobs == pytest.approx(scored, abs=1e-4)
-        with pytest.raises(tinker.RequestFailedError, match="not top-k"):
-            sampler.sample(prompt([5]), 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=2).result()
         training.optim_step(types.AdamParams()).result()  # without a gradient it is zero
         service.close("success").result()
 

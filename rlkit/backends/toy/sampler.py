@@ -87,13 +87,6 @@ class ToySampler:
             out[1:] = np.where(ids[1:] < 0, 0.0, np.take_along_axis(logprobs, np.maximum(ids[1:], 0), 1))
         return out
 
-    def distribution(self, tokens: TokenIds) -> np.ndarray:
-        """Return the logprobs of every token after each of ``tokens`` [N], float32 [N, V]."""
-        weights = self._open()
-        array = checked_prompt("distribution(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        found: np.ndarray = Row(self._features.all(array), weights, 1.0).logprobs
-        return found.astype(np.float32)
-
     @property
     def nbytes(self) -> int:
         """Bytes that the snapshot keeps, 0 once it is closed."""
