@@ -11,7 +11,7 @@ from pathlib import Path
 import rlkit
 
 ROOT = Path(rlkit.__file__).parent
-KNOWN = set()
+KNOWN = {("rlkit.backends.local.model", "rlkit.backends.local")}  # upward imports that are still to go; it only shrinks
 
 
 def node(name):
