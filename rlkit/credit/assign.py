@@ -209,13 +209,13 @@ def _ask(
 
 
 def _joined(parts: Parts, arrays: Iterable[np.ndarray]) -> Arrays:
-    """One array per datum -> one per trajectory."""
+    """Turn one array per datum into one per trajectory."""
     rest = iter(arrays)
     return [np.concatenate([next(rest) for _ in part]).astype(np.float64) for part in parts]
 
 
 def _with(part: Sequence[Datum], inputs: Mapping[str, np.ndarray]) -> list[Datum]:
-    """The datums of one trajectory, with these arrays [token_count] cut among them."""
+    """Return the datums of one trajectory, with these arrays [token_count] cut among them."""
     cuts = np.cumsum([int(datum.mask.sum()) for datum in part])[:-1]
     pieces = {name: np.split(array, cuts) for name, array in inputs.items()}
     return [d.with_inputs(**{name: piece[j] for name, piece in pieces.items()}) for j, d in enumerate(part)]

@@ -34,13 +34,13 @@ class Env(Protocol):
     """
 
     def reset(self, seed: int) -> Observation | Awaitable[Observation]:
-        """Begins the episode; the same seed begins the same one."""
+        """Begin the episode; the same seed begins the same one."""
 
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
-        """Plays one action. The five values of gymnasium, as a tuple, do as well as a ``StepResult``."""
+        """Play one action. The five values of gymnasium, as a tuple, do as well as a ``StepResult``."""
 
     def close(self) -> Awaitable[None] | None:
-        """Frees what the episode holds; called once, whatever happened before."""
+        """Free what the episode holds; called once, whatever happened before."""
 
 
 @answered
@@ -100,7 +100,7 @@ class Settings:
             raise ConfigError(_check.problem("Settings.nonterminal_reward", what, "one of the two"))
 
     def over(self, defaults: Settings) -> Settings:
-        """These settings, with ``defaults`` where they say nothing."""
+        """Return these settings, with ``defaults`` where they say nothing."""
         own = attrs.asdict(self, filter=lambda _, value: value is not None)
         if own.keys() & set(_ENDS):  # one of the two, so not the other of the defaults
             own = dict.fromkeys(_ENDS) | own
@@ -151,10 +151,10 @@ class TaskSource(Protocol):
     def __getitem__(self, item: slice) -> Sequence[Task]: ...
 
     def at(self, position: int, *, seed: int = 0) -> Task:
-        """The task at this place of the stream, counted from 0."""
+        """Return the task at this place of the stream, counted from 0."""
 
     def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
-        """The tasks at ``step * size`` and the ``size - 1`` places after it."""
+        """Return the tasks at ``step * size`` and the ``size - 1`` places after it."""
 
 
 @answered
@@ -216,7 +216,7 @@ class Tasks(Sequence[Task]):
     @overload
     def __getitem__(self, item: slice) -> Tasks: ...
     def __getitem__(self, item: int | slice) -> Task | Tasks:
-        """One task, or the set of some."""
+        """Return one task, or the set of some."""
         if isinstance(item, slice):
             indices = self._indices[item]
             _check.integer("Tasks[...]: number of tasks", len(indices), low=1)
@@ -234,12 +234,12 @@ class Tasks(Sequence[Task]):
         return (self[i] for i in range(len(self)))
 
     def at(self, position: int, *, seed: int = 0) -> Task:
-        """The task at this place of the endless stream: one shuffled pass over the set after the other."""
+        """Return the task at this place of the endless stream: one shuffled pass over the set after the other."""
         position, seed = _check.integer("position", position, low=0), _check.integer("seed", seed, low=0)
         return self[epoch_places(len(self), position, 1, seed, f"{self.name}/{self.split}")[0]]
 
     def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
-        """The tasks of a step: each comes once per pass, whatever the size, and no remainder is dropped.
+        """Return the tasks of a step: each comes once per pass, whatever the size, and no remainder is dropped.
 
         Args:
             step: >= 0.
@@ -253,8 +253,8 @@ class Tasks(Sequence[Task]):
         return f"Tasks({self.name!r}, split={self.split!r}, size={len(self)})"
 
 
-def check_name(where: str, value: Any) -> str:
-    """``value`` as a name: a string that is not empty."""
+def check_name(where: str, value: object) -> str:
+    """Return ``value`` as a name: a string that is not empty."""
     if not isinstance(value, str) or not value:
         raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a string that is not empty"))
     return value

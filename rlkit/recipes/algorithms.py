@@ -24,7 +24,7 @@ Named: TypeAlias = str | Callable[..., Any]
 _NEEDS = {"values": "critic", "teacher_logprobs": "teacher", "baseline": "greedy"}
 
 
-def _read_only(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_only(value: Mapping[str, object]) -> Mapping[str, object]:
     return MappingProxyType(dict(value))
 
 
@@ -59,9 +59,9 @@ class Recipe:
     data: Literal["rollouts", "demonstrations", "texts", "pairs", "mixed"] = "rollouts"
     advantage: Named | None = "grpo"
     level: Literal["group", "turn", "token"] = "group"
-    advantage_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    advantage_args: Mapping[str, object] = attrs.field(factory=dict, converter=_read_only)
     loss: Named = "ppo"
-    loss_args: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    loss_args: Mapping[str, object] = attrs.field(factory=dict, converter=_read_only)
     weights: str = "token-mean"
     repeat_times: int = 8
     select: Literal["all", "best", "informative"] = "all"
@@ -89,7 +89,7 @@ class Recipe:
 
 
 def best_of_group(rewards: Any) -> Any:
-    """1 for the best sample of each group, the first of several, and 0 for the others.
+    """Return 1 for the best sample of each group, the first of several, and 0 for the others.
 
     >>> best_of_group([[0.1, 0.7, 0.7], [0.0, 0.0]])
     [array([0., 1., 0.]), array([1., 0.])]
@@ -111,7 +111,7 @@ registry = Registry("algorithm")
 
 
 def register(name: str, recipe: Recipe) -> Recipe:
-    """Adds an algorithm.
+    """Add an algorithm.
 
     >>> register("grpo_of_mine", Recipe("mine", advantage="maxrl", weights="seq-mean-token-sum")).loss
     'ppo'

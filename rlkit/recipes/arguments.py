@@ -22,8 +22,8 @@ _PENALTIES = ("k1", "k2", "k3", "abs", *KL)
 
 def estimator_args(
     settings: Algorithm, function: Callable[..., Any] | None
-) -> tuple[dict[str, Any], float | None, list[str]]:
-    """The estimator's settings, the threshold of groups that train, and what has no effect."""
+) -> tuple[dict[str, object], float | None, list[str]]:
+    """Return the estimator's settings, the threshold of groups that train, and what has no effect."""
     given = dict(settings.advantage_fn_args or {})
     threshold = given.pop("std_threshold", None)
     if threshold is not None:
@@ -38,7 +38,7 @@ def estimator_args(
 
 
 def share(own: dict[str, Any], given: dict[str, Any]) -> Callable[[int], float]:
-    """The share of the supervised term by step; takes its arguments out of a recipe's own ones and those given."""
+    """Return the share of the supervised term by step; its arguments are taken out of both mappings."""
     mine, theirs = ({key: args.pop(key) for key in ("mu", *_MU) if key in args} for args in (own, given))
     spans = {key: mine[key] for key in _MU if key in mine}
     if "mu" in theirs and (spans or len(theirs) > 1):
@@ -54,7 +54,7 @@ def share(own: dict[str, Any], given: dict[str, Any]) -> Callable[[int], float]:
 
 
 def coefficients(settings: Algorithm, recipe: Recipe) -> tuple[float, float, float]:
-    """Of the KL loss, the KL penalty, and the entropy bonus."""
+    """Return the coefficients of the KL loss, the KL penalty, and the entropy bonus."""
     found = []
     for part, key in (("kl_loss_fn", "kl_coef"), ("kl_penalty_fn", "kl_coef"), ("entropy_loss_fn", "entropy_coef")):
         args = dict(getattr(settings, f"{part}_args") or {})
@@ -86,7 +86,7 @@ def _inputs_of(recipe: Recipe) -> list[str]:
 
 
 def expert_ratio(settings: Algorithm) -> float:
-    """The share of demonstrations in a mixed batch."""
+    """Return the share of demonstrations in a mixed batch."""
     args = dict(settings.sample_strategy_args or {})
     if settings.sample_strategy == "staleness_control":
         args.pop("max_staleness", None)  # compared with the section synchronizer, which is not known here
@@ -103,15 +103,15 @@ def expert_ratio(settings: Algorithm) -> float:
 
 
 def keywords(function: Callable[..., Any]) -> list[str]:
-    """The settings: what has a default and is not given by the loop."""
+    """Return the settings: what has a default and is not given by the loop."""
     named = inspect.signature(function).parameters.values()
     return [p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is not p.empty and p.name not in _GIVEN]
 
 
 def check_settings(
-    where: str, function: Callable[..., Any], given: Mapping[str, Any], names: Mapping[str, str] | None = None
+    where: str, function: Callable[..., Any], given: Mapping[str, object], names: Mapping[str, str] | None = None
 ) -> None:
-    """Raises for a setting that the function does not have, by the name under which it was given."""
+    """Raise for a setting that the function does not have, by the name under which it was given."""
     known = keywords(function)
     for name in given:
         if name not in known:

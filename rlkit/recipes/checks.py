@@ -149,7 +149,7 @@ def model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -> None:
 
 
 def _own_template(folder: Path) -> str | None:
-    """The template that stands in a model's folder, if one does."""
+    """Return the template that stands in a model's folder, if one does."""
     try:
         if (folder / "chat_template.jinja").is_file():
             return (folder / "chat_template.jinja").read_text("utf-8")

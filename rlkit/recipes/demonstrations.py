@@ -17,8 +17,8 @@ from rlkit.types import Datum, Sample
 __all__ = ["check_rows", "conversation_of", "demonstrations", "preferences", "texts"]
 
 
-def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
-    """The datums of each row: prompts as the chat renders them, and every assistant message learnt.
+def demonstrations(given: Sequence[Mapping[str, object]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
+    """Return the datums of each row: prompts as the chat renders them, and every assistant message learnt.
 
     Args:
         given: rows with a prompt and a response, under the keys of ``form``, or with a list of messages.
@@ -42,8 +42,8 @@ def demonstrations(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat,
     return found
 
 
-def preferences(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
-    """The two datums of each row, chosen and rejected.
+def preferences(given: Sequence[Mapping[str, object]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
+    """Return the two datums of each row, chosen and rejected.
 
     Raises:
         DataError: as for ``demonstrations``.
@@ -60,8 +60,8 @@ def preferences(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, wh
     return found
 
 
-def texts(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
-    """The datum of each row's text, without a template: every token but the first is learnt.
+def texts(given: Sequence[Mapping[str, object]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
+    """Return the datum of each row's text, without a template: every token but the first is learnt.
 
     Raises:
         DataError: a row lacks the field, or its text has less than two tokens.
@@ -76,8 +76,8 @@ def texts(given: Sequence[Mapping[str, Any]], form: Format, chat: Chat, where: s
     return found
 
 
-def conversation_of(chat: Chat, messages: Sequence[Mapping[str, Any]], where: str) -> list[Datum]:
-    """The datums in which every assistant message is learnt, each with the end token that a sampler would stop at.
+def conversation_of(chat: Chat, messages: Sequence[Mapping[str, object]], where: str) -> list[Datum]:
+    """Return datums that learn every assistant message, each with the end token that a sampler would stop at.
 
     Raises:
         DataError: there is no assistant message, or the conversation begins with one.
@@ -100,8 +100,8 @@ def conversation_of(chat: Chat, messages: Sequence[Mapping[str, Any]], where: st
     return [Datum(datum.tokens, datum.mask) for datum in found]
 
 
-def check_rows(given: Sequence[Mapping[str, Any]], form: Format, data: str, where: str) -> None:
-    """Raises DataError where a row lacks a field that ``data``, of a recipe, will be made from."""
+def check_rows(given: Sequence[Mapping[str, object]], form: Format, data: str, where: str) -> None:
+    """Raise DataError where a row lacks a field that ``data``, of a recipe, will be made from."""
     keys = {
         "pairs": (form.prompt_key, form.chosen_key, form.rejected_key),
         "texts": (form.prompt_key,),
@@ -112,7 +112,7 @@ def check_rows(given: Sequence[Mapping[str, Any]], form: Format, data: str, wher
                 field(given[i], key, f"{where}: row {i}")
 
 
-def _messages_key(row: Mapping[str, Any], form: Format) -> str:
+def _messages_key(row: Mapping[str, object], form: Format) -> str:
     return "message" if form.messages_key == "messages" and "messages" not in row else form.messages_key
 
 
@@ -128,7 +128,7 @@ def _messages(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def _end(chat: Chat) -> np.ndarray:
-    """The token that ends a turn: of the model's end tokens the one that its template writes, else the first."""
+    """Return the token that ends a turn: of the model's end tokens the one that its template writes, else the first."""
     ends = chat.tokenizer.eos_ids
     if not ends:
         return np.zeros(0, np.int64)

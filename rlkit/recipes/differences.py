@@ -39,12 +39,12 @@ _KL_NOTES = {
 }
 
 
-def differences(settings: Algorithm, method: Method) -> dict[str, tuple[Any, Any]]:
-    """Keys of the section algorithm that are not set -> (what rlkit has, what Trinity has)."""
+def differences(settings: Algorithm, method: Method) -> dict[str, tuple[object, Any]]:
+    """Return keys of the section algorithm that are not set -> (what rlkit has, what Trinity has)."""
     name, row = settings.algorithm_type, method.recipe
     if name not in NAMES:
         return {}
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[object, Any]] = {}
     if settings.repeat_times is None and row.rolls_out:
         found["repeat_times"] = (row.repeat_times, 1)
     for part, kind in (("kl_loss_fn", settings.kl_loss_fn or NAMES[name]), ("kl_penalty_fn", settings.kl_penalty_fn)):
@@ -57,7 +57,7 @@ def differences(settings: Algorithm, method: Method) -> dict[str, tuple[Any, Any
     return found | dict(_of_loss(settings, row, settings.policy_loss_fn_args or {}))
 
 
-def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, object]) -> Iterator[tuple[str, tuple[object, Any]]]:
     where, loss = "policy_loss_fn_args.", row.loss
     own = LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn) in (None, loss)
     if settings.algorithm_type == "dapo" and own and not any(key in given for key in _CLIPS):
@@ -69,7 +69,7 @@ def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, Any]) -> Iter
 
 
 def notes(settings: Algorithm, method: Method) -> list[str]:
-    """All differences, a line each."""
+    """Return all differences, a line each."""
     found = [
         f"algorithm.{key} is not set: here it is {_said(ours)}, in Trinity-RFT {VERSION} {_said(theirs)}"
         for key, (ours, theirs) in differences(settings, method).items()
@@ -82,5 +82,5 @@ def notes(settings: Algorithm, method: Method) -> list[str]:
     return found + [f"not as in Trinity-RFT {VERSION}: {text}" for text in told]
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     return "off" if value is None else str(value)

@@ -18,7 +18,7 @@ HINT = "A correct answer to the task that follows:\n\n{answer}"
 def peer_hints(
     groups: Sequence[Group], *, chat: Chat, text: str = HINT, teacher: Sampler | None = None
 ) -> list[np.ndarray | None]:
-    """For each trajectory, group by group, the tokens of a message with the best answer that another member gave.
+    """Return for each trajectory the tokens of a message with the best answer that another member of its group gave.
 
     None where there is none: all members got the same reward, or the trajectory alone got the best one; and where hint
     and trajectory together do not fit into the teacher's context.

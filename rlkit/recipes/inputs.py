@@ -67,7 +67,7 @@ class Taskset:
     default_workflow_type: str | None = None
     default_reward_fn_type: str | None = None
     workflow_args: Mapping[str, Any] = attrs.Factory(dict)
-    reward_fn_args: Mapping[str, Any] = attrs.Factory(dict)
+    reward_fn_args: Mapping[str, object] = attrs.Factory(dict)
     rollout_args: Sampling = Sampling()
     repeat_times: int | None = None
     max_tasks: int | None = None
@@ -114,7 +114,7 @@ class Operator:
     """One operator: see ``rlkit.recipes.operators``."""
 
     name: str = ""
-    args: Mapping[str, Any] = attrs.Factory(dict)
+    args: Mapping[str, object] = attrs.Factory(dict)
 
 
 @attrs.frozen

@@ -53,7 +53,7 @@ class Algorithm:
     loss_agg_mode: str | None = None
     bypass_old_logprobs: bool = True
     sample_strategy: Literal["default", "warmup", "mix", "staleness_control"] | None = None
-    sample_strategy_args: Mapping[str, Any] | None = None
+    sample_strategy_args: Mapping[str, object] | None = None
     hint: str = HINT
 
 

@@ -63,7 +63,7 @@ class Method:
 
 
 def resolve(settings: Algorithm) -> Method:
-    """The method that these settings describe.
+    """Return the method that these settings describe.
 
     Raises:
         UnknownNameError: no algorithm, estimator, loss or KL estimator has that name.
@@ -122,7 +122,7 @@ def resolve(settings: Algorithm) -> Method:
 
 
 def _row(settings: Algorithm) -> tuple[Recipe, dict[str, Any], str]:
-    """The algorithm's row with what the settings change in it, the loss's arguments, and the weights of experts."""
+    """Return the algorithm's row with the settings in it, the loss's arguments, and the weights of experts."""
     recipe = algorithms.registry[settings.algorithm_type]
     own: dict[str, Any] = {"repeat_times": settings.repeat_times}
     own |= {"advantage": ESTIMATORS.get(settings.advantage_fn or "", settings.advantage_fn)}
@@ -154,12 +154,12 @@ def _row(settings: Algorithm) -> tuple[Recipe, dict[str, Any], str]:
 
 
 def _penalty(name: str | None) -> str:
-    """The estimator of the KL penalty; of an older policy there is nothing to correct by, so it is k3."""
+    """Return the estimator of the KL penalty; of an older policy there is nothing to correct by, so it is k3."""
     return {"corrected_k3": "k3", "none": "k1"}.get(name or "k1", KL.get(name or "k1", name or "k1"))
 
 
 def _old(settings: Algorithm, prepared: Any) -> str | None:
-    """Which input the policy's logprobs before its first update become."""
+    """Return which input the policy's logprobs before its first update become."""
     if settings.bypass_old_logprobs:
         return None
     for name in ("old_logprobs", "sampling_logprobs"):
@@ -173,7 +173,7 @@ def _none(*_: Any, **__: Any) -> Any:
 
 
 def _level(advantage: Any) -> str:
-    """What an estimator that is named by itself is given."""
+    """Return what an estimator that is named by itself is given."""
     rows = [row for row in algorithms.registry.values() if row.advantage == advantage]
     if rows:
         return str(rows[0].level)
@@ -182,7 +182,7 @@ def _level(advantage: Any) -> str:
 
 
 def _weights(recipe: Recipe) -> None:
-    """Raises where the mode is unknown."""
+    """Raise where the mode is unknown."""
     extra: dict[str, Any] = {"constant": 1.0} if recipe.weights.endswith("-norm") else {}
     extra |= {"groups": [0]} if recipe.weights == "prompt-mean" else {}
     advantages.token_weights([1], recipe.weights, **extra)
@@ -191,7 +191,7 @@ def _weights(recipe: Recipe) -> None:
 def _composed(
     losses: Any, settings: Algorithm, recipe: Recipe, kl: float, entropy: float
 ) -> tuple[Any, dict[str, Any]]:
-    """The loss with its terms, and the terms' coefficients."""
+    """Return the loss with its terms, and the terms' coefficients."""
     loss: Any = recipe.loss
     estimator = KL.get(settings.kl_loss_fn or "k2", settings.kl_loss_fn or "k2")
     if estimator != "none":
@@ -205,7 +205,7 @@ def _composed(
 
 
 def _fits(settings: Algorithm, recipe: Recipe, prepared: Any) -> None:
-    """Raises where the loss wants what there is not, or the estimator does."""
+    """Raise where the loss wants what there is not, or the estimator does."""
     where, name = "policy_loss_fn", settings.policy_loss_fn or recipe.loss
     if ("advantages" in prepared.inputs) != (recipe.advantage is not None):
         what = "needs advantages" if "advantages" in prepared.inputs else "takes no advantages"

@@ -7,13 +7,14 @@ named as there has the numbers that it has there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 
 __all__ = ["DEFAULTS", "ESTIMATORS", "KL", "LOSSES", "OF_ESTIMATORS", "contradiction", "estimator_names", "loss_names"]
 
+Loss: TypeAlias = str | Callable[..., Any]
 ESTIMATORS = {
     "reinforceplusplus": "reinforce_pp",
     "on_policy_distill": "on_policy_distillation",
@@ -24,12 +25,12 @@ ESTIMATORS = {
 }
 LOSSES = {"sft": "cross_entropy", "mix_chord": "mix", "vanilla": "reinforce"}
 KL = {"low_var_kl": "clamped", "corrected_k3": "ratio_corrected"}
-OF_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+OF_ESTIMATORS: Mapping[str, Mapping[str, object]] = {
     "gae": {"lam": 1.0},
     "gigpo": {"scale": "none"},
     "reinforce_pp": {"eps": 1e-8},
 }
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28},
     "sapo": {"detached": True},
     "mix": {"mu": 0.1},
@@ -76,7 +77,7 @@ _UNUSED = {
     "step_reward_key": "turns have their rewards",
     "env_state_hash_key": "what a turn was told is its state",
 }
-_NEUTRAL: Mapping[str, tuple[Any, str]] = {
+_NEUTRAL: Mapping[str, tuple[object, str]] = {
     "rank_penalty": (None, "a loop of your own can shape rewards by ranks"),
     "duplicate_experiences": (
         False,
@@ -89,13 +90,13 @@ _NEUTRAL: Mapping[str, tuple[Any, str]] = {
 }
 
 
-def contradiction(name: str, value: Any, why: str) -> ConfigError:
-    """The error for a setting that contradicts others."""
+def contradiction(name: str, value: object, why: str) -> ConfigError:
+    """Return the error for a setting that contradicts others."""
     return ConfigError(_check.problem(f"algorithm.{name}", f"is {value!r}", "a setting that fits the others", why))
 
 
 def estimator_names(given: Mapping[str, Any], known: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """An estimator's settings by rlkit's names, rlkit's name -> the one that was given, and what has no effect."""
+    """Return an estimator's settings by rlkit's names, rlkit's name -> the given one, and what has no effect."""
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     unused: list[str] = []
@@ -110,10 +111,10 @@ def estimator_names(given: Mapping[str, Any], known: Sequence[str]) -> tuple[dic
 
 
 def loss_names(
-    loss: Any, given: Mapping[str, Any], known: Callable[[Any], Sequence[str]]
-) -> tuple[Any, dict[str, Any], dict[str, str], list[str]]:
-    """The loss that these arguments turn it into, and as for ``estimator_names``. Bounds are on the ratio itself."""
-    found: dict[str, Any] = {}
+    loss: Loss, given: Mapping[str, object], known: Callable[[Loss], Sequence[str]]
+) -> tuple[Loss, dict[str, object], dict[str, str], list[str]]:
+    """Return the loss that these arguments make of it, and as ``estimator_names``. Bounds are on the ratio itself."""
+    found: dict[str, object] = {}
     names: dict[str, str] = {}
     unused: list[str] = []
     given = dict(given)
@@ -146,8 +147,8 @@ def loss_names(
     return loss, found, names, unused
 
 
-def _passed(where: str, name: str, value: Any, unused: list[str]) -> bool:
-    """Whether an argument may be there without being passed on: it has no effect here, or asks for nothing."""
+def _passed(where: str, name: str, value: object, unused: list[str]) -> bool:
+    """Return whether an argument may be there without being passed on: it has no effect here, or asks for nothing."""
     if name in _UNUSED:
         unused.append(f"algorithm.{where}.{name} ({_UNUSED[name]})")
         return True
@@ -160,7 +161,7 @@ def _passed(where: str, name: str, value: Any, unused: list[str]) -> bool:
 
 
 def _bounds(where: str, name: str, value: Any) -> dict[str, Any] | None:
-    """Bounds on the ratio from a distance to 1; None where it is none."""
+    """Return bounds on the ratio from a distance to 1; None where it is none."""
     kind = {"clip_range": "both", "epsilon": "inverse", "clip_range_low": "low", "epsilon_low": "low"}.get(name)
     kind = kind or {"clip_range_high": "high", "epsilon_high": "high"}.get(name)
     ring = {"epsilon_low_prime": ("ring_low_threshold", -1), "epsilon_high_prime": ("ring_high_threshold", 1)}
@@ -175,8 +176,8 @@ def _bounds(where: str, name: str, value: Any) -> dict[str, Any] | None:
     return found if kind == "low" else {**found, "clip_high_threshold": 1 + number}
 
 
-def _mask_bounds(given: dict[str, Any]) -> None:
-    """Takes out the bounds of CISPO's mask, which here are those of its ratio."""
+def _mask_bounds(given: dict[str, object]) -> None:
+    """Take out the bounds of CISPO's mask, which here are those of its ratio."""
     for side, default in (("low", 1.0), ("high", 0.28)):
         name = f"mask_clip_range_{side}"
         value, own = given.pop(name, None), given.get(f"clip_range_{side}", default)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -41,7 +40,7 @@ class Operators:
 
     @classmethod
     def of(cls, given: Sequence[Operator]) -> Operators:
-        """Those that settings name.
+        """Return those that settings name.
 
         Raises:
             ConfigError: one is unknown, cannot be done here, or has another argument.
@@ -78,11 +77,11 @@ class Operators:
 
 
 def was_cut(trajectory: Trajectory) -> bool:
-    """Whether its last answer ended because there was no room for more tokens."""
+    """Return whether its last answer ended because there was no room for more tokens."""
     return bool(trajectory.turns) and trajectory.turns[-1].sample.stop_reason == "length"
 
 
-def _settings(where: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+def _settings(where: str, given: Mapping[str, object], known: Sequence[str]) -> dict[str, object]:
     for name in given:
         if name not in known:
             raise ConfigError(f"{where}.args.{name}: there is no such setting{_check.near(name, known)}")
@@ -93,19 +92,19 @@ def _settings(where: str, given: Mapping[str, Any], known: Sequence[str]) -> dic
 
 
 def _reward_filter(threshold: float = 0.0) -> Callable[[Group], Sequence[Trajectory]]:
-    """Episodes of at least so much reward."""
+    """Keep episodes of at least so much reward."""
     return lambda group: [t for t in group.trajectories if t.reward >= threshold]
 
 
 def _std_filter(threshold: float = 0.0) -> Callable[[Group], Sequence[Trajectory]]:
-    """Groups of two or more whose rewards deviate by more."""
+    """Keep groups of two or more whose rewards deviate by more."""
     return lambda group: group.trajectories if len(group) > 1 and np.std(group.rewards) > threshold else []
 
 
 def _dynamic_sampling(
     metric_key: str = "accuracy", correct_threshold: float = 0.0
 ) -> Callable[[Group], Sequence[Trajectory]]:
-    """Groups in which some are right, and not all: above the threshold."""
+    """Keep groups in which some are right, and not all: above the threshold."""
 
     def keep(group: Group) -> Sequence[Trajectory]:
         right = sum(t.metrics.get(metric_key, t.reward) > correct_threshold for t in group.trajectories)

@@ -20,7 +20,7 @@ _KINDS = (".jsonl", ".json", ".parquet")
 def read(
     path: str | None, *, where: str, split: str = "train", subset: str | None = None
 ) -> Sequence[Mapping[str, Any]]:
-    """The rows.
+    """Return the rows.
 
     Args:
         path: a .jsonl, .json (a list) or .parquet file; a folder of such files that are named after splits, as
@@ -32,7 +32,7 @@ def read(
         subset: of a data set on a hub; of a folder, the folder in it.
 
     Raises:
-        ConfigError: there is no such file, or it can not be read.
+        ConfigError: there is no such file, or it cannot be read.
         DataError: a row is no mapping.
     """
     if not path:
@@ -63,7 +63,7 @@ def read(
 
 
 def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
-    """The files of a split, in the order of their names."""
+    """Return the files of a split, in the order of their names."""
     inner = folder / subset if subset and (folder / subset).is_dir() else folder
     places = [inner, inner / "data"] if (inner / "data").is_dir() else [inner]
     files = sorted(file for place in places for file in place.iterdir() if file.suffix in _KINDS)
@@ -77,7 +77,7 @@ def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[
 
 
 def _named(file: Path, split: str) -> bool:
-    """Whether a file is named after the split: ``test.jsonl``, ``test-00000-of-00002.parquet``, ``my_test.jsonl``."""
+    """Return whether a file is named after the split: ``test.jsonl``, ``test-00000-of-00002.parquet``."""
     return split in re.split(r"[-_.]", file.stem)
 
 
@@ -85,7 +85,7 @@ def _file(file: Path, where: str) -> list[Any]:
     try:
         rows = {".jsonl": _lines, ".json": _list, ".parquet": _table}[file.suffix](file)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {file} can not be read: {error}") from error
+        raise ConfigError(f"{where}: {file} cannot be read: {error}") from error
     if not rows:
         raise ConfigError(_check.problem(where, f"{file} is empty", "at least one row"))
     for i, row in enumerate(rows):
@@ -95,7 +95,7 @@ def _file(file: Path, where: str) -> list[Any]:
 
 
 def field(row: Mapping[str, Any], key: str, where: str) -> Any:
-    """``row[key]``, or where there is no such key and it has dots, what ``row["a"]["b"]`` is of "a.b".
+    """Return ``row[key]``, or where there is no such key and it has dots, what ``row["a"]["b"]`` is of "a.b".
 
     Raises:
         DataError: the row has none, naming those that it has.
@@ -124,7 +124,7 @@ def _lines(file: Path) -> list[Any]:
 def _list(file: Path) -> list[Any]:
     found = json.loads(file.read_text("utf-8"))
     if not isinstance(found, list):
-        raise ValueError("it holds no list")  # noqa: TRY004  # told as what can not be read
+        raise ValueError("it holds no list")  # noqa: TRY004  # told as what cannot be read
     return found
 
 

@@ -35,8 +35,8 @@ _OPERATORS: Mapping[type, Callable[..., float]] = {
 }
 
 
-def bound(name: str, args: Mapping[str, Any], *, where: str = "reward_fn_args") -> Callable[[Any, Any], float]:
-    """The reward of that name with its settings.
+def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args") -> Callable[[object, Any], float]:
+    """Return the reward of that name with its settings.
 
     Raises:
         UnknownNameError: there is none.
@@ -60,8 +60,8 @@ def _scored(function: Any, args: dict[str, Any], action: Any, answer: Any) -> fl
 
 
 @rewards.register("answer_reward")
-def _answer_reward(action: str, answer: Any) -> float:
-    """1 where the answer in a box, a tag, or else the last number is equal to what is right.
+def _answer_reward(action: str, answer: object) -> float:
+    """Return 1 where the answer in a box, a tag, or else the last number is equal to what is right.
 
     >>> _answer_reward("So it is 1,200.", "Six hundred twice. #### 1200")
     1.0
@@ -74,27 +74,27 @@ def _answer_reward(action: str, answer: Any) -> float:
 
 
 @rewards.register("boxed_reward")
-def _boxed_reward(action: str, answer: Any) -> float:
-    """1 where the answer in a box is equal to what is right."""
+def _boxed_reward(action: str, answer: object) -> float:
+    """Return 1 where the answer in a box is equal to what is right."""
     found = answers.boxed(action)
     return float(found is not None and answers.math_equal(found, _truth(answer)))
 
 
 @rewards.register("exact_match")
-def _exact_match(action: str, answer: Any) -> float:
-    """1 where the whole text, without white space around it, is the answer."""
+def _exact_match(action: str, answer: object) -> float:
+    """Return 1 where the whole text, without white space around it, is the answer."""
     return float(action.strip() == str(answer).strip())
 
 
 @rewards.register("contains")
-def _contains(action: str, answer: Any) -> float:
-    """1 where the answer stands somewhere in the text."""
+def _contains(action: str, answer: object) -> float:
+    """Return 1 where the answer stands somewhere in the text."""
     return float(str(answer).strip() in action)
 
 
 @rewards.register("math_reward")
-def _math_reward(action: str, answer: Any, *, pattern: str = _R1) -> float:
-    """answer_reward, and 0.1 more for thinking and an answer in their tags, 0.1 less without.
+def _math_reward(action: str, answer: object, *, pattern: str = _R1) -> float:
+    """Return answer_reward, and 0.1 more for thinking and an answer in their tags, 0.1 less without.
 
     >>> _math_reward("<think>6 + 6</think> <answer>12</answer>", 12), _math_reward("12", 12)
     (1.1, 0.9)
@@ -106,24 +106,24 @@ def _math_reward(action: str, answer: Any, *, pattern: str = _R1) -> float:
 
 
 @rewards.register("format_reward")
-def _format_reward(action: str, answer: Any, *, pattern: str = _STRICT) -> float:
-    """0.1 where the text is thinking and an answer, each between tags on lines of their own, else -0.1."""
+def _format_reward(action: str, answer: object, *, pattern: str = _STRICT) -> float:
+    """Return 0.1 where the text is thinking and an answer, each between tags on lines of their own, else -0.1."""
     del answer
     return _form(pattern, action)
 
 
 @rewards.register("accuracy_reward")
-def _accuracy_reward(action: str, answer: Any) -> float:
-    """boxed_reward."""
+def _accuracy_reward(action: str, answer: object) -> float:
+    """Return boxed_reward."""
     return _boxed_reward(action, answer)
 
 
 @rewards.register("math_boxed_reward_naive_dapo")
 @rewards.register("math_boxed_reward")
 def _math_boxed_reward(
-    action: str, answer: Any, *, with_think: bool = False, format_score_coef: float = _FORMAT
+    action: str, answer: object, *, with_think: bool = False, format_score_coef: float = _FORMAT
 ) -> float:
-    """boxed_reward, less format_score_coef where with_think is on and the text has not one block of thinking."""
+    """Return boxed_reward, less format_score_coef where with_think is on and the text has not one block of thinking."""
     once = action.count("<think>") == action.count("</think>") == 1
     right = once and action.find("<think>") < action.find("</think>")
     return _boxed_reward(action, answer) - ((format_score_coef or _FORMAT) if with_think and not right else 0.0)
@@ -139,7 +139,7 @@ def _math_dapo_reward(
     max_response_length: int | None = None,
     cache_length: int | None = None,
 ) -> float:
-    """1 for the right answer in a box behind the thinking, else -1; and what is taken off near the limit of tokens."""
+    """Return 1 for the right answer in a box behind the thinking, else -1, less what length costs near the limit."""
     last = Action(str(action).rpartition("</think>")[2])
     score = 1.0 if _boxed_reward(last, answer) else -1.0
     if not enable_overlong_penalty:
@@ -153,8 +153,8 @@ def _math_dapo_reward(
 
 
 @rewards.register("countdown_reward")
-def _countdown_reward(action: str, answer: Any) -> float:
-    """1 where the last line's answer tag makes the target of every number once, 0.1 for another formula there, else 0.
+def _countdown_reward(action: str, answer: object) -> float:
+    """Return 1 where the last line's answer makes the target of every number once, 0.1 for another formula, else 0.
 
     >>> row = {"target": 10, "numbers": [2, 3, 4]}
     >>> [_countdown_reward(f"<answer>{said}</answer>", row) for said in ("2 * 3 + 4", "2 + 3 + 4", "5 + 5")] + [
@@ -175,7 +175,7 @@ def _countdown_reward(action: str, answer: Any) -> float:
 
 
 def _value(text: str) -> float | None:
-    """What a formula of numbers, + - * / and brackets makes; None where it is none."""
+    """Return what a formula of numbers, + - * / and brackets makes; None where it is none."""
     if len(text) > 1000:
         return None
     try:
@@ -198,8 +198,8 @@ def _form(pattern: str, text: str) -> float:
     return _FORMAT if re.search(pattern, text, re.DOTALL | re.MULTILINE) else -_FORMAT
 
 
-def _truth(answer: Any) -> str:
-    """What is right: behind ``####`` where there is one, as in GSM8K; else the box, or all of it."""
+def _truth(answer: object) -> str:
+    """Return what is right: behind ``####`` where there is one, as in GSM8K; else the box, or all of it."""
     text = str(answer)
     if "####" in text:
         return text.rpartition("####")[2].strip().replace(",", "")

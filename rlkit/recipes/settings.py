@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import attrs
 
@@ -49,7 +49,7 @@ class Teacher(Engine):
     name: str | None = None
     backend: str | None = None
     path: str | None = None
-    options: Mapping[str, Any] = attrs.Factory(dict)
+    options: Mapping[str, object] = attrs.Factory(dict)
 
 
 @attrs.frozen
@@ -89,7 +89,7 @@ class Trainer:
     epochs: int = 1
     total_steps: int | None = None
     critic_warmup: int = 0
-    trainer_config: Mapping[str, Any] = attrs.Factory(dict)
+    trainer_config: Mapping[str, object] = attrs.Factory(dict)
 
 
 @attrs.frozen
@@ -109,7 +109,7 @@ class Monitor:
     """Where metrics go, beside metrics.jsonl."""
 
     monitor_type: str | None = None
-    monitor_args: Mapping[str, Any] | None = None
+    monitor_args: Mapping[str, object] | None = None
     trajectories: bool = True
 
 
@@ -148,7 +148,7 @@ class Settings:
     checkpoint_root_dir: str = "./checkpoints"
     continue_from_checkpoint: bool = True
     backend: str | None = None
-    options: Mapping[str, Any] = attrs.Factory(dict)
+    options: Mapping[str, object] = attrs.Factory(dict)
     seed: int | None = None
     init_from: str | None = None
     algorithm: Algorithm = Algorithm()
@@ -169,7 +169,7 @@ class Settings:
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of a YAML file with overrides such as ``"algorithm.optimizer.lr=1e-4"``.
+    """Return the settings of a YAML file with overrides such as ``"algorithm.optimizer.lr=1e-4"``.
 
     Raises:
         ConfigError: as for ``rlkit.config.load``.

@@ -31,7 +31,7 @@ def training_tasks(buffer: Buffer) -> TaskSource:
     """Return the tasks of ``buffer.explorer_input``: those of its taskset, or a mixture of its tasksets.
 
     Raises:
-        ConfigError: there are none, or one can not be made.
+        ConfigError: there are none, or one cannot be made.
         UnknownNameError: no environment or reward has that name.
     """
     given = buffer.explorer_input
@@ -114,7 +114,7 @@ def _at(where: str, text: str) -> str:
 
 
 def _kind(taskset: Taskset) -> str:
-    """The environment, where none is named: a generator if the path is a bare name, else rows with a reward."""
+    """Return the environment, where none is named: a generator if the path is a bare name, else rows with a reward."""
     path = taskset.path or ""
     bare = bool(path) and "/" not in path and "." not in path
     return "reasoning_gym" if taskset.storage_type == "reasoning_gym" or bare else "simple_workflow"
@@ -122,7 +122,7 @@ def _kind(taskset: Taskset) -> str:
 
 @environments.register("reasoning_gym")
 def _reasoning_gym(taskset: Taskset) -> Tasks:
-    """A generator of reasoning-gym, by the name in ``path``; ``workflow_args`` are its settings, and ``extract``."""
+    """Make tasks of reasoning-gym, by the name in ``path``; ``workflow_args`` are its settings, and ``extract``."""
     args = dict(taskset.workflow_args)
     extract = args.pop("extract", None)
     if extract is not None:
@@ -143,7 +143,7 @@ def _as_text(function: Any, text: str) -> str | None:
 
 @environments.register("gem")
 def _gem(taskset: Taskset) -> Tasks:
-    """A game or data set of GEM, by its id in ``path``; ``workflow_args`` are arguments of ``rlkit.envs.gem``."""
+    """Make tasks of GEM, by the id in ``path``; ``workflow_args`` are arguments of ``rlkit.envs.gem``."""
     if importlib.util.find_spec("gem") is None:
         raise ConfigError("rlkit.envs.gem needs gem-llm: docs/environments.md says how to install it")
     return envs.gem(taskset.path or "", name=taskset.name, split=taskset.split, **taskset.workflow_args)
@@ -151,7 +151,7 @@ def _gem(taskset: Taskset) -> Tasks:
 
 @environments.register("openreward")
 def _openreward(taskset: Taskset) -> Tasks:
-    """An environment behind a server; ``workflow_args`` are arguments of ``rlkit.envs.openreward``."""
+    """Make tasks of an environment behind a server; ``workflow_args`` are arguments of ``rlkit.envs.openreward``."""
     return envs.openreward(taskset.path or "", split=taskset.split, **taskset.workflow_args)
 
 

@@ -51,7 +51,7 @@ _FOREIGN = {
 
 
 def foreign(name: str, known: Iterable[str]) -> str | None:
-    """Why a workflow of Trinity's, or a class that it would import, is not here; None for names that are mistyped."""
+    """Return why a workflow of Trinity's, or a class it would import, is not here; None for mistyped names."""
     if "." in name:
         return "--import brings what a module of yours registers"
     if not name.lower().endswith("workflow") or difflib.get_close_matches(name, list(known), n=1, cutoff=0.92):
@@ -60,18 +60,18 @@ def foreign(name: str, known: Iterable[str]) -> str | None:
 
 
 def _simple(taskset: Taskset) -> Tasks:
-    """Rows with a prompt and an answer, scored by ``default_reward_fn_type`` (answer_reward unless given)."""
+    """Make tasks with a prompt and an answer, scored by ``default_reward_fn_type`` (else answer_reward)."""
     return _rows(taskset, taskset.default_reward_fn_type or "answer_reward")
 
 
 def _math(taskset: Taskset) -> Tasks:
-    """Rows with a problem and its answer, R1's system prompt unless another is given, scored by math_reward."""
+    """Make tasks with a problem and its answer, R1's system prompt unless another is given; math_reward scores."""
     reward = taskset.default_reward_fn_type or "math_reward"
     return _rows(taskset, reward, system=_R1 if reward == "math_reward" else None)
 
 
 def _math_boxed(taskset: Taskset) -> Tasks:
-    """As math_workflow, for answers in a box: math_boxed_reward; ``with_think``, ``format_score_coef`` are its own."""
+    """Do as math_workflow, for answers in a box: math_boxed_reward; with_think, format_score_coef are its own."""
     args = dict(taskset.workflow_args)
     think = _check.flag("workflow_args.with_think", args.pop("with_think", False))
     plain = _check.flag("workflow_args.use_base", args.pop("use_base", False))
@@ -94,13 +94,13 @@ def _math_boxed(taskset: Taskset) -> Tasks:
 
 
 def _asked(taskset: Taskset) -> Tasks:
-    """Rows with a problem and its answer, asked for a boxed answer as Qwen's models are; answer_reward scores them."""
+    """Make tasks with a problem, asked for a boxed answer as Qwen's models are; answer_reward scores them."""
     reward = taskset.default_reward_fn_type or "answer_reward"
     return _rows(taskset, reward, system=_QWEN, behind=f"\n{_BOXED}", used=("temperature",))
 
 
 def _unscored(taskset: Taskset) -> Tasks:
-    """Rows with a prompt, for a teacher to score: the reward is 0."""
+    """Make tasks of rows with a prompt, for a teacher to score: the reward is 0."""
     return _rows(taskset, None, used=("temperature",))
 
 
@@ -114,7 +114,7 @@ def _rows(
     used: tuple[str, ...] = (),
     plain: bool = False,
 ) -> Tasks:
-    """Tasks of one turn each.
+    """Make tasks of one turn each.
 
     Args:
         taskset: where the rows are, and how they are read.

@@ -19,7 +19,7 @@ from rlkit.rollouts.plan import Plan
 
 __all__ = ["AsyncRollouts", "async_rollouts"]
 
-Play: TypeAlias = Callable[[Sampler, Any, int], Awaitable[Rollouts]]
+Play: TypeAlias = Callable[[Sampler, object, int], Awaitable[Rollouts]]
 Running: TypeAlias = dict[int, "concurrent.futures.Future[Rollouts]"]
 
 
@@ -34,7 +34,7 @@ def async_rollouts(
     interval: int = 1,
     play: Play | None = None,
     plan: Plan | None = None,
-    **options: Any,
+    **options: object,
 ) -> AsyncRollouts:
     """Return batches of groups, one per step, sampled up to ``max_lag`` steps ahead of the training.
 
@@ -98,7 +98,7 @@ def async_rollouts(
     if play is not None and not callable(play):
         raise ConfigError(_check.problem("play", f"got {_check.shown(play)}", "an async function"))
 
-    def simply(sampler: Sampler, batch: Any, step: int) -> Awaitable[Rollouts]:
+    def simply(sampler: Sampler, batch: object, step: int) -> Awaitable[Rollouts]:
         return rollout(sampler, batch, step=step, plan=plan)
 
     end = None if steps is None else start + steps
@@ -161,7 +161,7 @@ class AsyncRollouts:
             await asyncio.to_thread(self.close)
             raise
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, dict[str, object]]:
         """Return the batches that were begun and not yet asked for; they are waited for."""
         return {str(step): _record(running.result()) for step, running in self._running.items()}
 
@@ -210,13 +210,13 @@ class AsyncRollouts:
         return self._running.pop(step)
 
 
-async def _played(play: Play, snapshot: Future[Sampler], tasks: Any, step: int, lag: int) -> Rollouts:
+async def _played(play: Play, snapshot: Future[Sampler], tasks: object, step: int, lag: int) -> Rollouts:
     groups = await play(await snapshot, tasks, step)
     groups.metrics["sampler/lag"] = float(lag)
     return groups
 
 
-def _record(batch: Rollouts) -> dict[str, Any]:
+def _record(batch: Rollouts) -> dict[str, object]:
     metrics = {name: str(value) for name, value in batch.metrics.items()}  # text, since JSON has no NaN
     return {"groups": [storage.to_record(group) for group in batch], "metrics": metrics}
 

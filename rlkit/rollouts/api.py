@@ -67,7 +67,7 @@ class Stream:
         return self._groups
 
     async def aclose(self) -> None:
-        """Gives up what is under way; every environment is closed before it returns."""
+        """Give up what is under way; every environment is closed before it returns."""
         await self._groups.aclose()
 
     async def __aenter__(self) -> Self:
@@ -79,8 +79,8 @@ class Stream:
         await self.aclose()
 
 
-def stream(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Stream:
-    """Groups of episodes as they are complete, in whatever order that is.
+def stream(sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None = None, **options: object) -> Stream:
+    """Yield groups of episodes as they are complete, in whatever order that is.
 
     Args:
         sampler, tasks, step, plan, options: as for ``rollout``; ``tasks`` may be an endless iterator, which is read as
@@ -101,8 +101,10 @@ def stream(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = N
     return Stream(Runner(sampler, listed(tasks), plan, step, counters), counters)
 
 
-async def rollout(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Rollouts:
-    """Plays ``n`` episodes of each task, and returns them in groups.
+async def rollout(
+    sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None = None, **options: object
+) -> Rollouts:
+    """Play ``n`` episodes of each task, and returns them in groups.
 
     Args:
         sampler: the policy.
@@ -143,8 +145,10 @@ async def rollout(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | N
     return Rollouts(sorted(groups, key=lambda group: group.number), streamed.metrics, streamed.counters)
 
 
-def rollout_sync(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | None = None, **options: Any) -> Rollouts:
-    """As ``rollout``, for code that does not ``await``; it works inside of a running event loop (notebooks) too.
+def rollout_sync(
+    sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None = None, **options: object
+) -> Rollouts:
+    """Do as ``rollout``, for code that does not ``await``; it works inside of a running event loop (notebooks) too.
 
     The rollout runs in an event loop of its own, in a thread of its own. A KeyboardInterrupt ends it and closes its
     environments.
@@ -158,8 +162,8 @@ def rollout_sync(sampler: Sampler, tasks: Any, *, step: int = 0, plan: Plan | No
     return run_in_thread(rollout(sampler, tasks, step=step, plan=plan, **options))
 
 
-def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What ``coroutine`` returns, run in a thread with an event loop of its own."""
+def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
+    """Return what ``coroutine`` returns, run in a thread with an event loop of its own."""
     result: list[T] = []
     raised: list[BaseException] = []
     started = threading.Event()
@@ -195,7 +199,7 @@ def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
-    """The plan with ``options`` in it."""
+    """Return the plan with ``options`` in it."""
     if plan is not None and not isinstance(plan, Plan):
         raise ConfigError(_check.problem("plan", f"got {_check.shown(plan)}", "an rlkit.rollouts.Plan"))
     if plan is not None:
@@ -204,8 +208,8 @@ def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
     return Plan(**options)
 
 
-def listed(tasks: Any) -> Iterable[Task]:
-    """What a user gave as tasks: a list where its length is known, else an iterator."""
+def listed(tasks: object) -> Iterable[Task]:
+    """Return what a user gave as tasks: a list where its length is known, else an iterator."""
     if isinstance(tasks, Task) or callable(tasks):
         tasks = [tasks]
     if hasattr(tasks, "batch") and not isinstance(tasks, Sequence):
@@ -226,7 +230,7 @@ def _each(tasks: Iterable[Any]) -> Iterator[Task]:
         yield _task(f"tasks[{i}]", task)
 
 
-def _task(where: str, task: Any) -> Task:
+def _task(where: str, task: object) -> Task:
     if isinstance(task, Task):
         return task
     if not callable(task):

@@ -21,6 +21,7 @@ from rlkit.types import Sample, SamplingParams
 __all__ = ["Asker", "SamplerFailed", "Start", "attempts"]
 
 _log = logging.getLogger(__name__)
+PAUSE = 0.5  # seconds before the second attempt
 
 
 class SamplerFailed(Exception):
@@ -34,8 +35,8 @@ class SamplerFailed(Exception):
 async def attempts(
     plan: Plan, listed: Callable[[Exception], bool], pauses: np.random.Generator, left: Callable[[], float]
 ) -> AsyncIterator[Attempt]:
-    """Context managers, one per attempt, with pauses that double in between and have a random part of a half."""
-    pause = plan.pause
+    """Yield context managers, one per attempt, with pauses that double in between and have a random part of a half."""
+    pause = PAUSE
     for num in range(1, plan.attempts + 1):
         attempt = Attempt(num, listed if num < plan.attempts else _never, pause * (1.0 + 0.5 * pauses.random()), left)
         yield attempt
@@ -95,11 +96,11 @@ class Asker:
         pauses: np.random.Generator,
         left: Callable[[], float],
     ) -> list[Sample]:
-        """``n`` completions.
+        """Ask for ``n`` completions.
 
         Raises:
             DataError: the sampler refuses this prompt.
-            SamplerFailed: it can not be used.
+            SamplerFailed: it cannot be used.
         """
         began = time.monotonic()
         try:
@@ -120,7 +121,7 @@ class Asker:
         return samples
 
     def dead(self, since: float, deadline: float) -> BackendTimeout | None:
-        """The error to end with where a request made at ``since`` had half the deadline and nothing was answered."""
+        """Return the error to end with where nothing was answered for half the deadline since ``since``."""
         waited = time.monotonic() - since
         if self._last_answer > since or waited < deadline / 2:
             return None
@@ -201,7 +202,7 @@ class Start:
     async def sample(
         self, prompt: np.ndarray, params: SamplingParams, member: int, left: Callable[[], float]
     ) -> Sample | None:
-        """Member ``member``'s first turn; None where it begins otherwise."""
+        """Return member ``member``'s first turn; None where it begins otherwise."""
         if self._task is None:
             self._prompt = prompt
             asked = self._asker.sample(prompt, params, n=self._n, seed=self._seed, pauses=self._pauses, left=left)
@@ -212,7 +213,7 @@ class Start:
         return (await asyncio.shield(self._task))[member]
 
     def give_up(self) -> None:
-        """Nobody waits any more."""
+        """Stop waiting for members."""
         if self._task is not None:
             self._task.cancel()
 

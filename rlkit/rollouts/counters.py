@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from rlkit.trajectory import Failure, Group, Trajectory
 
@@ -26,7 +25,7 @@ class Counters:
         self._names: set[str] = set()
 
     def together(self, other: Counters) -> Counters:
-        """What both have counted: counts added up, means over everything."""
+        """Return what both have counted: counts added up, means over everything."""
         found = Counters()
         found.sums = Counter(self.sums)
         found.sums.update(other.sums)
@@ -36,21 +35,21 @@ class Counters:
         return found
 
     def add(self, name: str, number: float = 1) -> None:
-        """Adds to a count or a sum."""
+        """Add to a count or a sum."""
         self.sums[name] += number  # type: ignore[assignment]  # sums of seconds too
 
     def mean(self, name: str, number: float) -> None:
-        """Takes a number into a mean."""
+        """Take a number into a mean."""
         if math.isfinite(number):
             self._means.setdefault(name, []).append(float(number))
 
     def spread(self, name: str, number: float) -> None:
-        """Takes a number into a mean, of which min, max and std are told, too."""
+        """Take a number into a mean, of which min, max and std are told, too."""
         self._spreads.add(name)
         self.mean(name, number)
 
     def trajectory(self, trajectory: Trajectory) -> None:
-        """An episode that was carried through."""
+        """Count an episode that was carried through."""
         env = self._env(trajectory.env)
         self.add(f"{env}/episodes")
         self.add(f"{env}/terminated", int(trajectory.terminated))
@@ -70,7 +69,7 @@ class Counters:
                 self.mean(f"{env}/info/{name}", number)
 
     def failure(self, failure: Failure) -> None:
-        """An episode that was not."""
+        """Count an episode that was not."""
         env = self._env(failure.env)
         self.add(f"{env}/episodes", 0)
         self.add(f"{env}/failed")
@@ -79,7 +78,7 @@ class Counters:
             self.add(f"{env}/timed_out")
 
     def group(self, group: Group, *, kept: bool) -> None:
-        """A group that is complete."""
+        """Count a group that is complete."""
         env = self._env(group.env)
         self.add(f"{env}/groups", int(kept))
         self.add(f"{env}/dropped_groups", int(not kept))
@@ -94,7 +93,7 @@ class Counters:
         return env
 
     def metrics(self) -> dict[str, float]:
-        """Everything so far, by name."""
+        """Return everything so far, by name."""
         found = {name: float(number) for name, number in self.sums.items()}
         # fsum rounds once: a mean does not depend on which episode ended first
         found |= {name: math.fsum(given) / len(given) for name, given in self._means.items()}
@@ -108,8 +107,8 @@ class Counters:
         return dict(sorted(found.items()))
 
 
-def numeric(info: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among what an environment said about a step; booleans count as 0 and 1."""
+def numeric(info: Mapping[str, object]) -> dict[str, float]:
+    """Return the finite numbers among what an environment said about a step; booleans count as 0 and 1."""
     found = {}
     for name, value in info.items():
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):

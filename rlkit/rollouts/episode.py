@@ -27,6 +27,7 @@ from rlkit.types import Sample, SamplingParams
 __all__ = ["Episode", "Shared"]
 
 _log = logging.getLogger(__name__)
+LONGEST = 1_000_000  # characters or tokens of one observation; beyond, the episode has failed
 _SHORT = 500
 _KINDS = {"context": "context", "deadline": "timeout"}
 _LEFT = {"context": "room in the context", "deadline": "time"}
@@ -90,10 +91,10 @@ class Episode:
         self._answer: dict[str, Any] = {}
 
     async def play(self) -> Trajectory | Failure:
-        """Plays from the start until an attempt succeeds or none is left; the clock starts here.
+        """Play from the start until an attempt succeeds or none is left; the clock starts here.
 
         Raises:
-            SamplerFailed: the sampler can not be used; that is no matter of this episode alone.
+            SamplerFailed: the sampler cannot be used; that is no matter of this episode alone.
         """
         self._ends = time.monotonic() + self._deadline
         trajectory: Trajectory | None = None
@@ -127,7 +128,7 @@ class Episode:
             env = await Guarded.opened(
                 self._task,
                 timeout=self._call(),
-                max_chars=plan.max_observation,
+                max_chars=LONGEST,
                 scored=True,
                 grace=plan.close_timeout / 2,
             )
@@ -144,14 +145,14 @@ class Episode:
         return self._trajectory(ended, messages)
 
     def _say_once(self, problem: Exception) -> None:
-        """Says that an environment could not be closed, and may have left something open; the rest is counted."""
+        """Say that an environment could not be closed, and may have left something open; the rest is counted."""
         name = f"env/{self._task.name}/close_failed"
         if not self._shared.counters.sums[name]:
             text = f"environment {self._task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
             _log.warning("%s; %s counts how many could not", text[:_SHORT], name)
 
     async def _conversation(self, env: Guarded) -> tuple[str, tuple[Mapping[str, Any], ...]]:
-        """Plays until the end; why it ended, and what was said."""
+        """Play until the end; return why it ended, and what was said."""
         chat = self._shared.chat
         conversation: Any = None
         try:
@@ -193,7 +194,7 @@ class Episode:
 
     @contextlib.asynccontextmanager
     async def _within(self, where: str) -> AsyncIterator[None]:
-        """A lane for a call; what an environment or a chat raises is made a fault, the end of time a truncation.
+        """Enter a lane for a call; what an environment or a chat raises is made a fault, the end of time a truncation.
 
         Time that is over before there was one whole turn leaves nothing to keep: that is a fault as well.
         """
@@ -210,12 +211,12 @@ class Episode:
             raise _Fault(where, error) from error
 
     def _call(self) -> float:
-        """Seconds that a call of the environment may take."""
+        """Return the seconds that a call of the environment may take."""
         limit = self._shared.plan.call_timeout
         return min(self._deadline / 2 if limit is None else limit, self._left())
 
     def _over(self) -> str:
-        """The limit that has been reached after a turn, "" for none."""
+        """Return the limit that has been reached after a turn, "" for none."""
         settings = self._settings
         if settings.max_turns is not None and len(self._turns) >= settings.max_turns:
             return "max_turns"
@@ -227,7 +228,7 @@ class Episode:
         return sum(turn.tokens.size for turn in self._turns)
 
     def _room(self, prompt: np.ndarray) -> tuple[str, SamplingParams | None]:
-        """How the next turn is sampled; None, and the limit's name, where there is no room for one."""
+        """Return how the next turn is sampled; None, and the limit's name, where there is no room for one."""
         plan, settings = self._shared.plan, self._settings
         context = self._shared.asker.sampler.max_length
         room = min(context, plan.max_length or context) - int(prompt.size)
@@ -285,7 +286,7 @@ class Episode:
 
 
 async def _closed(env: Guarded, timeout: float) -> Exception | None:
-    """Waits until it is closed even if the waiting is cancelled meanwhile, which is raised afterwards."""
+    """Wait until it is closed even if the waiting is cancelled meanwhile, which is raised afterwards."""
     try:
         return await env.close(timeout=timeout)
     except asyncio.CancelledError:
@@ -294,7 +295,7 @@ async def _closed(env: Guarded, timeout: float) -> Exception | None:
 
 
 def _last(observation: Observation) -> tuple[Mapping[str, Any], ...]:
-    """What the environment said after the last action, for people."""
+    """Return what the environment said after the last action, for people."""
     if isinstance(observation, str):
         return ({"role": "user", "content": observation},) if observation else ()
     return () if isinstance(observation, np.ndarray) else tuple(observation)
@@ -305,5 +306,5 @@ def _messages(conversation: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def described(error: BaseException) -> str:
-    """The error's text with its notes, which say whose it is; shortened."""
+    """Return the error's text with its notes, which say whose it is; shortened."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])[:_SHORT]

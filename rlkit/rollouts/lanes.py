@@ -27,7 +27,7 @@ class Lanes:
 
     @contextlib.asynccontextmanager
     async def lane(self) -> AsyncIterator[None]:
-        """Waits for a lane."""
+        """Wait for a lane."""
         await self._slots.acquire()
         mine = True
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 
-def _read_only(value: Any) -> Any:
+def _read_only(value: object) -> object:
     return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     return (value,) if isinstance(value, type) else tuple(value) if isinstance(value, list) else value
 
 
@@ -55,10 +55,9 @@ class Plan:
         call_timeout: seconds for one call of an environment, > 0; beyond, the episode has failed. None: half of the
             deadline.
         close_timeout: seconds that closing an environment may take, > 0.
-        max_observation: characters (or tokens) of one observation, >= 1; beyond, the episode has failed.
         retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``.
-        attempts: how often in all, >= 1. An environment is made anew and its episode begins again, with the same seeds.
-        pause: seconds before the second attempt, > 0; it doubles from one to the next, with a random part.
+        attempts: how often in all, >= 1, after pauses that double from half a second on. An environment is made anew
+            and its episode begins again, with the same seeds.
         refill: further episodes that a group may play in place of failed ones, >= 0.
         share: of all episodes, in (0, 1]: once so many have ended the rest is given up. Below 1 it prefers short
             episodes, and what is returned depends on timing.
@@ -90,18 +89,16 @@ class Plan:
     deadline: float = 1800.0
     call_timeout: float | None = None
     close_timeout: float = 5.0
-    max_observation: int = 1_000_000
     retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
     attempts: int = 3
-    pause: float = 0.5
     refill: int = 0
     share: float = 1.0
     shared_start: bool = True
-    tags: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only)
+    tags: Mapping[str, str | float] = attrs.field(factory=dict, converter=_read_only)
     progress: bool | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("n", "concurrency", "max_observation", "attempts"):
+        for name in ("n", "concurrency", "attempts"):
             _check.integer(f"Plan.{name}", getattr(self, name), low=1)
         _check.integer("Plan.seed", self.seed, low=0)
         _check.integer("Plan.refill", self.refill, low=0)
@@ -110,7 +107,7 @@ class Plan:
         for name, low in (("max_turns", 1), ("max_total_tokens", 1), ("max_length", 2)):
             if getattr(self, name) is not None:
                 _check.integer(f"Plan.{name}", getattr(self, name), low=low)
-        for name in ("deadline", "close_timeout", "pause", "call_timeout"):
+        for name in ("deadline", "close_timeout", "call_timeout"):
             if name != "call_timeout" or self.call_timeout is not None:
                 _check.real(f"Plan.{name}", getattr(self, name), above=0.0, why="seconds")
         _check.real("Plan.share", self.share, above=0.0, high=1.0)
@@ -155,7 +152,7 @@ class Plan:
         )
 
     def with_options(self, **options: Any) -> Plan:
-        """A copy with these fields replaced.
+        """Return a copy with these fields replaced.
 
         Raises:
             ConfigError: there is no such field, or as for the class.

@@ -38,7 +38,7 @@ class Progress:
             self._task = self._bar.add_task("episodes", total=total)
 
     def episode(self, *, failed: int) -> None:
-        """One more has ended."""
+        """Count one more that has ended."""
         self._ended, self._failed = self._ended + 1, failed
         if self._lines and time.monotonic() - self._said >= _PAUSE:
             self._say()

@@ -48,7 +48,7 @@ class Replay:
         self._groups: deque[Group] = deque(maxlen=capacity)
 
     def add(self, groups: Iterable[Group] | Group) -> None:
-        """Adds groups, such as what ``rollout`` returned.
+        """Add groups, such as what ``rollout`` returned.
 
         Raises:
             DataError: something else; nothing was added.
@@ -56,7 +56,7 @@ class Replay:
         self._groups.extend(checked_groups(groups))
 
     def sample(self, size: int, *, current: int) -> list[Group]:
-        """Up to ``size`` different groups, drawn uniformly, in the order in which they were added.
+        """Draw up to ``size`` different groups, drawn uniformly, in the order in which they were added.
 
         Args:
             size: >= 1; where fewer are left, all of them are returned.
@@ -74,7 +74,7 @@ class Replay:
         return [groups[i] for i in sorted(chosen.tolist())]
 
     def expire(self, current: int) -> int:
-        """Drops what is too old for version ``current``; returns how many groups that were."""
+        """Drop what is too old for version ``current``; return how many groups that were."""
         current = _check.integer("current", current, low=0)
         for i, group in enumerate(self._groups):
             if group.version > current:

@@ -91,7 +91,7 @@ class Runner:
         self._told: set[tuple[str, str]] = set()  # a warning for each kind of failure
 
     async def groups(self) -> AsyncGenerator[Group, None]:
-        """The groups that are kept, as they are complete.
+        """Return the groups that are kept, as they are complete.
 
         Ending it early gives up what is under way. Whatever ends it, environments are closed before it returns.
 
@@ -154,7 +154,7 @@ class Runner:
             raise self._nothing_left() from self._cause
 
     async def _launch(self, members: asyncio.TaskGroup, number: int, task: Task) -> None:
-        """Starts a group's members as slots become free; none any more once enough episodes have ended."""
+        """Start a group's members as slots become free; none any more once enough episodes have ended."""
         plan = self._plan
         settings = task.settings.over(plan.settings)
         n = settings.n or 1
@@ -177,7 +177,7 @@ class Runner:
             playing.add_done_callback(self._members.discard)
 
     async def _member(self, gathering: _Gathering, member: int) -> None:
-        """Plays one member, and others in its place where it fails and the group may refill."""
+        """Play one member, and others in its place where it fails and the group may refill."""
         done = False
         n = gathering.settings.n or 1
         try:
@@ -221,7 +221,7 @@ class Runner:
         self._cause = self._cause or error
 
     async def _score(self, gathering: _Gathering) -> None:
-        """Scores a group's episodes together; if that can not be done, all of them have failed."""
+        """Score a group's episodes together; if that cannot be done, all of them have failed."""
         task = gathering.task
         seconds = (gathering.settings.deadline or self._plan.deadline) / 2
         timeout = seconds if self._plan.call_timeout is None else self._plan.call_timeout
@@ -266,7 +266,7 @@ class Runner:
 
 
 def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The sampler's failure among what was raised, as the sampler raised it; what stands alone, as it is; else all."""
+    """Return the sampler's failure among what was raised, as it raised it; what stands alone, as it is; else all."""
     leaf: BaseException = failed.subgroup(SamplerFailed) or failed
     while isinstance(leaf, BaseExceptionGroup) and (leaf is not failed or len(failed.exceptions) == 1):
         leaf = leaf.exceptions[0]

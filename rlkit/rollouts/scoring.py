@@ -15,7 +15,7 @@ __all__ = ["rewarded", "scored"]
 
 
 def rewarded(trajectory: Trajectory, member: int) -> Trajectory | Failure:
-    """The trajectory, or the failure that it is where no reward was given in all of it.
+    """Return the trajectory, or the failure that it is where no reward was given in all of it.
 
     Nothing says what such an episode was worth; 0 would be made up.
     """
@@ -27,7 +27,7 @@ def rewarded(trajectory: Trajectory, member: int) -> Trajectory | Failure:
 
 
 async def scored(task: Task, members: Mapping[int, Trajectory], chat: Any, *, timeout: float) -> dict[int, Trajectory]:
-    """The trajectories, with what ``task.score`` gives for their last actions added to the last rewards of their turns.
+    """Return the trajectories, with what ``task.score`` gives for their last actions added to their last rewards.
 
     Raises:
         EnvError: the scores are not one finite number per trajectory.
@@ -44,7 +44,7 @@ async def scored(task: Task, members: Mapping[int, Trajectory], chat: Any, *, ti
 
 
 def _with(turn: Turn, reward: float | None) -> Turn:
-    """The turn with a reward added to its last one, or as its only one; None is no reward."""
+    """Return the turn with a reward added to its last one, or as its only one; None is no reward."""
     if reward is None:
         return turn
     if turn.rewards is None:

@@ -78,7 +78,7 @@ def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel
 
 
 def _noted(path: Path) -> tuple[int | None, str]:
-    """The seed in run.json, and what is wrong with it, if anything."""
+    """Return the seed in run.json, and what is wrong with it, if anything."""
     if path.exists() and not path.is_file():  # a pipe or a device has no end
         return None, "is damaged: it is no file"
     try:
@@ -112,7 +112,7 @@ def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
     _write(path, plain)
 
 
-def changes(folder: Path, config: Any) -> list[str]:
+def changes(folder: Path, config: object) -> list[str]:
     """Return which settings of ``config`` differ from what the run in ``folder`` noted; [] where that is not known."""
     path = folder / "config.json"
     try:
@@ -121,13 +121,13 @@ def changes(folder: Path, config: Any) -> list[str]:
         return []
 
 
-def _before(path: Path) -> Any:
-    """The config that was written down."""
+def _before(path: Path) -> object:
+    """Return the config that was written down."""
     return plain(json.loads(path.read_text("utf-8")))
 
 
 def _plain(config: Any) -> Any:
-    """``config`` as it is written down, without what looks like a key."""
+    """Return ``config`` as it is written down, without what looks like a key."""
     from rlkit.tracking import masked
 
     found = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
@@ -137,13 +137,13 @@ def _plain(config: Any) -> Any:
 
 
 def _no_secret(field: Any, value: Any) -> bool:
-    """Not what ``rlkit.config.secret`` took from the environment."""
+    """Leave out what ``rlkit.config.secret`` took from the environment."""
     del value
     return SECRET not in field.metadata
 
 
-def _changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What differs, by its full key."""
+def _changes(before: object, now: object, where: str = "") -> Iterator[str]:
+    """Yield what differs, by its full key."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in sorted(before.keys() | now.keys()):
             yield from _changes(before.get(key), now.get(key), f"{where}.{key}" if where else key)
@@ -151,7 +151,7 @@ def _changes(before: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where} from {before!r} to {now!r}"
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     """Write JSON, whole or not at all."""
     try:
         with replacing(path) as temporary:

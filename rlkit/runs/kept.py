@@ -49,7 +49,7 @@ class Kept:
         value: T = box["value"]
         return value
 
-    def state(self, record: Record | None) -> dict[str, Any]:
+    def state(self, record: Record | None) -> dict[str, object]:
         """Return the state of every object, and of those in ``record`` that were not asked for since."""
         before = {} if record is None else record.kept
         return {**before, **{name: capture(name, kept) for name, kept in self.objects.items()}}

@@ -62,7 +62,7 @@ class Lock:
             raise
 
     def release(self) -> None:
-        """Lets others in; may be called twice."""
+        """Let others in; may be called twice."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             with contextlib.suppress(OSError):  # it is given back whatever close says
@@ -74,7 +74,7 @@ class Lock:
                 file.unlink()
 
     def _stand_in(self, folder: Path, why: str) -> None:
-        """Makes a file that can be there once only."""
+        """Make a file that can be there once only."""
         path = folder.absolute() / "lock.held"
         mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
         for _ in range(10):
@@ -93,7 +93,7 @@ class Lock:
 
 
 def _make_way(path: Path) -> None:
-    """Removes the file of a process that is gone.
+    """Remove the file of a process that is gone.
 
     Raises:
         ConfigError: it is not known to be gone.
@@ -117,7 +117,7 @@ def _make_way(path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process of this machine goes on; True where that cannot be told."""
+    """Return whether a process of this machine goes on; True where that cannot be told."""
     if pid == os.getpid():  # it had this one's number before: a container began anew
         return False
     if os.name == "nt":  # where asking would end it

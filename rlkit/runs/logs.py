@@ -58,7 +58,7 @@ class Logs:
             if hasattr(tracker, "speak"):
                 tracker.speak(tokenizer)
 
-    def positions(self) -> dict[str, Any]:
+    def positions(self) -> dict[str, object]:
         """Return where the logs of those that can say so end now, on disk: what a checkpoint holds of them.
 
         Raises:
@@ -89,7 +89,7 @@ class Logs:
             self._several.close()
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """Each under its class's name, numbered from the second of a class on."""
+        """Yield each under its class's name, numbered from the second of a class on."""
         seen: dict[str, int] = {}
         for tracker in self.trackers:
             name = type(tracker).__name__

@@ -41,7 +41,7 @@ class Models:
         self.folder = folder
         self.opened: dict[str, Model] = {}
         self.critics: dict[str, Model] = {}
-        self._asked: dict[str, tuple[str, Mapping[str, Any]]] = {}  # what each of them was made with
+        self._asked: dict[str, tuple[str, Mapping[str, object]]] = {}  # what each of them was made with
 
     def open(
         self, opener: Callable[..., M], name: str, role: str, options: dict[str, Any], record: Record | None, seed: int
@@ -64,7 +64,7 @@ class Models:
         return model, record
 
     def _resume(
-        self, opener: Callable[..., M], name: str, role: str, options: Mapping[str, Any], record: Record | None
+        self, opener: Callable[..., M], name: str, role: str, options: Mapping[str, object], record: Record | None
     ) -> tuple[M, Record | None]:
         while record is not None and record.policy(role) is not None:
             own = {k: v for k, v in options.items() if k not in ("init_from", "resume_from", "seed")}
@@ -122,7 +122,7 @@ class Models:
         return str(Path(path).absolute().relative_to(self.folder)) if own else path
 
 
-def _check_same(role: str, made: tuple[str, Mapping[str, Any]], asked: tuple[str, Mapping[str, Any]]) -> None:
+def _check_same(role: str, made: tuple[str, Mapping[str, object]], asked: tuple[str, Mapping[str, object]]) -> None:
     """Raise where the model of that role was ``made`` with another backend or options than are ``asked``."""
     (backend, before), (name, options) = made, asked
     what = "" if name == backend else f"is of the backend {backend!r}"

@@ -28,7 +28,7 @@ _LOOKS = 100  # at a folder that changes while it is read
 
 @contextlib.contextmanager
 def typed(what: str) -> Iterator[None]:
-    """What the system refuses within becomes a CheckpointError."""
+    """Turn what the system refuses within into a CheckpointError."""
     try:
         yield
     except RlkitError:  # a timeout of theirs is an OSError
@@ -62,7 +62,7 @@ class Record:
     order: int = 1
 
     def policy(self, role: str) -> str | None:
-        """The path to resume that policy from; None where the checkpoint has none."""
+        """Return the path to resume that policy from; None where the checkpoint has none."""
         path = self.policies.get(role)
         if path is None or "://" in path or Path(path).is_absolute():
             return path
@@ -70,7 +70,7 @@ class Record:
 
 
 def write(folder: Path, step: int, content: Mapping[str, Any]) -> Record:
-    """A new checkpoint in ``folder``, read back before this returns.
+    """Return a new checkpoint in ``folder``, read back before this returns.
 
     Raises:
         CheckpointError: it could not be written; nothing is left behind.
@@ -82,7 +82,7 @@ def write(folder: Path, step: int, content: Mapping[str, Any]) -> Record:
 
 
 def read(path: Path) -> Record:
-    """The checkpoint at ``path``.
+    """Return the checkpoint at ``path``.
 
     Raises:
         CheckpointError: it is damaged.
@@ -111,12 +111,12 @@ def read(path: Path) -> Record:
 
 
 def _inside(path: str) -> bool:
-    """Whether it is a folder in a folder of the run, or one elsewhere, which is never removed."""
+    """Return whether it is a folder in a folder of the run, or one elsewhere, which is never removed."""
     return Path(path).is_absolute() or (len(Path(path).parts) > 1 and ".." not in Path(path).parts)
 
 
 def check(record: Record) -> None:
-    """Reads what the checkpoint refers to within its run against its checksums.
+    """Read what the checkpoint refers to within its run against its checksums.
 
     Raises:
         CheckpointError: something is missing or damaged.
@@ -128,10 +128,10 @@ def check(record: Record) -> None:
 
 
 def paths(folder: Path) -> list[Path]:
-    """The folders of its checkpoints, damaged ones too, oldest first."""
+    """Return the folders of its checkpoints, damaged ones too, oldest first."""
     found = []
     parent = folder / CHECKPOINTS
-    with typed(f"{folder} can not be read"):
+    with typed(f"{folder} cannot be read"):
         for path in parent.iterdir() if parent.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):  # the run that is writing has removed it
                 if _NAME.fullmatch(path.name):
@@ -140,12 +140,12 @@ def paths(folder: Path) -> list[Path]:
 
 
 def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Record]:
-    """The checkpoints of the run in ``folder``, by step, oldest first; another process may be writing to it.
+    """Return the checkpoints of the run in ``folder``, by step, oldest first; another process may be writing to it.
 
     Those that are damaged are left out with a warning; with ``verify=False`` the policies' files are not read.
 
     Raises:
-        CheckpointError: the folder can not be read.
+        CheckpointError: the folder cannot be read.
     """
     there, found, damaged = _looked(Path(folder), verify)
     for _ in range(_LOOKS):
@@ -158,14 +158,14 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
 
 
 def is_run(folder: Any) -> bool:
-    """Whether it is the path of a folder that a run keeps its checkpoints in."""
+    """Return whether it is the path of a folder that a run keeps its checkpoints in."""
     if not isinstance(folder, (str, os.PathLike)):
         return False
-    return os.path.isdir(Path(folder) / CHECKPOINTS)  # noqa: PTH112  # False for what can not be a path, too
+    return os.path.isdir(Path(folder) / CHECKPOINTS)  # noqa: PTH112  # False for what cannot be a path, too
 
 
 def newest(folder: str | os.PathLike[str], *, role: str = "policy", step: int | None = None) -> str:
-    """The path of a run's newest policy, or of the one that it had after ``step``.
+    """Return the path of a run's newest policy, or of the one that it had after ``step``.
 
     Raises:
         CheckpointError: no checkpoint that is whole has one.
@@ -192,7 +192,7 @@ def _looked(folder: Path, verify: bool) -> tuple[list[Path], list[Record], list[
 
 
 def latest(folder: Path) -> Record | None:
-    """The newest checkpoint that is whole, skipping those after it that are not with a warning; None without any.
+    """Return the newest checkpoint that is whole, skipping damaged ones with a warning; None without any.
 
     Raises:
         CheckpointError: there are some, and none of them is whole: the run does not begin anew by itself.
@@ -214,7 +214,7 @@ def latest(folder: Path) -> Record | None:
 
 
 def remove(record: Record) -> list[str]:
-    """Removes a checkpoint and the policies in its run; returns those on a service, which a backend has to remove.
+    """Remove a checkpoint and the policies in its run; returns those on a service, which a backend has to remove.
 
     What lies in other folders of this machine stays.
     """
@@ -226,7 +226,7 @@ def remove(record: Record) -> list[str]:
 
 
 def tidy(folder: Path, kept: list[Record]) -> None:
-    """Removes what writing was cut off left behind: partial folders, and policies of steps that no checkpoint has."""
+    """Remove what writing was cut off left behind: partial folders, and policies of steps that no checkpoint has."""
     used = {Path(p) for record in kept for role in record.policies if (p := record.policy(role)) is not None}
     unread = {path.name[:13] for path in set(paths(folder)) - {record.path for record in kept}}  # their policies stay
     for parent in (folder / POLICIES, folder / CHECKPOINTS):
@@ -237,7 +237,7 @@ def tidy(folder: Path, kept: list[Record]) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Renamed first, so that nothing half removed looks whole."""
+    """Remove it, renamed first, so that nothing half removed looks whole."""
     trash = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.gone")
     try:
         path.rename(trash)

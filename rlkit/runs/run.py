@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -144,9 +144,9 @@ class Run:
     ) -> TrainerBackend: ...
 
     @overload
-    def connect(self, name: str, *, role: str = ..., **options: Any) -> TrainerBackend: ...
+    def connect(self, name: str, *, role: str = ..., **options: object) -> TrainerBackend: ...
 
-    def connect(self, name: str, *, role: str = "policy", **options: Any) -> TrainerBackend:
+    def connect(self, name: str, *, role: str = "policy", **options: object) -> TrainerBackend:
         """Call ``rlkit.connect``, from the last checkpoint where there is one; the policy is closed with the run.
 
         Args:
@@ -163,7 +163,7 @@ class Run:
         self._logs.speak(policy.tokenizer)
         return policy
 
-    def critic(self, name: str, *, role: str = "critic", **options: Any) -> Critic:
+    def critic(self, name: str, *, role: str = "critic", **options: object) -> Critic:
         """Call ``rlkit.critic``, from the last checkpoint where there is one; it is in every checkpoint from now on.
 
         Args:
@@ -293,7 +293,7 @@ class Run:
         self._check_open("log")
         self._logs.log(metrics, self.step if step is None else step)
 
-    def log_trajectories(self, groups: Iterable[Group], step: int | None = None, **options: Any) -> None:
+    def log_trajectories(self, groups: Iterable[Group], step: int | None = None, **options: object) -> None:
         """Log trajectories of this step with the trackers that keep such. See ``rlkit.tracking.Tracker``."""
         self._check_open("log_trajectories")
         self._logs.log_trajectories(groups, self.step if step is None else step, **options)
@@ -331,7 +331,7 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {str(self.folder)!r}, step {self.step}{', closed' if self.closed else ''}>"
 
-    def _model(self, opener: Callable[..., M], name: str, role: str, options: dict[str, Any]) -> M:
+    def _model(self, opener: Callable[..., M], name: str, role: str, options: dict[str, object]) -> M:
         """Open a policy or critic, from the newest checkpoint that it can go on from."""
         self._check_open("connect")
         seed = self._stream(f"connect/{check_name('connect(role)', role)}").generate_state(1, np.uint32).item()

@@ -29,14 +29,14 @@ class Stateful(Protocol):
     """An object that says what it is in plain data, and takes it back."""
 
     def state(self) -> Any:
-        """Numbers, texts, arrays, and lists and dicts of them."""
+        """Return numbers, texts, arrays, and lists and dicts of them."""
 
     def restore(self, state: Any) -> None:
-        """Becomes what ``state`` was taken from."""
+        """Become what ``state`` was taken from."""
 
 
 def capture(where: str, kept: Any) -> Any:
-    """What ``restore`` needs to make ``kept`` what it is now, as JSON.
+    """Return what ``restore`` needs to make ``kept`` what it is now, as JSON.
 
     Args:
         where: its name, for messages.
@@ -61,7 +61,7 @@ def capture(where: str, kept: Any) -> Any:
 
 
 def _in_place(value: Any) -> bool:
-    """Whether a field holds something that is itself restored in place."""
+    """Return whether a field holds something that is itself restored in place."""
     return isinstance(value, (np.random.Generator, random.Random, Stateful)) or attrs.has(type(value))
 
 
@@ -78,7 +78,7 @@ def _field(where: str, kept: Any, name: str) -> Any:
 
 
 def restore(where: str, kept: Any, state: Any) -> None:
-    """Makes ``kept`` what it was when ``state`` was captured, in place.
+    """Make ``kept`` what it was when ``state`` was captured, in place.
 
     Raises:
         CheckpointError: the state is of another kind of object.
@@ -113,10 +113,10 @@ def restore(where: str, kept: Any, state: Any) -> None:
 
 
 def encode(where: str, value: Any) -> Any:
-    """``value`` as what JSON can hold.
+    """Return ``value`` as what JSON can hold.
 
     Raises:
-        ConfigError: something in it can not be kept, naming where.
+        ConfigError: something in it cannot be kept, naming where.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -148,7 +148,7 @@ def encode(where: str, value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of ``encode``; tuples and arrays are such again.
+    """Return the inverse of ``encode``; tuples and arrays are such again.
 
     Raises:
         ValueError, KeyError: it is not what ``encode`` gives.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from rlkit.types import Datum, Sample
 __all__ = ["datums"]
 
 
-def datums(trajectory: Trajectory, advantages: Any = None, *, split: str = "raise", **inputs: Any) -> list[Datum]:
-    """The datums that train a trajectory: its tokens exactly as they were sent and sampled.
+def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "raise", **inputs: object) -> list[Datum]:
+    """Return the datums that train a trajectory: its tokens exactly as they were sent and sampled.
 
     Turns whose prompt begins with the previous prompt and action are merged into one datum, so the cost is linear in
     the length of the conversation. A turn whose prompt does not (a template rewrote the history, or the environment
@@ -58,7 +57,7 @@ def datums(trajectory: Trajectory, advantages: Any = None, *, split: str = "rais
         raise DataError(_check.problem("trajectory", f"got {_check.shown(trajectory)}", "an rlkit Trajectory"))
     taken = {"tokens", "mask", "inputs", "temperature", "truncated"} & inputs.keys()
     if taken:
-        raise DataError(f"datums: {min(taken)!r} is the trajectory's own; it can not be given")
+        raise DataError(f"datums: {min(taken)!r} is the trajectory's own; it cannot be given")
     if advantages is not None:
         inputs["advantages"] = advantages
     turns = trajectory.turns
@@ -73,7 +72,7 @@ def datums(trajectory: Trajectory, advantages: Any = None, *, split: str = "rais
 
 
 def _runs(turns: Sequence[Turn]) -> list[list[int]]:
-    """Indices of turns, cut where one can not share a datum with the one before; each run ends with a token."""
+    """Return indices of turns, cut where one cannot share a datum with the one before; each run ends with a token."""
     runs: list[list[int]] = []
     for i, turn in enumerate(turns):
         if i and _continues(turns[i - 1], turn):
@@ -98,17 +97,17 @@ def _continues(before: Turn, turn: Turn) -> bool:
 
 
 def _cut(sample: Sample) -> bool:
-    """Whether top_p or top_k cut the distribution that it was drawn from."""
+    """Return whether top_p or top_k cut the distribution that it was drawn from."""
     return sample.temperature > 0 and (sample.top_p < 1.0 or sample.top_k > 0)
 
 
-def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, Any]) -> Datum:
+def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.ndarray | list[np.ndarray]]) -> Datum:
     last = turns[-1]
     tokens = np.concatenate([last.prompt, last.tokens])
     mask = np.zeros(tokens.size, bool)
     for turn in turns:
         mask[turn.prompt.size : turn.prompt.size + turn.tokens.size] = True
-    inputs: dict[str, Any] = {}
+    inputs: dict[str, np.ndarray] = {}
     for name, parts in forms.items():
         inputs[name] = np.concatenate([parts[i] for i in run]) if isinstance(parts, list) else parts
     truncated = _cut(last.sample) and "sampling_logprobs" not in inputs
@@ -116,8 +115,8 @@ def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, Any])
     return Datum(tokens, mask, inputs, temperature=last.sample.temperature, truncated=truncated)
 
 
-def _per_token(name: str, value: Any, turns: Sequence[Turn]) -> Any:
-    """A number as a rank-0 array; everything else as one array [n_i] or [n_i, K] per turn."""
+def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | list[np.ndarray]:
+    """Return a number as a rank-0 array; everything else as one array [n_i] or [n_i, K] per turn."""
     where = f"datums({name})"
     count = len(turns)
     expected = f"a number, [{count}] (one per turn), or {count} arrays (one entry per action token)"
@@ -140,7 +139,7 @@ def _per_token(name: str, value: Any, turns: Sequence[Turn]) -> Any:
     return [np.full(turn.tokens.size, array) for turn in turns] if name == "advantages" else array
 
 
-def _tokens_of(where: str, value: Any, turn: Turn) -> np.ndarray:
+def _tokens_of(where: str, value: object, turn: Turn) -> np.ndarray:
     array = _check.as_array(where, value, f"[{turn.tokens.size}]")
     if array.ndim not in (1, 2) or array.shape[0] != turn.tokens.size:
         what, expected = f"has shape {array.shape}", f"({turn.tokens.size},)"

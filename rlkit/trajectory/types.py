@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit.errors import DataError
 from rlkit.rewards import reduction
+from rlkit.trajectory.fields import items, keep, numbers, read_only, reduced, reward, several, tags, text
 from rlkit.types import Sample
 
 __all__ = ["Failure", "Group", "Trajectory", "Turn"]
 
 REDUCTIONS = ("sum", "mean", "max", "min", "last")
-
-
-def _given(value: Any) -> Any:
-    """What the caller gave, of any type; it is checked once all fields are there."""
-    return value
-
-
-def _read_only(value: Any) -> Any:
-    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
 
 
 @answered
@@ -53,18 +43,18 @@ class Turn:
     """
 
     sample: Sample
-    reward: float = attrs.field(default=0.0, converter=_given)
-    metrics: Mapping[str, float] = attrs.field(factory=dict, converter=_read_only)
-    rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=_given)
+    reward: float = attrs.field(default=0.0, converter=keep)
+    metrics: Mapping[str, float] = attrs.field(factory=dict, converter=read_only)
+    rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=keep)
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.sample, Sample):
             raise DataError(_check.problem("Turn.sample", f"got {_check.shown(self.sample)}", "an rlkit.Sample"))
-        object.__setattr__(self, "reward", _reward("Turn.reward", self.reward))
+        object.__setattr__(self, "reward", reward("Turn.reward", self.reward))
         if self.rewards is not None:
-            object.__setattr__(self, "rewards", _several(self.rewards, self.reward))
+            object.__setattr__(self, "rewards", several(self.rewards, self.reward))
             object.__setattr__(self, "reward", float(sum(self.rewards)))
-        _numbers("Turn.metrics", self.metrics)
+        numbers("Turn.metrics", self.metrics)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -91,8 +81,8 @@ class Turn:
         """Optimizer steps behind the policy that acted."""
         return self.sample.version
 
-    def __reduce__(self) -> Any:
-        return _reduced(self)
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return reduced(self)
 
     def __repr__(self) -> str:
         return f"Turn(P={self.prompt.size}, n={self.tokens.size}, reward={self.reward:g})"
@@ -130,7 +120,7 @@ class Trajectory:
     (0.75, 3)
     """
 
-    turns: Sequence[Turn] = attrs.field(converter=_given)
+    turns: Sequence[Turn] = attrs.field(converter=keep)
     terminated: bool = attrs.field(default=False, kw_only=True)
     truncated: bool = attrs.field(default=False, kw_only=True)
     ended: str = attrs.field(default="", kw_only=True)
@@ -140,16 +130,16 @@ class Trajectory:
     reduction: str = attrs.field(default="sum", kw_only=True)
     nonterminal_reward: float | None = attrs.field(default=None, kw_only=True)
     nonterminal_override: float | None = attrs.field(default=None, kw_only=True)
-    tags: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, converter=_read_only)
-    metrics: Mapping[str, float] = attrs.field(factory=dict, kw_only=True, converter=_read_only)
-    messages: Sequence[Mapping[str, Any]] = attrs.field(factory=tuple, kw_only=True, converter=_given)
+    tags: Mapping[str, str | float] = attrs.field(factory=dict, kw_only=True, converter=read_only)
+    metrics: Mapping[str, float] = attrs.field(factory=dict, kw_only=True, converter=read_only)
+    messages: Sequence[Mapping[str, object]] = attrs.field(factory=tuple, kw_only=True, converter=keep)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "turns", _items("Trajectory.turns", self.turns, Turn))
+        object.__setattr__(self, "turns", items("Trajectory.turns", self.turns, Turn))
         for name in ("terminated", "truncated"):
             _check.flag(f"Trajectory.{name}", getattr(self, name), error=DataError)
         for name in ("ended", "env"):
-            _text(f"Trajectory.{name}", getattr(self, name))
+            text(f"Trajectory.{name}", getattr(self, name))
         for name in ("index", "seed"):
             if getattr(self, name) is not None:
                 _check.integer(f"Trajectory.{name}", getattr(self, name), low=0, error=DataError)
@@ -160,9 +150,9 @@ class Trajectory:
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             what = "is given, and nonterminal_override too"
             raise DataError(_check.problem("Trajectory.nonterminal_reward", what, "one of the two"))
-        _numbers("Trajectory.metrics", self.metrics)
-        _tags("Trajectory.tags", self.tags)
-        object.__setattr__(self, "messages", _items("Trajectory.messages", self.messages, Mapping))
+        numbers("Trajectory.metrics", self.metrics)
+        tags("Trajectory.tags", self.tags)
+        object.__setattr__(self, "messages", items("Trajectory.messages", self.messages, Mapping))
 
     @property
     def rewards(self) -> np.ndarray:
@@ -204,16 +194,16 @@ class Trajectory:
         """The oldest policy version among the turns; 0 where there are none."""
         return min((turn.version for turn in self.turns), default=0)
 
-    def per_turn(self, values: Any) -> list[np.ndarray]:
-        """[token_count, ...] cut into one array [n_i, ...] per turn, as ``datums`` takes what is given per token."""
+    def per_turn(self, values: ArrayLike) -> list[np.ndarray]:
+        """Cut [token_count, ...] into one array [n_i, ...] per turn, as ``datums`` takes what is given per token."""
         array = _check.as_array("per_turn(values)", values, "one entry per action token")
         if array.ndim == 0 or array.shape[0] != self.token_count:
             expected = f"length {self.token_count}"
             raise DataError(_check.problem("per_turn(values)", _check.shown(array), expected, "one per action token"))
         return np.split(array, np.cumsum([turn.tokens.size for turn in self.turns])[:-1])
 
-    def __reduce__(self) -> Any:
-        return _reduced(self)
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return reduced(self)
 
     def __repr__(self) -> str:
         text = f"Trajectory({self.env!r}, {len(self.turns)} turns, {self.token_count} tokens"
@@ -262,17 +252,17 @@ class Group:
     array([0., 1.])
     """
 
-    trajectories: Sequence[Trajectory] = attrs.field(converter=_given)
-    failures: Sequence[Failure] = attrs.field(factory=tuple, kw_only=True, converter=_given)
+    trajectories: Sequence[Trajectory] = attrs.field(converter=keep)
+    failures: Sequence[Failure] = attrs.field(factory=tuple, kw_only=True, converter=keep)
     env: str = attrs.field(default="env", kw_only=True)
     index: int | None = attrs.field(default=None, kw_only=True)
     number: int = attrs.field(default=0, kw_only=True)
     step: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "trajectories", _items("Group.trajectories", self.trajectories, Trajectory))
-        object.__setattr__(self, "failures", _items("Group.failures", self.failures, Failure))
-        _text("Group.env", self.env)
+        object.__setattr__(self, "trajectories", items("Group.trajectories", self.trajectories, Trajectory))
+        object.__setattr__(self, "failures", items("Group.failures", self.failures, Failure))
+        text("Group.env", self.env)
         for name in ("index", "number", "step"):
             if name != "index" or self.index is not None:
                 _check.integer(f"Group.{name}", getattr(self, name), low=0, error=DataError)
@@ -285,7 +275,7 @@ class Group:
         >>> Group.of_samples([Sample([5], [7], [-0.5]), Sample([5], [8], [-1.0])], [0.0, 1.0]).rewards
         array([0., 1.])
         """
-        samples = _items("Group.of_samples(samples)", samples, Sample)
+        samples = items("Group.of_samples(samples)", samples, Sample)
         if len(rewards) != len(samples):
             what = f"has {len(rewards)} entries"
             raise DataError(_check.problem("Group.of_samples(rewards)", what, f"{len(samples)}", "one per sample"))
@@ -314,68 +304,8 @@ class Group:
         return f"Group({self.env!r}, rewards={self.rewards.round(4).tolist()}, {len(self.failures)} failed)"
 
 
-def _reduced(record: Any) -> Any:
-    """For pickle, which can not take read-only mappings."""
-    kind: Any = type(record)
-    fields = {field.name: getattr(record, field.name) for field in attrs.fields(kind)}
-    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-    return functools.partial(kind, **plain), ()
-
-
-def _items(where: str, value: Any, kind: type) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}"))
-    items = tuple(value)
-    for i, item in enumerate(items):
-        if not isinstance(item, kind):
-            raise DataError(_check.problem(f"{where}[{i}]", f"got {_check.shown(item)}", f"a {kind.__name__}"))
-    return items
-
-
-def _reward(where: str, value: Any) -> float:
-    if isinstance(value, (float, np.floating)) and np.isnan(value):
-        return float("nan")
-    return _check.real(where, value, error=DataError, why="or NaN for unscored")
-
-
-def _several(value: Any, total: float) -> tuple[float, ...]:
-    """The rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise DataError(_check.problem("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers"))
-    rewards = tuple(_reward(f"Turn.rewards[{i}]", reward) for i, reward in enumerate(value))
-    if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
-        what = f"is {total:g}, and rewards add up to {sum(rewards):g}"
-        raise DataError(_check.problem("Turn.reward", what, "their sum", "give rewards alone"))
-    return rewards
-
-
-def _text(where: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "text"))
-
-
-def _numbers(where: str, value: Any) -> None:
-    _names(where, value)
-    for name, number in value.items():
-        _check.real(f"{where}[{name!r}]", number, error=DataError)
-
-
-def _tags(where: str, value: Any) -> None:
-    _names(where, value)
-    for name, tag in value.items():
-        if not isinstance(tag, (str, bool, int, float)):
-            raise DataError(
-                _check.problem(f"{where}[{name!r}]", f"got {_check.shown(tag)}", "text, a number or a bool")
-            )
-
-
-def _names(where: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "a mapping with names as keys"))
-
-
-def checked_groups(groups: Any) -> list[Group]:
-    """The groups as a list; one group is a list of one.
+def checked_groups(groups: object) -> list[Group]:
+    """Return the groups as a list; one group is a list of one.
 
     Raises:
         DataError: something else than groups.

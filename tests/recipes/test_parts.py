@@ -212,7 +212,7 @@ def test_files(tmp_path):
     (tmp_path / "list.jsonl").write_text("[1]\n", "utf-8")
     for name, message in (
         ("empty.jsonl", "is empty"),
-        ("torn.jsonl", "can not be read: line 3, column 7: Expecting value"),
+        ("torn.jsonl", "cannot be read: line 3, column 7: Expecting value"),
         ("none.jsonl", "a file that exists"),
         ("x.csv", "a file that ends in"),
     ):

@@ -14,10 +14,15 @@ import pytest
 import rlkit
 from rlkit import BackendError, BackendTimeout, ConfigError, EnvBusy, Future, SamplingParams
 from rlkit.envs import Settings, StepResult, Task, Tasks
-from rlkit.rollouts import Plan, rollout, rollout_sync, stream
+from rlkit.rollouts import Plan, asking, rollout, rollout_sync, stream
 from tests.rollouts.parts import Counted, CountedAsync, RandomSampler, all_closed, reset_counts
 
 PARAMS = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(asking, "PAUSE", 0.01)
 
 
 def run(tasks, sampler=None, **options):
@@ -287,7 +292,7 @@ def test_listed_exceptions_are_tried_again(env):
     """A new environment, the same seeds: the episode is as if nothing had happened."""
     env.tries = 0
     reset_counts()
-    groups = run(env, n=1, min_n=1, pause=0.01)
+    groups = run(env, n=1, min_n=1)
     assert groups.metrics[f"env/{env.__name__}/retried"] == env.tries - 1 > 0
     assert groups.metrics[f"env/{env.__name__}/failed"] == 0
     assert Counted.made == Counted.closed == env.tries
@@ -298,7 +303,7 @@ def test_listed_exceptions_are_tried_again(env):
 def test_other_exceptions_are_not(options):
     Busy.tries = 0
     with pytest.raises(BackendError, match="1 EnvBusy in reset"):
-        run(Busy, n=1, min_n=1, pause=0.01, **options)
+        run(Busy, n=1, min_n=1, **options)
     assert Busy.tries == (2 if options == {"attempts": 2} else 1)
 
 
@@ -314,7 +319,7 @@ def test_a_sampler_that_recovers():
                 raise ConnectionRefusedError("not yet")
             return super().sample(*args, **kwargs)
 
-    groups = run([Counted] * 2, Hiccups(), n=2, pause=0.01, attempts=5)
+    groups = run([Counted] * 2, Hiccups(), n=2, attempts=5)
     assert same(groups, run([Counted] * 2, n=2))
     assert groups.metrics["sampler/errors"] == 3
 
@@ -341,7 +346,7 @@ def test_a_dead_sampler_is_a_typed_error(later):
     reset_counts()
     dead = Dead(ConnectionRefusedError("nobody there"), later)
     with pytest.raises(BackendError, match="the sampler failed: ConnectionRefusedError: nobody there") as caught:
-        run([Counted] * 4, dead, n=8, pause=0.01)
+        run([Counted] * 4, dead, n=8)
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
     assert len(dead.requests) <= 4 + 2 * 3
     assert Counted.made > 0
@@ -574,7 +579,7 @@ def test_global_random_state_is_left_alone():
     np.random.seed(0)  # noqa: NPY002
     before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     Busy.tries = 0
-    run(Busy, n=1, min_n=1, pause=0.01)
+    run(Busy, n=1, min_n=1)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
 
 

@@ -315,7 +315,7 @@ class TestFolder:
 
     @pytest.mark.parametrize("path", ["../other", "policies/../../other", "ABSOLUTE", "policies", ".", ""])
     def test_checkpoints_that_name_what_is_not_theirs(self, tmp_path, path):
-        """A checkpoint from elsewhere, checksums right, can not have another folder removed."""
+        """A checkpoint from elsewhere, checksums right, cannot have another folder removed."""
         other = tmp_path / "other"
         some_steps(tmp_path / "source", 1)
         source = next((tmp_path / "source" / "policies").iterdir())
