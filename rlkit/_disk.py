@@ -6,14 +6,37 @@ import contextlib
 import errno
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["owned", "replacing", "synced"]
+__all__ = ["append", "owned", "replacing", "synced"]
 
 # What systems answer where there is no such thing as syncing, on network drives and some that are mounted by programs.
 _UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _warned: set[int] = set()  # devices
+
+
+def append(path: Path, lines: Iterable[str], *, mode: int = 0o600) -> None:
+    """Append lines to a file, each in one write; first end a line that a crash left unfinished.
+
+    Args:
+        path: made with ``mode`` if it is not there. Several processes may append to it.
+        lines: without their ends.
+        mode: who may read and write a new file.
+
+    Raises:
+        OSError: a line could not be written; earlier ones stay.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), mode)
+    with os.fdopen(descriptor, "rb+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        end = b"\n" if file.read(1) not in (b"\n", b"") else b""
+        for line in lines:
+            data = end + line.encode("utf-8", errors="backslashreplace") + b"\n"
+            end = b""
+            if file.write(data) != len(data):
+                raise OSError("the line was not written to its end")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, _disk
 from rlkit._disk import synced
 from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
@@ -46,24 +46,13 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
         CheckpointError: the file cannot be written; earlier lines stay as they were.
     """
     records = [to_record(group) for group in checked_groups(groups)]
-    lines = [_text(record) + "\n" for record in records]
     where = _path(path)
     try:
-        with where.open("ab+", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            torn = False
-            if size:
-                file.seek(size - 1)
-                torn = file.read(1) != b"\n"
-            for line in lines:
-                data = (b"\n" if torn else b"") + line.encode("utf-8", errors="backslashreplace")
-                torn = False
-                if file.write(data) != len(data):
-                    raise OSError("the line was not written to its end")
+        _disk.append(where, map(_text, records), mode=0o666)
         synced(where)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be written: {error}") from error
-    return len(lines)
+    return len(records)
 
 
 def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:

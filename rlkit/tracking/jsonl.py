@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import attrs
 
-from rlkit import _check, storage
+from rlkit import _check, _disk, storage
 from rlkit._disk import synced
 from rlkit._json import from_json, to_json
 from rlkit.backends.protocol import Tokenizer
@@ -75,7 +75,7 @@ class Jsonl:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in FILES.values():
                 if name != FILES["vocabulary"] or tokenizer is not None:
-                    _created(self.folder / name)
+                    _disk.append(self.folder / name, ())
         except OSError as error:
             raise CheckpointError(f"{self.folder}: cannot be written: {error}") from error
         self._vocabulary = None if tokenizer is None else Vocabulary(self.folder / FILES["vocabulary"], tokenizer)
@@ -89,7 +89,7 @@ class Jsonl:
         """
         if self._vocabulary is None:
             try:
-                _created(self.folder / FILES["vocabulary"])
+                _disk.append(self.folder / FILES["vocabulary"], ())
             except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be written: {error}") from error
             self._vocabulary = Vocabulary(self.folder / FILES["vocabulary"], tokenizer)
@@ -233,21 +233,8 @@ def lines(path: Path) -> Iterator[dict[str, object]]:
 
 def append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add records to a file of JSON lines; a line that a crash left unfinished is closed off first."""
-    if not records:
-        return
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
     try:
-        _created(path)
-        with path.open("rb+", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            if size:
-                file.seek(size - 1)
-                if file.read(1) != b"\n":
-                    text = "\n" + text
-        with path.open("ab", buffering=0) as file:
-            data = text.encode()
-            if file.write(data) != len(data):
-                raise OSError("the line was not written to its end")
+        _disk.append(path, (json.dumps(record, allow_nan=False) for record in records))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
@@ -257,7 +244,3 @@ def _clean(group: Group, step: int) -> Group:
     trajectories = [attrs.evolve(t, messages=masked(t.messages), tags=masked(t.tags)) for t in group.trajectories]
     failures = [attrs.evolve(failure, message=redact(failure.message)) for failure in group.failures]
     return attrs.evolve(group, trajectories=trajectories, failures=failures, step=step)
-
-
-def _created(path: Path) -> None:
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o600))

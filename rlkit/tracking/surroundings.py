@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlkit import _disk
+
 __all__ = ["FILE", "found", "note"]
 
 FILE = "surroundings.jsonl"
@@ -23,9 +25,7 @@ _PACKAGES = ("rlkit-lm", "numpy", "torch", "transformers", "peft", "tinker", "re
 def note(folder: Path) -> None:
     """Add a line for this start; a folder that cannot be written is the run's own matter."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder / FILE, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-        with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123  # a descriptor, with its mode
-            file.write(json.dumps(_now()) + "\n")
+        _disk.append(folder / FILE, [json.dumps(_now())])
 
 
 def found(folder: Path) -> dict[str, Any]:
