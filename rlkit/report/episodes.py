@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlkit._json import from_json
+from rlkit._secrets import redactor
 from rlkit.report.packing import packed
 from rlkit.tracking import masked
-from rlkit.tracking.secrets import redactor
 from rlkit.trajectory import Group, Trajectory
 
 __all__ = ["Episodes", "chosen"]

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check, _install
+from rlkit._secrets import redact
 from rlkit.errors import ConfigError
 from rlkit.report import curves
 from rlkit.report.reading import RunFolder
 from rlkit.tracking import read_metrics, values
 from rlkit.tracking.jsonl import MetricsRow
-from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
 
 __all__ = ["Display", "Live", "live"]

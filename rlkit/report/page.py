@@ -13,13 +13,13 @@ from pathlib import Path
 import rlkit
 from rlkit import _check
 from rlkit._disk import replacing
+from rlkit._secrets import redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.report import curves
 from rlkit.report.episodes import Episodes, chosen, texts
 from rlkit.report.packing import packed
 from rlkit.report.reading import RunFolder
-from rlkit.tracking.secrets import redact
 
 __all__ = ["write"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlkit._secrets import masked
 from rlkit.registry import Registry
 from rlkit.tracking.jsonl import Jsonl, read_metrics
 from rlkit.tracking.names import NAMES, Name, standard
 from rlkit.tracking.protocol import Tracker
-from rlkit.tracking.secrets import masked
 from rlkit.tracking.several import Several
 from rlkit.tracking.training import train_metrics
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from rlkit import _check
+from rlkit._secrets import redact
 from rlkit.errors import ConfigError
 from rlkit.tracking import values
 from rlkit.tracking.names import general
-from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Group
 from rlkit.trajectory.types import checked_groups
 

@@ -15,11 +15,11 @@ import attrs
 from rlkit import _check, _disk, storage
 from rlkit._disk import synced
 from rlkit._json import from_json, to_json
+from rlkit._secrets import masked, redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.tracking import pertoken, values
 from rlkit.tracking.rewinding import record_of, rewound
-from rlkit.tracking.secrets import masked, redact
 from rlkit.tracking.vocabulary import Vocabulary
 from rlkit.trajectory import Group
 from rlkit.trajectory.types import checked_groups

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlkit import _check, _install
+from rlkit._secrets import masked, redact
 from rlkit.errors import ConfigError
 from rlkit.tracking import values
-from rlkit.tracking.secrets import masked, redact
 from rlkit.trajectory import Group, Trajectory
 from rlkit.trajectory.types import checked_groups
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkit import _check
+from rlkit._secrets import redact
 from rlkit.errors import DataError
-from rlkit.tracking.secrets import redact
 
 __all__ = ["checked", "number"]
 

@@ -10,10 +10,10 @@ import pytest
 
 from rlkit import Sample, _secrets
 from rlkit._keys import is_path
+from rlkit._secrets import redact
 from rlkit.runs import Run
 from rlkit.storage import read
 from rlkit.tracking import masked
-from rlkit.tracking.secrets import redact
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 
 HEX = "9f8e7d6c5b4a39281706f5e4d3c2b1a0"

@@ -10,10 +10,11 @@ import urllib.parse
 import pytest
 
 from rlkit import Sample
+from rlkit._keys import secret_name
+from rlkit._secrets import redact
 from rlkit.report import write
 from rlkit.report.packing import unpacked
 from rlkit.tracking import Jsonl, Several, masked
-from rlkit.tracking.secrets import redact, secret_name
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 
 CANARY = "canary+7f3a/91c2=e5d8"
@@ -97,7 +98,7 @@ def test_other_texts_stay(text):
 
 
 def test_keys_of_a_tinker_client_are_masked_too():
-    from rlkit.backends.tinker.secrets import hide
+    from rlkit._secrets import hide
 
     hide("a-key-that-was-given-in-code")
     assert redact("x a-key-that-was-given-in-code y") == "x *** y"
