@@ -19,12 +19,11 @@ import numpy as np
 
 import rlkit
 from rlkit import advantages as adv
-from rlkit import config, tracking
+from rlkit import config, credit, tracking
 from rlkit.chat import Chat
 from rlkit.envs import gem
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import Plan, rollout_sync
-from rlkit.trajectory import Trajectory, datums
 
 SYSTEM = {  # the name of a template -> what the policy is told before the game's own text
     "qwen3_game": "You are playing a game made of words, one valid move per turn, to win.",
@@ -126,33 +125,6 @@ def play(sampler: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> Any:
     return groups
 
 
-def credited(groups: list[Any], s: Settings) -> list[Any]:
-    """An advantage for each turn, [T] per episode, in the order of the groups."""
-    if s.credit == "returns":
-        return adv.discounted_returns([t.rewards for g in groups for t in g.trajectories], gamma=s.gamma)
-    found: list[Any] = []
-    for group in groups:
-        turns = [t.rewards for t in group.trajectories]
-        if s.credit == "grpo":
-            found.extend(np.full(len(r), a) for r, a in zip(turns, adv.grpo(group.rewards), strict=True))
-        elif s.credit == "step_wise":
-            found.extend(adv.step_wise_grpo([r[-1] for r in turns], [len(r) for r in turns]))
-        else:
-            found.extend(adv.gigpo(turns, [states(t) for t in group.trajectories], gamma=s.gamma))
-    return found
-
-
-def states(t: Trajectory) -> list[str]:
-    """What the game had said last before each turn."""
-    found, last = [], ""
-    for message in t.messages:
-        if message["role"] == "assistant":
-            found.append(last)
-        else:
-            last = str(message["content"])
-    return (found + [""] * len(t.turns))[: len(t.turns)]
-
-
 def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple[list[Any], dict[str, float]]:
     """One step: plays, gives credit, draws turns, trains. The groups, and the step's metrics."""
     began = time.monotonic()
@@ -165,12 +137,22 @@ def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple
     order = np.random.default_rng([s.seed, number]).permutation(drawn.size)
     drawn[order[: s.batch_size]] = True
     rows = np.split(drawn, np.cumsum(lengths)[:-1])
-    advantages = credited(groups, s)
-    if s.credit == "returns" and s.use_rebn:
-        advantages = adv.rebn(advantages, mask=rows)  # over those that train, not over all
-    data: list[rlkit.Datum] = []
-    for t, a, w in zip(episodes, advantages, rows, strict=True):  # an episode is one datum where its turns follow on
-        data += [d for d in datums(t, a, weights=w.astype(float), split="allow") if d.inputs["weights"].any()]
+
+    def returns(rewards: list[np.ndarray]) -> list[np.ndarray]:
+        found = adv.discounted_returns(rewards, gamma=s.gamma)
+        mask = [w for t, w in zip(episodes, rows, strict=True) if t.token_count]
+        return adv.rebn(found, mask=mask) if s.use_rebn else found  # over those that train, not over all
+
+    estimator, level, own = {
+        "returns": (returns, "turn", {}),
+        "grpo": ("grpo", "group", {}),
+        "step_wise": ("step_wise_grpo", "turn", {}),
+        "gigpo": ("gigpo", "turn", {"gamma": s.gamma}),
+    }[s.credit]
+    last = [t.rewards[-1] for t in episodes] if s.credit == "step_wise" else None  # in place of what came before
+    weights = [np.repeat(w, [turn.tokens.size for turn in t.turns]) for t, w in zip(episodes, rows, strict=True)]
+    batch = credit.assign(groups, estimator, level=level, config=own, weights=weights, rewards=last, split="allow")
+    data = [d for d in batch.data if d.inputs["weights"].any()]  # an episode is one datum where its turns follow on
     metrics = dict(groups.metrics)
     if any(d.inputs["advantages"].any() for d in data):  # all returns alike teach nothing; momentum alone is no step
         fb = policy.forward_backward(data, s.loss)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlkit.recipes.algorithms import Recipe
+from rlkit.recipes.keys import TABLE
 from rlkit.recipes.learning import Algorithm
 from rlkit.recipes.method import Method
 from rlkit.recipes.names import LOSSES
@@ -16,27 +17,10 @@ from rlkit.recipes.names import LOSSES
 __all__ = ["NAMES", "VERSION", "differences", "notes"]
 
 VERSION = "0.6.0"
-_WITH_KL = (
-    "grpo rloo reinforceplusplus opmd topr cispo gspo sapo rec gigpo multi_step_grpo ppo mix mix_chord dpo grpo_verl"
-)
-_WITHOUT_KL = "dapo asymre sppo on_policy_distill jsd sft cpt raft"
-NAMES: Mapping[str, str] = {
-    **dict.fromkeys(_WITH_KL.split(), "k2"),
-    **dict.fromkeys(_WITHOUT_KL.split(), "none"),
-}
+NAMES: Mapping[str, str] = TABLE["differences"]["kl"]
 """Trinity's algorithms -> the KL loss that each has unless told otherwise."""
 _CLIPS = ("clip_range", "clip_range_high", "clip_high_threshold")
-_NOTES = {
-    "dapo": "other tasks take the place of groups whose rewards are all alike; there an operator leaves them out",
-    "raft": "the best of each group is imitated; there every episode is, unless an operator leaves some out",
-    "cpt": "nothing is put before a text; there it is what the tokenizer puts there by itself",
-    "dpo": "each pair has its own term; there the logprobs of a micro-batch's pairs are added up first",
-}
-_KL_NOTES = {
-    "dpo": "a KL loss is a sum over a pair's tokens; there it is a mean over the batch's",
-    "mix": "a KL loss is a mean over rollouts plus one over rows; there it is one mean over both",
-    "mix_chord": "a KL loss is a mean over rollouts plus one over rows; there it is one mean over both",
-}
+_NOTES, _KL_NOTES = TABLE["differences"]["notes"], TABLE["differences"]["kl_notes"]
 
 
 def differences(settings: Algorithm, method: Method) -> dict[str, tuple[object, Any]]:

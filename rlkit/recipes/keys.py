@@ -1,7 +1,7 @@
 """What a key of a foreign configuration means here: the same, something near, nothing, or that it is refused.
 
-keys.toml says it, class by class; ``with_keys`` puts it into the classes of settings, and ``table`` reads it back for
-the documentation.
+keys.toml says it, class by class, and has Trinity's names of arguments beside; ``with_keys`` puts the keys into the
+classes of settings, and ``table`` reads them back for the documentation.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import tomllib
 import typing
 from collections.abc import Iterator, Mapping
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 
-__all__ = ["check", "table", "with_keys"]
+__all__ = ["TABLE", "check", "table", "with_keys"]
 
 T = TypeVar("T")
 _KIND, _WHY = "rlkit.key", "rlkit.why"
 _NAMES = {"mapped": "mapped", "own": "rlkit's own", "unused": "without effect", "refused": "refused"}
-_TABLE = tomllib.loads(resources.files(__package__).joinpath("keys.toml").read_text("utf-8"))
+TABLE: Mapping[str, Any] = tomllib.loads(resources.files(__package__).joinpath("keys.toml").read_text("utf-8"))
 
 
 def with_keys(kind: type[T]) -> type[T]:
     """Give a class of settings what keys.toml says of its fields, and fields for its dead keys; attrs comes after."""
-    for part, keys in _TABLE.get(kind.__name__, {}).items():
+    for part, keys in TABLE.get(kind.__name__, {}).items():
         for name, why in keys.items():
             dead = part in ("unused", "refused")
             if dead:

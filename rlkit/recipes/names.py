@@ -11,83 +11,17 @@ from typing import Any, TypeAlias
 
 from rlkit import _check
 from rlkit.errors import ConfigError
+from rlkit.recipes.keys import TABLE
 
 __all__ = ["DEFAULTS", "ESTIMATORS", "KL", "LOSSES", "OF_ESTIMATORS", "contradiction", "estimator_names", "loss_names"]
 
 Loss: TypeAlias = str | Callable[..., Any]
-ESTIMATORS = {
-    "reinforceplusplus": "reinforce_pp",
-    "on_policy_distill": "on_policy_distillation",
-    "ppo": "gae",
-    "grpo_verl": "grpo",
-    "opmd_verl": "opmd",
-    "asymre_verl": "asymre",
-}
-LOSSES = {"sft": "cross_entropy", "mix_chord": "mix", "vanilla": "reinforce"}
-KL = {"low_var_kl": "clamped", "corrected_k3": "ratio_corrected"}
-OF_ESTIMATORS: Mapping[str, Mapping[str, object]] = {
-    "gae": {"lam": 1.0},
-    "gigpo": {"scale": "none"},
-    "reinforce_pp": {"eps": 1e-8},
-}
-DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 1.28},
-    "sapo": {"detached": True},
-    "mix": {"mu": 0.1},
-    "mix_chord": {
-        "phi": True,
-        "dual_clip": 3.0,
-        "mu_warmup_steps": 0,
-        "mu_decay_steps": 0,
-        "mu_peak": 0.1,
-        "mu_valley": 0.1,
-    },
-}
-
-_RENAMED = {
-    "epsilon": "eps",
-    "std_cal_level": "scale",
-    "std_normalize": "normalize",
-    "fnorm": "scale",
-    "opmd_baseline": "baseline",
-    "baseline_shift": "shift",
-    "kl_coef": "coef",
-    "lambda_coef": "beta",
-    "enable_step_norm": "step_norm",
-}
-_OF_LOSSES = {
-    "clip_ratio_c": "dual_clip",
-    "temp": "temperature",
-    "enable_phi_function": "phi",
-    "advantage_threshold": "threshold",
-    "delta_sequence_masking": "delta",
-    "enable_mask_clip": "unified_mask",
-}
-_BATCHES = (
-    "use_dynamic_bsz",
-    "ppo_mini_batch_size",
-    "ppo_micro_batch_size_per_gpu",
-    "ngpus_trainer",
-    "train_batch_size_usual",
-    "train_batch_size_expert",
-)
-_UNUSED = {
-    **dict.fromkeys(_BATCHES, "rollouts and rows are each a mean over their own, in any micro-batches"),
-    "chunk_size": "nothing is large enough to be cut",
-    "step_reward_key": "turns have their rewards",
-    "env_state_hash_key": "what a turn was told is its state",
-}
-_NEUTRAL: Mapping[str, tuple[object, str]] = {
-    "rank_penalty": (None, "a loop of your own can shape rewards by ranks"),
-    "duplicate_experiences": (
-        False,
-        "algorithm dapo plays further tasks in the place of groups that are left out",
-    ),
-    "temperature": (1.0, "model.temperature is that of the policy and of the teacher"),
-    "cutoff_prob": (1.0, "a loss of your own can bound the logprobs"),
-    "fallback_to_policy_gradient": (False, "only the losses ppo and mix have it"),
-    "enable_sequence_masking": (False, "only the loss ppo has it"),
-}
+ESTIMATORS: Mapping[str, str] = TABLE["names"]["estimators"]
+LOSSES: Mapping[str, str] = TABLE["names"]["losses"]
+KL: Mapping[str, str] = TABLE["names"]["kl"]
+OF_ESTIMATORS: Mapping[str, Mapping[str, object]] = TABLE["defaults"]["estimators"]
+DEFAULTS: Mapping[str, Mapping[str, object]] = TABLE["defaults"]["losses"]
+_ARGUMENTS = TABLE["arguments"]
 
 
 def contradiction(name: str, value: object, why: str) -> ConfigError:
@@ -103,7 +37,7 @@ def estimator_names(given: Mapping[str, Any], known: Sequence[str]) -> tuple[dic
     for name, value in given.items():
         if name not in known and _passed("advantage_fn_args", name, value, unused):
             continue
-        new = name if name in known else _RENAMED.get(name, name)
+        new = name if name in known else _ARGUMENTS["estimators"].get(name, name)
         if new in found:
             raise contradiction(f"advantage_fn_args.{name}", value, f"{names[new]} says the same")
         names[new], found[new] = name, {"none": "none", "std": "group"}.get(value, value) if name == "fnorm" else value
@@ -133,7 +67,7 @@ def loss_names(
         if made is None:
             if name not in known(loss) and _passed("policy_loss_fn_args", name, value, unused):
                 continue
-            made = {name if name in known(loss) else _OF_LOSSES.get(name, name): value}
+            made = {name if name in known(loss) else _ARGUMENTS["losses"].get(name, name): value}
             if str(value).startswith("gspo"):
                 raise contradiction(f"policy_loss_fn_args.{name}", value, "the loss gspo has one ratio for a sequence")
         found |= made
@@ -149,12 +83,12 @@ def loss_names(
 
 def _passed(where: str, name: str, value: object, unused: list[str]) -> bool:
     """Return whether an argument may be there without being passed on: it has no effect here, or asks for nothing."""
-    if name in _UNUSED:
-        unused.append(f"algorithm.{where}.{name} ({_UNUSED[name]})")
+    if name in _ARGUMENTS["unused"]:
+        unused.append(f"algorithm.{where}.{name} ({_ARGUMENTS['unused'][name]})")
         return True
-    if name not in _NEUTRAL:
+    if name not in _ARGUMENTS["neutral"]:
         return False
-    neutral, why = _NEUTRAL[name]
+    neutral, why = _ARGUMENTS["neutral"][name].get("value"), _ARGUMENTS["neutral"][name]["why"]
     if value != neutral:
         raise ConfigError(_check.problem(f"algorithm.{where}.{name}", f"is {value!r}", f"{neutral!r}", why))
     return True

@@ -10,18 +10,13 @@ import numpy as np
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.recipes.inputs import Operator
+from rlkit.recipes.keys import TABLE
 from rlkit.trajectory import Group, Trajectory
 
 __all__ = ["Operators", "was_cut"]
 
-_REFUSED = {
-    "data_juicer": "Data-Juicer's operators are not run",
-    "reward_shaping_mapper": "it shapes by what Data-Juicer found; a reward of your own may do so",
-}
-_UNUSED = {
-    "pass_rate_calculator": "tasks are shuffled by the run's seed",
-    "invalid_reward_filter": "what was not scored does not train",
-}
+_REFUSED: Mapping[str, str] = TABLE["operators"]["refused"]
+_UNUSED: Mapping[str, str] = TABLE["operators"]["unused"]
 
 
 @attrs.frozen(eq=False)

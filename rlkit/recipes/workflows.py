@@ -14,6 +14,7 @@ from rlkit.envs import Tasks
 from rlkit.errors import ConfigError
 from rlkit.recipes import rows
 from rlkit.recipes.inputs import Taskset
+from rlkit.recipes.keys import TABLE
 from rlkit.recipes.scoring import bound
 
 __all__ = ["MASKED", "WORKFLOWS", "foreign"]
@@ -34,20 +35,7 @@ _QWEN = "You are a helpful assistant."
 
 MASKED = ("math_boxed_workflow", "async_math_boxed_workflow")
 """Workflows whose answers are not trained on where they were cut."""
-_FOREIGN = {
-    "agentscope": "an agent with a loop of its own",
-    "as_react": "an agent with a loop of its own",
-    "ruler": "a model that judges; a reward of your own may ask one",
-    "rubric": "a model that judges; a reward of your own may ask one",
-    "math_rm": "a reward model; a reward of your own may ask one",
-    "tool_call": "rlkit.tools has such environments",
-    "toolcall": "rlkit.tools has such environments",
-    "simple_mm": "text only",
-    **dict.fromkeys(
-        ("alfworld", "sciworld", "webshop", "frozen_lake", "email_search", "intercode", "sudoku"),
-        "an environment of another package",
-    ),
-}
+_FOREIGN: Mapping[str, str] = TABLE["workflows"]["foreign"]
 
 
 def foreign(name: str, known: Iterable[str]) -> str | None:
