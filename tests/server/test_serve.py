@@ -122,8 +122,9 @@ def test_options_of_the_backend_and_of_the_service(tiny, tmp_path):
     with rlkit.serve("local", model=tiny("llama"), folder=tmp_path, **options) as server:
         state = server.service._state
         assert (state.idle, state.max_rank) == (7.0, 2)
-        assert str(state.models._base.base.model.dtype) == "torch.bfloat16"
-        assert state.models._base._settings["micro_batch_tokens"] == 64
+        backend = state.models._base
+        assert str(backend.base.model.dtype) == "torch.bfloat16"
+        assert backend._settings["micro_batch_tokens"] == 64
     for name in ("lora", "init_from", "dtyp"):
         with pytest.raises(rlkit.ConfigError, match=rf"no option '{name}'.* dtype.* idle"):
             rlkit.serve("local", model="x", **{name: "y"})
