@@ -22,7 +22,7 @@ import rlkit
 from rlkit.chat import Chat
 from rlkit.envs import Action, StepResult, Tasks
 from rlkit.rollouts import rollout_sync
-from rlkit.tools import Malformed, error_message, parse, tool_message
+from rlkit.tools import Malformed, error_message, read_calls, tool_message
 
 STOCK = {"apples": 7, "pears": 5, "plums": 0, "figs": 12}
 server = MCPServer("shop")
@@ -51,9 +51,9 @@ class McpEnv:
 
     async def step(self, action: Action) -> StepResult:
         """Makes the calls of a turn; the policy is told what they give, or what is wrong with them."""
-        calls = parse(action, "hermes", self.tools).in_order
+        calls = read_calls(action, "hermes", self.tools).in_order
         if not calls:
-            return StepResult(reward=self.reward(action), terminated=True)
+            return StepResult(reward=self.reward(action.content), terminated=True)
         return StepResult([await self.called(call) for call in calls])
 
     async def called(self, call: Any) -> dict[str, Any]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import attrs
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered
+
+if TYPE_CHECKING:
+    from rlkit.tools.types import Parsed
 
 __all__ = ["Action", "Message", "Observation", "StepResult"]
 
@@ -27,20 +31,28 @@ class Action(str):
         tokens: int64 [n], as sampled, the stop token included.
         raw: the text with special tokens; None: the same as ``text``.
         stop_reason: "stop" or "length": whether the policy ended its turn or was cut.
+        parsed: reasoning, content and tool calls, where a renderer read them from the tokens; else None.
 
     >>> action = Action("<guess>7</guess>", tokens=[60, 55], stop_reason="length")
     >>> action.removeprefix("<guess>"), action.tokens.size, action.stop_reason
     ('7</guess>', 2, 'length')
     """
 
-    __slots__ = ("raw", "stop_reason", "tokens")
+    __slots__ = ("parsed", "raw", "stop_reason", "tokens")
 
     tokens: np.ndarray
     raw: str
     stop_reason: Literal["stop", "length"]
+    parsed: Parsed | None
 
     def __new__(
-        cls, text: str, *, tokens: Any = (), raw: str | None = None, stop_reason: Literal["stop", "length"] = "stop"
+        cls,
+        text: str,
+        *,
+        tokens: ArrayLike = (),
+        raw: str | None = None,
+        stop_reason: Literal["stop", "length"] = "stop",
+        parsed: Parsed | None = None,
     ) -> Self:
         """Return the string, with its attributes checked."""
         self = super().__new__(cls, text)
@@ -48,11 +60,17 @@ class Action(str):
         self.raw = str(text) if raw is None else raw
         _check.choice("Action.stop_reason", stop_reason, ("stop", "length"))
         self.stop_reason = stop_reason
+        self.parsed = parsed
         return self
 
-    def __reduce__(self) -> Any:
-        make = functools.partial(type(self), tokens=self.tokens, raw=self.raw, stop_reason=self.stop_reason)
-        return make, (str(self),)
+    @property
+    def content(self) -> str:
+        """The text without reasoning and tool calls where a renderer told them apart; else all of it."""
+        return str(self) if self.parsed is None else self.parsed.text_outside
+
+    def __reduce__(self) -> tuple[Callable[[str], Self], tuple[str]]:
+        fields = {name: getattr(self, name) for name in Action.__slots__}
+        return functools.partial(type(self), **fields), (str(self),)
 
 
 @answered

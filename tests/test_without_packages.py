@@ -91,6 +91,22 @@ except ModuleNotFoundError as error:
     assert re.match(r"checking arguments .* needs jsonschema: pip install .*tools\]", printed(["jsonschema"], program))
 
 
+def test_a_named_renderer_needs_its_package():
+    """It says so; a model that is not named is rendered by its template, whether the package would know it or not."""
+    program = """
+import rlkit
+from rlkit.chat import Chat
+tokenizer = rlkit.connect("toy").tokenizer
+type(tokenizer).name = "Qwen/Qwen3-8B"
+assert Chat(tokenizer).renderer is None
+try:
+    Chat(tokenizer, renderer="qwen3")
+except rlkit.ConfigError as error:
+    print(error)
+"""
+    assert re.match(r"Chat.renderer needs renderers: pip install .*renderers\]", printed(["renderers"], program))
+
+
 def test_a_foreign_error_is_not_taken_for_a_missing_package(monkeypatch):
     """A backend of a package whose own import fails raises that import's error."""
     monkeypatch.setitem(rlkit.backends.registry, "theirs", "nothing_of_that_name:Backend")

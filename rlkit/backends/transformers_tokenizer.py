@@ -56,6 +56,11 @@ class LocalTokenizer:
         return template
 
     @property
+    def name(self) -> str:
+        """Where it was loaded from: a model's name, or a folder."""
+        return str(getattr(self.hf, "name_or_path", ""))
+
+    @property
     def added_tokens(self) -> dict[str, bool]:
         """The texts that are tokens of their own, and whether they are special (control tokens)."""
         return {token.content: bool(token.special) for token in self.hf.added_tokens_decoder.values()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from rlkit import _check
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import DataError
 
-__all__ = ["PLACEHOLDER", "ControlText"]
+__all__ = ["CUT", "PLACEHOLDER", "ControlText"]
 
-_CUT = "\U000f0010"  # private-use characters: they mean nothing to any model
+CUT = "\U000f0010"  # private-use characters: they mean nothing to any model
 PLACEHOLDER = "\U000f0011"
-_FOREIGN = re.compile(f"[{_CUT}{PLACEHOLDER}\ud800-\udfff]")  # ours, and surrogates, which are not text
+_FOREIGN = re.compile(f"[{CUT}{PLACEHOLDER}\ud800-\udfff]")  # ours, and surrogates, which are not text
 _DEPTH = 64
+_Json = TypeVar("_Json")
 
 
 class ControlText:
@@ -57,8 +58,8 @@ class ControlText:
         """int64 [K], sorted: the ids of the special tokens."""
         return self._special_ids
 
-    def mark(self, value: Any, *, foreign: bool = True, where: str = "message") -> Any:
-        """``value`` with every string in it marked: a string, or what JSON knows.
+    def mark(self, value: _Json, *, foreign: bool = True, where: str = "message") -> _Json:
+        """Return ``value`` with every string in it marked: a string, or what JSON knows.
 
         Args:
             value: is not changed.
@@ -69,18 +70,18 @@ class ControlText:
         Raises:
             DataError: something that is not JSON, or nested more than 64 deep.
         """
-        return self._marked(value, self._all if foreign else self._special, where, 0)
+        return cast("_Json", self._marked(value, self._all if foreign else self._special, where, 0))
 
     def encode(self, text: str, *, first: bool = True) -> np.ndarray:
         """int64 [T]: ``text``, a rendering of marked texts; ``first``: nothing stands before it."""
         ids: list[np.ndarray] = []
-        for piece in text.split(_CUT):
+        for piece in text.split(CUT):
             if piece:
                 ids.append(self._piece(piece, first=first))
                 first = False
         return np.concatenate(ids) if ids else np.zeros(0, np.int64)
 
-    def _marked(self, value: Any, pattern: re.Pattern[str] | None, where: str, depth: int) -> Any:
+    def _marked(self, value: object, pattern: re.Pattern[str] | None, where: str, depth: int) -> object:
         if isinstance(value, str):
             return self._marked_text(str(value), pattern)
         if value is None or isinstance(value, (bool, int, float)):
@@ -105,10 +106,10 @@ class ControlText:
             kept = text[start : match.start() + 1]
             parts.append(kept if len(match[0]) > 1 else kept[:-1] + "\ufffd")  # one character cannot be cut
             start = match.start() + 1
-        text = _CUT.join([*parts, text[start:]])
+        text = CUT.join([*parts, text[start:]])
         body = text.rstrip()  # the template may trim, and then put something directly behind
         if any(body[-n:] in self._edges for n in range(1, min(self._longest, len(body)) + 1)):
-            text = body + _CUT + text[len(body) :]
+            text = body + CUT + text[len(body) :]
         return text
 
     def _piece(self, text: str, *, first: bool) -> np.ndarray:

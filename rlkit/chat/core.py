@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+import attrs
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit._interaction import Action, Observation
+from rlkit._interaction import Action, Message, Observation
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.control import ControlText
+from rlkit.chat.prompts import Prompts, TemplatePrompts
+from rlkit.chat.rendering import RendererPrompts, find_renderer
 from rlkit.chat.templates import Template
 from rlkit.errors import ConfigError
+from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
     from rlkit.chat.conversation import Conversation
@@ -41,9 +46,17 @@ class Chat:
         tool_format: how tools are described to a model whose template does not render them; a name in
             ``rlkit.tools.formats``.
         variables: what else the template is to see.
+        renderer: how the model's turns and tool calls are written and read. "auto": by the package ``renderers`` where
+            it is installed and knows the model by its exact name, and ``template`` is None; otherwise by the chat
+            template. None: by the chat template. One of the package's names (``"qwen3"``, ``"Qwen/Qwen3-8B"``), of its
+            configs or of its renderers: by that one.
+
+    Attributes:
+        ends: the ids that end a turn of the policy.
 
     Raises:
-        ConfigError: an argument of the wrong type, or a template that is not valid or lacks the thinking switch.
+        ConfigError: an argument of the wrong type, a template that is not valid or lacks the thinking switch, or a
+            renderer that does not fit the tokenizer.
 
     >>> import rlkit
     >>> tokenizer = rlkit.connect("toy").tokenizer
@@ -74,7 +87,8 @@ class Chat:
         prefill: str = "",
         history: Literal["template", "append", "none"] = "template",
         tool_format: str = "hermes",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
+        renderer: object = "auto",
     ) -> None:
         if system is not None and not isinstance(system, str):
             raise ConfigError(_check.problem("Chat.system", f"got {_check.shown(system)}", "a string or None"))
@@ -95,17 +109,22 @@ class Chat:
             self.tool_template = self.tool_template or self.template
         else:
             self.template = self.tool_template = None if text is None else Template(text, names)
-        if thinking is not None:
-            self.variables |= self._switch(_check.flag("Chat.thinking", thinking))
-        self.control = ControlText(tokenizer, "".join(t.text for t in (self.template, self.tool_template) if t))
+        switch = {} if thinking is None else {"enable_thinking": _check.flag("Chat.thinking", thinking)}
+        choice = None if renderer == "auto" and template is not None else renderer
+        self.renderer = find_renderer(choice, tokenizer, self.variables | switch)
+        texts = "".join(t.text for t in (self.template, self.tool_template) if t)
+        self.control = self.renderer.control if self.renderer else ControlText(tokenizer, texts)
+        if thinking is not None and self.renderer is None:
+            self.variables |= self._switch(thinking)
+        self.ends = frozenset(tokenizer.eos_ids) | (self.renderer.ends if self.renderer else frozenset())
 
-    def start(self, observation: Observation, tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        """A conversation that begins with what an environment said first.
+    def start(self, observation: Observation, tools: Sequence[Message] = ()) -> Conversation:
+        """Begin a conversation with what an environment said first.
 
         Args:
             observation: text (a user message), messages, or token ids [T], which are sent as they are.
-            tools: function schemas, OpenAI style. The template renders them; where it does not, a description in
-                ``tool_format`` is put into the system prompt.
+            tools: function schemas, OpenAI style. The renderer or the template renders them; where it does not, a
+                description in ``tool_format`` is put into the system prompt.
 
         Raises:
             DataError: an observation of another form, or messages that the template refuses.
@@ -115,7 +134,7 @@ class Chat:
         return Conversation(self, observation, tools)
 
     def message(self, text: str, role: str = "user") -> np.ndarray:
-        """The tokens of one message alone, as the template writes it, without the head of an answer.
+        """Return the tokens of one message alone, without the head of an answer.
 
         Text that reads like control tokens stays text. Without a template it is the text and an empty line.
 
@@ -128,19 +147,55 @@ class Chat:
         <|im_start|>user
         Hi<|im_end|>
         """
+        marked = self.control.mark({"role": role, "content": text})
+        if self.renderer is not None:
+            return self.renderer.render([marked], (), head=False)
         if self.template is None:
-            return self.control.encode(f"{self.control.mark(text)}\n\n", first=True)
-        marked = self.control.mark([{"role": role, "content": text}])
-        rendered = self.template.render(marked, head=False, **{**self.variables, "tools": None})
+            return self.control.encode(f"{marked['content']}\n\n", first=True)
+        rendered = self.template.render([marked], head=False, **{**self.variables, "tools": None})
         return self.control.encode(rendered, first=True)
 
-    def action(self, tokens: Any, stop_reason: Literal["stop", "length"] = "stop") -> Action:
-        """What an environment is given for sampled tokens int [n]."""
+    def action(
+        self,
+        tokens: ArrayLike,
+        stop_reason: Literal["stop", "length"] = "stop",
+        *,
+        prompt: ArrayLike = (),
+        tools: Sequence[Message] = (),
+    ) -> Action:
+        """Return what an environment is given for sampled tokens.
+
+        Args:
+            tokens: int [n].
+            stop_reason: whether the policy ended its turn or was cut.
+            prompt: int [P], what they were sampled for; a renderer sees there whether reasoning had begun.
+            tools: the schemas of the conversation; a renderer reads arguments by them.
+        """
         ids = _check.token_ids("tokens", tokens, vocab_size=self.tokenizer.vocab_size)
-        ended = ids.size > 0 and int(ids[-1]) in self.tokenizer.eos_ids
+        ended = ids.size > 0 and int(ids[-1]) in self.ends
         text = self.prefill + self.tokenizer.decode(ids[:-1] if ended else ids)
         raw = self.prefill + self.tokenizer.decode(ids, skip_special=False)
-        return Action(text, tokens=ids, raw=raw, stop_reason=stop_reason)
+        parsed = None
+        if self.renderer is not None:
+            before = _check.token_ids("prompt", prompt, vocab_size=self.tokenizer.vocab_size)
+            head = self.control.encode(self.prefill, first=False)
+            said = np.concatenate([head, ids])  # the prefill is part of the turn
+            parsed = self.renderer.parse(said, before[: max(before.size - head.size, 0)], tools, raw)
+        return Action(text, tokens=ids, raw=raw, stop_reason=stop_reason, parsed=parsed)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Return ``params`` that stop at the renderer's end tokens too, where the tokenizer does not name them."""
+        more: list[int] = sorted(self.ends.difference(self.tokenizer.eos_ids))
+        if not more or params.stop == ():
+            return params
+        if params.stop and isinstance(params.stop[0], str):
+            texts = [self.tokenizer.decode([token], skip_special=False) for token in more]
+            return attrs.evolve(params, stop=tuple(dict.fromkeys([*params.stop, *texts])))
+        return attrs.evolve(params, stop=tuple(dict.fromkeys([*(params.stop or ()), *more])))
+
+    def prompts(self, tools: Sequence[Message]) -> Prompts:
+        """Return what writes the prompts of one conversation."""
+        return RendererPrompts(self, self.renderer, tools) if self.renderer else TemplatePrompts(self, tools)
 
     def _switch(self, thinking: bool) -> dict[str, bool]:
         known = [name for name in ("enable_thinking", "thinking") if self.template and name in self.template.names]

@@ -187,13 +187,11 @@ class _Env:
         return [{"role": message.role, "content": _text(message.blocks)} for message in messages]
 
     async def step(self, action: Action) -> StepResult:
-        from rlkit.tools import Malformed, error_message, parse, tool_message
+        from rlkit.tools import Malformed, error_message, read_calls, tool_message
 
-        parsed = parse(action, self._form, self.tools)
-        if not parsed.in_order and action.raw != action:
-            parsed = parse(action.raw, self._form, self.tools)  # some formats begin with a control token
+        parsed = read_calls(action, self._form, self.tools)
         if not parsed.in_order:
-            return await self._plain(str(action))
+            return await self._plain(action.content)
         messages, rewards, metadata, finished = [], [], [], False
         for found in parsed.in_order:
             if isinstance(found, Malformed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -171,9 +172,8 @@ class Episode:
                     break
                 sample = await self._sampled(prompt, params)
                 async with self._within("chat"):
-                    action = await call(
-                        chat.action, sample.tokens, sample.stop_reason, timeout=self._left(), where="chat"
-                    )
+                    read = functools.partial(chat.action, prompt=prompt, tools=tools)
+                    action = await call(read, sample.tokens, sample.stop_reason, timeout=self._left(), where="chat")
                 async with self._within("step"):
                     result = await env.step(action, timeout=self._call())
                 turn = Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards)
@@ -240,7 +240,8 @@ class Episode:
         if settings.max_total_tokens is not None:
             most = min(most, settings.max_total_tokens - self._tokens())
         temperature = plan.params.temperature if settings.temperature is None else settings.temperature
-        return "", attrs.evolve(plan.params, max_tokens=most, temperature=temperature)
+        params = attrs.evolve(plan.params, max_tokens=most, temperature=temperature)
+        return "", self._shared.chat.params(params)
 
     async def _sampled(self, prompt: np.ndarray, params: SamplingParams) -> Sample:
         began = time.monotonic()

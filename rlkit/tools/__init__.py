@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlkit.tools.env import ToolEnv
-from rlkit.tools.formats import formats, parse
+from rlkit.tools.formats import formats, parse, read_calls
 from rlkit.tools.functions import describe, schema
 from rlkit.tools.messages import error_message, tool_message
 from rlkit.tools.types import Malformed, Parsed, ToolCall
@@ -20,6 +20,7 @@ __all__ = [
     "formats",
     "parse",
     "problems",
+    "read_calls",
     "schema",
     "tool_message",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from rlkit import _check
 from rlkit._interaction import Action, Observation, StepResult
 from rlkit.errors import ConfigError
-from rlkit.tools.formats import Format, formats, parameters, parse
+from rlkit.tools.formats import Format, formats, parameters, read_calls
 from rlkit.tools.functions import schema
 from rlkit.tools.messages import error_message, tool_message
 from rlkit.tools.types import Malformed
@@ -78,11 +78,9 @@ class ToolEnv:
 
     async def step(self, action: Action) -> StepResult:
         """Make the calls of a turn, or score the answer."""
-        parsed = parse(action, self._format, self.tools)
-        if not parsed.calls and not parsed.errors and action.raw != action:
-            parsed = parse(action.raw, self._format, self.tools)  # some formats begin with a control token
-        if not parsed.calls and not parsed.errors:
-            return StepResult(reward=await _value(self._reward, str(action)), terminated=True)
+        parsed = read_calls(action, self._format, self.tools)
+        if not parsed.in_order:
+            return StepResult(reward=await _value(self._reward, action.content), terminated=True)
         messages = []
         for found in parsed.in_order:
             if isinstance(found, Malformed):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 
 from rlkit import _check
+from rlkit._interaction import Action
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 from rlkit.tools._reading import Findings, NotJson, json_at
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 from rlkit.tools.validation import check_schema, problems
 
-__all__ = ["Format", "formats", "parameters", "parse"]
+__all__ = ["Format", "formats", "parameters", "parse", "read_calls"]
 
 Format: TypeAlias = Callable[[str, Mapping[str, Mapping[str, object]]], Parsed]
 
@@ -55,12 +56,27 @@ def parse(
         raise ConfigError(_check.problem("parse(text)", f"got {_check.shown(text)}", "a string"))
     known = parameters(tools or ())
     parsed: Parsed = formats.resolve(format)(str(text), known)
-    if tools is None:
-        return parsed
-    checked = [_checked(call, known, text) for call in parsed.calls]
-    wrong = tuple(found for found in checked if isinstance(found, Malformed))
-    calls = tuple(found for found in checked if isinstance(found, ToolCall))
-    return attrs.evolve(parsed, calls=calls, errors=(*parsed.errors, *wrong))
+    return parsed if tools is None else _all_checked(parsed, known, text)
+
+
+def read_calls(action: Action, format: str | Format, tools: Sequence[Mapping[str, object]]) -> Parsed:  # noqa: A002
+    """Return the calls of a turn: as a renderer read them from the tokens, or else parsed from the text.
+
+    Args:
+        action: from ``Chat.action``.
+        format: as of ``parse``; not used where a renderer has read the turn.
+        tools: schemas, OpenAI style. Calls of other tools and arguments that do not fit become errors.
+
+    >>> add = {"name": "add", "parameters": {"properties": {"x": {"type": "integer"}}}}
+    >>> read_calls(Action('<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'), "hermes", [add]).calls
+    (ToolCall(name='add', arguments={'x': 1}, id='call00000', position=0),)
+    """
+    if action.parsed is not None:
+        return _all_checked(action.parsed, parameters(tools), action.raw)
+    parsed = parse(action, format, tools)
+    if not parsed.in_order and action.raw != action:
+        parsed = parse(action.raw, format, tools)  # some formats begin with a control token
+    return parsed
 
 
 def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
@@ -69,7 +85,7 @@ def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, 
     Raises:
         ConfigError: one has no name, a name comes twice, or a schema is not valid.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Mapping[str, object]] = {}
     for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -81,7 +97,15 @@ def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, 
     return found
 
 
-def _checked(call: ToolCall, known: Mapping[str, Mapping[str, Any]], text: str) -> ToolCall | Malformed:
+def _all_checked(parsed: Parsed, known: Mapping[str, Mapping[str, object]], text: str) -> Parsed:
+    """Make errors of calls whose tools or arguments do not fit the schemas."""
+    checked = [_checked(call, known, text) for call in parsed.calls]
+    wrong = tuple(item for item in checked if isinstance(item, Malformed))
+    calls = tuple(item for item in checked if isinstance(item, ToolCall))
+    return attrs.evolve(parsed, calls=calls, errors=(*parsed.errors, *wrong))
+
+
+def _checked(call: ToolCall, known: Mapping[str, Mapping[str, object]], text: str) -> ToolCall | Malformed:
     excerpt = text[call.position : call.position + 40]
     if call.name not in known:
         names = ", ".join(known) or "none"

@@ -19,7 +19,8 @@ class ToolCall:
     Attributes:
         name: of the tool.
         arguments: by name.
-        id: "call00000", "call00001", ... in the order of the text; nine letters and digits, as some templates ask for.
+        id: "call00000", "call00001", ... in the order of the text, nine letters and digits, as some templates ask for;
+            or the model's own, where its format has one.
         position: the character of the text at which it begins.
     """
 
@@ -41,6 +42,7 @@ class Malformed:
         excerpt: the text around that place.
         name: of the tool, where that much was clear.
         id: as of a ``ToolCall``.
+        raw: the call as it was sampled, where a renderer read it from the tokens.
     """
 
     problem: str
@@ -49,6 +51,7 @@ class Malformed:
     excerpt: str = ""
     name: str = ""
     id: str = "call00000"
+    raw: str = ""
 
     @property
     def message(self) -> str:
@@ -73,13 +76,15 @@ class Parsed:
         text_outside: what stands around the calls.
         calls: those that can be made, in the order of the text.
         errors: those that cannot.
+        reasoning: what the policy thought; None where it did not, or where it was not told apart from the text.
     """
 
     text_outside: str
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[Malformed, ...] = ()
+    reasoning: str | None = None
 
     @property
     def in_order(self) -> list[ToolCall | Malformed]:
         """Calls and errors as they stand in the text."""
-        return sorted([*self.calls, *self.errors], key=lambda found: found.id)
+        return sorted([*self.calls, *self.errors], key=lambda call: (call.position, call.id))

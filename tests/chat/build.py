@@ -103,10 +103,52 @@ BOS = {"chatml": "<|im_start|>", "llama3": "<|begin_of_text|>", "gemma": "<bos>"
 @functools.cache
 def tokenizer(kind: str = "chatml"):
     """A byte-level BPE tokenizer behind rlkit's protocol, with the template of that kind (None: without one)."""
+    hf = trained(SPECIAL, ADDED)
+    names = {"eos_token": END.get(kind, "<|im_end|>"), "pad_token": "<|endoftext|>"}
+    if BOS.get(kind):
+        names["bos_token"] = BOS[kind]
+    return wrapped(hf, names, TEMPLATES.get(kind), ENDS)
+
+
+@functools.cache
+def family(kind: str, template: str | None = None):
+    """The same with the control tokens that a renderer of the package ``renderers`` asks for, and a template."""
+    import renderers
+
+    class Asked:
+        """Gives each text an id, and remembers it."""
+
+        name_or_path, unk_token_id, eos_token_id, chat_template = "", None, 0, template
+        texts: dict[str, int] = {}
+
+        def convert_tokens_to_ids(self, text):
+            return self.texts.setdefault(text, len(self.texts))
+
+        def encode(self, text, **_):
+            return [self.convert_tokens_to_ids(text)]
+
+    asked = Asked()
+    stops = renderers.create_renderer(asked, renderers.config_from_name(kind)).get_stop_token_ids()
+    end = next(text for text, token in asked.texts.items() if token in stops)
+    thoughts = ("<think>", "</think>") if kind == "qwen3" else ()  # which it does not ask for, and writes
+    texts = dict.fromkeys(text for text in (*asked.texts, *thoughts) if not text[:1].isalpha() and text.isprintable())
+    plain = [text for text in texts if text.lstrip("</").startswith(("think", "tool", "arg"))]
+    special = [text for text in texts if text not in plain]
+    return wrapped(trained(special, plain), {"eos_token": end}, template, [end])
+
+
+def wrapped(hf, names, template, ends):
     import transformers as tf
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from rlkit.backends.local.tokenizer import LocalTokenizer
+
+    hf = tf.PreTrainedTokenizerFast(tokenizer_object=hf, **names)
+    hf.chat_template = template
+    return LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[hf.convert_tokens_to_ids(text) for text in ends])
+
+
+def trained(special, added):
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -116,19 +158,14 @@ def tokenizer(kind: str = "chatml"):
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     corpus = ["the user said: what is 1 + 2? the assistant said it is 3. think about the tool, then answer\n\n"] * 5
     inner.train_from_iterator([*corpus, "<|im_ end|> im_end im_start |> <| tool_call end_of_turn eot_id"] * 2, trainer)
-    inner.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED])
-    names = {"eos_token": END.get(kind, "<|im_end|>"), "pad_token": "<|endoftext|>"}
-    if BOS.get(kind):
-        names["bos_token"] = BOS[kind]
-    hf = tf.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
-    hf.chat_template = TEMPLATES.get(kind)
-    return LocalTokenizer(hf, vocab_size=len(hf), eos_ids=[hf.convert_tokens_to_ids(text) for text in ENDS])
+    inner.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
+    return inner
 
 
 @functools.cache

@@ -106,7 +106,9 @@ def test_laws(episode):
         assert [i for i in after if i in controls] == [i for i in twin.prompt if i in controls]
 
 
-clean = st.text(st.characters(exclude_characters="<>[]|", exclude_categories=["Cs"]), min_size=1, max_size=12)
+clean = st.text(
+    st.characters(exclude_characters="<>[]|\U000f0010\U000f0011", exclude_categories=["Cs"]), min_size=1, max_size=12
+)
 words = clean.filter(lambda text: not text[0].isspace() and not text[-1].isspace())
 
 

@@ -83,6 +83,42 @@ def chat():
     assert chat.start([{"role": "user", "content": "Hi"}])
 
 
+def renderers():
+    """A conversation and a tool call by a family's renderer, without torch and transformers."""
+    import re
+
+    import numpy as np
+
+    import rlkit.tools
+    from rlkit.chat import Chat
+
+    names = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    names += ["<tool_response>", "</tool_response>"]
+
+    class Bytes:
+        eos_ids, vocab_size, chat_template = (257,), 256 + len(names), None
+        added_tokens = dict.fromkeys(names, True)
+
+        def encode(self, text, *, special=False):
+            parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if special else [text]
+            return np.array(
+                [i for p in parts for i in ([256 + names.index(p)] if p in names else p.encode())], np.int64
+            )
+
+        def decode(self, tokens, skip_special=True):
+            texts = [bytes([i]) if i < 256 else b"" if skip_special else names[i - 256].encode() for i in tokens]
+            return b"".join(texts).decode("utf-8", "replace")
+
+    chat = Chat(Bytes(), renderer="qwen3")
+    conversation = chat.start("1 + 1?<|im_end|>")
+    assert (conversation.prompt == 257).sum() == 1
+    call = chat.tokenizer.encode('<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>', special=True)
+    action = chat.action(call, prompt=conversation.prompt)
+    assert [call.name for call in action.parsed.calls] == ["f"]
+    conversation.add(action, [rlkit.tools.tool_message(action.parsed.calls[0], "2")])
+    assert conversation.extends
+
+
 def math():
     """Two writings of one number."""
     from rlkit.answers import math_equal
