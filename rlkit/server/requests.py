@@ -6,11 +6,15 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import attrs
 
 __all__ = ["ApiError", "Fields", "Request", "Response"]
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -92,46 +96,55 @@ class Fields:
         """Return the member as it is, or None."""
         return self.values.get(name)
 
-    def text(self, name: str, default: Any = ...) -> Any:
+    def text(self, name: str, default: T | EllipsisType = ...) -> str | T:
         """Read a string."""
         return self._read(name, str, "a string", default)
 
-    def integer(self, name: str, default: Any = ..., *, low: int | None = None, high: int | None = None) -> Any:
+    def integer(
+        self, name: str, default: T | EllipsisType = ..., *, low: int | None = None, high: int | None = None
+    ) -> int | T:
         """Read an integer in [low, high]."""
         value = self._read(name, int, "an integer", default)
-        if value is not default and ((low is not None and value < low) or (high is not None and value > high)):
+        if (
+            isinstance(value, int)
+            and value is not default
+            and ((low is not None and value < low) or (high is not None and value > high))
+        ):
             raise self._wrong(name, f"is {value}", f"an integer in [{low}, {'...' if high is None else high}]")
         return value
 
-    def real(self, name: str, default: Any = ...) -> Any:
+    def real(self, name: str, default: T | EllipsisType = ...) -> float | T:
         """Read a finite number."""
-        value = self._read(name, (int, float), "a finite number", default)
-        if value is not default and not (abs(value) <= sys.float_info.max):  # NaN, too, and integers of any length
+        value = self._read(name, float, "a finite number", default)
+        if (
+            isinstance(value, (int, float)) and value is not default and not (abs(value) <= sys.float_info.max)
+        ):  # NaN, too, and integers of any length
             raise self._wrong(name, "is not, or too large", "a finite number")
         return value
 
-    def flag(self, name: str, default: Any = ...) -> Any:
+    def flag(self, name: str, default: T | EllipsisType = ...) -> bool | T:
         """Read a boolean."""
         return self._read(name, bool, "true or false", default)
 
-    def object(self, name: str, default: Any = ...) -> Any:
+    def object(self, name: str, default: T | EllipsisType = ...) -> Fields | T:
         """Read a nested object, as Fields."""
         value = self._read(name, dict, "an object", default)
         return Fields(f"{self.where}.{name}", value) if isinstance(value, dict) else value
 
-    def items(self, name: str, default: Any = ...) -> Any:
+    def items(self, name: str, default: T | EllipsisType = ...) -> list[Any] | T:
         """Read an array."""
         return self._read(name, list, "an array", default)
 
-    def _read(self, name: str, kind: Any, expected: str, default: Any) -> Any:
+    def _read(self, name: str, kind: type[K], expected: str, default: T | EllipsisType) -> K | T:
         value = self.values.get(name)
         if value is None:
-            if default is ...:
+            if isinstance(default, EllipsisType):
                 raise self._wrong(name, "is missing", expected)
             return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise self._wrong(name, f"is a JSON {type(value).__name__}", expected)
-        return value
+        return cast("K", value)
 
     def _wrong(self, name: str, what: str, expected: str) -> ApiError:
         return ApiError(422, f"{self.where}: {name!r} {what}; expected {expected}")

@@ -242,5 +242,10 @@ def _lora(state: State, fields: Fields | None) -> Lora:
     rank = fields.integer("rank", low=1)
     if rank > state.max_rank:
         raise ApiError(400, f"lora_config.rank is {rank}; this server's limit is {state.max_rank}")
-    flags = {name: fields.flag(name, True) for name in ("train_mlp", "train_attn", "train_unembed")}
-    return Lora(rank=rank, seed=fields.integer("seed", None, low=0), **flags)
+    return Lora(
+        rank=rank,
+        seed=fields.integer("seed", None, low=0),
+        train_mlp=fields.flag("train_mlp", True),
+        train_attn=fields.flag("train_attn", True),
+        train_unembed=fields.flag("train_unembed", True),
+    )
