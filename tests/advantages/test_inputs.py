@@ -453,7 +453,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def test_defaults() -> None:
     """Every default number is part of the API."""
-    assert set(DEFAULTS) == set(adv.registry)
+    added, gone = sorted(set(adv.registry) - set(DEFAULTS)), sorted(set(DEFAULTS) - set(adv.registry))
+    assert not added, f"write down the default settings of {', '.join(added)} in DEFAULTS, above"
+    assert not gone, f"{', '.join(gone)}: in DEFAULTS, but no estimator of the registry"
     for name, function in adv.registry.items():
         parameters = inspect.signature(function).parameters.values()
         assert {p.name: p.default for p in parameters if p.default is not p.empty} == DEFAULTS[name], name

@@ -73,6 +73,7 @@ def test_losses(variant, weighted):
         driver, inputs = example(name, rng, sizes=(5, 3, 1, 6), optional=optional)
         if name == "clip_cov" and "fraction" not in settings:
             settings = {"cov_low": 100.0, "cov_high": 100.0}
+        assert hasattr(oracle, name), f"write the loss {name!r} once more, in numpy and float64: tests/losses/oracle.py"
         check(name, getattr(oracle, name), name, settings, driver, inputs)
 
 
