@@ -251,7 +251,8 @@ class Loop:
             if not mutant.owner:
                 self.report(mutant, in_fork(partial(self.outside, mutant, living, calls, sooner)))
                 continue
-            code = next(code for code in codes(compiled(mutant)) if code.co_qualname == mutant.owner)
+            named = [code for code in codes(compiled(mutant)) if code.co_qualname == mutant.owner]  # overloads, too
+            code = max((code for code in named if code.co_firstlineno <= mutant.line), key=lambda c: c.co_firstlineno)
             fresh = {key(inner): inner for inner in codes(code)}  # closures that live already change too
             callers = {item: seconds for k in fresh for seconds, item in calls.get(k, [])}
             items = sorted(callers, key=callers.__getitem__)

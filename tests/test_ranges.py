@@ -116,6 +116,8 @@ def test_sequences_of_one_token() -> None:
         for row in corrections.divergence_rejection(**one, level="sequence-mean", estimator="k2", threshold=0.125)
     ]
     assert half == [[1.0], [0.0]], "0.5 * 0.5 ** 2 is on the threshold"
+    less = corrections.divergence_rejection(**one, level="sequence-mean", estimator="k2", threshold=0.1)
+    assert [row.tolist() for row in less] == [[0.0], [0.0]]
     same = {"trainer_logprobs": [-1.0, -2.0], "sampling_logprobs": [-1.0, -2.0]}
     for level in ("token", "sequence-max", "sequence-mean", "sequence-sum"):
         assert corrections.divergence_rejection(**same, level=level, threshold=0.0).tolist() == [1.0, 1.0]
