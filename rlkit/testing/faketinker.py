@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -17,6 +16,10 @@ from rlkit.errors import ConfigError
 from rlkit.server import Applied, BackendModels, ExactModels, Service
 from rlkit.testing import _seam
 from rlkit.testing.faults import Fault, Faults
+
+if TYPE_CHECKING:
+    import httpx
+    import tinker
 
 __all__ = ["FakeTinker", "Seen"]
 
@@ -123,11 +126,11 @@ class FakeTinker:
         self._faults = Faults()
         self.inject(*faults)
         self._seen: list[Seen] = []
-        self._clients: list[Any] = []
+        self._clients: list[tinker.ServiceClient] = []
         self._lock = threading.Lock()
         self._open = False
 
-    def service_client(self, **options: Any) -> Any:
+    def service_client(self, **options: Any) -> tinker.ServiceClient:
         """Return a new ``tinker.ServiceClient``; closed with the fake. ``options`` as for the class itself.
 
         Raises:
@@ -140,7 +143,7 @@ class FakeTinker:
         self._clients.append(client)
         return client
 
-    def rest_client(self) -> Any:
+    def rest_client(self) -> tinker.RestClient:
         """Return a ``tinker.RestClient``: capabilities, training runs, checkpoints."""
         import tinker
 
@@ -180,7 +183,7 @@ class FakeTinker:
 
     def doubled(self) -> list[Applied]:
         """Return the operations that were carried out although one with the same model and seq_id had been."""
-        had: set[Any] = set()
+        had: set[tuple[str, str, int | None]] = set()
         found = []
         for x in self.applied:
             key = (x.operation, x.model_id, x.seq_id)
@@ -230,7 +233,7 @@ class FakeTinker:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    async def respond(self, request: Any) -> Any:
+    async def respond(self, request: httpx.Request) -> httpx.Response:
         """Return the answer to an ``httpx.Request``: this is the transport."""
         endpoint, operation = self.service.describe(request.method, request.url.raw_path.decode(), request.content)
         fault = self._faults.take(endpoint, operation)
@@ -249,7 +252,7 @@ class FakeTinker:
             answer = await _failure(fault, request) or answer
         return answer
 
-    async def _answered(self, request: Any, endpoint: str) -> Any:
+    async def _answered(self, request: httpx.Request, endpoint: str) -> httpx.Response:
         path, body = request.url.raw_path.decode(), request.content
         answer = await self.service.answer(request.method, path, request.headers, body)
         if endpoint in _SUBMITS:
@@ -257,13 +260,15 @@ class FakeTinker:
                 with self._lock:
                     self._seen.append(Seen(endpoint, None, time.monotonic(), copy=copy))
                 await self.service.answer(request.method, path, request.headers, body)
-        httpx = importlib.import_module("httpx")
+        import httpx
+
         content = answer.body if answer.file is None else answer.file.read_bytes()
         return httpx.Response(answer.status, headers=dict(answer.headers), content=content, request=request)
 
-    def _failed(self, request: Any, endpoint: str) -> Any:
+    def _failed(self, request: httpx.Request, endpoint: str) -> httpx.Response:
         """Return the answer to a request that is accepted and whose operation fails."""
-        httpx = importlib.import_module("httpx")
+        import httpx
+
         accepted = self.service.fail(endpoint, request.content)
         if accepted is None:
             raise ConfigError(f"Fault(kind='opfail', endpoint={endpoint!r}): it is for calls of a model in training")
@@ -274,9 +279,10 @@ class FakeTinker:
             raise ConfigError("FakeTinker is not open; use it as `with FakeTinker() as fake:`")
 
 
-async def _failure(fault: Fault, request: Any) -> Any:
+async def _failure(fault: Fault, request: httpx.Request) -> httpx.Response | None:
     """Return what the client gets instead of an answer; None where the answer only comes late."""
-    httpx = importlib.import_module("httpx")
+    import httpx
+
     if fault.kind == "lost":
         raise httpx.RemoteProtocolError("server disconnected, by the fault that was asked for", request=request)
     if fault.kind == "empty":
