@@ -57,7 +57,7 @@ class LocalCritic(InProcessCritic):
         dtype, device, micro_batch_tokens: as for the local backend.
 
     Raises:
-        ConfigError: an option is out of range or contradicts a saved state, the model can not be loaded, or its
+        ConfigError: an option is out of range or contradicts a saved state, the model cannot be loaded, or its
             tokenizer is another one.
         CheckpointError: the saved path is missing, damaged, or not a critic's.
     """

@@ -54,7 +54,7 @@ class LocalBackend(InProcessBackend):
     Args:
         model: "smollm2-135m-instruct", a directory, or a hub id; None is the one that a saved path was trained on.
         lora: the adapter; None is ``Lora()``, or the saved one's shape with ``resume_from`` or ``init_from``.
-        seed: of the adapter's start and of sampling; None for a fresh one.
+        seed: for adapter initialisation and sampling; None for a fresh one.
         folder: where ``save`` writes, ``rlkit-saves`` by default.
         resume_from: a saved path: weights, optimizer, version and the stream of sampling seeds.
         init_from: a saved path: weights only.
@@ -72,7 +72,7 @@ class LocalBackend(InProcessBackend):
             cuda_graphs are of this process's sampling, and are refused beside it.
 
     Raises:
-        ConfigError: an option is out of range or contradicts a saved state, or the model can not be loaded.
+        ConfigError: an option is out of range or contradicts a saved state, or the model cannot be loaded.
         CheckpointError: the saved path is missing, damaged, or another backend's.
     """
 
@@ -148,7 +148,7 @@ class LocalBackend(InProcessBackend):
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
 
     def capabilities(self) -> Mapping[str, Any]:
-        """What holds for this model on this machine.
+        """Return what holds for this model on this machine.
 
         Returns:
             "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
@@ -170,8 +170,8 @@ class LocalBackend(InProcessBackend):
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        found, parts = yield from self._trainer.run(data, loss, want, backward=backward)
-        arrays = {name: [x.float().cpu().numpy() for x in found[name]] for name in ("logprobs", *want)}
+        outputs, parts = yield from self._trainer.run(data, loss, want, backward=backward)
+        arrays = {name: [x.float().cpu().numpy() for x in outputs[name]] for name in ("logprobs", *want)}
         return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
@@ -199,7 +199,7 @@ class LocalBackend(InProcessBackend):
         return LocalSampler(self, self._empty, self._seeds, self._scheduler.submit)
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
-        """A sampler of a saved state of this model; beside the base it costs the adapter. See ``SavedSamplers``."""
+        """Open a sampler of a saved state; beside the base it costs the adapter. See ``SavedSamplers``."""
         if self._engine is not None:
             raise UnsupportedError("saved_sampler: this backend samples with sampler=; open one with rlkit.sampler")
 
@@ -243,7 +243,7 @@ def _checked_sampler(call: str, sampler: Sampler | None) -> Sampler:
 
 
 def device_of(device: str | None) -> str:
-    """The device of that name; None: a GPU where there is one."""
+    """Return the device of that name; None: a GPU where there is one."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -255,7 +255,7 @@ def device_of(device: str | None) -> str:
 
 
 def adapter_seed(lora: Lora, entropy: int) -> int:
-    """The seed of the adapter's start: its own, or one that follows from the backend's."""
+    """Return the seed of the adapter's start: its own, or one that follows from the backend's."""
     if lora.seed is not None:
         return lora.seed
     words = np.random.SeedSequence(entropy, spawn_key=(0,)).generate_state(2, np.uint32)

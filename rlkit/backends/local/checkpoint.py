@@ -31,7 +31,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises CheckpointError where one is not finite: such a state is never saved."""
+    """Raise CheckpointError where one is not finite: such a state is never saved."""
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"save: {name} is not finite; nothing was saved, and earlier saves are as they were")
@@ -57,48 +57,50 @@ def trained_adapter(model: Any) -> LoraAdapter:
 
 
 def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Puts a saved adapter into the parameters.
+    """Put a saved adapter into the parameters.
 
     Raises:
         CheckpointError: names or shapes are not those of this model's adapter.
     """
     from safetensors.torch import load_file
 
-    found = load_file(folder / ADAPTER)
+    tensors = load_file(folder / ADAPTER)
     names = {name: name.replace(".default.", ".") for name in parameters}
-    if set(names.values()) != found.keys():
-        odd = min(set(names.values()) ^ found.keys())
+    if set(names.values()) != tensors.keys():
+        odd = min(set(names.values()) ^ tensors.keys())
         raise CheckpointError(f"{folder} holds the adapter of another model or other modules; they differ at {odd!r}")
     for name, parameter in parameters.items():
-        _copy(parameter.data, found[names[name]], f"{folder}: {name}")
+        _copy(parameter.data, tensors[names[name]], f"{folder}: {name}")
 
 
 def adapter_in(
     folder: Path, model: torch.nn.Module, device: torch.device
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A saved adapter: full module name in the base -> (A [r, in], B [out, r]).
+    """Read a saved adapter: full module name in the base -> (A [r, in], B [out, r]).
 
     Raises:
         CheckpointError: it is the adapter of another model.
     """
     from safetensors.torch import load_file
 
-    found = load_file(folder / ADAPTER, device=str(device))
+    tensors = load_file(folder / ADAPTER, device=str(device))
     modules: dict[str, Any] = dict(model.named_modules())
     adapter = {}
-    for key in found:
+    for key in tensors:
         name, _, part = key.removeprefix(_IN_PEFT).partition(".lora_")
         if name in adapter:
             continue
         module, halves = modules.get(name), (f"{_IN_PEFT}{name}.lora_A.weight", f"{_IN_PEFT}{name}.lora_B.weight")
-        if not part or module is None or not all(half in found for half in halves):
+        if not part or module is None or not all(half in tensors for half in halves):
             raise CheckpointError(
                 f"{folder} holds the adapter of another model or other modules; they differ at {key!r}"
             )
-        a, b = (found[half] for half in halves)
+        a, b = (tensors[half] for half in halves)
         sizes = sorted(module.weight.shape)  # some libraries' modules keep [in, out]
         if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or sorted((a.shape[1], len(b))) != sizes:
-            raise CheckpointError(f"{folder}: {key} has shape {tuple(found[key].shape)}, which does not fit the model")
+            raise CheckpointError(
+                f"{folder}: {key} has shape {tuple(tensors[key].shape)}, which does not fit the model"
+            )
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise CheckpointError(f"{folder}: {key} is not finite")
         adapter[name] = (a.float(), b.float())
@@ -122,7 +124,7 @@ def write_optimizer(
 def read_optimizer(
     folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Puts saved moments into the optimizer.
+    """Put saved moments into the optimizer.
 
     Raises:
         CheckpointError: the state was saved without its optimizer, or its tensors are not this model's.
@@ -132,29 +134,29 @@ def read_optimizer(
     file = folder / _OPTIMIZER
     if not file.exists():
         raise CheckpointError(f"{folder} was saved without its optimizer; use init_from= for the weights alone")
-    found = load_file(file)
-    if not found:
+    tensors = load_file(file)
+    if not tensors:
         return  # saved before the first step
     for name, parameter in parameters.items():
         state = {}
         for key in _MOMENTS:
-            if f"{name}.{key}" not in found:
+            if f"{name}.{key}" not in tensors:
                 raise CheckpointError(f"{file} lacks {name}.{key}")
-            value = found[f"{name}.{key}"]
+            value = tensors[f"{name}.{key}"]
             like = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(parameter)
             state[key] = _copy(like.to(parameter.device), value, f"{file}: {name}.{key}")
         optimizer.state[parameter] = state
 
 
-def lora_of(state: Mapping[str, Any], given: Lora | None) -> Lora:
-    """The adapter's shape as saved; one that was given must be the same."""
+def lora_of(state: Mapping[str, Any], lora: Lora | None) -> Lora:
+    """Return the adapter's shape as saved; one that the user gives must be the same."""
     try:
         fields = dict(state["lora"])
         saved = Lora(**{**fields, "target_modules": fields["target_modules"] and tuple(fields["target_modules"])})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the saved state does not say its LoRA: {error}") from error
-    if given is not None and attrs.evolve(given, seed=None) != attrs.evolve(saved, seed=None):
-        raise ConfigError(f"lora={given} contradicts the saved adapter, which is {saved}; leave lora out")
+    if lora is not None and attrs.evolve(lora, seed=None) != attrs.evolve(saved, seed=None):
+        raise ConfigError(f"lora={lora} contradicts the saved adapter, which is {saved}; leave lora out")
     return saved
 
 

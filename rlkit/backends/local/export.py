@@ -18,7 +18,7 @@ __all__ = ["save_merged"]
 
 @torch.no_grad()
 def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
-    """Writes the base with the saved adapter in its weights, and the tokenizer, to ``folder``.
+    """Write the base with the saved adapter in its weights, and the tokenizer, to ``folder``.
 
     A head that the base ties to its embedding gets weights of its own, since the adapter is on the head alone;
     ``tie_word_embeddings`` is then False in the new config.
@@ -32,7 +32,7 @@ def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
         ``folder``.
 
     Raises:
-        CheckpointError: ``path`` is no saved state, or ``folder`` exists or can not be written.
+        CheckpointError: ``path`` is no saved state, or ``folder`` exists or cannot be written.
     """
     target = Path(folder)
     if target.exists():

@@ -36,7 +36,7 @@ _ABANDONED = 3600.0  # seconds after which a partial conversion belongs to a pro
 
 
 def model_path(model: str | os.PathLike[str]) -> str:
-    """What transformers' ``from_pretrained`` loads for ``model``.
+    """Return what transformers' ``from_pretrained`` loads for ``model``.
 
     Args:
         model: a directory with a ``config.json``, a hub id (``"owner/name"``), or ``"smollm2-135m-instruct"``, which
@@ -107,7 +107,7 @@ def _smollm2() -> Path:
 
 
 def _digest(file: Path, index: Path) -> str:
-    """The file's sha256, remembered in ``index`` for as long as path, size and time of change stay the same."""
+    """Return the file's sha256, remembered in ``index`` for as long as path, size and time of change stay the same."""
     stat = file.stat()
     seen = {"file": str(file), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -133,7 +133,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _convert_once(gguf: Path, target: Path, digest: str) -> None:
-    """Makes ``target``; of several processes one converts, the others wait for it."""
+    """Make ``target``; of several processes one converts, the others wait for it."""
     missing = [name for name in ("gguf", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"converting {SMOLLM2} needs {' and '.join(missing)}"
@@ -188,7 +188,7 @@ def _run_conversion(gguf: Path, folder: Path) -> None:
 
 
 def _convert(gguf: str, folder: str) -> None:
-    """The GGUF file as safetensors and tokenizer files: float32, tied embeddings tied."""
+    """Write the GGUF file as safetensors and tokenizer files: float32, tied embeddings tied."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer

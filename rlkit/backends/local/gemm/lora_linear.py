@@ -134,7 +134,7 @@ class LoraLinear:
         return gradients
 
     def _blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-        """Outputs, ranks, A and B of each adapter."""
+        """Yield outputs, ranks, A and B of each adapter."""
         start = 0
         for outputs, a, b in self._pairs:
             yield outputs, slice(start, start + a.shape[0]), a, b

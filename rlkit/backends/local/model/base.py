@@ -22,7 +22,7 @@ from rlkit.backends.local.hub import model_path
 from rlkit.backends.local.model.lengths import context, indexed, plain_attention
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
-from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, causal, logits_at, probe_of, reached
+from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, called_linears, causal, logits_at, probe_of
 from rlkit.backends.local.model.tree_attention import Run, TreeAttention
 from rlkit.backends.local.tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
@@ -57,7 +57,7 @@ class Base:
     known: dict[str, Any] = attrs.field(factory=dict)
 
     def tree(self, attention: str | None = None) -> nn.Module:
-        """A copy of the module tree whose tensors are the base's own, so that it costs no memory.
+        """Return a copy of the module tree whose tensors are the base's own, so that it costs no memory.
 
         Args:
             attention: name of the attention implementation that its forward uses; None is the library's choice.
@@ -97,7 +97,7 @@ _loading = threading.Lock()
 
 
 def load_base(model: str, dtype: str, device: str) -> Base:
-    """The base model, from disk or shared with whoever has it already.
+    """Return the base model, from disk or shared with whoever has it already.
 
     Raises:
         ConfigError: it cannot be loaded, or computes something else than a causal language model does.
@@ -107,24 +107,24 @@ def load_base(model: str, dtype: str, device: str) -> Base:
     path, place = model_path(model), placed(device)
     with _loading:
         key = (*_on_disk(path), dtype, str(place))
-        found = _bases.get(key)
-        if found is None:
-            found = _bases[key] = _loaded(model, path, dtype, place)
-        return found
+        base = _bases.get(key)
+        if base is None:
+            base = _bases[key] = _load(model, path, dtype, place)
+        return base
 
 
 def placed(device: str) -> torch.device:
-    """The device of that name, which then has one name alone: "cuda" is "cuda:0", or whichever is the current one."""
-    given = torch.device(device)
-    if given.type == "cpu":
+    """Return the device under one name alone: "cuda" is "cuda:0", or whichever is the current one."""
+    named = torch.device(device)
+    if named.type == "cpu":
         return torch.device("cpu")
-    if given.index is None and given.type == "cuda" and torch.cuda.is_available():
+    if named.index is None and named.type == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return given
+    return named
 
 
 def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-    """What identifies the model behind ``path``: the directory, and size and time of its files."""
+    """Return what identifies the model behind ``path``: the directory, and size and time of its files."""
     folder = Path(path)
     if not folder.is_dir():
         return path, ()
@@ -134,7 +134,7 @@ def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[Any]:
-    """The package transformers, which shows no bar while it loads, and does not miss notebook widgets for one."""
+    """Import transformers, with no progress bar while it loads and no warning of missing notebook widgets."""
     with PROCESS_WIDE, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
         import transformers
@@ -148,7 +148,7 @@ def quiet() -> Iterator[Any]:
                 transformers.utils.logging.enable_progress_bar()
 
 
-def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
+def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
     try:
         with quiet() as transformers:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
@@ -163,7 +163,7 @@ def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
         raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason}") from error
     probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
     try:
-        linear = reached(model, probe)
+        linear = called_linears(model, probe)
         right = causal(model, probe) and not indexed(model.config.get_text_config(), max_length)
     except FAILURES as error:
         reason = f"{type(error).__name__}: {error}"
@@ -173,13 +173,13 @@ def _loaded(name: str, path: str, dtype: str, device: torch.device) -> Base:
             f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
             "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
         )
-    llama = _computes_alike(model, probe, max_length)
+    llama = _llama_agrees(model, probe, max_length)
     return Base(path, model, tokenizer, max_length, device, probe, llama, linear)
 
 
 @torch.no_grad()
-def _computes_alike(model: Any, probe: Probe, max_length: int) -> bool:
-    """Whether ``Llama`` gives the logits that the model's own forward gives."""
+def _llama_agrees(model: Any, probe: Probe, max_length: int) -> bool:
+    """Return whether ``Llama`` gives the logits that the model's own forward gives."""
     if not (is_llama(model) and plain_attention(model.config, max_length)):
         return False
     expected = logits_at(model, probe.tokens[None], probe.places)
@@ -198,6 +198,6 @@ def _computes_alike(model: Any, probe: Probe, max_length: int) -> bool:
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     ends: list[int] = []
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        ends += found if isinstance(found, list) else [found] if found is not None else []
+        ids = getattr(source, "eos_token_id", None)
+        ends += ids if isinstance(ids, list) else [ids] if ids is not None else []
     return sorted(set(ends))

@@ -63,7 +63,7 @@ class Layer:
         return self.qkv, self.out, self.gate_up, self.down
 
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, list[Any]]:
-        """The residual stream, float32 [N, hidden] -> the same after this layer, and what ``backward`` wants."""
+        """Return the residual stream, float32 [N, hidden], after this layer, and what ``backward`` wants."""
         dtype = self.qkv.weight.dtype
         n, scale1 = _norm(x, self.input_norm, self.eps, dtype)
         qkv, low_qkv = self.qkv(n)

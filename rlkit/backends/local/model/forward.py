@@ -30,10 +30,10 @@ class Inputs(Protocol):
     """The tokens of one forward."""
 
     def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
-        """Tokens [N], positions [N], how they see one another, and the places [n] whose output is wanted."""
+        """Return tokens [N], positions [N], how they see one another, and the places [n] whose output is wanted."""
 
     def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:
-        """The model's keyword arguments, and the places [n] of its flattened tokens [B T]."""
+        """Return the model's keyword arguments, and the places [n] of its flattened tokens [B T]."""
 
 
 class Forward(Protocol):
@@ -61,7 +61,7 @@ class Forward(Protocol):
     def outputs(
         self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """``read_logits`` of ``logits(inputs)``, without keeping all logits where they are many."""
+        """Return ``read_logits`` of ``logits(inputs)``, without keeping all logits where they are many."""
 
 
 class LlamaForward:
@@ -88,11 +88,9 @@ class LlamaForward:
         return Unembedding(self._base.head, self._adapter.get("lm_head"), self._scale)
 
     def prepare(self) -> None:
-        """See ``Forward.prepare``."""
         self._llama.prepare()
 
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        """See ``Forward.load``."""
         self._llama.attach(adapter, scale)
         self._head.load(adapter.get("lm_head"), scale, merge=merge)
         if merge:
@@ -102,21 +100,17 @@ class LlamaForward:
         self.addresses = tuple(x.data_ptr() for part in self.weights() for x in part if isinstance(x, torch.Tensor))
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """See ``Forward.weights``."""
         return [x for linear in self._llama.linears for x in linear.weights], self._head.weights
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
-        """See ``Forward.hidden``."""
         return self._llama.hidden(*inputs.for_llama(self._llama))
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
-        """See ``Forward.logits``."""
         return self._head.logits(self.hidden(inputs))
 
     def outputs(
         self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """See ``Forward.outputs``."""
         hidden, ids = self.hidden(inputs), wanted["logprobs"]
         if len(wanted) == 1 and ids is not None:
             return {"logprobs": self._head.logprobs(hidden, ids, temperatures)}
@@ -144,11 +138,10 @@ class LibraryForward:
         self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
 
     def prepare(self) -> None:
-        """Do nothing: peft's modules read their adapters by themselves."""
+        pass  # peft's modules read their adapters by themselves
 
     @torch.no_grad()
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        """See ``Forward.load``."""
         for name, weight in self._base_weights.items():
             self.model.get_submodule(name).weight = weight
         for hook in self._hooks:
@@ -168,24 +161,20 @@ class LibraryForward:
                 self._low_rank += [a, b]
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """See ``Forward.weights``."""
         head = self.model.get_output_embeddings()
         linear = [m for m in self.model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
         weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
         return [*weights, *self._low_rank], [head.weight, *self._low_rank]
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
-        """See ``Forward.hidden``."""
         return self._hidden_at(*inputs.for_library(self._device, trees=self.trees))
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
-        """See ``Forward.logits``."""
         return self._logits_at(*inputs.for_library(self._device, trees=self.trees))
 
     def outputs(
         self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """See ``Forward.outputs``."""
         tokens = wanted["logprobs"]
         if tokens is None or tokens.numel() * self._config.vocab_size <= KEPT or not self._head_splits(tokens[:8]):
             return read_logits(self.logits(inputs), wanted, temperatures)

@@ -15,14 +15,14 @@ STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # rotary posit
 
 
 def context(config: Any) -> int:
-    """Tokens at most of a sequence that is trained or sampled.
+    """Return how many tokens a sequence that is trained or sampled may have.
 
     Rotary positions of the type "longrope" choose their frequencies by the longest sequence computed: beyond
     ``original_max_position_embeddings`` a token's logprob would depend on the tokens after it. So the context ends
     there. ("dynamic" ones do so beyond ``max_position_embeddings``, which is the context anyway.)
     """
-    found = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "max_sequence_length")]
-    whole = next((int(x) for x in found if isinstance(x, int) and x > 0), UNBOUNDED)
+    limits = (getattr(config, x, None) for x in ("max_position_embeddings", "max_seq_len", "max_sequence_length"))
+    whole = next((int(x) for x in limits if isinstance(x, int) and x > 0), UNBOUNDED)
     ends = [whole]
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
@@ -32,12 +32,12 @@ def context(config: Any) -> int:
 
 
 def indexed(config: Any, longest: int) -> bool:
-    """Whether an indexer picks which tokens are seen: of equal scores, any, so that lengths decide."""
+    """Return whether an indexer picks which tokens are seen: of equal scores, any, so that lengths decide."""
     return (getattr(config, "index_topk", None) or longest) < longest
 
 
 def plain_attention(config: Any, longest: int) -> bool:
-    """Whether every layer sees all earlier tokens of at most ``longest``, as far as the config tells."""
+    """Return whether every layer sees all earlier tokens of at most ``longest``, as far as the config tells."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = getattr(config, "attention_chunk_size", None)
     wide = {
@@ -52,18 +52,18 @@ def plain_attention(config: Any, longest: int) -> bool:
 
 
 def thresholds(config: Any, longest: int) -> list[int]:
-    """Lengths below ``longest`` at which the model may change what it does: windows, chunks, blocks, top-k, ...
+    """Return lengths below ``longest`` at which the model may change what it does: windows, chunks, blocks, top-k, ...
 
     >>> from types import SimpleNamespace
     >>> thresholds(SimpleNamespace(to_dict=lambda: {"window_size": 256, "hidden_size": 64, "chunk": 4096}), 2048)
     [256]
     """
-    found = {x for name, x in _integers(config.to_dict()) if NAMES.search(name) and not OTHERS.search(name)}
-    return sorted(x for x in found if 1 < x < longest)
+    lengths = {x for name, x in _integers(config.to_dict()) if NAMES.search(name) and not OTHERS.search(name)}
+    return sorted(x for x in lengths if 1 < x < longest)
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The settings of its rotary positions: one, or one for each type of layer."""
+    """Return the settings of its rotary positions: one, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(x for x in rope.values() if isinstance(x, Mapping))]
 

@@ -20,7 +20,7 @@ ROUTERS = {"router", "gate", "shared_expert_gate"}  # parts of the names of what
 
 
 def lora_targets(base: Base, lora: Lora) -> list[str]:
-    """Full names of the linear modules that get an adapter.
+    """Return the full names of the linear modules that get an adapter.
 
     The output embedding is "unembed"; of the others, those on a path with "attn" or "attention" are attention, the
     rest is MLP. Routers get one only if ``target_modules`` names them.
@@ -41,14 +41,14 @@ def lora_targets(base: Base, lora: Lora) -> list[str]:
     for name in names:
         parts = name.split(".")
         if model.get_submodule(name) is head:
-            found = lora.train_unembed
+            wants = lora.train_unembed
         elif ROUTERS & set(parts):
-            found = False
+            wants = False
         elif any("attn" in part or "attention" in part for part in parts):
-            found = lora.train_attn
+            wants = lora.train_attn
         else:
-            found = lora.train_mlp
-        if found:
+            wants = lora.train_mlp
+        if wants:
             wanted.append(name)
     if not wanted:
         why = "; its experts are stacked parameters, on which adapters are not made yet" if _experts(model) else ""
@@ -57,7 +57,7 @@ def lora_targets(base: Base, lora: Lora) -> list[str]:
 
 
 def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> Any:
-    """A tree of ``base`` with a fresh LoRA as a peft model; the global random state is left as it was.
+    """Return a tree of ``base`` with a fresh LoRA as a peft model; the global random state is left as it was.
 
     A is uniform in +-1/sqrt(d_in) from ``seed``, B is zero, both float32. The head of a model with tied embeddings
     gets its adapter on the head alone. Where it is ``fresh``, that is not one that was saved, experts that get no
@@ -95,7 +95,7 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
 
 
 def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Full module name in the base -> (A [r, in], B [out, r]), the parameters of a peft model themselves."""
+    """Return the parameters of a peft model's adapter: full module name in the base -> (A [r, in], B [out, r])."""
     pairs = {}
     for name, module in model.base_model.model.named_modules():
         if "default" in getattr(module, "lora_A", ()):
@@ -126,13 +126,13 @@ def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
 
 
 def _unusable(model: nn.Module, name: str) -> bool:
-    """A state-space mixer's kernel reads these weights past their modules, and so past an adapter."""
+    """Return whether a state-space mixer's kernel reads the weight past its module, and so past an adapter."""
     parent, _, last = name.rpartition(".")
     return last in ("out_proj", "dt_proj") and hasattr(model.get_submodule(parent), "A_log")
 
 
 def _experts(model: nn.Module) -> bool:
-    """Whether it has experts whose weights are stacked in one parameter."""
+    """Return whether it has experts whose weights are stacked in one parameter."""
     return any(
         "Experts" in type(m).__name__ and any(p.ndim == 3 for p in m.parameters(recurse=False)) for m in model.modules()
     )

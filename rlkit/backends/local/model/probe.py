@@ -14,54 +14,19 @@ from transformers.pytorch_utils import Conv1D
 from rlkit.backends.local.model.lengths import thresholds
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 
-__all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "causal", "logits_at", "probe_of", "reached"]
+__all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "called_linears", "causal", "logits_at", "probe_of"]
 
 SHORT = 9
 BUDGET = {"cpu": 10**12, "other": 10**14}  # operations of a forward at most: ten seconds of two cores
 READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for tokens one by one: ten seconds too
 # In bfloat16 a small difference looks like rounding. Only these, which test_families.py shows to agree in float32,
 # are computed in slots and as a tree there, and the last ones without their cache.
-SLOTS = frozenset(
-    [
-        "apertus",
-        "arcee",
-        "cohere",
-        "deepseek_v2",
-        "deepseek_v3",
-        "diffllama",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "gemma",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "granite",
-        "granitemoe",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "minimax_m2",
-        "ministral3",
-        "mixtral",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmoe",
-        "opt",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2_moe",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    ]
-)
+_SLOTS = """
+apertus arcee cohere deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe gemma glm glm4 glm4_moe gpt2
+gpt_bigcode gpt_neox granite granitemoe hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 mixtral nanochat
+nemotron olmo olmo2 olmoe opt phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 stablelm starcoder2
+"""
+SLOTS = frozenset(_SLOTS.split())
 WHOLE = frozenset({"bamba", "minimax", "recurrent_gemma"})
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
 
@@ -85,16 +50,16 @@ class Probe:
     steps: int
     exact: bool
 
-    def agrees(self, found: torch.Tensor, expected: torch.Tensor, *, slack: float = 1.0) -> bool:
-        """Whether logits [n, V] are the same up to rounding: each row in float32, all of them together in bfloat16."""
-        found, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (found, expected))
+    def agrees(self, logits: torch.Tensor, expected: torch.Tensor, *, slack: float = 1.0) -> bool:
+        """Return whether logits [n, V] are equal up to rounding: each row in float32, all together in bfloat16."""
+        logits, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (logits, expected))
         if self.exact:
-            return bool(((found - expected).norm(dim=-1) <= slack * 1e-4 * expected.norm(dim=-1)).all())
-        return bool((found - expected).norm() <= slack * 0.1 * expected.norm())
+            return bool(((logits - expected).norm(dim=-1) <= slack * 1e-4 * expected.norm(dim=-1)).all())
+        return bool((logits - expected).norm() <= slack * 0.1 * expected.norm())
 
 
 def probe_of(model: Any, special: set[int], longest: int) -> Probe:
-    """The probe of a model.
+    """Return the probe of a model.
 
     Args:
         model: a causal language model.
@@ -117,7 +82,7 @@ def probe_of(model: Any, special: set[int], longest: int) -> Probe:
 
 
 def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:
-    """Logits [n, V] at the flat ``index`` of ``rows`` [B, T], by the model's own forward."""
+    """Return logits [n, V] at the flat ``index`` of ``rows`` [B, T], by the model's own forward."""
     tokens, places = (torch.from_numpy(x).to(model.device) for x in (rows, index))
     with logits_to_keep(model, places):
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits[0]
@@ -126,21 +91,21 @@ def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def causal(model: Any, probe: Probe) -> bool:
-    """Whether a row's logits depend neither on the tokens behind nor on a longer row beside it."""
+    """Return whether a row's logits depend neither on the tokens behind nor on a longer row beside it."""
     tokens, places, half = probe.tokens, probe.places, probe.tokens.size // 2
     other = tokens[::-1][:-3].copy()
     few, begin = places[places < other.size], places[places < half]
     rows = np.stack([tokens, np.append(other, np.zeros(3, np.int64))])
     expected = [logits_at(model, tokens[None], places), logits_at(model, other[None], few)]
-    found = logits_at(model, rows, np.concatenate([places, tokens.size + few]))
+    beside = logits_at(model, rows, np.concatenate([places, tokens.size + few]))
     begun = logits_at(model, tokens[None, :half], begin)
     whole = torch.cat([*expected, expected[0][: begin.size]])
-    return probe.agrees(torch.cat([found, begun]), whole, slack=5)
+    return probe.agrees(torch.cat([beside, begun]), whole, slack=5)
 
 
 @torch.no_grad()
-def reached(model: Any, probe: Probe) -> frozenset[str]:
-    """Names of the linear modules that a forward on text calls, and whose output is a tensor.
+def called_linears(model: Any, probe: Probe) -> frozenset[str]:
+    """Return the names of the linear modules that a forward on text calls, and whose output is a tensor.
 
     The others do nothing for text (a vision tower), are read past the module (a state-space mixer's ``dt_proj``), or
     give more than a product (routers of some kinds). An expert may be idle for a few tokens and counts as its
@@ -161,8 +126,8 @@ def reached(model: Any, probe: Probe) -> frozenset[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    alike = {_pattern(name) for name in called}
-    experts = {name for name in linear if "expert" in name and _pattern(name) in alike}
+    patterns = {_pattern(name) for name in called}
+    experts = {name for name in linear if "expert" in name and _pattern(name) in patterns}
     return frozenset(name for name in called | experts if linear[name].weight.is_floating_point())
 
 

@@ -41,7 +41,7 @@ class Run:
 
 
 def visible(runs: Sequence[Run], length: int) -> np.ndarray:
-    """Which of ``length`` places each one sees, bool [N, N].
+    """Return which of ``length`` places each one sees, bool [N, N].
 
     >>> visible([Run(0, 2), Run(2, 3, (slice(0, 1),))], 3).astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
@@ -55,7 +55,7 @@ def visible(runs: Sequence[Run], length: int) -> np.ndarray:
 
 
 def spans(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each place the span of numbers that its part of the tree has, int32 [N] each: where it begins and ends.
+    """Return of each place the span of numbers that its part of the tree has, int32 [N] each: where it begins and ends.
 
     The runs are cut into parts which every sequence sees as a whole or not at all. Parts are numbered so that those
     behind a part have the numbers after its own: place k is seen from place q if the number of q is in the span of k,
@@ -119,7 +119,9 @@ class TreeAttention:
     def backward(
         self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v from that of the output [N, H D]."""
+        """Return the gradients of q, k and v from that of the output [N, H D]."""
+        # Of one run: o = p v with p = softmax(s) and s = q k^T. From do: dv = p^T do, dp = do v^T,
+        # ds = p * (dp - sum(dp * p)), dq = ds k, dk = ds^T q. Keys that several runs see get the sum of theirs.
         q, k, v = saved
         grad = self._stacked(grad.view(grad.shape[0], -1, q.shape[2]))
         dq = torch.empty_like(q)

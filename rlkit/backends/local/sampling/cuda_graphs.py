@@ -33,7 +33,7 @@ Recorder: TypeAlias = Callable[[Step], Callable[[], object]]
 
 
 def recorder(device: torch.device) -> Recorder:
-    """Records steps on a GPU: of each, what computes it anew; all share their memory."""
+    """Return what records steps on a GPU, and gives of each what computes it anew; all share their memory."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(step: Step) -> Callable[[], object]:

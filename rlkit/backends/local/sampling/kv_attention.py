@@ -146,8 +146,8 @@ def _scores(queries: torch.Tensor, key: torch.Tensor, shared: SharedPrefix | Non
         return queries @ key.to(queries.dtype).transpose(-1, -2)
     scores = queries.new_empty(*queries.shape[:3], key.shape[2])
     for rows in shared.groups:
-        alike = key[rows[0], :, : shared.length].to(queries.dtype).transpose(-1, -2)
-        scores[rows, ..., : shared.length] = _apart(_together(queries[rows]) @ alike, len(rows))
+        same = key[rows[0], :, : shared.length].to(queries.dtype).transpose(-1, -2)
+        scores[rows, ..., : shared.length] = _apart(_together(queries[rows]) @ same, len(rows))
     rest = key[:, :, shared.length :].to(queries.dtype)
     scores[..., shared.length :] = queries @ rest.transpose(-1, -2)
     return scores
@@ -156,7 +156,7 @@ def _scores(queries: torch.Tensor, key: torch.Tensor, shared: SharedPrefix | Non
 def _weighted(
     weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: SharedPrefix | None
 ) -> torch.Tensor:
-    """The part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
+    """Return the part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
     weights, value = weights[..., start : start + keys], value[..., start : start + keys, :]
     if shared is None or start >= shared.length:
         return weights @ value

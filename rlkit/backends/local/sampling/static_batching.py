@@ -60,8 +60,7 @@ class StaticBatching(Decoder):
             self.abandon()
 
     def invariant(self) -> bool:
-        """False: nothing runs beside a request, but how many samples it has decides how products are added."""
-        return False
+        return False  # nothing runs beside a request, but how many samples it has decides how products are added
 
     def score(self, request: ScoreRequest) -> None:
         tokens = torch.from_numpy(np.array(request.tokens)).to(self._device)

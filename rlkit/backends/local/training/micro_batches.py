@@ -113,7 +113,7 @@ class _Filling:
     size: int = 0
 
     def take(self, i: int, read: dict[int, np.ndarray]) -> None:
-        """Appends a datum."""
+        """Append a datum."""
         tokens = read[i]
         earlier = self.members[-LOOK_BACK:] if self.share else []
         n, like = max(((in_common(tokens, read[j]), j) for j in earlier), default=(0, i))

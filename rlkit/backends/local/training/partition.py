@@ -16,7 +16,7 @@ Costs: TypeAlias = Callable[[int, int], np.ndarray]  # first unit, budget -> tok
 
 
 def cuts(units: int, costs: Costs, budget: int) -> list[slice]:
-    """Where to begin a new batch, so that the fewest tokens are computed in all.
+    """Return where to begin a new batch, so that the fewest tokens are computed in all.
 
     Args:
         units: of datums, in an order that is kept.
@@ -36,22 +36,22 @@ def cuts(units: int, costs: Costs, budget: int) -> list[slice]:
         total = best[i] + cost + budget / BATCHES
         better = ends[total < best[ends]]
         best[better], come_from[better] = total[better - i - 1], i
-    found, end = [], units
+    slices, end = [], units
     while end:
-        found.append(slice(int(come_from[end]), end))
+        slices.append(slice(int(come_from[end]), end))
         end = int(come_from[end])
-    return found[::-1]
+    return slices[::-1]
 
 
 def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
-    """Of prefix trees: what is in common with one of the ``LOOK_BACK`` members before is computed once."""
+    """Return the costs of prefix trees: what one of the ``LOOK_BACK`` members before has as well is computed once."""
     common = np.zeros((len(members), LOOK_BACK + 1), int)  # at most with so many members before in the batch
     for m in range(len(members)):
         for d in range(1, LOOK_BACK + 1):
             here = in_common(members[m], members[m - d]) if m >= d else 0
             common[m, d] = max(common[m, d - 1], here)
-    own = np.array([x.size for x in members], int) - common[:, -1]
-    before = np.concatenate([[0], np.cumsum(own)])
+    added = np.array([x.size for x in members], int) - common[:, -1]
+    before = np.concatenate([[0], np.cumsum(added)])
 
     def costs(unit: int, budget: int) -> np.ndarray:
         first = int(firsts[unit])
@@ -59,27 +59,27 @@ def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
         more = np.cumsum(common[first + few, -1] - common[first + few, few])  # the first ones have less before them
         last = np.searchsorted(before, before[first] + budget, "right")
         ends = firsts[unit + 1 : np.searchsorted(firsts, last, "right") + 1]
-        found: np.ndarray = before[ends] - before[first] + more[np.minimum(ends - first, few.size) - 1]
-        return found
+        tokens: np.ndarray = before[ends] - before[first] + more[np.minimum(ends - first, few.size) - 1]
+        return tokens
 
     return costs
 
 
 def row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
-    """Of rows that are padded to the longest, which is the last."""
+    """Return the costs of rows that are padded to the longest, which is the last."""
     sizes = np.array([x.size for x in members], int)
 
     def costs(unit: int, budget: int) -> np.ndarray:
         first = int(firsts[unit])
         rows = firsts[unit + 1 : unit + 2 + budget // int(sizes[first])] - first
-        found: np.ndarray = rows * np.maximum.accumulate(sizes[first : first + rows[-1]])[rows - 1]
-        return found
+        tokens: np.ndarray = rows * np.maximum.accumulate(sizes[first : first + rows[-1]])[rows - 1]
+        return tokens
 
     return costs
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens both begin with."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if differ.size else n

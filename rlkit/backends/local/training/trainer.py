@@ -143,7 +143,7 @@ class Trainer:
         return outputs, parts
 
     def _describe(self, batches: Sequence[Batch], batch: Batch) -> str:
-        """What a micro-batch is made of, and what to do where it does not fit."""
+        """Say what a micro-batch is made of, and what to do where it does not fit."""
         number = next(i for i, other in enumerate(batches, 1) if other is batch)
         size = f"{batch.tokens.size} tokens computed, {batch.index.size} of them trained on"
         if len(batch.members) > 1:
