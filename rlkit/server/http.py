@@ -8,7 +8,7 @@ import importlib
 import ipaddress
 import threading
 from collections.abc import Sequence
-from types import TracebackType
+from http import HTTPStatus
 from typing import Self
 
 import attrs
@@ -17,7 +17,7 @@ from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError, Response
 from rlkit.server.service import Service
 
-__all__ = ["Server"]
+__all__ = ["Server", "is_loopback"]
 
 _HEAD_LIMIT = 64 * 2**10
 _BODY_LIMIT = 256 * 2**20
@@ -30,18 +30,6 @@ _FIRST = 20.0  # and before its first request
 _LINGER = 1.0  # seconds in which a refused client may go on sending, so that it reads the answer
 _LARGE = 256 * 2**10  # bodies above it are read in another thread, so that short requests are not held up
 _LEFT_OPEN = ("/client/config", "/telemetry")  # the SDK uses connections of their own for these, and forgets them
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    408: "Request Timeout",
-    410: "Gone",
-    413: "Content Too Large",
-    422: "Unprocessable Content",
-    503: "Service Unavailable",
-}
 
 
 class Server:
@@ -84,9 +72,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     async def _listen(self, host: str, port: int) -> asyncio.Server:
@@ -199,11 +185,15 @@ def _own_name(host: str | None) -> bool:
     if host is None:
         return True
     name = host.strip().lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    if name == "localhost":
+    return is_loopback(name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's own."""
+    if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -259,7 +249,7 @@ async def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) 
         "content-length": str(size),
         "connection": "keep-alive" if keep else "close",
     }
-    lines = [f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Error')}"]
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body)  # at once: two packets would wait
     await writer.drain()

@@ -65,7 +65,6 @@ def new_sampler(
 @endpoints.add("GET", "samplers/{sampler_id}")
 def get_sampler(state: State, request: Request, sampler_id: str) -> Response:
     """Return what a sampler is."""
-    del request
     sampler = _sampler(state, sampler_id)
     found = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
     return Response.json(found)

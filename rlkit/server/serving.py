@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rlkit import _check
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.errors import ConfigError
 from rlkit.server.adapter import BackendModels
-from rlkit.server.http import Server
+from rlkit.server.http import Server, is_loopback
 from rlkit.server.service import Service
 
 __all__ = ["serve"]
@@ -63,7 +62,7 @@ def serve(
         )
     if not isinstance(host, str) or not host:
         raise ConfigError(_check.problem("serve(host)", f"got {_check.shown(host)}", "a name or an address"))
-    if key is None and not _loopback(host):
+    if key is None and not is_loopback(host):
         raise ConfigError(
             f"serve(host={host!r}) can be reached from other machines; give a key= (rlkit serve: in RLKIT_SERVER_KEY)"
         )
@@ -125,12 +124,3 @@ def _options(backend: object, options: Mapping[str, Any]) -> tuple[dict[str, Any
         raise ConfigError(f"serve: no option {name!r}; beside its own arguments there are: {known}")
     own = {name: value for name, value in options.items() if name in there}
     return own, {name: value for name, value in options.items() if name in service}
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

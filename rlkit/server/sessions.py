@@ -23,7 +23,6 @@ _ARCH = "rlkit"  # what rlkit's own clients know the server by
 @endpoints.post("client/config")
 def client_config(state: State, request: Request) -> Response:
     """Return flags for the client; for rlkit's, whether a call that it sends twice is carried out once."""
-    del request
     answer = Response.json(dict(state.config))
     return answer._replace(headers={**answer.headers, DEDUPLICATES: "1"}) if state.futures.dedupe else answer
 
@@ -31,28 +30,24 @@ def client_config(state: State, request: Request) -> Response:
 @endpoints.post("client/dynamic_config")
 def dynamic_config(state: State, request: Request) -> Response:
     """Return flags that may change: abandoned samples are cancelled."""
-    del state, request
     return Response.json({"sample_cancel_enabled": True})
 
 
 @endpoints.add("GET", "healthz")
 def health(state: State, request: Request) -> Response:
     """Say that the server answers."""
-    del state, request
     return Response.json({"status": "ok"})
 
 
 @endpoints.post("telemetry")
 def telemetry(state: State, request: Request) -> Response:
     """Taken and thrown away."""
-    del state, request
     return Response.json({"status": "accepted"})
 
 
 @endpoints.add("GET", "get_server_capabilities")
 def capabilities(state: State, request: Request) -> Response:
     """Return the base models."""
-    del request
     each = {"max_context_length": state.models.max_length, "trainable": True, "sampleable": True}
     return Response.json({"supported_models": [{"model_name": name, **each} for name in state.names]})
 
@@ -87,7 +82,6 @@ def session_heartbeat(state: State, request: Request) -> Response:
 @endpoints.post("sessions/{session_id}/finish")
 def finish_session(state: State, request: Request, session_id: str) -> Response:
     """End a session and free its models and samplers. What was saved stays."""
-    del request
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
     _finish(state, state.sessions[session_id])
@@ -105,7 +99,6 @@ def list_sessions(state: State, request: Request) -> Response:
 @endpoints.add("GET", "sessions/{session_id}")
 def get_session(state: State, request: Request, session_id: str) -> Response:
     """Return what belongs to a session."""
-    del request
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
     found = {

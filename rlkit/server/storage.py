@@ -160,7 +160,6 @@ def unpublish(state: State, request: Request, run_id: str, checkpoint_id: str) -
 @endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
 def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Forgets a saved state."""
-    del request
     state.checkpoints.delete(state.checkpoints.find(f"tinker://{run_id}/{checkpoint_id}").path)
     return Response.json({})
 
@@ -168,14 +167,12 @@ def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints")
 def list_run_checkpoints(state: State, request: Request, run_id: str) -> Response:
     """Return what one model saved, oldest first."""
-    del request
     return Response.json({"checkpoints": [_shown(x) for x in state.checkpoints.all(run_id)]})
 
 
 @endpoints.add("GET", "training_runs/{run_id}")
 def get_training_run(state: State, request: Request, run_id: str) -> Response:
     """One model that is or was trained here."""
-    del request
     return Response.json(_run_shown(state, _run(state, run_id)))
 
 
