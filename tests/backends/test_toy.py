@@ -180,3 +180,29 @@ def test_a_saved_sampler_is_of_what_was_saved(tmp_path):
             np.testing.assert_array_equal(sampler.logprobs(tokens).result()[prompt.size :], seen[0])
             assert (seen[0] > base.logprobs(tokens).result()[prompt.size :]).all()
         assert (seen[1] > seen[0]).all()
+
+
+def test_the_model_stays_the_same():
+    """Its fixed features and weights are part of what a saved toy means."""
+    with ToyBackend(seed=5) as policy, policy.base_sampler().result() as sampler:
+        logprobs = sampler.logprobs(policy.tokenizer.encode("Call 7")).result()
+    np.testing.assert_allclose(logprobs[1:], [-4.10739, -3.98049, -3.93277, -3.94378, -3.42161], atol=1e-5)
+
+
+def test_bytes_that_are_no_text():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([72, 255, 254, 105]) == "H\ufffd\ufffdi"
+    assert tokenizer.decode([255, 256, 258], skip_special=False) == "\ufffd<|im_start|><|endoftext|>"
+
+
+def test_the_most_probable_tokens_of_a_short_list_and_of_a_whole_one():
+    with ToyBackend(seed=0) as policy, policy.base_sampler().result() as sampler:
+        tokens, size = policy.tokenizer.encode("Call 7"), policy.tokenizer.vocab_size
+        for k in (1, size):
+            ids, logprobs = sampler.top_logprobs(tokens, k).result()
+            assert ids.shape == logprobs.shape == (tokens.size, k)
+            assert (np.diff(logprobs[1:], axis=1) <= 0).all()
+        np.testing.assert_allclose(np.exp(logprobs[1:]).sum(1), 1.0, rtol=1e-5)
+        for k in (0, size + 1):
+            with pytest.raises(rlkit.ConfigError, match=r"^top_logprobs\(k\)"):
+                sampler.top_logprobs(tokens, k)
