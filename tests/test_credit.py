@@ -83,6 +83,9 @@ def test_turns_with_states_and_steps():
     assert listed(batch)[2:] == [[1.0, 0.5, 0.5], [-1.0, -1.0, -0.5]]
     batch = credit.assign([group], "step_wise_grpo", level="turn", config={"step_norm": True})
     assert listed(batch) == [[0.3536] * 3, [-0.3536] * 3]
+    longer = Group([trajectory([1.0, 1.0, 1.0], [1, 1, 1]), trajectory([0.0], [2])])  # 3 and 0 in all
+    batch = credit.assign([longer], "step_wise_grpo", level="turn", config={"scale": "none"})
+    assert listed(batch) == [[1.5] * 3, [-1.5] * 2]
 
 
 def test_token_level_with_a_baseline():
@@ -101,6 +104,11 @@ def test_a_critic():
     assert np.concatenate(batch.advantages) == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-6)
     plain = credit.assign(GROUPS[1:], "gae", level="token", config={"lam": 1.0}, critic=Frozen(0.5), normalize=False)
     assert np.concatenate(plain.advantages).tolist() == (raw - 0.5).tolist()
+    rising = Frozen(0.0)
+    rising.values = lambda data: rlkit.Future.of([np.where(d.mask, np.arange(len(d)) / 8, 0.0) for d in data])
+    batch = credit.assign(GROUPS[1:], "gae", level="token", config={"lam": 1.0}, critic=rising)
+    raw -= np.concatenate([d.select(d.inputs["old_values"]) for d in batch.data])
+    assert np.concatenate(batch.advantages) == pytest.approx((raw - raw.mean()) / raw.std(ddof=1), abs=1e-6)
 
 
 def test_a_kl_penalty_is_taken_off_rewards():
@@ -194,8 +202,19 @@ def test_minibatches_part_a_batch(lengths, size, epochs, seed):
         own = parts[epoch * count : (epoch + 1) * count]
         assert sorted(id(item) for part in own for item in part) == sorted(id(item) for item in batch.items)
         assert max(map(len, own)) - min(map(len, own)) <= 1
+    assert [len(data) for data in batch.minibatches(size)] == [
+        len(part) for part in credit.minibatches(batch.items, size)
+    ]
     for data in batch.minibatches(size, epochs=epochs, seed=(seed, 1)):
         assert sum(float(d.inputs["weights"]) * d.mask.sum() for d in data) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_seeds_that_are_not_given_are_alike():
+    """Both ways to minibatches begin with seed 0."""
+    batch = credit.assign([Group([trajectory([float(i)], [1]) for i in range(9)])], weights=None)
+    numbers = [[d.inputs["advantages"].max() for d in data] for data in batch.minibatches(2)]
+    items = credit.minibatches(batch.items, 2, seed=(0,))
+    assert numbers == [[item.data[0].inputs["advantages"].max() for item in part] for part in items]
 
 
 def test_modes_of_weights():

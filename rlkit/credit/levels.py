@@ -89,11 +89,11 @@ def _per_token(estimator: Estimator, config: Mapping[str, Any], played: Played) 
         ):
             argument = f"{_ARGUMENTS.get(name, name)}="
             raise ConfigError(_check.problem("estimator", f"names {name!r}", argument, "it cannot do without"))
-    found = estimator(**wanted, **config)
-    for arrays in found if isinstance(found, tuple) else (found,):
+    estimate = estimator(**wanted, **config)
+    for arrays in estimate if isinstance(estimate, tuple) else (estimate,):
         for array, trajectory in zip(arrays, played.trajectories, strict=True):
             _fits(array, trajectory.token_count, "token")
-    return (list(found[0]), list(found[1])) if isinstance(found, tuple) else list(found)
+    return (list(estimate[0]), list(estimate[1])) if isinstance(estimate, tuple) else list(estimate)
 
 
 LEVELS: Mapping[str, Callable[[Estimator, Mapping[str, Any], Played], Arrays | tuple[Arrays, Arrays]]] = {

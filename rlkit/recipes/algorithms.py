@@ -79,8 +79,8 @@ class Recipe:
         if self.advantage is None or self.level != "token":
             return ()
         named = inspect.signature(advantages.registry.resolve(self.advantage)).parameters
-        found = tuple(need for name, need in _NEEDS.items() if name in named)
-        return tuple("itself" if need == "teacher" and self.hint else need for need in found)
+        needs = tuple(need for name, need in _NEEDS.items() if name in named)
+        return tuple("itself" if need == "teacher" and self.hint else need for need in needs)
 
     @property
     def rolls_out(self) -> bool:
@@ -96,14 +96,14 @@ def best_of_group(rewards: Any) -> Any:
 
     Source: RAFT, arXiv:2304.06767, which fine-tunes on the best of K.
     """
-    found = []
+    chosen = []
     for group in rewards:
         scored = np.where(np.isnan(group), -np.inf, group)
         one = np.zeros(len(scored))
         if np.isfinite(scored).any():
             one[int(np.argmax(scored))] = 1.0
-        found.append(one)
-    return found
+        chosen.append(one)
+    return chosen
 
 
 registry = Registry("algorithm")

@@ -24,17 +24,17 @@ def estimator_args(
     settings: Algorithm, function: Callable[..., Any] | None
 ) -> tuple[dict[str, object], float | None, list[str]]:
     """Return the estimator's settings, the threshold of groups that train, and what has no effect."""
-    given = dict(settings.advantage_fn_args or {})
-    threshold = given.pop("std_threshold", None)
+    args = dict(settings.advantage_fn_args or {})
+    threshold = args.pop("std_threshold", None)
     if threshold is not None:
         threshold = _check.real("algorithm.advantage_fn_args.std_threshold", threshold, low=0.0)
     if function is None:
-        if given:
-            raise contradiction("advantage_fn_args", given, f"{settings.algorithm_type} has no advantages")
+        if args:
+            raise contradiction("advantage_fn_args", args, f"{settings.algorithm_type} has no advantages")
         return {}, threshold, []
-    found, names, unused = estimator_names(given, keywords(function))
-    check_settings("algorithm.advantage_fn_args", function, found, names)
-    return found, threshold, unused
+    translated, names, unused = estimator_names(args, keywords(function))
+    check_settings("algorithm.advantage_fn_args", function, translated, names)
+    return translated, threshold, unused
 
 
 def share(own: dict[str, Any], given: dict[str, Any]) -> Callable[[int], float]:
@@ -55,7 +55,7 @@ def share(own: dict[str, Any], given: dict[str, Any]) -> Callable[[int], float]:
 
 def coefficients(settings: Algorithm, recipe: Recipe) -> tuple[float, float, float]:
     """Return the coefficients of the KL loss, the KL penalty, and the entropy bonus."""
-    found = []
+    values = []
     for part, key in (("kl_loss_fn", "kl_coef"), ("kl_penalty_fn", "kl_coef"), ("entropy_loss_fn", "entropy_coef")):
         args = dict(getattr(settings, f"{part}_args") or {})
         value = _check.real(f"algorithm.{part}_args.{key}", args.pop(key, 0.0), low=0.0)
@@ -69,14 +69,14 @@ def coefficients(settings: Algorithm, recipe: Recipe) -> tuple[float, float, flo
             raise ConfigError(f"algorithm.{part}_args.{name}: there is no such setting{_check.near(name, [key])}")
         if value and getattr(settings, part) == "none":
             raise contradiction(f"{part}_args.{key}", value, f"{part} is none")
-        found.append(value)
+        values.append(value)
     if settings.kl_penalty_fn not in (None, "none"):
         _check.choice("algorithm.kl_penalty_fn", settings.kl_penalty_fn, _PENALTIES)
     if settings.entropy_loss_fn not in (None, "none", "mix"):
         _check.choice("algorithm.entropy_loss_fn", settings.entropy_loss_fn, ("default", "exact", "mix", "none"))
-    if found[1] and (not recipe.rolls_out or "rewards" not in _inputs_of(recipe)):
-        raise contradiction("kl_penalty_fn_args.kl_coef", found[1], f"{settings.algorithm_type} has no rewards")
-    return found[0], found[1], found[2]
+    if values[1] and (not recipe.rolls_out or "rewards" not in _inputs_of(recipe)):
+        raise contradiction("kl_penalty_fn_args.kl_coef", values[1], f"{settings.algorithm_type} has no rewards")
+    return values[0], values[1], values[2]
 
 
 def _inputs_of(recipe: Recipe) -> list[str]:

@@ -73,8 +73,8 @@ def weigh(method: Method, items: Sequence[Item], *, constant: float, mu: float |
     data: list[Datum] = []
     shown = [method.recipe.data == "mixed" and bool(item.data[0].inputs["expert"].any()) for item in items]
     for expert, mode in ((False, method.recipe.weights), (True, method.expert_weights)):
-        own = [item for item, each in zip(items, shown, strict=True) if each == expert]
-        data += credit.weigh(own, mode, constant=constant if mode.endswith("-norm") else None)
+        part = [item for item, each in zip(items, shown, strict=True) if each == expert]
+        data += credit.weigh(part, mode, constant=constant if mode.endswith("-norm") else None)
     return data if mu is None else [datum.with_inputs(mu=mu) for datum in data]
 
 

@@ -33,7 +33,12 @@ def numbers(settings: Settings) -> None:
         path = Path(getattr(settings, where))
         if path.is_absolute() or ".." in path.parts:
             raise ConfigError(_check.problem(where, f"is {str(path)!r}", "a name below checkpoint_root_dir"))
-    own, trainer, sync, buffer = settings.algorithm.optimizer, settings.trainer, settings.synchronizer, settings.buffer
+    optimizer, trainer, sync, buffer = (
+        settings.algorithm.optimizer,
+        settings.trainer,
+        settings.synchronizer,
+        settings.buffer,
+    )
     for where, value, low in (
         ("buffer.train_batch_size", buffer.train_batch_size, 0),
         ("buffer.total_epochs", buffer.total_epochs, 1),
@@ -44,14 +49,14 @@ def numbers(settings: Settings) -> None:
         ("explorer.eval_interval", settings.explorer.eval_interval, 1),
         ("synchronizer.sync_interval", sync.sync_interval, 1),
         ("synchronizer.sync_offset", sync.sync_offset, 0),
-        ("algorithm.optimizer.lr_warmup_steps", own.lr_warmup_steps, -1),
+        ("algorithm.optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, -1),
     ):
         _check.integer(where, value, low=low)
-    _check.real("algorithm.optimizer.lr", own.lr, low=0.0)
-    _check.real("algorithm.optimizer.min_lr_ratio", own.min_lr_ratio, low=0.0, high=1.0)
-    _check.real("algorithm.optimizer.lr_warmup_steps_ratio", own.lr_warmup_steps_ratio, low=0.0, high=1.0)
-    if len(own.betas) != 2:
-        raise ConfigError(_check.problem("algorithm.optimizer.betas", f"has {len(own.betas)} entries", "two"))
+    _check.real("algorithm.optimizer.lr", optimizer.lr, low=0.0)
+    _check.real("algorithm.optimizer.min_lr_ratio", optimizer.min_lr_ratio, low=0.0, high=1.0)
+    _check.real("algorithm.optimizer.lr_warmup_steps_ratio", optimizer.lr_warmup_steps_ratio, low=0.0, high=1.0)
+    if len(optimizer.betas) != 2:
+        raise ConfigError(_check.problem("algorithm.optimizer.betas", f"has {len(optimizer.betas)} entries", "two"))
     for name in ("explorer_sync_interval", "trainer_sync_interval"):
         if getattr(sync, name) not in (None, sync.sync_interval):
             what = f"is {getattr(sync, name)}"
@@ -59,8 +64,8 @@ def numbers(settings: Settings) -> None:
     if None not in (buffer.total_steps, trainer.total_steps) and buffer.total_steps != trainer.total_steps:
         what = f"is {trainer.total_steps}"
         raise ConfigError(_check.problem("trainer.total_steps", what, f"buffer.total_steps, {buffer.total_steps}"))
-    if own.clip_grad is not None and trainer.grad_clip not in (1.0, own.clip_grad):
-        what = f"is {own.clip_grad}"
+    if optimizer.clip_grad is not None and trainer.grad_clip not in (1.0, optimizer.clip_grad):
+        what = f"is {optimizer.clip_grad}"
         raise ConfigError(
             _check.problem("algorithm.optimizer.clip_grad", what, f"trainer.grad_clip, {trainer.grad_clip}")
         )
@@ -88,8 +93,8 @@ def truncation(taskset: Taskset | None, params: SamplingParams) -> SamplingParam
     """Return how episodes that train are sampled: by top_p and top_k of the task set, where it says so."""
     if taskset is None:
         return params
-    own = {name: getattr(taskset.rollout_args, name) for name in ("top_p", "top_k")}
-    return attrs.evolve(params, **{name: value for name, value in own.items() if value is not None})
+    cut = {name: getattr(taskset.rollout_args, name) for name in ("top_p", "top_k")}
+    return attrs.evolve(params, **{name: value for name, value in cut.items() if value is not None})
 
 
 def sampling(settings: Settings, method: Method, mode: str, backend: str, params: SamplingParams) -> None:
@@ -98,9 +103,9 @@ def sampling(settings: Settings, method: Method, mode: str, backend: str, params
     played = {"buffer.explorer_input.taskset": inputs.taskset} if inputs.taskset is not None else {}
     played |= {f"buffer.explorer_input.tasksets[{i}]": each for i, each in enumerate(inputs.tasksets)}
     for where, taskset in played.items():
-        own = taskset.rollout_args.temperature
-        key = "model.temperature" if own is None else f"{where}.rollout_args.temperature"
-        temperature = params.temperature if own is None else own
+        its_temperature = taskset.rollout_args.temperature
+        key = "model.temperature" if its_temperature is None else f"{where}.rollout_args.temperature"
+        temperature = params.temperature if its_temperature is None else its_temperature
         if (temperature == 0 or params.top_p < 1 or params.top_k > 0) and "sampling_logprobs" in method.inputs:
             what = f"is {temperature}, top_p {params.top_p}, top_k {params.top_k}"
             why = f"the loss {method.recipe.loss} compares with the policy that sampled"
@@ -187,11 +192,11 @@ def critic(rate: float | None, config: Mapping[str, object]) -> tuple[float | No
         ConfigError: two rates disagree, or a number is out of range.
     """
     where, leaves = "trainer.trainer_config.", dict(_leaves(config))
-    own, clip = leaves.pop("critic.optim.lr", None), leaves.pop("critic.cliprange_value", None)
+    own_rate, clip = leaves.pop("critic.optim.lr", None), leaves.pop("critic.cliprange_value", None)
     if leaves:
         logger.info("without effect here: trainer.trainer_config: %s (veRL's own)", ", ".join(sorted(leaves)))
-    if own is not None:
-        number = _check.real(f"{where}critic.optim.lr", own, low=0.0)
+    if own_rate is not None:
+        number = _check.real(f"{where}critic.optim.lr", own_rate, low=0.0)
         if rate not in (None, number):
             what = f"is {number}"
             raise ConfigError(_check.problem(f"{where}critic.optim.lr", what, f"algorithm.critic_lr, {rate}"))

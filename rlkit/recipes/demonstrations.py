@@ -29,7 +29,7 @@ def demonstrations(given: Sequence[Mapping[str, object]], form: Format, chat: Ch
     Raises:
         DataError: a row lacks a field, or has nothing to learn from.
     """
-    found = []
+    data = []
     for i in range(len(given)):
         row, name = given[i], f"{where}: row {i}"
         key = _messages_key(row, form)
@@ -38,8 +38,8 @@ def demonstrations(given: Sequence[Mapping[str, object]], form: Format, chat: Ch
         else:
             prompt, answer = field(row, form.prompt_key, name), field(row, form.response_key, name)
             messages = [*_prompt(prompt), {"role": "assistant", "content": str(answer)}]
-        found.append(conversation_of(chat, messages, name))
-    return found
+        data.append(conversation_of(chat, messages, name))
+    return data
 
 
 def preferences(given: Sequence[Mapping[str, object]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
@@ -48,7 +48,7 @@ def preferences(given: Sequence[Mapping[str, object]], form: Format, chat: Chat,
     Raises:
         DataError: as for ``demonstrations``.
     """
-    found = []
+    pairs = []
     for i in range(len(given)):
         row, name = given[i], f"{where}: row {i}"
         prompt = _prompt(field(row, form.prompt_key, name))
@@ -56,8 +56,8 @@ def preferences(given: Sequence[Mapping[str, object]], form: Format, chat: Chat,
         for key in (form.chosen_key, form.rejected_key):
             answer = {"role": "assistant", "content": str(field(row, key, name))}
             pair += conversation_of(chat, [*prompt, answer], name)
-        found.append(pair)
-    return found
+        pairs.append(pair)
+    return pairs
 
 
 def texts(given: Sequence[Mapping[str, object]], form: Format, chat: Chat, where: str) -> list[list[Datum]]:
@@ -66,14 +66,14 @@ def texts(given: Sequence[Mapping[str, object]], form: Format, chat: Chat, where
     Raises:
         DataError: a row lacks the field, or its text has less than two tokens.
     """
-    found = []
+    data = []
     for i in range(len(given)):
         name = f"{where}: row {i}"
         tokens = np.asarray(chat.tokenizer.encode(str(field(given[i], form.prompt_key, name))))
         if tokens.size < 2:
             raise DataError(f"{name}: its text has {tokens.size} tokens, so that none follows another")
-        found.append([Datum(tokens, np.arange(tokens.size) > 0)])
-    return found
+        data.append([Datum(tokens, np.arange(tokens.size) > 0)])
+    return data
 
 
 def conversation_of(chat: Chat, messages: Sequence[Mapping[str, object]], where: str) -> list[Datum]:
@@ -96,8 +96,8 @@ def conversation_of(chat: Chat, messages: Sequence[Mapping[str, object]], where:
         more = list(messages[cut + 1 : following])
         if following < len(messages):
             conversation.add(chat.action(tokens, "stop"), more)
-    found = datums(Trajectory(turns), split="allow")
-    return [Datum(datum.tokens, datum.mask) for datum in found]
+    data = datums(Trajectory(turns), split="allow")
+    return [Datum(datum.tokens, datum.mask) for datum in data]
 
 
 def check_rows(given: Sequence[Mapping[str, object]], form: Format, data: str, where: str) -> None:

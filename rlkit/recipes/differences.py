@@ -28,17 +28,17 @@ def differences(settings: Algorithm, method: Method) -> dict[str, tuple[object, 
     name, row = settings.algorithm_type, method.recipe
     if name not in NAMES:
         return {}
-    found: dict[str, tuple[object, Any]] = {}
+    differing: dict[str, tuple[object, Any]] = {}
     if settings.repeat_times is None and row.rolls_out:
-        found["repeat_times"] = (row.repeat_times, 1)
+        differing["repeat_times"] = (row.repeat_times, 1)
     for part, kind in (("kl_loss_fn", settings.kl_loss_fn or NAMES[name]), ("kl_penalty_fn", settings.kl_penalty_fn)):
         if kind not in (None, "none") and "kl_coef" not in (getattr(settings, f"{part}_args") or {}):
-            found[f"{part}_args.kl_coef"] = (0.0, 0.001)
+            differing[f"{part}_args.kl_coef"] = (0.0, 0.001)
     if settings.advantage_fn is None and name == "jsd":
-        found["advantage_fn"] = ("jsd_gradient", "jsd")
+        differing["advantage_fn"] = ("jsd_gradient", "jsd")
     if settings.loss_agg_mode is None and name == "gspo" and settings.policy_loss_fn_args is None:
-        found["loss_agg_mode"] = (row.weights, "token-mean")
-    return found | dict(_of_loss(settings, row, settings.policy_loss_fn_args or {}))
+        differing["loss_agg_mode"] = (row.weights, "token-mean")
+    return differing | dict(_of_loss(settings, row, settings.policy_loss_fn_args or {}))
 
 
 def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, object]) -> Iterator[tuple[str, tuple[object, Any]]]:
@@ -54,7 +54,7 @@ def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, object]) -> I
 
 def notes(settings: Algorithm, method: Method) -> list[str]:
     """Return all differences, a line each."""
-    found = [
+    lines = [
         f"algorithm.{key} is not set: here it is {_said(ours)}, in Trinity-RFT {VERSION} {_said(theirs)}"
         for key, (ours, theirs) in differences(settings, method).items()
     ]
@@ -63,7 +63,7 @@ def notes(settings: Algorithm, method: Method) -> list[str]:
     told += [_KL_NOTES[name]] if method.kl_loss > 0 and name in _KL_NOTES else []
     if method.recipe.weights.endswith("-norm") and name in NAMES:
         told += ["sums are divided by model.max_response_tokens and the number of episodes, there by the batch's width"]
-    return found + [f"not as in Trinity-RFT {VERSION}: {text}" for text in told]
+    return lines + [f"not as in Trinity-RFT {VERSION}: {text}" for text in told]
 
 
 def _said(value: object) -> str:

@@ -32,7 +32,7 @@ def peer_hints(
     Source: SDPO, arXiv:2601.20802. Peers: TRL's sdpo puts the answer into the task's own message, and feedback of the
     environment, too; prime-rl's opsd puts a demonstration from the data set before the task, as here.
     """
-    found: list[np.ndarray | None] = []
+    hints: list[np.ndarray | None] = []
     for group in groups:
         rewards = np.array([t.reward if t.token_count else np.nan for t in group.trajectories], float)
         scored = bool(np.isfinite(rewards).any())
@@ -44,8 +44,8 @@ def peer_hints(
                 chat.message(text.replace("{answer}", _answer(group.trajectories[others[0]], chat))) if others else None
             )
             fits = hint is not None and (teacher is None or hint.size + _longest(trajectory) <= teacher.max_length)
-            found.append(hint if fits else None)
-    return found
+            hints.append(hint if fits else None)
+    return hints
 
 
 def _answer(trajectory: Trajectory, chat: Chat) -> str:

@@ -237,15 +237,15 @@ def _learnt(settings: Settings, method: Method) -> Learnt:
             raise ConfigError(_check.problem(where, what, f"one that is there: {', '.join(known) or 'none is'}"))
         key = next(iter(known)) if named is None else str(named)
         where, experience = f"{where}.{key}", known[key]
-    found = rows.read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
-    check_rows(found, experience.format, method.recipe.data, str(experience.path))
-    return Learnt(found, str(experience.path), experience.format)
+    learnt = rows.read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
+    check_rows(learnt, experience.format, method.recipe.data, str(experience.path))
+    return Learnt(learnt, str(experience.path), experience.format)
 
 
 def _steps(settings: Settings, count: int, size: int) -> int:
-    own, trainer = settings.buffer.total_steps, settings.trainer.total_steps
-    if own is not None or trainer is not None:
+    total, trainer = settings.buffer.total_steps, settings.trainer.total_steps
+    if total is not None or trainer is not None:
         if settings.buffer.total_epochs != 1:
             logger.info("without effect here: buffer.total_epochs (total_steps says how long)")
-        return _check.integer("buffer.total_steps", trainer if own is None else own, low=1)
+        return _check.integer("buffer.total_steps", trainer if total is None else total, low=1)
     return max(math.ceil(settings.buffer.total_epochs * count / size), 1)

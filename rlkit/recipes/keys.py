@@ -60,20 +60,20 @@ def check(settings: attrs.AttrsInstance, where: str = "") -> list[str]:
     Raises:
         ConfigError: a refused key switches something on.
     """
-    found = []
+    without_effect = []
     for field in attrs.fields(type(settings)):
         value, key = getattr(settings, field.name), where + field.name
         kind = field.metadata.get(_KIND)
         if kind == "refused" and _on(value):
             raise ConfigError(_check.problem(key, f"is {value!r}", "nothing here", field.metadata[_WHY]))
         if kind == "without effect" and value is not None:
-            found.append(f"{key} ({field.metadata[_WHY]})")
+            without_effect.append(f"{key} ({field.metadata[_WHY]})")
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         names = value if isinstance(value, Mapping) else range(len(value)) if isinstance(value, (list, tuple)) else [""]
         for name, item in zip(names, items, strict=True):
             if attrs.has(type(item)):
-                found += check(item, f"{key}.{name}." if name != "" else f"{key}.")
-    return found
+                without_effect += check(item, f"{key}.{name}." if name != "" else f"{key}.")
+    return without_effect
 
 
 def _on(value: object) -> bool:

@@ -91,7 +91,7 @@ def _batches(job: Job, run: Run, policy: TrainerBackend, chat: Chat) -> Iterator
         yield None
         return
     plan = attrs.evolve(job.plan, chat=chat, seed=run.seed)
-    own = functools.partial(play, job.method, job.tasks, plan)
+    step = functools.partial(play, job.method, job.tasks, plan)
     with async_rollouts(
         policy,
         job.tasks,
@@ -100,7 +100,7 @@ def _batches(job: Job, run: Run, policy: TrainerBackend, chat: Chat) -> Iterator
         start=run.step,
         max_lag=job.sync.sync_offset,
         interval=job.sync.sync_interval,
-        play=own,
+        play=step,
         plan=plan,
     ) as batches:
         yield run.keep("ahead", batches)

@@ -81,9 +81,9 @@ def resolve(settings: Algorithm) -> Method:
         raise ConfigError(f"algorithm.hint: {what}; expected a text with {{answer}}, which stands for a right answer")
     schedule = None
     if recipe.loss == "mix":
-        own = dict(recipe.loss_args)
-        schedule = share(own, given)
-        recipe = attrs.evolve(recipe, loss_args=own)
+        row_args = dict(recipe.loss_args)
+        schedule = share(row_args, given)
+        recipe = attrs.evolve(recipe, loss_args=row_args)
     loss, translated, names, more = loss_names(recipe.loss, given, lambda name: keywords(losses.registry.resolve(name)))
     recipe = attrs.evolve(recipe, loss=loss, loss_args=recipe.loss_args if loss == recipe.loss else {})
     _weights(recipe)
@@ -124,33 +124,38 @@ def resolve(settings: Algorithm) -> Method:
 def _row(settings: Algorithm) -> tuple[Recipe, dict[str, Any], str]:
     """Return the algorithm's row with the settings in it, the loss's arguments, and the weights of experts."""
     recipe = algorithms.registry[settings.algorithm_type]
-    own: dict[str, Any] = {"repeat_times": settings.repeat_times}
-    own |= {"advantage": ESTIMATORS.get(settings.advantage_fn or "", settings.advantage_fn)}
+    changes: dict[str, Any] = {"repeat_times": settings.repeat_times}
+    changes |= {"advantage": ESTIMATORS.get(settings.advantage_fn or "", settings.advantage_fn)}
     if settings.advantage_fn in ("clipb", "clipv"):
         why = "a loop of your own can use rlkit.corrections.clip_b and clip_v"
         raise contradiction("advantage_fn", settings.advantage_fn, why)
-    own |= {"loss": LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn)}
-    if own["advantage"] not in (None, recipe.advantage):
-        own |= {"advantage_args": OF_ESTIMATORS.get(own["advantage"], {}), "level": _level(own["advantage"])}
+    changes |= {"loss": LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn)}
+    if changes["advantage"] not in (None, recipe.advantage):
+        changes |= {
+            "advantage_args": OF_ESTIMATORS.get(changes["advantage"], {}),
+            "level": _level(changes["advantage"]),
+        }
         if recipe.advantage is None:
             raise contradiction("advantage_fn", settings.advantage_fn, f"{settings.algorithm_type} has no advantages")
     named = settings.policy_loss_fn or ""
-    if own["loss"] not in (None, recipe.loss) or (named in DEFAULTS and named != "mix"):
-        own |= {"loss_args": DEFAULTS.get(named, {})}
-    given = dict(settings.policy_loss_fn_args or {})
+    if changes["loss"] not in (None, recipe.loss) or (named in DEFAULTS and named != "mix"):
+        changes |= {"loss_args": DEFAULTS.get(named, {})}
+    loss_args = dict(settings.policy_loss_fn_args or {})
     mode = settings.loss_agg_mode
-    if given.get("loss_agg_mode") is not None:
-        if mode not in (None, given["loss_agg_mode"]):
-            raise contradiction("policy_loss_fn_args.loss_agg_mode", given["loss_agg_mode"], f"loss_agg_mode={mode}")
-        mode = given["loss_agg_mode"]
-    given.pop("loss_agg_mode", None)
-    mixed = (own["loss"] or recipe.loss) == "mix"
-    parts = [(given.pop(f"{part}_loss_agg_mode", None) if mixed else None) or mode for part in ("grpo", "sft")]
-    own |= {"weights": parts[0]}
+    if loss_args.get("loss_agg_mode") is not None:
+        if mode not in (None, loss_args["loss_agg_mode"]):
+            raise contradiction(
+                "policy_loss_fn_args.loss_agg_mode", loss_args["loss_agg_mode"], f"loss_agg_mode={mode}"
+            )
+        mode = loss_args["loss_agg_mode"]
+    loss_args.pop("loss_agg_mode", None)
+    mixed = (changes["loss"] or recipe.loss) == "mix"
+    parts = [(loss_args.pop(f"{part}_loss_agg_mode", None) if mixed else None) or mode for part in ("grpo", "sft")]
+    changes |= {"weights": parts[0]}
     expert = parts[1] or recipe.weights
-    recipe = attrs.evolve(recipe, **{name: value for name, value in own.items() if value is not None})
+    recipe = attrs.evolve(recipe, **{name: value for name, value in changes.items() if value is not None})
     _weights(attrs.evolve(recipe, weights=expert))
-    return recipe, given, expert
+    return recipe, loss_args, expert
 
 
 def _penalty(name: str | None) -> str:

@@ -107,10 +107,10 @@ class TeacherOptions:
         """
         where, section = "explorer.auxiliary_models[0]", self.section
         name = section.backend or self.policy.backend
-        own = self.policy.of_sampler if name == self.policy.backend else {}
+        shared = self.policy.of_sampler if name == self.policy.backend else {}
         path = stage_path(f"{where}.path", section.path, stages)
         model = {} if section.model_path is None else {"model": section.model_path}
-        options = {**own, **section.options, **model}
+        options = {**shared, **section.options, **model}
         teacher = rlkit.sampler(name, **options) if path is None else rlkit.runs.sampler(path, **options)
         problem = same_tokenizer(tokenizer, teacher.tokenizer)
         if problem:
@@ -146,11 +146,11 @@ def policy_options(settings: Settings) -> PolicyOptions:
 
 
 def _of_tinker(model: Model) -> dict[str, Any]:
-    own = model.tinker
-    parts: dict[str, Any] = {name: getattr(own, name) for name in ("train_mlp", "train_attn", "train_unembed")}
-    options: dict[str, Any] = {"lora": Lora(rank=own.rank, seed=own.seed, **parts)}
-    if own.base_url is not None:
-        options["base_url"] = own.base_url
+    service = model.tinker
+    parts: dict[str, Any] = {name: getattr(service, name) for name in ("train_mlp", "train_attn", "train_unembed")}
+    options: dict[str, Any] = {"lora": Lora(rank=service.rank, seed=service.seed, **parts)}
+    if service.base_url is not None:
+        options["base_url"] = service.base_url
     if "TINKER_API_KEY" not in os.environ and os.environ.get("TRINITY_API_KEY"):
         options["api_key"] = os.environ["TRINITY_API_KEY"]
     return options
@@ -162,18 +162,18 @@ def lora(model: Model) -> Lora:
     Raises:
         ConfigError: there are several, or its modules are named otherwise than here.
     """
-    given = model.lora_configs or ()
-    if len(given) > 1:
-        what = f"has {len(given)} entries"
+    adapters = model.lora_configs or ()
+    if len(adapters) > 1:
+        what = f"has {len(adapters)} entries"
         raise ConfigError(_check.problem("model.lora_configs", what, "one", "one adapter trains"))
-    if not given:
+    if not adapters:
         return Lora()
-    names = given[0].target_modules
+    names = adapters[0].target_modules
     if isinstance(names, str) and names != "all-linear":
         expected = "all-linear, or a list of names"
         raise ConfigError(_check.problem("model.lora_configs[0].target_modules", f"is {names!r}", expected))
     modules = None if isinstance(names, str) else tuple(names)
-    return Lora(rank=given[0].lora_rank, alpha=given[0].lora_alpha, target_modules=modules)
+    return Lora(rank=adapters[0].lora_rank, alpha=adapters[0].lora_alpha, target_modules=modules)
 
 
 def critic_options(

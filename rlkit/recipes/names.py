@@ -31,24 +31,27 @@ def contradiction(name: str, value: object, why: str) -> ConfigError:
 
 def estimator_names(given: Mapping[str, Any], known: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return an estimator's settings by rlkit's names, rlkit's name -> the given one, and what has no effect."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     names: dict[str, str] = {}
     unused: list[str] = []
     for name, value in given.items():
         if name not in known and _passed("advantage_fn_args", name, value, unused):
             continue
         new = name if name in known else _ARGUMENTS["estimators"].get(name, name)
-        if new in found:
+        if new in settings:
             raise contradiction(f"advantage_fn_args.{name}", value, f"{names[new]} says the same")
-        names[new], found[new] = name, {"none": "none", "std": "group"}.get(value, value) if name == "fnorm" else value
-    return found, names, unused
+        names[new], settings[new] = (
+            name,
+            {"none": "none", "std": "group"}.get(value, value) if name == "fnorm" else value,
+        )
+    return settings, names, unused
 
 
 def loss_names(
     loss: Loss, given: Mapping[str, object], known: Callable[[Loss], Sequence[str]]
 ) -> tuple[Loss, dict[str, object], dict[str, str], list[str]]:
     """Return the loss that these arguments make of it, and as ``estimator_names``. Bounds are on the ratio itself."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     names: dict[str, str] = {}
     unused: list[str] = []
     given = dict(given)
@@ -70,15 +73,15 @@ def loss_names(
             made = {name if name in known(loss) else _ARGUMENTS["losses"].get(name, name): value}
             if str(value).startswith("gspo"):
                 raise contradiction(f"policy_loss_fn_args.{name}", value, "the loss gspo has one ratio for a sequence")
-        found |= made
+        settings |= made
         names |= dict.fromkeys(made, name)
-    if loss == "rec" and found.get("clip_mode") == "ring":
-        found = {
+    if loss == "rec" and settings.get("clip_mode") == "ring":
+        settings = {
             "ring_low_threshold": 0.6,
             "ring_high_threshold": 1.4,
-            **found,
+            **settings,
         }  # its bounds once any argument is given
-    return loss, found, names, unused
+    return loss, settings, names, unused
 
 
 def _passed(where: str, name: str, value: object, unused: list[str]) -> bool:
@@ -106,8 +109,8 @@ def _bounds(where: str, name: str, value: Any) -> dict[str, Any] | None:
         return None if kind is None else {}
     number = _check.real(where, value, low=0.0)
     low = 1 / (1 + number) if kind == "inverse" else max(0.0, 1 - number)
-    found = {} if kind == "high" else {"clip_low_threshold": low}
-    return found if kind == "low" else {**found, "clip_high_threshold": 1 + number}
+    bounds = {} if kind == "high" else {"clip_low_threshold": low}
+    return bounds if kind == "low" else {**bounds, "clip_high_threshold": 1 + number}
 
 
 def _mask_bounds(given: dict[str, object]) -> None:

@@ -63,12 +63,12 @@ class Operators:
     def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
         """Return the groups with the trajectories that stay, and how many do not."""
         before = sum(len(group) for group in groups)
-        found = list(groups)
+        left = list(groups)
         for keep in self.filters:
-            kept = [(group, list(keep(group))) for group in found]
-            found = [attrs.evolve(group, trajectories=mine) for group, mine in kept if mine]
-        numbers = {"filter/operators": float(before - sum(map(len, found)))} if self.filters else {}
-        return found, numbers
+            pairs = [(group, list(keep(group))) for group in left]
+            left = [attrs.evolve(group, trajectories=mine) for group, mine in pairs if mine]
+        numbers = {"filter/operators": float(before - sum(map(len, left)))} if self.filters else {}
+        return left, numbers
 
 
 def was_cut(trajectory: Trajectory) -> bool:

@@ -29,22 +29,28 @@ class Schedule:
 
     def adam(self, step: int, base: float | None = None) -> Adam:
         """Return the optimizer of a step; ``base`` takes the place of the section's learning rate (a critic's)."""
-        own = self.settings
+        settings = self.settings
         rate = self.rate(step)
-        if base is not None and own.lr:
-            rate *= base / own.lr
-        clip = self.grad_clip if own.clip_grad is None else own.clip_grad
-        beta1, beta2 = own.betas
-        return Adam(rate, beta1, beta2, eps=own.eps, weight_decay=own.weight_decay, grad_clip_norm=clip)
+        if base is not None and settings.lr:
+            rate *= base / settings.lr
+        clip = self.grad_clip if settings.clip_grad is None else settings.clip_grad
+        beta1, beta2 = settings.betas
+        return Adam(rate, beta1, beta2, eps=settings.eps, weight_decay=settings.weight_decay, grad_clip_norm=clip)
 
     def rate(self, step: int) -> float:
         """Return the learning rate: a warm-up, then constant, or falling to lr min_lr_ratio at the last step."""
-        own = self.settings
-        kind = own.warmup_style or own.lr_scheduler_type
-        warm = own.lr_warmup_steps if own.lr_warmup_steps >= 0 else math.floor(own.lr_warmup_steps_ratio * self.total)
+        settings = self.settings
+        kind = settings.warmup_style or settings.lr_scheduler_type
+        warm = (
+            settings.lr_warmup_steps
+            if settings.lr_warmup_steps >= 0
+            else math.floor(settings.lr_warmup_steps_ratio * self.total)
+        )
         if step < warm:
-            return own.lr * schedules.warmup(step, steps=warm)
+            return settings.lr * schedules.warmup(step, steps=warm)
         if kind == "constant":
-            return own.lr
+            return settings.lr
         fall = schedules.cosine if kind == "cosine" else schedules.linear
-        return fall(step - warm, start=own.lr, end=own.lr * own.min_lr_ratio, steps=max(self.total - warm, 1))
+        return fall(
+            step - warm, start=settings.lr, end=settings.lr * settings.min_lr_ratio, steps=max(self.total - warm, 1)
+        )

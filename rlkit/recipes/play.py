@@ -29,11 +29,11 @@ async def play(
     """
     refill = method.recipe.select == "informative"
     threshold = method.threshold if method.threshold is not None or not refill else 0.0
-    size, kept, dropped = len(tasks), list[Group](), 0
+    size, groups_of_step, dropped = len(tasks), list[Group](), 0
     metrics: dict[str, float] = {}
     for turn in range(_ROUNDS if refill else 1):
         seed = plan.seed + turn  # another order of the tasks, and other samples
-        batch = source.batch(step, size - len(kept), seed=seed) if turn else tasks
+        batch = source.batch(step, size - len(groups_of_step), seed=seed) if turn else tasks
         groups = await rollout(sampler, batch, step=step, plan=attrs.evolve(plan, seed=seed))
         metrics = metrics or groups.metrics
         played = await _with_baseline(sampler, batch, groups, step, plan) if "greedy" in method.recipe.needs else groups
@@ -41,12 +41,12 @@ async def play(
             keep = zero_variance([group.rewards for group in played], threshold=threshold).keep
             dropped += int((~keep).sum())
             played = [group for group, good in zip(played, keep, strict=True) if good]
-        kept += played
-        if len(kept) >= size:
+        groups_of_step += played
+        if len(groups_of_step) >= size:
             break
     if threshold is not None:
         metrics["filter/zero_variance"] = float(dropped)
-    return Rollouts([attrs.evolve(group, number=i) for i, group in enumerate(kept)], metrics)
+    return Rollouts([attrs.evolve(group, number=i) for i, group in enumerate(groups_of_step)], metrics)
 
 
 async def _with_baseline(
@@ -59,6 +59,6 @@ async def _with_baseline(
     for group in groups:
         if group.number in baselines:
             tag = {"greedy": float(baselines[group.number])}
-            own = [attrs.evolve(t, tags={**t.tags, **tag}) for t in group.trajectories]
-            tagged.append(attrs.evolve(group, trajectories=own))
+            members = [attrs.evolve(t, tags={**t.tags, **tag}) for t in group.trajectories]
+            tagged.append(attrs.evolve(group, trajectories=members))
     return tagged

@@ -67,13 +67,13 @@ def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[
     inner = folder / subset if subset and (folder / subset).is_dir() else folder
     places = [inner, inner / "data"] if (inner / "data").is_dir() else [inner]
     files = sorted(file for place in places for file in place.iterdir() if file.suffix in _KINDS)
-    found = [file for file in files if _named(file, split)]
-    if not found:
+    of_split = [file for file in files if _named(file, split)]
+    if not of_split:
         names = ", ".join(file.name for file in files[:8]) or "no such files"
         what = f"the folder {str(inner)!r} has {names}"
         expected = f"{split}.jsonl, or .json or .parquet"
         raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", what, expected))
-    return found
+    return of_split
 
 
 def _named(file: Path, split: str) -> bool:
@@ -100,32 +100,32 @@ def field(row: Mapping[str, Any], key: str, where: str) -> Any:
     Raises:
         DataError: the row has none, naming those that it has.
     """
-    found: Any = row.get(key)
-    if found is None and "." in key:
-        found = row
+    value: Any = row.get(key)
+    if value is None and "." in key:
+        value = row
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-    if found is None:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    if value is None:
         raise DataError(_check.problem(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}"))
-    return found
+    return value
 
 
 def _lines(file: Path) -> list[Any]:
-    found = []
+    rows = []
     for number, line in enumerate(file.read_text("utf-8").split("\n"), 1):
         if line.strip():
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
-    return found
+    return rows
 
 
 def _list(file: Path) -> list[Any]:
-    found = json.loads(file.read_text("utf-8"))
-    if not isinstance(found, list):
+    rows = json.loads(file.read_text("utf-8"))
+    if not isinstance(rows, list):
         raise ValueError("it holds no list")  # noqa: TRY004  # told as what cannot be read
-    return found
+    return rows
 
 
 def _table(file: Path) -> list[Any]:
@@ -144,8 +144,8 @@ def _hub(name: str, split: str, subset: str | None, where: str) -> Sequence[Mapp
         text = f"{where}: {name!r} is no file; a data set on a hub needs the package datasets: pip install datasets"
         raise ConfigError(text) from error
     try:
-        found: Sequence[Mapping[str, Any]] = datasets.load_dataset(name, subset, split=split)
+        rows: Sequence[Mapping[str, Any]] = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the package raises of many kinds
         text = f"{where}: the data set {name!r} (split {split!r}) could not be had from the hub, which needs a network"
         raise ConfigError(f"{text}: {error}") from error
-    return found
+    return rows

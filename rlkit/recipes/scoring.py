@@ -44,12 +44,12 @@ def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args
     """
     function = rewards[name]
     parameters = list(inspect.signature(function).parameters.values())
-    own = {p.name: p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    settings = {p.name: p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for key in args:
-            if key not in own:
-                raise ConfigError(f"{where}.{key}: {name} has no such setting{_check.near(key, own)}")
-    for key, parameter in own.items():
+            if key not in settings:
+                raise ConfigError(f"{where}.{key}: {name} has no such setting{_check.near(key, settings)}")
+    for key, parameter in settings.items():
         if parameter.default is parameter.empty and key not in args:
             raise ConfigError(_check.problem(f"{where}.{key}", "is not given", f"a setting that {name} needs"))
     return functools.partial(_scored, function, dict(args))
@@ -66,18 +66,18 @@ def _answer_reward(action: str, answer: object) -> float:
     >>> _answer_reward("So it is 1,200.", "Six hundred twice. #### 1200")
     1.0
     """
-    found = answers.boxed(action) or answers.between_tags(action)
-    if found is None:
+    answered = answers.boxed(action) or answers.between_tags(action)
+    if answered is None:
         number = answers.last_number(action)
-        found = None if number is None else str(number)
-    return float(found is not None and answers.math_equal(found, _truth(answer)))
+        answered = None if number is None else str(number)
+    return float(answered is not None and answers.math_equal(answered, _truth(answer)))
 
 
 @rewards.register("boxed_reward")
 def _boxed_reward(action: str, answer: object) -> float:
     """Return 1 where the answer in a box is equal to what is right."""
-    found = answers.boxed(action)
-    return float(found is not None and answers.math_equal(found, _truth(answer)))
+    answered = answers.boxed(action)
+    return float(answered is not None and answers.math_equal(answered, _truth(answer)))
 
 
 @rewards.register("exact_match")

@@ -70,10 +70,10 @@ def run(settings: Settings, *, trackers: Sequence[Named] = ()) -> list[Outcome]:
     """
     paths: dict[str, str] = {}
     outcomes: list[Outcome] = []
-    for (name, own), job in zip(_stages(settings), check(settings), strict=True):
+    for (name, stage), job in zip(_stages(settings), check(settings), strict=True):
         if settings.stages:
-            logger.info("stage %s: %s", name, own.algorithm.algorithm_type)
-        start = models.stage_path("init_from", own.init_from, paths)
+            logger.info("stage %s: %s", name, stage.algorithm.algorithm_type)
+        start = models.stage_path("init_from", stage.init_from, paths)
         if start is None and outcomes:
             start = outcomes[-1].path
         outcome = _bench(name, job, start) if job.mode == "bench" else _stage(name, job, start, paths, trackers)
@@ -97,19 +97,19 @@ def _stages(settings: Settings) -> list[tuple[str, Settings]]:
     if not settings.stages:
         _check_paths("", settings, {})
         return [("", settings)]
-    found: list[tuple[str, Settings]] = []
+    stages: list[tuple[str, Settings]] = []
     for i, stage in enumerate(settings.stages):
-        if not stage.stage_name or stage.stage_name in [name for name, _ in found]:
+        if not stage.stage_name or stage.stage_name in [name for name, _ in stages]:
             what = f"is {stage.stage_name!r}"
             raise ConfigError(_check.problem(f"stages[{i}].stage_name", what, "a name that no other stage has"))
         sections = ("mode", "algorithm", "buffer", "explorer", "trainer", "init_from", "data_processor")
-        own = {name: getattr(stage, name) for name in sections if getattr(stage, name) is not None}
-        if i and "init_from" not in own:
-            own["init_from"] = None
+        changed = {name: getattr(stage, name) for name in sections if getattr(stage, name) is not None}
+        if i and "init_from" not in changed:
+            changed["init_from"] = None
         name = f"{settings.name}/{stage.stage_name}"
-        found.append((stage.stage_name, attrs.evolve(settings, stages=(), name=name, **own)))
-        _check_paths(f"stages[{i}].", found[-1][1], dict.fromkeys([earlier for earlier, _ in found[:-1]], ""))
-    return found
+        stages.append((stage.stage_name, attrs.evolve(settings, stages=(), name=name, **changed)))
+        _check_paths(f"stages[{i}].", stages[-1][1], dict.fromkeys([earlier for earlier, _ in stages[:-1]], ""))
+    return stages
 
 
 def _check_paths(where: str, settings: Settings, earlier: Mapping[str, str]) -> None:

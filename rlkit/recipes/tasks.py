@@ -34,14 +34,14 @@ def training_tasks(buffer: Buffer) -> TaskSource:
         ConfigError: there are none, or one cannot be made.
         UnknownNameError: no environment or reward has that name.
     """
-    given = buffer.explorer_input
-    if (given.taskset is None) == (not given.tasksets):
-        what = "has neither taskset nor tasksets" if given.taskset is None else "has both taskset and tasksets"
+    inputs = buffer.explorer_input
+    if (inputs.taskset is None) == (not inputs.tasksets):
+        what = "has neither taskset nor tasksets" if inputs.taskset is None else "has both taskset and tasksets"
         raise ConfigError(_check.problem("buffer.explorer_input", what, "one of them"))
-    if given.taskset is not None:
-        return make_tasks(given.taskset, given, "buffer.explorer_input.taskset")
+    if inputs.taskset is not None:
+        return make_tasks(inputs.taskset, inputs, "buffer.explorer_input.taskset")
     parts = {}
-    for i, each in enumerate(given.tasksets):
+    for i, each in enumerate(inputs.tasksets):
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
             raise ConfigError(_check.problem(f"{where}.name", f"is {each.name!r}", "a name that no other has"))
@@ -49,7 +49,7 @@ def training_tasks(buffer: Buffer) -> TaskSource:
             if getattr(each.rollout_args, name) not in (None, neutral):
                 what, why = f"is {getattr(each.rollout_args, name)}", f"model.{name} is for all"
                 raise ConfigError(_check.problem(f"{where}.rollout_args.{name}", what, "null", why))
-        parts[each.name] = make_tasks(each, given, where)
+        parts[each.name] = make_tasks(each, inputs, where)
     return envs.mixture(parts)
 
 
@@ -64,19 +64,19 @@ class HeldOut:
 
 def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
     """Return the held-out tasks. No ratio is taken of their answers, so each may cut its distribution as it likes."""
-    inputs, found = buffer.explorer_input, []
+    inputs, held_out = buffer.explorer_input, []
     for i, each in enumerate(inputs.eval_tasksets):
-        where, own = f"buffer.explorer_input.eval_tasksets[{i}]", each.rollout_args
+        where, sampling = f"buffer.explorer_input.eval_tasksets[{i}]", each.rollout_args
         kind = each.default_workflow_type or inputs.default_eval_workflow_type
         count = 1 if each.repeat_times is None else _check.integer(f"{where}.repeat_times", each.repeat_times, low=1)
-        cut = {name: getattr(own, name) for name in ("top_p", "top_k") if getattr(own, name) is not None}
+        cut = {name: getattr(sampling, name) for name in ("top_p", "top_k") if getattr(sampling, name) is not None}
         try:
             sampled = attrs.evolve(params, **cut)
         except ConfigError as error:
             raise ConfigError(f"{where}.rollout_args: {error}") from error
         tasks = make_tasks(attrs.evolve(each, default_workflow_type=kind), inputs, where)
-        found.append(HeldOut(tasks, count, sampled))
-    return found
+        held_out.append(HeldOut(tasks, count, sampled))
+    return held_out
 
 
 def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
@@ -99,8 +99,8 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
         ) from error
     if not isinstance(tasks, Tasks):
         raise ConfigError(_check.problem(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks"))
-    own = taskset.rollout_args
-    wanted = Settings(temperature=own.temperature, max_tokens=own.max_tokens)
+    sampling = taskset.rollout_args
+    wanted = Settings(temperature=sampling.temperature, max_tokens=sampling.max_tokens)
     if wanted != Settings():
         tasks.settings = tasks.settings.over(wanted)
     if taskset.max_tasks is not None:
@@ -137,8 +137,8 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
 
 
 def _as_text(function: Any, text: str) -> str | None:
-    found = function(text)
-    return None if found is None else str(found)
+    answer = function(text)
+    return None if answer is None else str(answer)
 
 
 @environments.register("gem")

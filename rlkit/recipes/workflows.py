@@ -68,14 +68,14 @@ def _math_boxed(taskset: Taskset) -> Tasks:
         raise ConfigError(_check.problem("format.raw", "is false", "true with use_base", why))
     if plain and taskset.format.system_prompt is not None:
         raise ConfigError(_check.problem("format.system_prompt", "is given", "nothing with use_base"))
-    own = {"with_think": think, "format_score_coef": args.pop("format_score_coef", 0.1)}
+    reward_args = {"with_think": think, "format_score_coef": args.pop("format_score_coef", 0.1)}
     _nothing_left(args)
     reward = taskset.default_reward_fn_type or "math_boxed_reward"
     return _rows(
         taskset,
         reward,
         system=_THINK_BOXED if think else _BOXED,
-        args=own if reward == "math_boxed_reward" else {},
+        args=reward_args if reward == "math_boxed_reward" else {},
         used=("with_think", "format_score_coef", "use_base"),
         plain=plain,
     )
@@ -114,17 +114,21 @@ def _rows(
         plain: whether a row's messages are one text, with who speaks before each.
     """
     form = taskset.format
-    given = rows.read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
+    rows_read = rows.read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
     _nothing_left({key: value for key, value in taskset.workflow_args.items() if key not in used})
     score = None if reward is None else bound(reward, {**(args or {}), **taskset.reward_fn_args})
-    key = form.messages_key if form.messages_key in given[0] and form.prompt_key not in given[0] else form.prompt_key
+    key = (
+        form.messages_key
+        if form.messages_key in rows_read[0] and form.prompt_key not in rows_read[0]
+        else form.prompt_key
+    )
     system = None if form.system_prompt is not None else system
     built = []
-    for i in range(len(given)):
+    for i in range(len(rows_read)):
         where = f"{taskset.path}: row {i}"
-        prompt = rows.field(given[i], key, where)
-        answer = None if score is None else rows.field(given[i], form.response_key, where)
-        said = system if form.system_prompt_key is None else rows.field(given[i], form.system_prompt_key, where)
+        prompt = rows.field(rows_read[i], key, where)
+        answer = None if score is None else rows.field(rows_read[i], form.response_key, where)
+        said = system if form.system_prompt_key is None else rows.field(rows_read[i], form.system_prompt_key, where)
         asked = _prompt(prompt, said, behind)
         built.append({"prompt": _plain(asked) if plain else asked, "answer": answer})
     return envs.function(built, _nothing if score is None else score, name=taskset.name, split=taskset.split)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,16 +12,13 @@ from rlkit import _check, _install
 from rlkit._calls import answered
 from rlkit.envs import Settings
 from rlkit.errors import ConfigError, EnvBusy
+from rlkit.trajectory.fields import read_only
 from rlkit.types import SamplingParams
 
 if TYPE_CHECKING:
     from rlkit.chat import Chat
 
 __all__ = ["Plan"]
-
-
-def _read_only(value: object) -> object:
-    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
 
 
 def _listed(value: object) -> object:
@@ -94,7 +90,7 @@ class Plan:
     refill: int = 0
     share: float = 1.0
     shared_start: bool = True
-    tags: Mapping[str, str | float] = attrs.field(factory=dict, converter=_read_only)
+    tags: Mapping[str, str | float] = attrs.field(factory=dict, converter=read_only)
     progress: bool | None = None
 
     def __attrs_post_init__(self) -> None:

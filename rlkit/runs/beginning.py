@@ -82,12 +82,12 @@ def _noted(path: Path) -> tuple[int | None, str]:
     if path.exists() and not path.is_file():  # a pipe or a device has no end
         return None, "is damaged: it is no file"
     try:
-        found = json.loads(path.read_text("utf-8"))["seed"]
+        seed = json.loads(path.read_text("utf-8"))["seed"]
     except FileNotFoundError:
         return None, "is missing"
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         return None, f"is damaged: {type(error).__name__}"
-    return (found, "") if type(found) is int and found >= 0 else (None, "is damaged: its seed is no integer >= 0")
+    return (seed, "") if type(seed) is int and seed >= 0 else (None, "is damaged: its seed is no integer >= 0")
 
 
 def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
@@ -130,10 +130,10 @@ def _plain(config: Any) -> Any:
     """Return ``config`` as it is written down, without what looks like a key."""
     from rlkit.tracking import masked
 
-    found = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
-    if not isinstance(found, Mapping):
+    plain_config = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
+    if not isinstance(plain_config, Mapping):
         raise ConfigError(_check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object"))
-    return plain(masked(found))
+    return plain(masked(plain_config))
 
 
 def _no_secret(field: Any, value: Any) -> bool:

@@ -64,14 +64,14 @@ class Logs:
         Raises:
             CheckpointError: they could not be synced, so a checkpoint would promise more than there is.
         """
-        found = {}
+        positions = {}
         for name, tracker in self._named():
             if callable(getattr(tracker, "sync", None)):
                 try:
-                    found[name] = tracker.sync()
+                    positions[name] = tracker.sync()
                 except OSError as error:
                     raise CheckpointError(f"the logs of {tracker!r} could not be synced: {error}") from error
-        return found
+        return positions
 
     def rewind(self, record: Record | None) -> None:
         """Have them drop what was logged after ``record`` and is done again; None: all that is there."""

@@ -58,8 +58,8 @@ class Models:
             _check_same(role, self._asked[role], (name, options))
             there: Any = self.opened[role]
             return there, record
-        own = {"folder": str(self.folder / records.POLICIES), "seed": seed, **options}
-        model, record = self._resume(opener, name, role, own, record)
+        with_folder = {"folder": str(self.folder / records.POLICIES), "seed": seed, **options}
+        model, record = self._resume(opener, name, role, with_folder, record)
         self.opened[role], self._asked[role] = model, (name, dict(options))
         return model, record
 
@@ -67,9 +67,9 @@ class Models:
         self, opener: Callable[..., M], name: str, role: str, options: Mapping[str, object], record: Record | None
     ) -> tuple[M, Record | None]:
         while record is not None and record.policy(role) is not None:
-            own = {k: v for k, v in options.items() if k not in ("init_from", "resume_from", "seed")}
+            kept_options = {k: v for k, v in options.items() if k not in ("init_from", "resume_from", "seed")}
             try:
-                return opener(name, **own, resume_from=record.policy(role)), record
+                return opener(name, **kept_options, resume_from=record.policy(role)), record
             except CheckpointError as error:
                 older = [r for r in records.records(self.folder) if r.step < record.step]
                 if not older or self.opened:
@@ -118,8 +118,8 @@ class Models:
             model.close()
 
     def _relative(self, path: str) -> str:
-        own = "://" not in path and self.folder in Path(path).absolute().parents
-        return str(Path(path).absolute().relative_to(self.folder)) if own else path
+        within = "://" not in path and self.folder in Path(path).absolute().parents
+        return str(Path(path).absolute().relative_to(self.folder)) if within else path
 
 
 def _check_same(role: str, made: tuple[str, Mapping[str, object]], asked: tuple[str, Mapping[str, object]]) -> None:

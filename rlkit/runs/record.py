@@ -129,14 +129,14 @@ def check(record: Record) -> None:
 
 def paths(folder: Path) -> list[Path]:
     """Return the folders of its checkpoints, damaged ones too, oldest first."""
-    found = []
+    folders = []
     parent = folder / CHECKPOINTS
     with typed(f"{folder} cannot be read"):
         for path in parent.iterdir() if parent.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):  # the run that is writing has removed it
                 if _NAME.fullmatch(path.name):
-                    found.append((path.name[:13], path.stat().st_mtime_ns, path))
-    return [path for _, _, path in sorted(found)]
+                    folders.append((path.name[:13], path.stat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(folders)]
 
 
 def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Record]:
@@ -147,14 +147,14 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    there, found, damaged = _looked(Path(folder), verify)
+    there, whole, damaged = _looked(Path(folder), verify)
     for _ in range(_LOOKS):
         if paths(Path(folder)) == there:
             break  # else some were removed meanwhile, and newer ones are there
-        there, found, damaged = _looked(Path(folder), verify)
+        there, whole, damaged = _looked(Path(folder), verify)
     for error in damaged:
         warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
-    return found
+    return whole
 
 
 def is_run(folder: Any) -> bool:
@@ -170,15 +170,15 @@ def newest(folder: str | os.PathLike[str], *, role: str = "policy", step: int | 
     Raises:
         CheckpointError: no checkpoint that is whole has one.
     """
-    found = [path for r in records(folder) if step in (None, r.step) and (path := r.policy(role)) is not None]
-    if not found:
+    saved = [path for r in records(folder) if step in (None, r.step) and (path := r.policy(role)) is not None]
+    if not saved:
         which = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{folder} has no whole checkpoint{which} with a {role!r}")
-    return found[-1]
+    return saved[-1]
 
 
 def _looked(folder: Path, verify: bool) -> tuple[list[Path], list[Record], list[CheckpointError]]:
-    there, found, damaged = paths(folder), [], []
+    there, whole, damaged = paths(folder), [], []
     for path in there:
         try:
             record = read(path)
@@ -187,8 +187,8 @@ def _looked(folder: Path, verify: bool) -> tuple[list[Path], list[Record], list[
         except CheckpointError as error:
             damaged.append(error)
         else:
-            found.append(record)
-    return there, found, damaged
+            whole.append(record)
+    return there, whole, damaged
 
 
 def latest(folder: Path) -> Record | None:

@@ -53,15 +53,15 @@ class Retention:
 
     def spent(self, records: Sequence[Record]) -> list[Record]:
         """Return those of ``records``, oldest first, that need not be kept."""
-        kept = {record.path for record in records[-self.last :]}
+        staying = {record.path for record in records[-self.last :]}
         if self.every is not None:
-            kept |= {record.path for record in records if record.step % self.every == 0}
+            staying |= {record.path for record in records if record.step % self.every == 0}
         if self.best and self.metric is not None:
             values = [(record.metrics.get(self.metric, math.nan), record) for record in records]
             scored = [pair for pair in values if not math.isnan(pair[0])]
             scored.sort(key=lambda pair: (pair[0] if self.lowest else -pair[0], -pair[1].step))
-            kept |= {record.path for _, record in scored[: self.best]}
-        return [record for record in records if record.path not in kept]
+            staying |= {record.path for _, record in scored[: self.best]}
+        return [record for record in records if record.path not in staying]
 
 
 def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], None]) -> None:
@@ -73,10 +73,10 @@ def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], 
         delete: removes saves on a service, by path.
     """
     try:
-        found = folders.records(folder, verify=False)
-        spent = retention.spent(found)
+        there = folders.records(folder, verify=False)
+        spent = retention.spent(there)
         for record in spent:
             delete(folders.remove(record))
-        folders.tidy(folder, [record for record in found if record not in spent])
+        folders.tidy(folder, [record for record in there if record not in spent])
     except (OSError, BackendError) as error:
         warnings.warn(f"a checkpoint that is spent could not be removed: {error}", RuntimeWarning, stacklevel=4)

@@ -107,6 +107,13 @@ def test_weights_of_a_mixed_batch():
     assert [float(d.inputs["weights"]) for d in pair] == [0.5] * 4
 
 
+def test_the_best_of_each_group_trains():
+    """RAFT: one item per group; the advantages of the others are there, and 0."""
+    found = batch.assign_credit(resolve(Algorithm(algorithm_type="raft")), GROUPS)
+    assert [item.trajectory.reward for item in found.items] == [1.0, 2.0]
+    assert [a.tolist() for a in found.advantages] == [[1.0] * 2, [0.0] * 3, [1.0] * 3, [0.0] * 3]
+
+
 NAMES = [
     ({"policy_loss_fn_args": {"clip_range": 0.2}}, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     (
