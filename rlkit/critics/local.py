@@ -23,8 +23,8 @@ from rlkit.backends.local.checkpoint import (
     read_optimizer,
     write_optimizer,
 )
-from rlkit.backends.local.hub import located
 from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.trainer import Trainer

@@ -25,8 +25,8 @@ from rlkit.backends.local.checkpoint import (
     write_adapter,
     write_optimizer,
 )
-from rlkit.backends.local.hub import located
 from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.sampler import LocalSampler

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.gemm.lora_linear import upcast
-from rlkit.backends.local.hub import model_path
+from rlkit.backends.local.model.hub import model_path
 from rlkit.backends.local.model.lengths import context, indexed, plain_attention
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, called_linears, causal, logits_at, probe_of
 from rlkit.backends.local.model.tree_attention import Run, TreeAttention
-from rlkit.backends.local.tokenizer import LocalTokenizer
+from rlkit.backends.transformers_tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
 
 __all__ = ["PROCESS_WIDE", "Base", "load_base"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.backends.local import hub
+from rlkit.backends.local.model import hub
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 
 NAME = "smollm2-135m-instruct"
