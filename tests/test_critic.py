@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.backends.toy import ByteTokenizer
-from rlkit.backends.toy.adamw import State
+from rlkit.backends.toy.adamw import AdamState
 from rlkit.critics import Critic, gae_datums
 from rlkit.critics.estimates import token_rewards
 from rlkit.errors import CheckpointError, ConfigError, DataError, UnknownNameError, UnsupportedError
@@ -238,7 +238,7 @@ def test_gae_datums_against_plain_loops(seed, gamma, lam, splits):
     rng = np.random.default_rng(seed)
     trajectories = [played(rng, splits=splits) for _ in range(3)]
     critic = rlkit.critic("toy", tokenizer=ByteTokenizer())
-    critic._weights.state = State.started(rng.normal(size=critic._weights.value.shape))
+    critic._weights.state = AdamState.started(rng.normal(size=critic._weights.value.shape))
     data = gae_datums(critic, trajectories, gamma=gamma, lam=lam, normalize=False, split="allow", weights=[1, 2, 3])
     rest = iter(data)
     for weight, trajectory in zip([1, 2, 3], trajectories, strict=True):

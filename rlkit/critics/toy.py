@@ -12,7 +12,7 @@ from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.toy.adamw import State, Weights
+from rlkit.backends.toy.adamw import AdamState, Weights
 from rlkit.backends.toy.model import Features
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
 from rlkit.types import Adam, Datum, Lora
@@ -55,7 +55,7 @@ class ToyCritic(InProcessCritic):
         _check.integer("max_length", max_length, low=2)
         tokenizer = check_tokenizer(tokenizer, None)
         self._features = Features(tokenizer.vocab_size)
-        self._weights = Weights(State.started(np.zeros(self._features.size)))
+        self._weights = Weights(AdamState.started(np.zeros(self._features.size)))
         version = 0
         if start.path is not None:
             saved, state = saves.read(start.path, backend="toy-critic")

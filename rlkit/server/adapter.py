@@ -25,13 +25,13 @@ from rlkit.errors import DataError
 from rlkit.server.losses import Loss
 from rlkit.types import Adam, Datum, Lora
 
-__all__ = ["BackendModel", "BackendModels", "BackendSnapshot", "ExactModels", "Outputs", "Row"]
+__all__ = ["BackendModel", "BackendModels", "BackendSnapshot", "ExactModels", "LossRow", "Outputs"]
 
 _PREFIX = "given_"  # of the inputs' names, which may not be those that rlkit gives a meaning
 
 
 @attrs.frozen(eq=False)
-class Row:
+class LossRow:
     """One datum of a training call.
 
     Attributes:
@@ -148,7 +148,7 @@ class BackendModel:
         self.backend = backend
         self._pending = False  # a gradient since the last step
 
-    def run(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> Outputs:
+    def run(self, rows: Sequence[LossRow], loss: Loss, *, backward: bool) -> Outputs:
         """See ``Model.run``.
 
         Where targets are the tokens shifted by one, and [N], a row is an ordinary datum. All others go through the
@@ -166,14 +166,14 @@ class BackendModel:
         self._pending = self._pending or backward
         return Outputs(*loss.evaluate(logprobs, [row.inputs for row in rows]))
 
-    def _check_ids(self, i: int, row: Row) -> None:
+    def _check_ids(self, i: int, row: LossRow) -> None:
         """Raise DataError for ids outside of the vocabulary; a backend takes -1 for "no target"."""
         high = self.backend.tokenizer.vocab_size - 1
         for name, ids in (("model_input", row.tokens), ("loss_fn_inputs['target_tokens']", row.targets)):
             if ids.min() < 0 or ids.max() > high:
                 raise DataError(f"data[{i}].{name} has ids in [{ids.min()}, {ids.max()}]; expected [0, {high}]")
 
-    def _on_targets(self, rows: Sequence[Row], loss: Loss, *, backward: bool) -> list[np.ndarray]:
+    def _on_targets(self, rows: Sequence[LossRow], loss: Loss, *, backward: bool) -> list[np.ndarray]:
         kept: dict[int, np.ndarray] = {}
         data = [_on_targets(i, row) for i, row in enumerate(rows)]
         function = _function(loss, rows, kept)
@@ -181,7 +181,7 @@ class BackendModel:
         call(data, function).result()
         return [kept[i] for i in range(len(rows))]
 
-    def _shifted(self, rows: Sequence[Row], loss: Loss) -> list[np.ndarray]:
+    def _shifted(self, rows: Sequence[LossRow], loss: Loss) -> list[np.ndarray]:
         """Take the gradient where the loss has one, and score the rest, prompts mostly, in a pass without."""
         chosen = [_chosen(row, loss) for row in rows]
         if not any(x.any() for x in chosen):  # a gradient of zeros is one, too: a step may follow
@@ -191,7 +191,7 @@ class BackendModel:
         found = self.backend.forward_backward(data, _function(loss, rows, None)).result()
         return [a + lp[1:] for a, lp in zip(rest, found.logprobs, strict=True)]
 
-    def _scored(self, rows: Sequence[Row], where: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _scored(self, rows: Sequence[LossRow], where: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[N] each: logprobs of the targets at ``where``, 0 elsewhere."""
         if not any(x.any() for x in where):
             return [np.zeros(row.tokens.size, np.float32) for row in rows]
@@ -219,7 +219,7 @@ class BackendModel:
         self.backend.close()
 
 
-def _chosen(row: Row, loss: Loss) -> np.ndarray:
+def _chosen(row: LossRow, loss: Loss) -> np.ndarray:
     """Where the loss may have a gradient, bool [N]."""
     if loss.gates is None:
         return np.ones(row.tokens.size, bool)
@@ -229,13 +229,13 @@ def _chosen(row: Row, loss: Loss) -> np.ndarray:
     return chosen
 
 
-def _shifted(row: Row, where: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Datum:
+def _shifted(row: LossRow, where: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Datum:
     """One token more than the row has, its last target; the policy's own are the targets at ``where``."""
     given = {_PREFIX + name: array if array.ndim == 0 else array[where] for name, array in inputs.items()}
     return Datum(np.append(row.tokens, row.targets[-1]), np.append(False, where), given)
 
 
-def _on_targets(i: int, row: Row) -> Datum:
+def _on_targets(i: int, row: LossRow) -> Datum:
     """One token more than the row has, one that nothing depends on."""
     inputs = {_PREFIX + name: array for name, array in row.inputs.items()}
     inputs["target_tokens"] = row.targets.reshape(row.tokens.size, -1)
@@ -243,7 +243,7 @@ def _on_targets(i: int, row: Row) -> Datum:
     return Datum(np.append(row.tokens, 0), np.arange(row.tokens.size + 1) > 0, inputs)
 
 
-def _function(loss: Loss, rows: Sequence[Row], kept: dict[int, np.ndarray] | None) -> Callable[..., object]:
+def _function(loss: Loss, rows: Sequence[LossRow], kept: dict[int, np.ndarray] | None) -> Callable[..., object]:
     """Return the loss as a function that backends take; on given targets it keeps the logprobs."""
     names = [_PREFIX + name for name in rows[0].inputs] + [_PREFIX + "row"] * (kept is not None)
     driver = "logprobs" if kept is None else "target_logprobs"

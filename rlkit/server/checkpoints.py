@@ -68,7 +68,7 @@ class Checkpoint:
 
 @attrs.frozen(eq=False)
 class KnownRun:
-    """What is remembered of a run when its model is gone: the fields of ``Run`` that are plain data."""
+    """What is remembered of a run when its model is gone: the fields of ``TrainingRun`` that are plain data."""
 
     model_id: str
     base_model: str

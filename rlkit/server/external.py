@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable
 
 from rlkit.server.requests import ApiError, Request, Response
-from rlkit.server.state import Endpoints, State
+from rlkit.server.state import Endpoints, ServerState
 from rlkit.server.storage import saved
 from rlkit.server.training import submitted
 
@@ -22,7 +22,7 @@ _FILES = "/api/v1/external_weights/"
 
 
 @endpoints.post("save_weights_external")
-def save_weights_external(state: State, request: Request) -> Response:
+def save_weights_external(state: ServerState, request: Request) -> Response:
     """Save a model's adapter to be downloaded."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
@@ -45,7 +45,7 @@ def save_weights_external(state: State, request: Request) -> Response:
 
 
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints/external_weights/{name}/external_weights_urls")
-def external_weights_urls(state: State, request: Request, run_id: str, name: str) -> Response:
+def external_weights_urls(state: ServerState, request: Request, run_id: str, name: str) -> Response:
     """Return an address for each file, on this server, by the host that the client called."""
     found = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
     expires = int(time.time()) + _SECONDS
@@ -60,7 +60,7 @@ def external_weights_urls(state: State, request: Request, run_id: str, name: str
 
 
 @endpoints.add("GET", "external_weights/{run_id}/{name}/{file:path}")
-def download(state: State, request: Request, run_id: str, name: str, file: str) -> Response:
+def download(state: ServerState, request: Request, run_id: str, name: str, file: str) -> Response:
     """One file."""
     if not signed(state, request):
         raise ApiError(
@@ -73,7 +73,7 @@ def download(state: State, request: Request, run_id: str, name: str, file: str) 
     return Response(200, {"content-type": "application/octet-stream"}, b"", place)
 
 
-def signed(state: State, request: Request) -> bool:
+def signed(state: ServerState, request: Request) -> bool:
     """Whether the request is for a file, at an address that this server made and that is still good."""
     expires, signature = request.query.get("expires", ""), request.query.get("signature", "")
     if not request.path.startswith(_FILES) or not (expires.isascii() and expires.isdecimal()) or len(expires) > 12:
@@ -82,5 +82,5 @@ def signed(state: State, request: Request) -> bool:
     return good and time.time() <= int(expires)
 
 
-def _signature(state: State, path: str, expires: int) -> str:
+def _signature(state: ServerState, path: str, expires: int) -> str:
     return hmac.new(state.secret, f"{expires} {path}".encode(), hashlib.sha256).hexdigest()

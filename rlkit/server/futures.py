@@ -21,7 +21,7 @@ from rlkit.server.requests import ApiError, Response
 
 __all__ = ["Entry", "Futures", "Line"]
 
-Run = Callable[[Callable[[], None]], object]  # has a job carried out: a worker's submit
+Submit = Callable[[Callable[[], None]], object]  # has a job carried out: a worker's submit
 _KEPT = 512  # results that were read and are kept for a client that did not get them
 _LIMIT = 20_000  # requests that are kept in all
 
@@ -166,7 +166,7 @@ class Line:
         first: the lowest seq_id.
     """
 
-    def __init__(self, run: Run, first: int = 1) -> None:
+    def __init__(self, run: Submit, first: int = 1) -> None:
         self._run = run
         self._next = first
         self._held: dict[int, tuple[Entry, Callable[[], Response]] | None] = {}  # None: refused

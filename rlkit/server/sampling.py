@@ -15,7 +15,7 @@ from rlkit.server import wire
 from rlkit.server.adapter import BackendSnapshot
 from rlkit.server.losses import UNKNOWN
 from rlkit.server.requests import ApiError, Fields, Request, Response
-from rlkit.server.state import Endpoints, SamplerSession, State
+from rlkit.server.state import Endpoints, SamplerSession, ServerState
 from rlkit.types import SamplingParams
 
 __all__ = ["endpoints", "new_sampler"]
@@ -24,7 +24,7 @@ endpoints = Endpoints()
 
 
 @endpoints.post("create_sampling_session")
-def create_sampling_session(state: State, request: Request) -> Response:
+def create_sampling_session(state: ServerState, request: Request) -> Response:
     """Make a sampler of a base model or of saved weights."""
     fields = request.fields()
     session = state.session(fields.text("session_id"))
@@ -43,7 +43,7 @@ def create_sampling_session(state: State, request: Request) -> Response:
 
 
 def new_sampler(
-    state: State,
+    state: ServerState,
     sampler_id: str,
     base_model: str,
     path: str | None,
@@ -63,7 +63,7 @@ def new_sampler(
 
 
 @endpoints.add("GET", "samplers/{sampler_id}")
-def get_sampler(state: State, request: Request, sampler_id: str) -> Response:
+def get_sampler(state: ServerState, request: Request, sampler_id: str) -> Response:
     """Return what a sampler is."""
     sampler = _sampler(state, sampler_id)
     found = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
@@ -71,7 +71,7 @@ def get_sampler(state: State, request: Request, sampler_id: str) -> Response:
 
 
 @endpoints.post("asample")
-def asample(state: State, request: Request) -> Response:
+def asample(state: ServerState, request: Request) -> Response:
     """Completions of a prompt, and what else is asked about it."""
     fields = request.fields()
     sampler = _sampler(state, fields.text("sampling_session_id"))
@@ -178,7 +178,7 @@ def _top(sampler: Sampler, tokens: np.ndarray, k: int) -> wire.TopLogprobs:
     return wire.TopLogprobs(ids, np.array(logprobs))
 
 
-def _sampler(state: State, sampler_id: str) -> SamplerSession:
+def _sampler(state: ServerState, sampler_id: str) -> SamplerSession:
     sampler = state.samplers.get(sampler_id)
     if sampler is None:
         state.session(sampler_id.partition(":sample:")[0])
@@ -191,7 +191,7 @@ def _sampler(state: State, sampler_id: str) -> SamplerSession:
     return sampler
 
 
-def _asked(state: State, fields: Fields, sampler: SamplerSession, seq_id: int) -> _Asked:
+def _asked(state: ServerState, fields: Fields, sampler: SamplerSession, seq_id: int) -> _Asked:
     prompt = _tokens(fields)
     params = fields.object("sampling_params")
     seed = params.integer("seed", None, low=0, high=2**64 - 1)

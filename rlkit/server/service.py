@@ -21,7 +21,7 @@ from rlkit.server.adapter import BackendModels
 from rlkit.server.checkpoints import Checkpoints
 from rlkit.server.futures import Futures
 from rlkit.server.requests import ApiError, Request, Response
-from rlkit.server.state import Applied, Endpoints, State
+from rlkit.server.state import Applied, Endpoints, ServerState
 from rlkit.server.wire import read_forward_backward
 
 __all__ = ["Service"]
@@ -83,7 +83,7 @@ class Service:
     ) -> None:
         self._keys = None if keys is None else [key.encode() for key in keys]
         flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "custom_loss_server_side": True}
-        self._state = State(
+        self._state = ServerState(
             models=models,
             names=tuple(names),
             tokenizer_id=tokenizer_id,

@@ -11,7 +11,7 @@ from rlkit.backends.worker import Worker
 from rlkit.server.checkpoints import KnownRun
 from rlkit.server.futures import Line
 from rlkit.server.requests import ApiError, Fields, Request, Response
-from rlkit.server.state import Endpoints, Run, Session, State
+from rlkit.server.state import ClientSession, Endpoints, ServerState, TrainingRun
 from rlkit.types import Lora
 
 __all__ = ["checked_optimizer", "ended", "endpoints", "metadata_of", "new_run", "page"]
@@ -21,39 +21,39 @@ _ARCH = "rlkit"  # what rlkit's own clients know the server by
 
 
 @endpoints.post("client/config")
-def client_config(state: State, request: Request) -> Response:
+def client_config(state: ServerState, request: Request) -> Response:
     """Return flags for the client; for rlkit's, whether a call that it sends twice is carried out once."""
     answer = Response.json(dict(state.config))
     return answer._replace(headers={**answer.headers, DEDUPLICATES: "1"}) if state.futures.dedupe else answer
 
 
 @endpoints.post("client/dynamic_config")
-def dynamic_config(state: State, request: Request) -> Response:
+def dynamic_config(state: ServerState, request: Request) -> Response:
     """Return flags that may change: abandoned samples are cancelled."""
     return Response.json({"sample_cancel_enabled": True})
 
 
 @endpoints.add("GET", "healthz")
-def health(state: State, request: Request) -> Response:
+def health(state: ServerState, request: Request) -> Response:
     """Say that the server answers."""
     return Response.json({"status": "ok"})
 
 
 @endpoints.post("telemetry")
-def telemetry(state: State, request: Request) -> Response:
+def telemetry(state: ServerState, request: Request) -> Response:
     """Taken and thrown away."""
     return Response.json({"status": "accepted"})
 
 
 @endpoints.add("GET", "get_server_capabilities")
-def capabilities(state: State, request: Request) -> Response:
+def capabilities(state: ServerState, request: Request) -> Response:
     """Return the base models."""
     each = {"max_context_length": state.models.max_length, "trainable": True, "sampleable": True}
     return Response.json({"supported_models": [{"model_name": name, **each} for name in state.names]})
 
 
 @endpoints.post("create_session")
-def create_session(state: State, request: Request) -> Response:
+def create_session(state: ServerState, request: Request) -> Response:
     """Begin a session; a repeat under the same idempotency key gets the first one's answer."""
     fields = request.fields()
     _end_idle(state)
@@ -65,7 +65,7 @@ def create_session(state: State, request: Request) -> Response:
     number = len(state.sessions)
     while (session_id := f"{state.seed(0, number):016x}") in taken:
         number += 1
-    state.sessions[session_id] = Session(session_id, number, metadata=metadata_of(fields))
+    state.sessions[session_id] = ClientSession(session_id, number, metadata=metadata_of(fields))
     answer = Response.json({"type": "create_session", "session_id": session_id})
     if key is not None:
         state.answers[key] = answer
@@ -73,14 +73,14 @@ def create_session(state: State, request: Request) -> Response:
 
 
 @endpoints.post("session_heartbeat")
-def session_heartbeat(state: State, request: Request) -> Response:
+def session_heartbeat(state: ServerState, request: Request) -> Response:
     """Note that the client lives."""
     state.session(request.fields().text("session_id"))
     return Response.json({"type": "session_heartbeat"})
 
 
 @endpoints.post("sessions/{session_id}/finish")
-def finish_session(state: State, request: Request, session_id: str) -> Response:
+def finish_session(state: ServerState, request: Request, session_id: str) -> Response:
     """End a session and free its models and samplers. What was saved stays."""
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
@@ -89,7 +89,7 @@ def finish_session(state: State, request: Request, session_id: str) -> Response:
 
 
 @endpoints.add("GET", "sessions")
-def list_sessions(state: State, request: Request) -> Response:
+def list_sessions(state: ServerState, request: Request) -> Response:
     """All of this process, newest first."""
     found = [session.session_id for session in reversed(state.sessions.values())]
     offset, limit = page(request, 20)
@@ -97,7 +97,7 @@ def list_sessions(state: State, request: Request) -> Response:
 
 
 @endpoints.add("GET", "sessions/{session_id}")
-def get_session(state: State, request: Request, session_id: str) -> Response:
+def get_session(state: ServerState, request: Request, session_id: str) -> Response:
     """Return what belongs to a session."""
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
@@ -119,7 +119,7 @@ def page(request: Request, size: int) -> tuple[int, int]:
 
 
 @endpoints.post("unload_model")
-def unload_model(state: State, request: Request) -> Response:
+def unload_model(state: ServerState, request: Request) -> Response:
     """Frees a model, behind the requests before; its samplers and what it saved stay."""
     model_id = request.fields().text("model_id")
     known = state.futures.known(("unload_model", model_id))
@@ -134,7 +134,7 @@ def unload_model(state: State, request: Request) -> Response:
     return Response.json(entry.accepted)
 
 
-def _finish(state: State, session: Session) -> None:
+def _finish(state: ServerState, session: ClientSession) -> None:
     session.finished = True
     for model_id, run in state.runs.items():
         if model_id.split(":train:")[0] == session.session_id:
@@ -143,14 +143,14 @@ def _finish(state: State, session: Session) -> None:
         del state.samplers[sampler_id]
 
 
-def _end_idle(state: State) -> None:
+def _end_idle(state: ServerState) -> None:
     """End the sessions whose clients have gone without a word."""
     for session in state.sessions.values():
         if not session.finished and time.monotonic() - session.last_seen > state.idle:
             _finish(state, session)
 
 
-def ended(run: Run) -> None:
+def ended(run: TrainingRun) -> None:
     """Finishes a model's requests, frees it, and has its thread end."""
 
     def job() -> None:
@@ -163,7 +163,7 @@ def ended(run: Run) -> None:
 
 
 @endpoints.post("create_model")
-def create_model(state: State, request: Request) -> Response:
+def create_model(state: ServerState, request: Request) -> Response:
     """Make a new model to train."""
     fields = request.fields()
     session = state.session(fields.text("session_id"))
@@ -193,21 +193,26 @@ def metadata_of(fields: Fields) -> Mapping[str, Any] | None:
 
 
 def new_run(
-    state: State, session: Session, number: int, base_model: str, lora: Lora, metadata: Mapping[str, Any] | None
-) -> Run:
+    state: ServerState,
+    session: ClientSession,
+    number: int,
+    base_model: str,
+    lora: Lora,
+    metadata: Mapping[str, Any] | None,
+) -> TrainingRun:
     """Make a model's place, before the model is made."""
     model_id = f"{session.session_id}:train:{number}"
     if model_id in state.runs:  # asked for twice, and repeats are not recognised
         ended(state.runs[model_id])
     worker = Worker(f"serve-{model_id}")
-    run = Run(model_id, base_model, lora, worker, Line(worker.submit), metadata=metadata)
+    run = TrainingRun(model_id, base_model, lora, worker, Line(worker.submit), metadata=metadata)
     state.runs[model_id] = run
     state.checkpoints.note(KnownRun(model_id, base_model, lora, metadata))
     return run
 
 
 @endpoints.post("get_info")
-def get_info(state: State, request: Request) -> Response:
+def get_info(state: ServerState, request: Request) -> Response:
     """Return what a model is."""
     run = state.run(request.fields().text("model_id"))
     data = {"arch": _ARCH, "model_name": run.base_model, "tokenizer_id": state.tokenizer_id}
@@ -229,7 +234,7 @@ def checked_optimizer(config: Fields | None) -> None:
         raise ApiError(400, f"optimizer {config.text('type')!r} is not offered by this server; it has: adamw")
 
 
-def _lora(state: State, fields: Fields | None) -> Lora:
+def _lora(state: ServerState, fields: Fields | None) -> Lora:
     if fields is None:
         return Lora()
     rank = fields.integer("rank", low=1)

@@ -23,7 +23,7 @@ from rlkit.server.losses import Loss
 from rlkit.server.requests import ApiError, Request, Response
 from rlkit.types import Lora
 
-__all__ = ["Applied", "Endpoint", "Endpoints", "Run", "SamplerSession", "Session", "State"]
+__all__ = ["Applied", "ClientSession", "Endpoint", "Endpoints", "SamplerSession", "ServerState", "TrainingRun"]
 
 _APPLIED = 100_000  # operations that are remembered
 
@@ -46,7 +46,7 @@ class Applied:
 
 
 @attrs.define(eq=False)
-class Session:
+class ClientSession:
     """A client's session."""
 
     session_id: str
@@ -57,7 +57,7 @@ class Session:
 
 
 @attrs.define(eq=False)
-class Run:
+class TrainingRun:
     """A model in training, its thread, and the order of its requests."""
 
     model_id: str
@@ -122,7 +122,7 @@ class SamplerSession:
 
 
 @attrs.define(eq=False)
-class State:
+class ServerState:
     """Everything of one service."""
 
     models: BackendModels
@@ -140,14 +140,14 @@ class State:
     pool: concurrent.futures.ThreadPoolExecutor
     secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)  # signs addresses of files
     lock: threading.RLock = attrs.field(factory=threading.RLock)  # of all that follows
-    sessions: dict[str, Session] = attrs.field(factory=dict)
-    runs: dict[str, Run] = attrs.field(factory=dict)
+    sessions: dict[str, ClientSession] = attrs.field(factory=dict)
+    runs: dict[str, TrainingRun] = attrs.field(factory=dict)
     samplers: OrderedDict[str, SamplerSession] = attrs.field(factory=OrderedDict)  # the last used is last
     losses: dict[tuple[str, str], Loss] = attrs.field(factory=dict)
     applied: deque[Applied] = attrs.field(factory=lambda: deque(maxlen=_APPLIED))
     answers: dict[str, Response] = attrs.field(factory=dict)  # by idempotency key
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> ClientSession:
         """Return the session of that id.
 
         Raises:
@@ -161,7 +161,7 @@ class State:
         session.last_seen = time.monotonic()
         return session
 
-    def run(self, model_id: str) -> Run:
+    def run(self, model_id: str) -> TrainingRun:
         """Return the model in training of that id.
 
         Raises:

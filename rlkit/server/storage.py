@@ -11,7 +11,7 @@ from rlkit.server.checkpoints import KINDS, Checkpoint, Kind, KnownRun, checked_
 from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.sampling import new_sampler
 from rlkit.server.sessions import checked_optimizer, metadata_of, new_run, page
-from rlkit.server.state import Endpoints, Run, State
+from rlkit.server.state import Endpoints, ServerState, TrainingRun
 from rlkit.server.training import submitted
 
 __all__ = ["endpoints", "saved"]
@@ -20,7 +20,7 @@ endpoints = Endpoints()
 
 
 @endpoints.post("save_weights")
-def save_weights(state: State, request: Request) -> Response:
+def save_weights(state: ServerState, request: Request) -> Response:
     """Save a model with its optimizer."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
@@ -40,7 +40,7 @@ def save_weights(state: State, request: Request) -> Response:
 
 
 @endpoints.post("save_weights_for_sampler")
-def save_weights_for_sampler(state: State, request: Request) -> Response:
+def save_weights_for_sampler(state: ServerState, request: Request) -> Response:
     """Save a model to sample from: under a name, or for one sampler of this session."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
@@ -73,7 +73,7 @@ def save_weights_for_sampler(state: State, request: Request) -> Response:
 
 
 @endpoints.post("load_weights")
-def load_weights(state: State, request: Request) -> Response:
+def load_weights(state: ServerState, request: Request) -> Response:
     """Make a model from a saved one, or load another state into a model that is there."""
     fields = request.fields()
     if fields.get("model_id") is not None:
@@ -98,7 +98,7 @@ def load_weights(state: State, request: Request) -> Response:
     return Response.json(entry.accepted)
 
 
-def _loaded_over(state: State, fields: Fields) -> Response:
+def _loaded_over(state: ServerState, fields: Fields) -> Response:
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
 
     def prepare() -> Callable[[], Response]:
@@ -117,7 +117,7 @@ def _loaded_over(state: State, fields: Fields) -> Response:
 
 
 @endpoints.post("weights_info")
-def weights_info(state: State, request: Request) -> Response:
+def weights_info(state: ServerState, request: Request) -> Response:
     """Return what stands at a path."""
     found = state.checkpoints.find(request.fields().text("tinker_path"))
     flags = {name: getattr(found.lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
@@ -125,19 +125,19 @@ def weights_info(state: State, request: Request) -> Response:
 
 
 @endpoints.add("GET", "checkpoints")
-def list_checkpoints(state: State, request: Request) -> Response:
+def list_checkpoints(state: ServerState, request: Request) -> Response:
     """All that was saved, newest first."""
     return _page(request, "checkpoints", [_shown(x) for x in reversed(state.checkpoints.all())])
 
 
 @endpoints.add("GET", "training_runs")
-def list_training_runs(state: State, request: Request) -> Response:
+def list_training_runs(state: ServerState, request: Request) -> Response:
     """All models that were trained here, newest first."""
     return _page(request, "training_runs", [_run_shown(state, run) for run in reversed(_runs(state).values())])
 
 
 @endpoints.add("PUT", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl")
-def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+def set_ttl(state: ServerState, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Set when a saved state is dropped."""
     expires = checked_ttl(request.fields().integer("ttl_seconds", None))
     state.checkpoints.change(f"tinker://{run_id}/{checkpoint_id}", expires=expires)
@@ -145,43 +145,43 @@ def set_ttl(state: State, request: Request, run_id: str, checkpoint_id: str) -> 
 
 
 @endpoints.post("training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
-def publish(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+def publish(state: ServerState, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Nobody else sees this server."""
     del state, request, run_id, checkpoint_id
     raise ApiError(400, "publishing: this server has one user, and nobody to publish to")
 
 
 @endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
-def unpublish(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+def unpublish(state: ServerState, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Nothing was published."""
     return publish(state, request, run_id, checkpoint_id)
 
 
 @endpoints.add("DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
-def delete_checkpoint(state: State, request: Request, run_id: str, checkpoint_id: str) -> Response:
+def delete_checkpoint(state: ServerState, request: Request, run_id: str, checkpoint_id: str) -> Response:
     """Forgets a saved state."""
     state.checkpoints.delete(state.checkpoints.find(f"tinker://{run_id}/{checkpoint_id}").path)
     return Response.json({})
 
 
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints")
-def list_run_checkpoints(state: State, request: Request, run_id: str) -> Response:
+def list_run_checkpoints(state: ServerState, request: Request, run_id: str) -> Response:
     """Return what one model saved, oldest first."""
     return Response.json({"checkpoints": [_shown(x) for x in state.checkpoints.all(run_id)]})
 
 
 @endpoints.add("GET", "training_runs/{run_id}")
-def get_training_run(state: State, request: Request, run_id: str) -> Response:
+def get_training_run(state: ServerState, request: Request, run_id: str) -> Response:
     """One model that is or was trained here."""
     return Response.json(_run_shown(state, _run(state, run_id)))
 
 
-def _runs(state: State) -> dict[str, Run | KnownRun]:
+def _runs(state: ServerState) -> dict[str, TrainingRun | KnownRun]:
     """Those of this process, and those of earlier ones on the folder."""
     return {**{run.model_id: run for run in state.checkpoints.runs()}, **state.runs}
 
 
-def _run(state: State, run_id: str) -> Run | KnownRun:
+def _run(state: ServerState, run_id: str) -> TrainingRun | KnownRun:
     run = _runs(state).get(run_id)
     if run is None:
         raise ApiError(404, f"training run {run_id!r} is unknown")
@@ -189,7 +189,7 @@ def _run(state: State, run_id: str) -> Run | KnownRun:
 
 
 def saved(
-    state: State, run: Run, fields: Fields, kind: Kind, name: str, *, overwrite: bool = False
+    state: ServerState, run: TrainingRun, fields: Fields, kind: Kind, name: str, *, overwrite: bool = False
 ) -> Callable[[], str]:
     """Reserve a name; return the function that saves under it and returns the path."""
     expires = checked_ttl(fields.integer("ttl_seconds", None))
@@ -208,7 +208,7 @@ def saved(
     return save
 
 
-def _found(state: State, fields: Fields) -> Checkpoint:
+def _found(state: ServerState, fields: Fields) -> Checkpoint:
     checked_optimizer(fields.object("optimizer_config", None))
     return state.checkpoints.find(fields.text("path"), "weights")
 
@@ -224,7 +224,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _run_shown(state: State, run: Run | KnownRun) -> dict[str, object]:
+def _run_shown(state: ServerState, run: TrainingRun | KnownRun) -> dict[str, object]:
     found = state.checkpoints.all(run.model_id)
     last = {kind: next((_shown(x) for x in reversed(found) if x.kind == kind), None) for kind in KINDS}
     return {

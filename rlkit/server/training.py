@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from rlkit.server import wire
-from rlkit.server.adapter import Row
+from rlkit.server.adapter import LossRow
 from rlkit.server.graph import read_loss
 from rlkit.server.losses import Loss, hosted
 from rlkit.server.requests import ApiError, Fields, Request, Response
-from rlkit.server.state import Endpoints, Run, State
+from rlkit.server.state import Endpoints, ServerState, TrainingRun
 from rlkit.types import Adam
 
 __all__ = ["endpoints", "submitted"]
@@ -22,7 +22,11 @@ _ADAM = Adam(eps=1e-12)  # the API's defaults
 
 
 def submitted(
-    state: State, run: Run, operation: str, seq_id: int | None, prepare: Callable[[], Callable[[], Response]]
+    state: ServerState,
+    run: TrainingRun,
+    operation: str,
+    seq_id: int | None,
+    prepare: Callable[[], Callable[[], Response]],
 ) -> Response:
     """Accept a request of a model in training.
 
@@ -52,7 +56,7 @@ def submitted(
 
 
 @endpoints.post("forward_backward")
-def forward_backward(state: State, request: Request) -> Response:
+def forward_backward(state: ServerState, request: Request) -> Response:
     """Logprobs, the loss, and unless ``forward_only`` its gradient, which is added to what is there."""
     call = wire.read_forward_backward(request.body)
     run = state.run(call.model_id)
@@ -75,7 +79,7 @@ def forward_backward(state: State, request: Request) -> Response:
 
 
 @endpoints.post("optim_step")
-def optim_step(state: State, request: Request) -> Response:
+def optim_step(state: ServerState, request: Request) -> Response:
     """One step of AdamW."""
     fields = request.fields()
     run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
@@ -94,7 +98,7 @@ def optim_step(state: State, request: Request) -> Response:
 
 
 @endpoints.post("create_custom_loss")
-def create_custom_loss(state: State, request: Request) -> Response:
+def create_custom_loss(state: ServerState, request: Request) -> Response:
     """Keep a traced loss for the session."""
     fields = request.fields()
     session = state.session(fields.text("session_id"))
@@ -114,7 +118,7 @@ def create_custom_loss(state: State, request: Request) -> Response:
     return Response.json(entry.accepted)
 
 
-def _loss(state: State, run: Run, call: wire.ForwardBackward) -> Loss:
+def _loss(state: ServerState, run: TrainingRun, call: wire.ForwardBackward) -> Loss:
     if call.loss != "custom":
         return hosted(call.loss, call.config)
     loss_id = call.config.get("loss_id")
@@ -124,7 +128,7 @@ def _loss(state: State, run: Run, call: wire.ForwardBackward) -> Loss:
     return loss
 
 
-def _row(i: int, datum: wire.Datum, loss: Loss) -> Row:
+def _row(i: int, datum: wire.WireDatum, loss: Loss) -> LossRow:
     """Return a datum that has what ``loss`` reads, in the right shapes."""
     where = f"data[{i}].loss_fn_inputs"
     inputs: dict[str, np.ndarray] = dict(datum.inputs)
@@ -140,7 +144,7 @@ def _row(i: int, datum: wire.Datum, loss: Loss) -> Row:
         )
     if loss.ranks is not None:
         inputs["target_tokens"] = targets
-        return Row(datum.tokens, targets, _ranked(where, inputs, targets, loss.ranks))
+        return LossRow(datum.tokens, targets, _ranked(where, inputs, targets, loss.ranks))
     for name, default in loss.optional.items():
         inputs.setdefault(name, np.full(targets.shape, default, np.float32))
     for name in (*loss.inputs, *loss.optional):
@@ -157,7 +161,7 @@ def _row(i: int, datum: wire.Datum, loss: Loss) -> Row:
     extra = inputs.keys() - {*loss.inputs, *loss.optional}
     if extra:
         raise ApiError(400, f"{where} has {min(extra)!r}, which {loss.name} does not read")
-    return Row(datum.tokens, targets, inputs)
+    return LossRow(datum.tokens, targets, inputs)
 
 
 def _ranked(

@@ -18,11 +18,11 @@ from rlkit.errors import UnsupportedError
 from rlkit.server.requests import ApiError
 
 __all__ = [
-    "Datum",
     "ForwardBackward",
     "Matrix",
     "Sampled",
     "TopLogprobs",
+    "WireDatum",
     "read_forward_backward",
     "write_outputs",
     "write_samples",
@@ -49,7 +49,7 @@ def messages() -> Any:
 
 
 @attrs.frozen(eq=False)
-class Datum:
+class WireDatum:
     """A datum as it came: tokens int64 [N], inputs by name."""
 
     tokens: np.ndarray
@@ -67,8 +67,8 @@ class ForwardBackward:
     config: Mapping[str, float | str]
     data: Sequence[Any]  # messages, decoded by ``datum``
 
-    def datum(self, index: int) -> Datum:
-        """Datum ``index``, decoded.
+    def datum(self, index: int) -> WireDatum:
+        """Decode datum ``index``.
 
         Raises:
             ApiError: 400, naming the datum and the field.
@@ -83,7 +83,7 @@ class ForwardBackward:
                 )
             parts.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype(np.int32)))
         tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
-        return Datum(
+        return WireDatum(
             tokens, {k: _tensor(f"{where}.loss_fn_inputs[{k!r}]", t) for k, t in message.loss_fn_inputs.items()}
         )
 

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from rlkit.tracking.service import COLUMNS, Service
+from rlkit.tracking.service import COLUMNS, ServiceTracker
 
 __all__ = ["Mlflow"]
 
 _OTHER = re.compile(r"[^A-Za-z0-9_\-. :/]")  # what a name there cannot hold
 
 
-class Mlflow(Service):
+class Mlflow(ServiceTracker):
     """Logs to a tracking server or database of MLflow (extra ``mlflow``).
 
     Metrics go there with their steps; characters that MLflow does not take in names become "_". Settings become
@@ -26,7 +26,7 @@ class Mlflow(Service):
         name: the run's; None: MLflow makes one up.
         id: of a run to go on with; None: a new one.
         uri: of the server or database; None: what MLflow finds in the environment.
-        config, trajectories: as for ``Service``: settings, which are masked, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: mlflow is not installed.

@@ -13,12 +13,12 @@ from rlkit.tracking import values
 from rlkit.trajectory import Group, Trajectory
 from rlkit.trajectory.types import checked_groups
 
-__all__ = ["COLUMNS", "Service", "examples"]
+__all__ = ["COLUMNS", "ServiceTracker", "examples"]
 
 COLUMNS = ("step", "env", "index", "reward", "turns", "tokens", "ended", "text")
 
 
-class Service:
+class ServiceTracker:
     """Opens the other side at the first call, which ``Several`` makes in a thread, so that no run waits for it.
 
     A subclass says which package it needs, and writes ``_open``, ``_log``, ``_texts`` and ``_end``.

@@ -7,17 +7,17 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from rlkit.tracking.service import COLUMNS, Service
+from rlkit.tracking.service import COLUMNS, ServiceTracker
 
 __all__ = ["TensorBoard"]
 
 
-class TensorBoard(Service):
+class TensorBoard(ServiceTracker):
     """Writes event files for TensorBoard, with tensorboardX (extra ``tensorboard``).
 
     Args:
         folder: where the event files go.
-        config, trajectories: as for ``Service``: settings, which are masked, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: tensorboardX is not installed.

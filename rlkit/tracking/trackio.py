@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from rlkit.tracking.service import COLUMNS, Service
+from rlkit.tracking.service import COLUMNS, ServiceTracker
 
 __all__ = ["Trackio"]
 
 
-class Trackio(Service):
+class Trackio(ServiceTracker):
     """Logs to Trackio's local database, or to a Space of the user's (extra ``trackio``).
 
     Args:
@@ -18,7 +18,7 @@ class Trackio(Service):
         name: the run's; None: Trackio makes one up.
         resume: "never", "allow" or "must": whether a run of that name is gone on with.
         space: of Hugging Face, to log to; None: this machine, in ``$TRACKIO_DIR``.
-        config, trajectories: as for ``Service``: settings, which are masked, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: trackio is not installed.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from rlkit.tracking.service import COLUMNS, Service
+from rlkit.tracking.service import COLUMNS, ServiceTracker
 
 __all__ = ["Wandb"]
 
 
-class Wandb(Service):
+class Wandb(ServiceTracker):
     """Sends metrics, and some trajectories as a table, to Weights & Biases (extra ``wandb``).
 
     The key is what wandb itself finds in the environment. Steps are logged as a metric called "step", which is the x
@@ -23,7 +23,7 @@ class Wandb(Service):
         id: of a run to go on with; None: a new one.
         folder: for wandb's own files; None: its choice.
         mode: "online", "offline" or "disabled"; None: what the environment says, else online.
-        config, trajectories: as for ``Service``: settings, which are masked, and how many trajectories a step.
+        config, trajectories: as for ``ServiceTracker``: settings, which are masked, and how many trajectories a step.
 
     Raises:
         ConfigError: wandb is not installed.

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit.backends import sampling
 from rlkit.backends.toy import ToyBackend
-from rlkit.backends.toy.adamw import State, Weights
+from rlkit.backends.toy.adamw import AdamState, Weights
 from rlkit.backends.toy.drawing import drawn
-from rlkit.backends.toy.model import Features, Row, base_weights
+from rlkit.backends.toy.model import Distributions, Features, base_weights
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.testing import BackendConformance
 
@@ -31,7 +31,7 @@ def test_adamw_is_torch_s(clip, decay):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     params = rlkit.Adam(0.05, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=decay, grad_clip_norm=clip)
-    weights = Weights(State.started(rng.normal(size=(3, 4))))
+    weights = Weights(AdamState.started(rng.normal(size=(3, 4))))
     theirs = torch.nn.Parameter(torch.from_numpy(weights.value.copy()))
     adam = torch.optim.AdamW([theirs], lr=0.05, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay)
     for _ in range(5):
@@ -82,7 +82,7 @@ def test_gradients_by_differences(name, temperature):
         total = (by_model * chosen * (known[:, 0] if name == "logprobs" else known)).sum()
         return total - (by_entropy * (np.exp(lp) * lp).sum(-1)).sum() * entropy
 
-    row = Row(features, weights, temperature)
+    row = Distributions(features, weights, temperature)
     for entropy in (0, 1):
         got = row.gradient(datum, name, by_model, by_entropy if entropy else None)
         expected = np.zeros_like(weights)

@@ -7,7 +7,7 @@ import pytest
 
 import rlkit
 from rlkit.server import BackendModels
-from rlkit.server.adapter import Row
+from rlkit.server.adapter import LossRow
 from rlkit.server.losses import hosted
 
 LOSSES = [
@@ -53,7 +53,7 @@ def rows(name, *, own=True, everywhere=False):
             inputs = {"logprobs": -3.0 + rng.normal(0, 0.3, n), "advantages": value * gate}
         if name == "gspo":
             inputs["sequence_ratio_mask"] = np.maximum(gate, np.arange(n) >= n - 1) * 1.0  # a mean of none has no value
-        found.append(Row(tokens[:-1], tokens[1:], {key: x.astype(np.float32) for key, x in inputs.items()}))
+        found.append(LossRow(tokens[:-1], tokens[1:], {key: x.astype(np.float32) for key, x in inputs.items()}))
     return found
 
 

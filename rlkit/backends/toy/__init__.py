@@ -17,8 +17,8 @@ from rlkit.backends.checking import Start
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.toy.adamw import State, Weights
-from rlkit.backends.toy.model import Features, Row, base_weights
+from rlkit.backends.toy.adamw import AdamState, Weights
+from rlkit.backends.toy.model import Distributions, Features, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.futures import Future
@@ -70,7 +70,7 @@ class ToyBackend(InProcessBackend):
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
-        self._weights = Weights(State.started(self._base_weights))
+        self._weights = Weights(AdamState.started(self._base_weights))
         self._seeds = SeedStream(entropy_of(seed))
         version = self._load(start.path, optimizer=start.resumes)
         super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
@@ -97,10 +97,10 @@ class ToyBackend(InProcessBackend):
         extras = {name: [getattr(row, name) for row in rows] for name in want}
         return output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [found])
 
-    def _forward(self, datum: Datum) -> Row:
+    def _forward(self, datum: Datum) -> Distributions:
         before = np.flatnonzero(datum.mask) - 1
         features = self._features.all(datum.tokens)[before]
-        return Row(features, self._weights.value, datum.temperature or 1.0)
+        return Distributions(features, self._weights.value, datum.temperature or 1.0)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
         return self._weights.step(params)
@@ -120,7 +120,7 @@ class ToyBackend(InProcessBackend):
         def job() -> ToySampler:
             folder, state = saves.read(path, backend="toy")
             with saves.restoring(folder):
-                weights = Weights(State.started(self._base_weights))
+                weights = Weights(AdamState.started(self._base_weights))
                 weights.read(folder / "toy.npz", state, optimizer=False)
                 return self._sampler_of(weights.value, int(state.get("version", 0)))
 

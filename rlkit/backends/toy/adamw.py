@@ -12,11 +12,11 @@ import numpy as np
 from rlkit.errors import BackendError, CheckpointError
 from rlkit.types import Adam
 
-__all__ = ["State", "Weights"]
+__all__ = ["AdamState", "Weights"]
 
 
 @attrs.frozen(eq=False)
-class State:
+class AdamState:
     """Weights and their moments; arrays are replaced, never written, so that snapshots can keep them."""
 
     value: np.ndarray
@@ -25,11 +25,11 @@ class State:
     steps: int = 0
 
     @classmethod
-    def started(cls, value: np.ndarray) -> State:
+    def started(cls, value: np.ndarray) -> AdamState:
         """Before the first step."""
         return cls(value, np.zeros_like(value), np.zeros_like(value))
 
-    def stepped(self, gradient: np.ndarray, params: Adam) -> tuple[State, float]:
+    def stepped(self, gradient: np.ndarray, params: Adam) -> tuple[AdamState, float]:
         """One step further, and the gradient's norm before it was clipped.
 
         Raises:
@@ -47,7 +47,7 @@ class State:
         scale = np.sqrt(second / (1 - params.beta2**steps)) + params.eps
         update = first / (1 - params.beta1**steps) / scale
         decayed = self.value * (1 - params.learning_rate * params.weight_decay)
-        return State(decayed - params.learning_rate * update, first, second, steps), norm
+        return AdamState(decayed - params.learning_rate * update, first, second, steps), norm
 
 
 class Weights:
@@ -58,7 +58,7 @@ class Weights:
         gradient: what is accumulated.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AdamState) -> None:
         self.state = state
         self.gradient = np.zeros_like(state.value)
 
@@ -114,10 +114,10 @@ class Weights:
             if arrays["weights"].shape != self.value.shape:
                 raise CheckpointError(f"{file} has shape {arrays['weights'].shape}; expected {self.value.shape}")
             if not optimizer:
-                self.state = State.started(arrays["weights"])
+                self.state = AdamState.started(arrays["weights"])
                 return
             if not state["optimizer"]:
                 raise CheckpointError(
                     f"{file.parent} was saved without its optimizer; use init_from= for the weights alone"
                 )
-            self.state = State(arrays["weights"], arrays["first"], arrays["second"], int(state["moment_steps"]))
+            self.state = AdamState(arrays["weights"], arrays["first"], arrays["second"], int(state["moment_steps"]))

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit.types import Datum
 
-__all__ = ["Features", "Row", "base_weights"]
+__all__ = ["Distributions", "Features", "base_weights"]
 
 
 class Features:
@@ -22,7 +22,7 @@ class Features:
         self.size = width + 1
 
     def start(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """State of ``n`` empty prefixes: the last three tokens (-1: none), and the memory."""
+        """Return the state of ``n`` empty prefixes: the last three tokens (-1: none), and the memory."""
         return np.full((n, 3), -1), np.zeros((n, self.size - 1))
 
     def read(self, state: tuple[np.ndarray, np.ndarray], tokens: np.ndarray) -> tuple[np.ndarray, tuple[Any, Any]]:
@@ -45,7 +45,7 @@ class Features:
         return np.stack(rows)
 
 
-class Row:
+class Distributions:
     """The distributions at one datum's masked-in tokens, and how gradients flow back from them."""
 
     def __init__(self, features: np.ndarray, weights: np.ndarray, temperature: float) -> None:

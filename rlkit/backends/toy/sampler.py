@@ -14,7 +14,7 @@ from rlkit._forms import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
 from rlkit.backends.toy.drawing import drawn
-from rlkit.backends.toy.model import Features, Row
+from rlkit.backends.toy.model import Distributions, Features
 from rlkit.errors import BackendError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
@@ -83,7 +83,7 @@ class ToySampler:
         """Return the logprobs [T, K] of ``ids`` [T, K]; 0 where an id is -1, and in row 0."""
         out = np.zeros(ids.shape, np.float32)
         if tokens.size > 1:
-            logprobs = Row(self._features.all(tokens[:-1]), weights, temperature).logprobs
+            logprobs = Distributions(self._features.all(tokens[:-1]), weights, temperature).logprobs
             out[1:] = np.where(ids[1:] < 0, 0.0, np.take_along_axis(logprobs, np.maximum(ids[1:], 0), 1))
         return out
 
