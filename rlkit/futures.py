@@ -71,7 +71,7 @@ class Future(Generic[T]):
     """A value that is on its way.
 
     There is no ``cancel()``: cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the
-    waiting and never the work, so that a training call can not be lost from the middle of a sequence. Sampling alone
+    waiting and never the work, so that a training call cannot be lost from the middle of a sequence. Sampling alone
     may stop, where nobody can want it any more: when its future was forgotten, or Ctrl-C ended the last waiting for it.
 
     ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and

@@ -68,11 +68,11 @@ def test_errors_of_other_libraries_are_one_line_too(monkeypatch, capsys):
     from rlkit._commands import doctor
 
     def failed(_):
-        raise rlkit.ConfigError("model: can not be loaded: no network\n  see the manual\n")
+        raise rlkit.ConfigError("model: cannot be loaded: no network\n  see the manual\n")
 
     monkeypatch.setattr(doctor, "run", failed)
     assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == "rlkit doctor: model: can not be loaded: no network see the manual\n"
+    assert capsys.readouterr().err == "rlkit doctor: model: cannot be loaded: no network see the manual\n"
 
 
 def test_a_bad_key_is_refused(monkeypatch, capsys):

@@ -138,7 +138,7 @@ def test_result_set_after_the_loop_is_closed(pending):
 
 
 def test_there_is_no_cancel():
-    """A training call can not be taken back."""
+    """A training call cannot be taken back."""
     assert not hasattr(Future.of(1), "cancel")
 
 

@@ -90,7 +90,7 @@ def test_trajectories(toy):
 
 
 def test_it_learns(toy):
-    """Greedy answers to held-out questions: the toy, which can not read them, learns to name a number."""
+    """Greedy answers to held-out questions: the toy, which cannot read them, learns to name a number."""
     held_out = answers(toy[0], "held-out")
     before, after = (np.mean([reward for _, reward in held_out[step]]) for step in (0, 20))
     assert before <= after

@@ -134,3 +134,23 @@ def test_every_requirement_is_pinned():
     for requirement in wanted:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement)[0]
         assert re.sub(r"[-_.]+", "-", name).lower() in canonical, requirement
+
+
+LONGEST = 350  # lines of a file of rlkit; one idea is shorter
+
+
+def test_words():
+    """One spelling."""
+    wrong = {"can " + "not": "cannot"}
+    for path in [*SOURCES, *PAGES]:
+        for word, right in wrong.items():
+            assert word not in path.read_text("utf-8"), f"{path}: {word!r}; write {right!r}"
+
+
+def test_files_are_short():
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "rlkit"):
+            lines = len(path.read_text("utf-8").splitlines())
+            assert lines <= LONGEST, (
+                f"{path.relative_to(ROOT)} has {lines} lines; {LONGEST} at most: which ideas are in it?"
+            )

@@ -84,7 +84,7 @@ def _by_list(estimator: object, function: Callable[..., Any], rows: _rows.Rows, 
 
 
 def _check_settings(estimator: object, function: Callable[..., Any], settings: Collection[str]) -> None:
-    """Raise for settings that the estimator does not have, and for those that it can not do without."""
+    """Raise for settings that the estimator does not have, and for those that it cannot do without."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some callables have no signature to read; the call itself will tell

@@ -99,7 +99,7 @@ def checked_call(
         raise UnsupportedError(f"the loss {prepared.name!r} needs {why}")
     if prepared.entropy and "entropy" not in wanted:
         raise UnsupportedError(
-            f"the loss {prepared.name!r} needs exact entropies, which the {name} backend can not give; "
+            f"the loss {prepared.name!r} needs exact entropies, which the {name} backend cannot give; "
             "rlkit.advantages.entropy_bonus is the sampled estimate"
         )
     prepared.check(data)

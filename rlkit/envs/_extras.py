@@ -28,7 +28,7 @@ def package(adapter: str, module: str, install: str) -> ModuleType:
                 _load(top, spec)
         return importlib.import_module(module)
     except ImportError as error:
-        text = f"rlkit.envs.{adapter}: module {module!r} can not be imported ({error}); install it with {install}"
+        text = f"rlkit.envs.{adapter}: module {module!r} cannot be imported ({error}); install it with {install}"
         loaded = sys.modules.get(top)
         if loaded is not None and not hasattr(loaded, "__path__"):
             text += f"; {top!r} has been imported from {getattr(loaded, '__file__', None)}, which needs another name"

@@ -38,7 +38,7 @@ def function(
             mapping with a ``"prompt"`` and whatever the reward needs besides. Or a mapping from splits to rows.
         reward: called with the ``Action`` (a string that knows its tokens and why it ended), and by keyword with those
             of the row's fields that it names; ``async`` or not, and plain ones run in threads. Gives a finite number;
-            None: it can not tell, and the episode counts as failed.
+            None: it cannot tell, and the episode counts as failed.
         split: which rows to take, where ``prompts`` has several splits.
         group: the reward is called once for a group, when all its answers are there: with a list of actions, and it
             gives a list of rewards. For rewards that compare answers, and for models that score batches.

@@ -254,7 +254,7 @@ def _in_our_terms(where: str) -> Iterator[None]:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # what the SDK makes of garbage
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise EnvError(f"{where}: the server's answer can not be read ({text}); is it an OpenReward server?") from error
+        raise EnvError(f"{where}: the server's answer cannot be read ({text}); is it an OpenReward server?") from error
     except (errors.OpenRewardError, http.AuthenticationError, aiohttp.ClientError, OSError, TimeoutError) as error:
         causes = [error, *getattr(error, "errors", ())]
         statuses = [cause.status for cause in causes if isinstance(cause, aiohttp.ClientResponseError)]

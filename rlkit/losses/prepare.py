@@ -266,7 +266,7 @@ def prepare(loss: str | Callable[..., Any], config: Mapping[str, Any] | None = N
 
     Raises:
         UnknownNameError: no loss has that name.
-        ConfigError: a setting is unknown or missing, or the signature can not be a loss's.
+        ConfigError: a setting is unknown or missing, or the signature cannot be a loss's.
 
     >>> prepared = prepare("ppo", {"clip_high_threshold": 1.28})
     >>> prepared.inputs, prepared.settings["clip_high_threshold"]

@@ -151,7 +151,7 @@ def test_lambdas_by_trajectory() -> None:
 
 
 TWO = [1.0, 0.0]
-NEEDS: dict[str, dict[str, Any]] = {  # what an estimator can not do without, besides two rewards
+NEEDS: dict[str, dict[str, Any]] = {  # what an estimator cannot do without, besides two rewards
     "gae": {"values": TWO},
     "gdpo": {"rewards": [TWO]},
     "gigpo": {"states": ["a", "a"]},

@@ -87,7 +87,7 @@ def test_seeds_are_the_tasks_own():
 
 
 def test_spaces_that_are_not_text():
-    """Observations are made text, and text actions; what can not be is the policy's mistake."""
+    """Observations are made text, and text actions; what cannot be is the policy's mistake."""
 
     class Grid:
         def reset(self, *, seed=None, options=None):

@@ -116,7 +116,7 @@ def test_several_calls_in_a_turn(url):
 
 
 def test_a_call_without_a_reward_has_none(url):
-    """So do a call that can not be made, and a turn without a call."""
+    """So do a call that cannot be made, and a turn without a call."""
     turns = [
         tool_call("sleep", value=0) + tool_call("look", text="a"),
         tool_call("sleep", value=0),

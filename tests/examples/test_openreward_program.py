@@ -105,7 +105,7 @@ def test_tools_over_several_turns(settings, tmp_path, caller):
     assert min(len(t.turns) for t in played if t.terminated) == 3
     opened = {round(3 * (t.reward + 1), 6) for t in played if not t.terminated}
     assert opened <= {0, 1, 2}, "a cut episode keeps what its doors were worth"
-    assert max(len(t.turns) for t in played) > 3, "a call that can not be read is answered, and made again"
+    assert max(len(t.turns) for t in played) > 3, "a call that cannot be read is answered, and made again"
     assert np.mean(rewards(rows, "doors")) > 0.6
     assert any("train/loss" in metrics for _, metrics in rows)
 

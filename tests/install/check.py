@@ -6,7 +6,7 @@
     python tests/install/check.py core tinker      # the wheel alone, and with one extra
 
 An environment has the wheel with the core or with one extra, and programs.py uses what that extra promises; or it has
-what a page's own lines install. The working tree can not be imported from the former. A line that failed is shown with
+what a page's own lines install. The working tree cannot be imported from the former. A line that failed is shown with
 its output, and the environments are removed unless ``--keep FOLDER`` says where they are to stay.
 """
 

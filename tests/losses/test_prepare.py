@@ -255,7 +255,7 @@ def test_means_over_several_datums(level, expected):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_input_without_default_is_there_for_all_or_none(first):
-    """What a loss takes or leaves, and has no number for, can not be missing from some datums only."""
+    """What a loss takes or leaves, and has no number for, cannot be missing from some datums only."""
     title = with_kl("cross_entropy", 0.1, "ratio_corrected")
     driver, inputs = example(title, np.random.default_rng(0), sizes=(2, 3), optional=("sampling_logprobs",))
     data, leaves = datums(driver, inputs)
@@ -343,7 +343,7 @@ def bad_signatures():
 
 @pytest.mark.parametrize(("function", "message"), bad_signatures())
 def test_signatures(function, message):
-    """What can not be a loss is refused before anything runs."""
+    """What cannot be a loss is refused before anything runs."""
     with pytest.raises(ConfigError, match=message):
         prepare(function)
 

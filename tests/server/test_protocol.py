@@ -107,7 +107,7 @@ def test_a_request_that_never_comes(make):
 
 
 def test_a_request_that_comes_twice(make):
-    """Is carried out once and gets the first one's id; another request can not take its number."""
+    """Is carried out once and gets the first one's id; another request cannot take its number."""
     client = make()
     model = client.model()
     first, again = client.step(model, 1)[1], client.step(model, 1)[1]
@@ -331,7 +331,7 @@ def test_bad_sparse_indices(make, index):
 
 
 def test_huge_sparse_shape(make):
-    """A few bytes can not ask for a matrix that fills the memory."""
+    """A few bytes cannot ask for a matrix that fills the memory."""
     client = make()
     request = call(client.model(), 1)
     tensor = request.data[0].loss_fn_inputs["target_tokens"]

@@ -162,6 +162,6 @@ def test_the_loss_that_is_not_published(server, service):
 
 
 def test_a_backend_is_not_a_function_that_makes_them():
-    """One backend can not serve many clients."""
+    """One backend cannot serve many clients."""
     with rlkit.connect("toy") as policy, pytest.raises(rlkit.ConfigError, match="for each client"):
         rlkit.serve(policy)

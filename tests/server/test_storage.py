@@ -95,7 +95,7 @@ def test_sampler_weights_are_not_trained_from(fake):
     service = fake.service_client()
     training = service.create_lora_training_client("toy").result()
     sampler, full = (f("a").result().path for f in (training.save_weights_for_sampler, training.save_state))
-    with pytest.raises(tinker.BadRequestError, match="can not be trained|cannot be trained"):
+    with pytest.raises(tinker.BadRequestError, match="cannot be trained"):
         service.create_training_client_from_state(sampler).result()
     with pytest.raises(tinker.BadRequestError, match="saved for training"):
         service.create_sampling_client(model_path=full).result()

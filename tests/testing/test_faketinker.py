@@ -486,6 +486,6 @@ def test_faults_are_checked(options):
 
 @pytest.mark.parametrize("fault", ["503", None, Fault("503", "optimstep")])
 def test_a_fault_that_can_not_happen_is_refused(fault):
-    """A misspelt endpoint would make a test that can not fail."""
+    """A misspelt endpoint would make a test that cannot fail."""
     with FakeTinker() as fake, pytest.raises(rlkit.ConfigError, match=r"Fault"):
         fake.inject(fault)

@@ -36,7 +36,7 @@ class Moody:
 
     def close(self):
         if self.seed % 2:
-            raise OSError("can not")
+            raise OSError("cannot")
 
 
 def test_what_rollouts_count_is_standard():

@@ -56,7 +56,7 @@ class TinkerBackend(BaseTrainer):
         max_length: longest sequence in tokens; None for what the service says, else 32768.
         deadline: seconds that a call may take, from when the one before it is done (a sample: from when it is asked
             for). Connecting may take as long.
-        off_temperature: data sampled at a temperature other than 1, which the service can not train at: "raise" an
+        off_temperature: data sampled at a temperature other than 1, which the service cannot train at: "raise" an
             error; "rescore": a sampler gives such samples their untempered logprobs, for one more pass over each;
             "keep" the logprobs as they are, which leaves the ratio off 1.
         server_losses: which losses may be sent to a service that runs them: rlkit's "own", "all" that can be traced,

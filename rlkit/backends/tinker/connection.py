@@ -59,7 +59,7 @@ def service_client(options: Address, seconds: float) -> tuple[ServiceClient, gua
     """Open a ``tinker.ServiceClient`` with a session, and the guard of its connections.
 
     Raises:
-        ConfigError: no key, a key that can not be one, or an address that would show it.
+        ConfigError: no key, a key that cannot be one, or an address that would show it.
         BackendError: nothing listens at an address on this machine.
         BackendTimeout: the service does not answer.
     """
@@ -194,7 +194,7 @@ def tokenizer_of(
     """Return a tokenizer of a directory, a hub name, an object, or of None: the SDK's own choice.
 
     Raises:
-        ConfigError: there is none, or it can not be read within ``seconds``.
+        ConfigError: there is none, or it cannot be read within ``seconds``.
     """
     if isinstance(given, Tokenizer):
         return given

@@ -64,7 +64,7 @@ class ServerLosses:
             return "its settings or its datums' inputs differ in kind"
         graph = self._graph(prepared, data)
         if graph is None:
-            return "it can not be traced, or its graph is not the same function"
+            return "it cannot be traced, or its graph is not the same function"
         return "the service did not take it" if self._handles.get(graph.key, graph) is None else ""
 
     def start(self, prepared: PreparedLoss, data: Sequence[Datum]) -> Handle | None:

@@ -82,7 +82,7 @@ def _trouble(link: guard.Link | None, seconds: float) -> str:
         said = secrets.last_warning(seconds)
         return "" if said is None else f"; the SDK's last warning: {said}"
     if found.status is None:
-        text = f"the service can not be reached: {found.text}"
+        text = f"the service cannot be reached: {found.text}"
     elif found.status == 408:
         text = f"the service puts it off: {found.text}" if found.text else "the service puts it off (408)"
     else:
@@ -135,7 +135,7 @@ def _reason(error: BaseException) -> tuple[str, bool]:
     if isinstance(error, AttributeError) and "billing" in text:  # of the SDK's, where it meets a 402 while connecting
         return _advice(402), False
     if name in ("APIConnectionError", "APITimeoutError"):
-        return f"the service can not be reached: {text}", False
+        return f"the service cannot be reached: {text}", False
     return f"{name}: {text}", False
 
 

@@ -1,6 +1,6 @@
 """What stands between the SDK and the network, for the connections that rlkit makes and for no others.
 
-The SDK follows redirects with the key attached, asks again at once when a result can not be fetched for a fault of the
+The SDK follows redirects with the key attached, asks again at once when a result cannot be fetched for a fault of the
 server, and sends a training call again whose answer was lost, which a server that does not recognise repeated requests
 carries out twice. Here no redirect is followed, a server in trouble is asked slowly, and a training call that may have
 arrived is sent again only where that is safe.

@@ -99,7 +99,7 @@ class TinkerSampler:
         """Return float32 [T]. See ``Sampler.logprobs``.
 
         Raises:
-            UnsupportedError: at a temperature other than 1, which the service can not score at.
+            UnsupportedError: at a temperature other than 1, which the service cannot score at.
         """
         self._check_open()
         array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
@@ -164,7 +164,7 @@ class TinkerSampler:
         return f"<TinkerSampler version {self.version}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a TinkerSampler holds a connection and can not be pickled; connect in each process")
+        raise TypeError("a TinkerSampler holds a connection and cannot be pickled; connect in each process")
 
     def _stop(self, params: SamplingParams) -> list[str] | list[int] | None:
         """Return the service's stop list, which takes the place of the end tokens; rlkit's are in addition to them."""

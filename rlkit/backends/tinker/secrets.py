@@ -48,7 +48,7 @@ def _clean_content(response: Any) -> None:
         response.next_request = None
     content = getattr(response, "_content", None)
     if isinstance(content, bytes) and (masked := _masked(content)) != content:
-        response._content = masked  # noqa: SLF001  # it can not be set otherwise
+        response._content = masked  # noqa: SLF001  # it cannot be set otherwise
         vars(response).pop("_text", None)
 
 

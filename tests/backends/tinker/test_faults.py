@@ -521,7 +521,7 @@ WAITING = {
     "429": ("*", r"out of capacity or the rate limit is reached \(429\)"),
     "402": ("*", r"billing is not settled \(402\)"),
     "503": ("*", r"the service failed \(503\)"),
-    "reset": ("*", r"can not be reached: ReadError"),
+    "reset": ("*", r"cannot be reached: ReadError"),
     "409": ("save_weights", r"a name that is taken \(409\)"),
 }
 

@@ -238,7 +238,7 @@ def test_a_function_is_run_as_it_is_written(service):
     assert check_equal(connect(service), data, mine).kind == "client"
     assert check_equal(connect(service), data, traceable).kind == "client"
     assert check_equal(connect(service, server_losses="all"), data, traceable).kind == "server"
-    assert "can not be traced" in check_equal(connect(service, server_losses="all"), data, mine).why
+    assert "cannot be traced" in check_equal(connect(service, server_losses="all"), data, mine).why
     assert check_equal(connect(service, server_losses="never"), data, losses.ppo).kind == "client"
 
 
@@ -292,7 +292,7 @@ def test_refused_upload_falls_back(caplog):
     ],
 )
 def test_what_no_route_can_express(service, loss, match):
-    """What the service can not give is refused by name, with the alternative, before anything is sent."""
+    """What the service cannot give is refused by name, with the alternative, before anything is sent."""
     with connect(service) as policy:
         sent = len(service.requests)
         data = episodes(loss if loss in NAMES else "ppo")
