@@ -27,7 +27,7 @@ from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.training.forward import training_forward
-from rlkit.backends.local.training.trainer import Trainer
+from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import entropy_of
 from rlkit.critics.inprocess import InProcessCritic, check_tokenizer
@@ -92,7 +92,7 @@ class LocalCritic(InProcessCritic):
         peft = with_adapter(base, lora, adapter_seed(lora, entropy_of(seed)), fresh=saved is None)
         peft.value_head = _value_head(peft, base.device)
         forward = training_forward(peft, base, lora.alpha / lora.rank)
-        self._trainer = Trainer(peft, base.device, micro_batch_tokens, forward, peft.value_head)
+        self._trainer = LocalTrainer(peft, base.device, micro_batch_tokens, forward, peft.value_head)
         version = 0
         if saved is not None:
             with saves.restoring(saved[0]):

@@ -17,6 +17,7 @@ import numpy as np
 from rlkit import _aliases, _check
 from rlkit._calls import answered
 from rlkit.errors import BackendError, ConfigError, DataError
+from rlkit.losses._untouched import Reached, Untouched
 from rlkit.losses.base import Level, marks, registry
 from rlkit.types import Datum
 
@@ -121,8 +122,8 @@ class PreparedLoss:
         Raises:
             ConfigError: a setting is out of range.
         """
-        with contextlib.suppress(_Reached):
-            self.function(**dict.fromkeys(self._order, _Untouched()), **self.settings)
+        with contextlib.suppress(Reached):
+            self.function(**dict.fromkeys(self._order, Untouched()), **self.settings)
 
     def gradient(
         self,
@@ -340,23 +341,6 @@ def _returned(name: str, result: Any) -> tuple[torch.Tensor, dict[str, float]]:
         suffixed = key if key.endswith((":sum", ":mean")) else f"{key}:mean"
         metrics[suffixed] = float(number)
     return value, metrics
-
-
-class _Reached(Exception):
-    """A loss has begun to compute."""
-
-
-class _Untouched:
-    """Stands for a tensor; whatever is done with it ends the call."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise _Reached
-
-    def _reached(self, *_: object) -> Any:
-        raise _Reached
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _reached
-    __gt__ = __lt__ = __ge__ = __le__ = _reached
 
 
 def _constant(datum: Datum, value: float) -> torch.Tensor:

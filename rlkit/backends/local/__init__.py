@@ -33,7 +33,7 @@ from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
 from rlkit.backends.local.training.forward import training_forward
-from rlkit.backends.local.training.trainer import Trainer
+from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
@@ -117,7 +117,7 @@ class LocalBackend(InProcessBackend):
         self._lora = lora
         self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
         forward = training_forward(self._peft, base, lora.alpha / lora.rank)
-        self._trainer = Trainer(self._peft, base.device, micro_batch_tokens, forward)
+        self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
         self._seeds = SeedStream(entropy)
         small = base.nbytes < _MERGED_UNDER and dtype == "float32"
         self._merge = small if merge == "auto" else merge

@@ -23,7 +23,7 @@ from rlkit.backends.local.model.lengths import context, indexed, plain_attention
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, called_linears, causal, logits_at, probe_of
-from rlkit.backends.local.model.tree_attention import Run, TreeAttention
+from rlkit.backends.local.model.tree_attention import Segment, TreeAttention
 from rlkit.backends.transformers_tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
 
@@ -186,7 +186,7 @@ def _llama_agrees(model: Any, probe: Probe, max_length: int) -> bool:
     fuse_layers(model)
     llama = Llama(model, {}, 0.0)
     n = probe.tokens.size
-    attention = TreeAttention([Run(0, n)], llama.heads, llama.key_heads)
+    attention = TreeAttention([Segment(0, n)], llama.heads, llama.key_heads)
     tokens, positions, places = (
         torch.from_numpy(x).to(model.device) for x in (probe.tokens, np.arange(n), probe.places)
     )

@@ -16,13 +16,13 @@ import torch
 
 from rlkit.backends.local.gemm.lora_linear import upcast
 
-__all__ = ["Run", "TreeAttention", "spans", "visible"]
+__all__ = ["Segment", "TreeAttention", "spans", "visible"]
 
 SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
 
 
 @attrs.frozen
-class Run:
+class Segment:
     """Tokens begin..end-1, which continue the tokens at ``before``.
 
     Attributes:
@@ -40,10 +40,10 @@ class Run:
         return sum(s.stop - s.start for s in self.before)
 
 
-def visible(runs: Sequence[Run], length: int) -> np.ndarray:
+def visible(runs: Sequence[Segment], length: int) -> np.ndarray:
     """Return which of ``length`` places each one sees, bool [N, N].
 
-    >>> visible([Run(0, 2), Run(2, 3, (slice(0, 1),))], 3).astype(int).tolist()
+    >>> visible([Segment(0, 2), Segment(2, 3, (slice(0, 1),))], 3).astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     seen = np.zeros((length, length), bool)
@@ -54,14 +54,14 @@ def visible(runs: Sequence[Run], length: int) -> np.ndarray:
     return seen
 
 
-def spans(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+def spans(runs: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     """Return of each place the span of numbers that its part of the tree has, int32 [N] each: where it begins and ends.
 
     The runs are cut into parts which every sequence sees as a whole or not at all. Parts are numbered so that those
     behind a part have the numbers after its own: place k is seen from place q if the number of q is in the span of k,
     and k is not after q.
 
-    >>> spans([Run(0, 3), Run(3, 5, (slice(0, 2),))])
+    >>> spans([Segment(0, 3), Segment(3, 5, (slice(0, 2),))])
     (array([0, 0, 1, 2, 2], dtype=int32), array([3, 3, 2, 3, 3], dtype=int32))
     """
     cuts = sorted({x for run in runs for s in (slice(run.begin, run.end), *run.before) for x in (s.start, s.stop)})
@@ -100,7 +100,7 @@ class TreeAttention:
         key_heads: of keys and values; ``heads // key_heads`` query heads read the same one.
     """
 
-    def __init__(self, runs: Sequence[Run], heads: int, key_heads: int) -> None:
+    def __init__(self, runs: Sequence[Segment], heads: int, key_heads: int) -> None:
         self._runs = runs
         self._key_heads = key_heads
         self._group = heads // key_heads

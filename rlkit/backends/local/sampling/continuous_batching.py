@@ -19,7 +19,7 @@ from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.kv_attention import CachedTokens, SharedPrefix
 from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
-from rlkit.backends.local.sampling.requests import Row, SampleRequest, ScoreRequest
+from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.sampling import draw, rounded_up
 
@@ -34,7 +34,7 @@ class _Prompt:
 
     tokens: np.ndarray
     names: list[bytes]  # of its blocks; its last token is in none, so that there is one to compute
-    rows: list[Row] = attrs.field(factory=list)
+    rows: list[SampleRow] = attrs.field(factory=list)
     held: int = 0  # blocks that need not be computed
 
     @property
@@ -110,7 +110,7 @@ class ContinuousBatching(Decoder):
         for request, count in admitted:
             tokens = request.prompt
             prompt = prompts.setdefault(tokens.tobytes(), _Prompt(tokens, self._names(tokens[:-1])))
-            prompt.rows += [Row(request, request.started + i) for i in range(count)]
+            prompt.rows += [SampleRow(request, request.started + i) for i in range(count)]
             request.started += count
         waiting = list(prompts.values())
         rows = len(self.rows) + sum(len(prompt.rows) for prompt in waiting)
@@ -174,7 +174,7 @@ class ContinuousBatching(Decoder):
             request.read(start + 1, self._logits(tokens[None, start:end], len(self.rows), start + index[None], index))
         self._tidy()
 
-    def abandon(self) -> list[Row]:
+    def abandon(self) -> list[SampleRow]:
         rows, self.rows = self.rows, []
         self.kv_cache.free()  # also where graphs know their place: growing may have failed halfway
         if self.graphs is not None:
@@ -261,7 +261,7 @@ class ContinuousBatching(Decoder):
         padded, wanted = torch.from_numpy(ids).to(device), torch.from_numpy(where).to(device)
         return self.forward.logits(CachedTokens(padded, places, mask, self.kv_cache, wanted, shared))[: index.size]
 
-    def _extend(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
+    def _extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:
         """Draw a token for each of ``rows``, the last ones in their slots, and let those that ended go."""
         uniforms = np.array([row.uniform() for row in rows])
         tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)

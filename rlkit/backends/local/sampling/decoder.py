@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rlkit.backends.local.model.forward import Forward
-from rlkit.backends.local.sampling.requests import Row, SampleRequest, ScoreRequest
+from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 
 __all__ = ["Decoder"]
@@ -29,7 +29,7 @@ class Decoder(ABC):
     mixes: ClassVar[bool]
 
     def __init__(self, forward: Forward, *, merge: bool) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[SampleRow] = []
         self.forward, self._merge = forward, merge
         self._current: weakref.ref[Snapshot] | None = None
 
@@ -63,5 +63,5 @@ class Decoder(ABC):
         """Compute what the request asks for."""
 
     @abstractmethod
-    def abandon(self) -> list[Row]:
+    def abandon(self) -> list[SampleRow]:
         """Give up all rows and return them."""

@@ -15,7 +15,7 @@ from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.sampling import Stop
 from rlkit.types import Sample, SamplingParams
 
-__all__ = ["Row", "SampleRequest", "ScoreRequest"]
+__all__ = ["SampleRequest", "SampleRow", "ScoreRequest"]
 
 
 @attrs.define(eq=False)
@@ -79,7 +79,7 @@ class SampleRequest:
         """Drop it; from any thread, at any time."""
         self.dropped = True
 
-    def finish(self, row: Row, reason: Literal["stop", "length"]) -> None:
+    def finish(self, row: SampleRow, reason: Literal["stop", "length"]) -> None:
         """Take in a row that ended; the last one completes the request."""
         self.samples[row.index] = Sample(
             self.prompt,
@@ -96,7 +96,7 @@ class SampleRequest:
 
 
 @attrs.define(eq=False)
-class Row:
+class SampleRow:
     """One completion on its way."""
 
     request: SampleRequest

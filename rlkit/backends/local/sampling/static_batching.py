@@ -12,7 +12,7 @@ from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import LibraryForward
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.sampling.decoder import Decoder
-from rlkit.backends.local.sampling.requests import Row, SampleRequest, ScoreRequest
+from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
 from rlkit.backends.sampling import draw
 
 __all__ = ["StaticBatching"]
@@ -33,13 +33,13 @@ class StaticBatching(Decoder):
         forward = LibraryForward(base.tree())
         super().__init__(forward, merge=merge)
         self._model = forward.model
-        self._running: list[Row | None] = []  # a row that ended leaves its place in the cache empty
+        self._running: list[SampleRow | None] = []  # a row that ended leaves its place in the cache empty
         self._cached, self._device = cached, base.device
         self._cache: dict[str, Any] = {}
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         ((request, count),) = admitted
-        self.rows = [Row(request, request.started + i) for i in range(count)]
+        self.rows = [SampleRow(request, request.started + i) for i in range(count)]
         self._running = list(self.rows)
         request.started += count
         self._cache = {}
@@ -66,7 +66,7 @@ class StaticBatching(Decoder):
         tokens = torch.from_numpy(np.array(request.tokens)).to(self._device)
         request.read(1, self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1])
 
-    def abandon(self) -> list[Row]:
+    def abandon(self) -> list[SampleRow]:
         rows, self.rows, self._running, self._cache = self.rows, [], [], {}
         return rows
 

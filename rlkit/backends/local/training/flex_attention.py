@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlkit.backends.local.model.decoder_layer import Attention
-from rlkit.backends.local.model.tree_attention import Run, TreeAttention, spans, visible
+from rlkit.backends.local.model.tree_attention import Segment, TreeAttention, spans, visible
 
 __all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "gpu_attention", "tree_attention"]
 
@@ -70,7 +70,7 @@ class FlexAttention(KernelAttention):
         compiled: False computes the same slowly, on any device, without gradients on a CPU.
     """
 
-    def __init__(self, runs: Sequence[Run], device: torch.device, *, compiled: bool = True) -> None:
+    def __init__(self, runs: Sequence[Segment], device: torch.device, *, compiled: bool = True) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
         enter, leave = (torch.from_numpy(x).to(device) for x in spans(runs))
@@ -87,7 +87,7 @@ class FlexAttention(KernelAttention):
 
 
 def tree_attention(
-    runs: Sequence[Run], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    runs: Sequence[Segment], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Attention:
     """Return attention over a prefix tree: run by run on a CPU; on a GPU what works, the better kernel first."""
     if device.type == "cpu":
@@ -96,7 +96,7 @@ def tree_attention(
 
 
 def gpu_attention(
-    runs: Sequence[Run], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    runs: Sequence[Segment], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> KernelAttention:
     """Return ``FlexAttention`` where it works, else ``MaskedAttention``."""
     if _flex_works(device, dtype, heads, key_heads, head_dim):
@@ -118,7 +118,11 @@ def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
     results: list[list[torch.Tensor]] = [[], []]
     try:
         for length in (300, 60):  # few queries may get another kernel
-            runs = [Run(0, 20), Run(20, length - 10, (slice(0, 12),)), Run(length - 10, length, (slice(0, 20),))]
+            runs = [
+                Segment(0, 20),
+                Segment(20, length - 10, (slice(0, 12),)),
+                Segment(length - 10, length, (slice(0, 20),)),
+            ]
             generator = torch.Generator().manual_seed(0)
             each = (heads, key_heads, key_heads, heads)
             q, k, v, grad = (torch.randn(length, h, head_dim, generator=generator).to(device, dtype) for h in each)

@@ -17,16 +17,16 @@ import torch
 
 from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.model.tree_attention import Run, visible
+from rlkit.backends.local.model.tree_attention import Segment, visible
 from rlkit.backends.local.training.flex_attention import tree_attention
 from rlkit.backends.local.training.partition import LOOK_BACK, cuts, in_common, row_costs, tree_costs
 from rlkit.types import Datum
 
-__all__ = ["Batch", "pack"]
+__all__ = ["MicroBatch", "pack"]
 
 
 @attrs.frozen(eq=False)
-class Batch:
+class MicroBatch:
     """One forward and backward.
 
     Attributes:
@@ -40,7 +40,7 @@ class Batch:
     members: list[int]
     tokens: np.ndarray
     positions: np.ndarray
-    runs: list[Run]
+    runs: list[Segment]
     index: np.ndarray
 
     def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
@@ -71,7 +71,7 @@ class Batch:
         return tokens.reshape(len(lengths), -1), places[self.index]
 
 
-def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True) -> list[Batch]:
+def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True) -> list[MicroBatch]:
     """Return batches of at most ``budget`` tokens of all datums with a masked-in token.
 
     Args:
@@ -79,7 +79,7 @@ def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool
         budget: a unit (a datum, or a pair of them) longer than that is a batch by itself.
         pairs: datums 2k and 2k + 1 stay in one batch, in that order.
         share: compute what sequences have in common once. Otherwise every datum is a run by itself, and the padding
-            of ``Batch.rows`` counts.
+            of ``MicroBatch.rows`` counts.
     """
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
@@ -109,7 +109,7 @@ class _Filling:
     members: list[int] = attrs.field(factory=list)
     places: dict[int, np.ndarray] = attrs.field(factory=dict)  # datum -> the places of its tokens
     parts: list[np.ndarray] = attrs.field(factory=list)
-    runs: list[Run] = attrs.field(factory=list)
+    runs: list[Segment] = attrs.field(factory=list)
     size: int = 0
 
     def take(self, i: int, read: dict[int, np.ndarray]) -> None:
@@ -123,14 +123,14 @@ class _Filling:
         self.places[i] = np.concatenate([before, np.arange(self.size, end)])
         if end > self.size:
             self.parts.append(tokens[n:])
-            self.runs.append(Run(self.size, end, _slices(before)))
+            self.runs.append(Segment(self.size, end, _slices(before)))
         self.size = end
 
-    def done(self, data: Sequence[Datum]) -> Batch:
+    def done(self, data: Sequence[Datum]) -> MicroBatch:
         index = [self.places[i][np.flatnonzero(data[i].mask) - 1] for i in self.members]
         positions = [np.arange(run.start, run.start + run.end - run.begin) for run in self.runs]
         tokens = np.concatenate(self.parts).astype(np.int64)
-        return Batch(self.members, tokens, np.concatenate(positions), self.runs, np.concatenate(index))
+        return MicroBatch(self.members, tokens, np.concatenate(positions), self.runs, np.concatenate(index))
 
 
 def _slices(places: np.ndarray) -> tuple[slice, ...]:

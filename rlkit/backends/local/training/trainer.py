@@ -12,7 +12,7 @@ from torch import nn
 
 from rlkit.backends.checking import OF_DISTRIBUTION
 from rlkit.backends.local.model.forward import Forward
-from rlkit.backends.local.training.micro_batches import Batch, pack
+from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.memory import telling
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
@@ -20,12 +20,12 @@ from rlkit.types import Adam, Datum
 if TYPE_CHECKING:
     from rlkit.losses.prepare import LossGradient, PreparedLoss
 
-__all__ = ["Outputs", "Trainer"]
+__all__ = ["LocalTrainer", "Outputs"]
 
 Outputs = dict[str, list[torch.Tensor]]  # name -> one tensor per datum
 
 
-class Trainer:
+class LocalTrainer:
     """A peft model, its gradient and its AdamW.
 
     Args:
@@ -142,7 +142,7 @@ class Trainer:
             yield
         return outputs, parts
 
-    def _describe(self, batches: Sequence[Batch], batch: Batch) -> str:
+    def _describe(self, batches: Sequence[MicroBatch], batch: MicroBatch) -> str:
         """Say what a micro-batch is made of, and what to do where it does not fit."""
         number = next(i for i, other in enumerate(batches, 1) if other is batch)
         size = f"{batch.tokens.size} tokens computed, {batch.index.size} of them trained on"
@@ -163,14 +163,16 @@ class Trainer:
             gradients.append(torch.cat([part.entropy[i] for i in places]))
         torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
 
-    def _store(self, outputs: Outputs, batch: Batch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]) -> None:
+    def _store(
+        self, outputs: Outputs, batch: MicroBatch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]
+    ) -> None:
         sizes = [int(data[i].mask.sum()) for i in batch.members]
         for name, values in flat.items():
             for i, part in zip(batch.members, torch.split(values.detach(), sizes), strict=True):
                 outputs[name][i] = part
 
     def _outputs(
-        self, data: Sequence[Datum], batch: Batch, names: Sequence[str], *, gradient: bool
+        self, data: Sequence[Datum], batch: MicroBatch, names: Sequence[str], *, gradient: bool
     ) -> dict[str, torch.Tensor]:
         """Flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
         with torch.set_grad_enabled(gradient):

@@ -224,7 +224,11 @@ def test_flex_attention_compiles(tmp_path, monkeypatch):
     """With captured spans, for two sizes; a CPU has the forward pass alone."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it keeps does not know other instructions apart
     for last in (300, 517):
-        runs = [tree.Run(0, 150), tree.Run(150, 290, (slice(0, 100),)), tree.Run(290, last, (slice(0, 150),))]
+        runs = [
+            tree.Segment(0, 150),
+            tree.Segment(150, 290, (slice(0, 100),)),
+            tree.Segment(290, last, (slice(0, 150),)),
+        ]
         q, k, v = torch.randn(3, last, 4, 64, generator=torch.Generator().manual_seed(0)).unbind()
         visible = torch.from_numpy(tree.visible(runs, last))
         with torch.no_grad():
