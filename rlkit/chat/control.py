@@ -73,7 +73,7 @@ class ControlText:
         return cast("_Json", self._marked(value, self._all if foreign else self._special, where, 0))
 
     def encode(self, text: str, *, first: bool = True) -> np.ndarray:
-        """int64 [T]: ``text``, a rendering of marked texts; ``first``: nothing stands before it."""
+        """Encode ``text``, a rendering of marked texts: int64 [T]; ``first``: nothing stands before it."""
         ids: list[np.ndarray] = []
         for piece in text.split(CUT):
             if piece:
@@ -146,13 +146,13 @@ class ControlText:
 
 
 def _pattern(texts: list[str]) -> re.Pattern[str] | None:
-    """Matches any of ``texts``, the longest first."""
+    """Return a pattern for any of ``texts``, the longest first."""
     ordered = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 def _special_by_search(tokenizer: Tokenizer) -> dict[str, bool]:
-    """The texts of the ids that ``skip_special`` leaves out."""
+    """Return the texts of the ids that ``skip_special`` leaves out."""
     found = {}
     for i in range(tokenizer.vocab_size):
         if not tokenizer.decode([i], skip_special=True) and (text := tokenizer.decode([i], skip_special=False)):
@@ -161,6 +161,6 @@ def _special_by_search(tokenizer: Tokenizer) -> dict[str, bool]:
 
 
 def _adds_a_prefix(tokenizer: Tokenizer) -> np.ndarray | None:
-    """The ids of a line break, if the tokenizer puts something (a blank) in front of every text; else None."""
+    """Return the ids of a line break if the tokenizer puts something (a blank) in front of every text; else None."""
     line, word, both = (tokenizer.encode(text) for text in ("\n", "a", "\na"))
     return None if np.array_equal(np.concatenate([line, word]), both) else line

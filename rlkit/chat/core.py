@@ -14,7 +14,7 @@ from rlkit._calls import answered
 from rlkit._interaction import Action, Message, Observation
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.control import ControlText
-from rlkit.chat.prompts import Prompts, TemplatePrompts
+from rlkit.chat.prompts import TemplatePrompts
 from rlkit.chat.rendering import RendererPrompts, find_renderer
 from rlkit.chat.templates import Template
 from rlkit.errors import ConfigError
@@ -193,7 +193,7 @@ class Chat:
             return attrs.evolve(params, stop=tuple(dict.fromkeys([*params.stop, *texts])))
         return attrs.evolve(params, stop=tuple(dict.fromkeys([*(params.stop or ()), *more])))
 
-    def prompts(self, tools: Sequence[Message]) -> Prompts:
+    def prompts(self, tools: Sequence[Message]) -> TemplatePrompts | RendererPrompts:
         """Return what writes the prompts of one conversation."""
         return RendererPrompts(self, self.renderer, tools) if self.renderer else TemplatePrompts(self, tools)
 

@@ -1,9 +1,12 @@
-"""The prompts of a conversation, written with the model's chat template."""
+"""The prompts of a conversation, written with the model's chat template.
+
+Messages are marked here: see ``ControlText``. ``rlkit.chat.rendering`` has the same methods over a renderer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,33 +18,7 @@ from rlkit.errors import DataError
 if TYPE_CHECKING:
     from rlkit.chat.core import Chat
 
-__all__ = ["Prompts", "TemplatePrompts"]
-
-
-class Prompts(Protocol):
-    """Write the prompts of one conversation from its messages, which are marked: see ``ControlText``."""
-
-    @property
-    def renders_tools(self) -> bool:
-        """Whether tools are part of the prompt; otherwise the system prompt has to describe them."""
-
-    def turn(self, action: Action) -> Message:
-        """Return the policy's turn as a message that is safe to render."""
-
-    def first(self, messages: Sequence[Message]) -> np.ndarray:
-        """Render all messages and the head of the policy's turn: int64 [P]."""
-
-    def following(
-        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
-    ) -> np.ndarray:
-        """Append to ``prompt`` and the tokens sampled for it what ``messages`` have behind the policy's ``turn``.
-
-        Where an earlier turn is written differently now, render all messages; ``keep`` forbids that as far as it can
-        be forbidden.
-
-        Returns:
-            int64 [P].
-        """
+__all__ = ["TemplatePrompts"]
 
 
 class TemplatePrompts:
@@ -69,7 +46,14 @@ class TemplatePrompts:
     def following(
         self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
     ) -> np.ndarray:
-        """Append to ``prompt``, or render all where the template has rewritten what came before: int64 [P]."""
+        """Append to ``prompt`` and the tokens sampled for it what ``messages`` have behind the policy's ``turn``.
+
+        Where an earlier turn is written differently now, render all messages; ``keep`` forbids that as far as it can
+        be forbidden.
+
+        Returns:
+            int64 [P].
+        """
         text = self._text(messages if self._template else messages[turn + 1 :])
         if self._template is None:
             return np.concatenate([prompt, action.tokens, self._encode(text + self._chat.prefill)])

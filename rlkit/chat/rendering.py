@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
 if TYPE_CHECKING:
-    from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens
+    from renderers.base import ParsedToolCall, Renderer
 
     from rlkit.chat.core import Chat
 
@@ -35,29 +35,6 @@ _CANNOT = {
     "missing_name": "it has no name of a tool",
     "malformed_structure": "it is not written as the model's format wants it",
 }
-
-
-class Renderer(Protocol):
-    """What rlkit uses of a renderer."""
-
-    def render_ids(
-        self, messages: list[Message], *, tools: list[Message] | None = None, add_generation_prompt: bool = False
-    ) -> list[int]: ...
-
-    def parse_response(
-        self, token_ids: list[int], *, tools: list[Message] | None = None, prompt_ids: list[int] | None = None
-    ) -> ParsedResponse: ...
-
-    def get_stop_token_ids(self) -> list[int]: ...
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[Message],
-        *,
-        tools: list[Message] | None = None,
-    ) -> RenderedTokens | None: ...
 
 
 class RendererTokenizer:

@@ -53,7 +53,7 @@ class Template:
         self._failures = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, head: bool = False, **variables: Any) -> str:
-        """The text of ``messages``.
+        """Render ``messages`` as text.
 
         Args:
             messages: with ``role`` and ``content``, or what else the template reads.

@@ -26,7 +26,7 @@ def shown(value: Any) -> str:
 
 
 def first_observation(value: Any, *, where: str, max_chars: int) -> Observation:
-    """What ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
+    """Check what ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "role" not in value[1]:
         value = value[0]
     found = observation(value, where=where, max_chars=max_chars)
@@ -82,7 +82,7 @@ def step_result(value: Any, *, where: str, max_chars: int) -> StepResult:
 
 
 def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | None]:
-    """The step's reward, and its parts where it is not one."""
+    """Return the step's reward, and its parts where it is not one."""
     given = value.rewards
     if given is None:
         return (0.0, ()) if value.reward is None else (reward(value.reward, where=where), None)

@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def package(adapter: str, module: str, install: str) -> ModuleType:
-    """``module``, or a ConfigError that says what to install.
+    """Import ``module``, or raise a ConfigError that says what to install.
 
     A file of the user's own that has the package's name, such as a script gem.py that plays GEM's games, does not hide
     the package.

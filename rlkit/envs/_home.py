@@ -33,7 +33,7 @@ class Home:
         threads.start(self._loop.run_forever)
 
     def begin(self, make: Callable[[], Coroutine[Any, Any, None]], ended: Callable[[], None]) -> Callable[[], None]:
-        """Runs the coroutine that ``make`` gives, which must not raise; returns what cancels it.
+        """Run the coroutine that ``make`` gives, which must not raise; return what cancels it.
 
         ``ended`` is called at the end, also of a coroutine that was cancelled before its first line.
         """
@@ -77,7 +77,7 @@ class Home:
         return cancel
 
     def soon(self, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` in the loop's thread."""
+        """Call ``fn`` in the loop's thread."""
         self._loop.call_soon_threadsafe(fn)
 
     def stuck(self) -> bool:
@@ -164,7 +164,7 @@ class Lodging:
         return lambda: self._home.soon(stop)
 
     def end(self) -> None:
-        """The task ends once it has nothing left to do."""
+        """Let the task end once it has nothing left to do."""
 
         def stop() -> None:
             self._over = True
@@ -206,7 +206,7 @@ _current: Home | None = None
 
 
 def current() -> Home:
-    """The home of new environments."""
+    """Return the home of new environments."""
     global _current  # noqa: PLW0603  # one per process is the point
     with _lock:
         if _current is None or _current.stuck():

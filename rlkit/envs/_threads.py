@@ -25,7 +25,7 @@ class Threads:
         self._idle: list[queue.SimpleQueue[Callable[[], object]]] = []
 
     def start(self, work: Callable[[], object]) -> None:
-        """Runs ``work``, which must not raise, in a thread of its own."""
+        """Run ``work``, which must not raise, in a thread of its own."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None  # the last to become idle, so that the others can end
         if inbox is None:
@@ -58,7 +58,7 @@ class DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
         self._daemons = threads
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """Starts ``fn(*args, **kwargs)``."""
+        """Start ``fn(*args, **kwargs)``."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 

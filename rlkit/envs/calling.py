@@ -97,7 +97,7 @@ class Running:
         _Abandoned.add(self.outcome)
 
     async def result(self, timeout: float | None) -> Any:
-        """What the call gave."""
+        """Return what the call gave."""
         try:
             in_time = await settled(self.outcome, timeout)
         except BaseException:
@@ -110,7 +110,7 @@ class Running:
 
 
 async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None = None) -> list[float | None]:
-    """The rewards that ``task.score`` gives a group, one for each of the last actions of its episodes; None is none.
+    """Score a group by ``task.score``: a reward for each of the last actions of its episodes; None is none.
 
     Raises:
         EnvError: they are not as many as the actions, or one is neither a finite number nor None.
@@ -149,7 +149,7 @@ def abandoned() -> int:
 
 
 async def call(fn: Callable[..., Any], *args: Any, timeout: float | None = None, where: str = "environment") -> Any:
-    """What ``fn(*args)`` gives, whether it is ``async`` or not.
+    """Return what ``fn(*args)`` gives, whether it is ``async`` or not.
 
     A plain function runs in a daemon thread, which a call that hangs neither takes from others nor keeps the program
     from ending. What is awaitable runs in the event loop of the environments, in a thread of its own.
@@ -217,7 +217,7 @@ class Guarded:
         scored: bool = False,
         grace: float = 0.0,
     ) -> Guarded:
-        """A fresh environment for one episode of ``task``.
+        """Open a fresh environment for one episode of ``task``.
 
         Args:
             task: makes it.
@@ -253,17 +253,17 @@ class Guarded:
         return tuple(tools)
 
     async def reset(self, seed: int, *, timeout: float | None = None) -> Observation:
-        """The first observation; text, messages, or int64 [T]."""
+        """Return the first observation: text, messages, or int64 [T]."""
         answer: Observation = await self._call("reset", first_observation, seed, timeout=timeout)
         return answer
 
     async def step(self, action: Action, *, timeout: float | None = None) -> StepResult:
-        """What the action led to: checked, with a finite float as its reward."""
+        """Return what the action led to: checked, with a finite float as its reward."""
         answer: StepResult = await self._call("step", step_result, action, timeout=timeout)
         return answer
 
     async def close(self, *, timeout: float | None = 5.0) -> Exception | None:
-        """Closes the environment, once; returns what went wrong with that, if anything did.
+        """Close the environment, once; return what went wrong with that, if anything did.
 
         A call that was given up and still runs gets half of ``timeout`` to end, then the environment is closed
         under it. If the waiting is cancelled, the closing goes on all the same.
@@ -281,7 +281,7 @@ class Guarded:
             return self._closing
 
     def _lost(self) -> None:
-        """What the environment holds open has failed between two calls; it is left at once, or the loop would spin."""
+        """Leave what the environment holds open and has failed between two calls, or the loop would spin."""
         if self._closing is None:
             self._ended = "was closed, since a connection or a task that it had opened failed between two calls"
         self._begin_closing(0.0)
@@ -316,7 +316,7 @@ class Guarded:
 
 
 def _closed_late(made: concurrent.futures.Future[Any], lodging: _home.Lodging) -> concurrent.futures.Future[None]:
-    """Closes an environment that is there when nobody waits for it any more; settled when that is done."""
+    """Close an environment that is there when nobody waits for it any more; settled when that is done."""
     closed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def ended(_: object = None) -> None:
@@ -335,7 +335,7 @@ def _closed_late(made: concurrent.futures.Future[Any], lodging: _home.Lodging) -
 
 
 def wait(fn: Callable[..., Any], *args: Any, timeout: float, where: str) -> Any:
-    """What ``call`` gives, for those who are in no event loop, or do not mind that theirs stands still meanwhile."""
+    """Return what ``call`` gives, outside of an event loop, or in one that may stand still meanwhile."""
     running = Running(where, fn, args, _home.current())
     try:
         return running.outcome.result(timeout)

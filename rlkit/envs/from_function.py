@@ -125,7 +125,7 @@ class _Prompt:
 
 @contextlib.contextmanager
 def _noted(where: str) -> Iterator[None]:
-    """An error of the user's own function passes through, with a note of where it was raised."""
+    """Let an error of the user's own function pass, with a note of where it was raised."""
     try:
         yield
     except Exception as error:
@@ -138,7 +138,7 @@ def _name(reward: Callable[..., Any]) -> str:
 
 
 def _prompt(where: str, row: Any) -> Observation:
-    """The prompt of a row."""
+    """Return the prompt of a row."""
     if isinstance(row, Mapping):
         if "prompt" not in row:
             raise DataError(_check.problem(where, f"has only {sorted(map(str, row))}", "a field 'prompt'"))
@@ -152,7 +152,7 @@ def _prompt(where: str, row: Any) -> Observation:
 
 
 def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
-    """A function of (where, row) that gives the fields of a row that the reward names."""
+    """Return a function of (where, row) that gives the fields of a row that the reward names."""
     try:
         parameters = list(inspect.signature(reward).parameters.values())[1:]
     except ValueError:  # some built-in functions do not say
@@ -173,7 +173,7 @@ def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
 
 
 def _check_form(reward: Callable[..., Any]) -> None:
-    """Raises ConfigError for a reward of another library's form, which takes all completions and gives a list."""
+    """Raise ConfigError for a reward of another library's form, which takes all completions and gives a list."""
     names = list(inspect.signature(reward).parameters)
     why = ""
     if {"completions", "completion_ids"} & set(names):

@@ -163,7 +163,7 @@ class _Env:
 
 
 def _layers(env: Any) -> list[Any]:
-    """The environment and what it wraps."""
+    """Return the environment and what it wraps."""
     layers = [env]
     while (inner := vars(layers[-1]).get("env")) is not None:
         layers.append(inner)

@@ -42,7 +42,7 @@ def openreward(
     settings: Settings | None = None,
     timeout: float = 60.0,
 ) -> Tasks:
-    """The tasks of one split of an environment that an OpenReward server holds. Asks the server how many there are.
+    """Return the tasks of one split of an environment that an OpenReward server holds; ask it how many there are.
 
     The environment's tools are in ``env.tools``, for the prompt. A turn may call several; they are called in order, and
     what they give is what the policy is told, as messages of the role "tool". Their rewards are passed on one by one,
@@ -99,7 +99,7 @@ def openreward(
 
 
 def _check_secrets(secrets: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a secret of which neither we nor the SDK know where it may be sent."""
+    """Raise ConfigError for a secret of which neither we nor the SDK know where it may be sent."""
     known = package("openreward", "openreward.api.sandboxes.secrets", _INSTALL).WELL_KNOWN_SECRETS
     for key, value in secrets.items():
         if isinstance(value, str) and key not in known:
@@ -121,7 +121,7 @@ class _Place:
         return f"rlkit.envs.openreward: {self.name!r}" + (f" at {self.base_url}" if self.base_url else "")
 
     def environment(self) -> Any:
-        """The SDK's object, for the running event loop; environments of one loop share their connections."""
+        """Return the SDK's object for the running event loop; environments of one loop share their connections."""
         clients = _clients.setdefault(asyncio.get_running_loop(), {})
         key = (self.base_url, self.api_key)
         if key not in clients:
@@ -142,7 +142,7 @@ def _client(base_url: str | None, api_key: str | None) -> Any:
 
 @atexit.register
 def _close() -> None:
-    """Connections are closed before the program ends, or aiohttp complains."""
+    """Close connections before the program ends, or aiohttp complains."""
     for loop, clients in list(_clients.items()):
         for client in clients.values():
             with contextlib.suppress(Exception):
@@ -217,7 +217,7 @@ class _Env:
             await session.__aexit__(None, None, None)
 
     async def _plain(self, text: str) -> StepResult:
-        """A turn without calls: an answer where the environment takes one, else nothing that leads on."""
+        """Take a turn without calls: an answer where the environment takes one, else nothing that leads on."""
         with _in_our_terms(self._place.where):
             answers = await self._session.is_assistant_message_final()
         if answers:
@@ -243,7 +243,7 @@ class _Refused(Exception):
 
 @contextlib.contextmanager
 def _in_our_terms(where: str) -> Iterator[None]:
-    """The SDK's errors as EnvBusy where the same call may succeed later, and else as EnvError."""
+    """Raise the SDK's errors as EnvBusy where the same call may succeed later, and else as EnvError."""
     import aiohttp
 
     errors = package("openreward", "openreward.api.errors", _INSTALL)
@@ -268,7 +268,7 @@ def _in_our_terms(where: str) -> Iterator[None]:
 
 
 def _text(blocks: Any) -> str:
-    """The text of content blocks."""
+    """Return the text of content blocks."""
     for block in blocks:
         if block.type != "text":
             raise EnvError(_check.problem("openreward", f"got a block of type {block.type!r}", "text blocks"))
@@ -276,14 +276,14 @@ def _text(blocks: Any) -> str:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
+    """Return a tool in the form that chat templates take."""
     parameters = _untitled(dict(tool.input_schema or {"type": "object", "properties": {}}))
     function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def _untitled(schema: Any) -> Any:
-    """A schema without the titles that pydantic writes: they say nothing, and a prompt is paid for by the token."""
+    """Return a schema without pydantic's titles: they say nothing, and a prompt is paid for by the token."""
     if isinstance(schema, list):
         return [_untitled(part) for part in schema]
     if not isinstance(schema, Mapping):

@@ -87,7 +87,7 @@ def reasoning_gym(
 
 
 def _check_known(name: Any) -> None:
-    """Raises ConfigError, with near names, where reasoning-gym lists its generators and this is none of them."""
+    """Raise ConfigError, with near names, where reasoning-gym lists its generators and this is none of them."""
     known = getattr(importlib.import_module("reasoning_gym.factory"), "DATASETS", None)
     if isinstance(name, str) and isinstance(known, dict) and known and name not in known:
         close = difflib.get_close_matches(name, known, n=3)
@@ -96,7 +96,7 @@ def _check_known(name: Any) -> None:
 
 
 def tagged(text: str) -> str:
-    """What stands in the last ``<answer>`` tag, or else the whole text; without space around it."""
+    """Return what stands in the last ``<answer>`` tag, or else the whole text; without space around it."""
     found = _TAG.findall(text)
     return (found[-1] if found else text).strip()
 
@@ -136,7 +136,7 @@ class _Problems:
             raise ConfigError(f"rlkit.envs.reasoning_gym: {name!r} with {config}: {error}") from error
 
     def _dataset(self, number: int) -> Any:
-        """The number-th generator; they differ in their seeds."""
+        """Return the number-th generator; they differ in their seeds."""
         while len(self._datasets) <= number:
             state = np.random.SeedSequence([self._seed, len(self._datasets)]).generate_state(1)
             with Stream(0).active():
@@ -144,7 +144,7 @@ class _Problems:
         return self._datasets[number]
 
     def _item(self, index: int) -> Any:
-        """The first of this task's items whose question is of the split."""
+        """Return the first of this task's items whose question is of the split."""
         for number in range(_TRIES):
             place = index + number % self._rounds * self._size
             with self._lock, Stream(place).active():
@@ -155,7 +155,7 @@ class _Problems:
         raise ConfigError(_check.problem(where, what, "a task with more questions"))
 
     def score(self, answer: str | None, item: Any) -> float:
-        """The generator's score."""
+        """Return the generator's score."""
         if self._name in _STRICTER and not _STRICTER[self._name](answer or "", item["answer"]):
             return 0.0
         with Stream(0).active():

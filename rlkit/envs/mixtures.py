@@ -76,11 +76,11 @@ class Mixture(Sequence[Task]):
         self.name = "mixture"
 
     def at(self, position: int, *, seed: int = 0) -> Task:
-        """The task at this place of the stream."""
+        """Return the task at this place of the stream."""
         return self._from(_check.integer("position", position, low=0), 1, seed)[0]
 
     def batch(self, step: int, size: int, *, seed: int = 0) -> list[Task]:
-        """The tasks of a step; a function of its arguments alone, as ``Tasks.batch`` is."""
+        """Return the tasks of a step; a function of its arguments alone, as ``Tasks.batch`` is."""
         step, size = _check.integer("step", step, low=0), _check.integer("size", size, low=1)
         return self._from(step * size, size, seed)
 

@@ -113,6 +113,14 @@ class Findings:
         return f"call{len(self.calls) + len(self.errors):05d}"
 
 
+def behind(text: str, at: int) -> int:
+    """Return where to go on behind a ``<tool_call>`` that cannot be read at ``at``."""
+    closed, opened = text.find("</tool_call>", at), text.find("<tool_call>", at)
+    if closed < 0 or 0 <= opened < closed:
+        return opened if opened >= 0 else len(text)
+    return closed + len("</tool_call>")
+
+
 def kind(value: Any) -> str:
     """JSON's name for the type of a value.
 

@@ -12,7 +12,7 @@ from rlkit import _check
 from rlkit._interaction import Action
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
-from rlkit.tools._reading import Findings, NotJson, json_at
+from rlkit.tools._reading import Findings, NotJson, behind, json_at
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 from rlkit.tools.validation import check_schema, problems
 
@@ -130,7 +130,7 @@ def hermes(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # n
             value, at = json_at(text, body)
         except NotJson as error:
             found.wrong(str(error), error.position)
-            at = _behind(text, body, start, end)
+            at = behind(text, body)
             continue
         while text[at : at + 1].isspace():
             at += 1
@@ -141,16 +141,8 @@ def hermes(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # n
             found.call_of(value, opened)
         else:
             found.wrong(f"{end} is missing behind the JSON", at)
-            at = _behind(text, at, start, end)
+            at = behind(text, at)
     return found.parsed(at)
-
-
-def _behind(text: str, at: int, start: str, end: str) -> int:
-    """Where to go on behind a call that cannot be read."""
-    closed, opened = text.find(end, at), text.find(start, at)
-    if closed < 0 or 0 <= opened < closed:
-        return opened if opened >= 0 else len(text)
-    return closed + len(end)
 
 
 _OBJECT = re.compile(r"\{\s*\"|\[\s*\{\s*\"")

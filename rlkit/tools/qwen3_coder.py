@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlkit.tools._reading import Findings, NotJson, json_at
+from rlkit.tools._reading import Findings, NotJson, behind, json_at
 from rlkit.tools.types import Parsed
 
 __all__ = ["qwen3_coder"]
@@ -36,7 +36,7 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], fou
     function = _FUNCTION.match(text, at)
     if function is None:
         found.wrong("there is no <function=NAME>", at)
-        return _next(text, at)
+        return behind(text, at)
     name, at = function[1], function.end()
     schema = tools.get(name, {}).get("properties")
     arguments: dict[str, object] = {}
@@ -48,26 +48,19 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], fou
             return len(text)
         if key in arguments:
             found.wrong(f"the parameter {key} comes twice", parameter.start(), name=name)
-            return _next(text, end)
+            return behind(text, end)
         value = text[begin:end].removeprefix("\n").removesuffix("\n")
         arguments[key] = _value(value, schema.get(key) if isinstance(schema, Mapping) else None)
         at = end + len(_PARAMETER_END)
     closing = _FUNCTION_END.match(text, at)
     if closing is None:
         found.wrong("</function> is missing, or something stands between the parameters", at, name=name)
-        return _next(text, at)
+        return behind(text, at)
     if closing.end() < len(text) and not text.startswith(_END, closing.end()):
         found.wrong(f"{_END} is missing behind </function>", closing.end(), name=name)
-        return _next(text, closing.end())
+        return behind(text, closing.end())
     found.call(name, arguments, opened)
     return min(closing.end() + len(_END), len(text))
-
-
-def _next(text: str, at: int) -> int:
-    closed, opened = text.find(_END, at), text.find(_START, at)
-    if closed < 0 or 0 <= opened < closed:
-        return opened if opened >= 0 else len(text)
-    return closed + len(_END)
 
 
 def _value(text: str, schema: Any) -> Any:

@@ -16,7 +16,7 @@ class ScoreTests(Harness):
     """A sampler with ``TopK`` and ``TargetLogprobs`` can teach by the top-k losses."""
 
     def scorer(self, policy: Any) -> Any:
-        """A sampler that has both protocols."""
+        """Return a sampler that has both protocols."""
         sampler = policy.sampler().result()
         if not (isinstance(sampler, TopK) and isinstance(sampler, TargetLogprobs)):
             pytest.skip("its samplers have neither TopK nor TargetLogprobs")
