@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TypeGuard, cast
 
 import numpy as np
 
@@ -19,13 +19,13 @@ _SHORT.maxstring = _SHORT.maxother = 60
 _DEEPEST = 32  # levels of lists and mappings inside of a message
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """``value`` in a message: short, whatever it is and however large, and without trusting its ``__repr__``."""
     text = _SHORT.repr(value)
     return text if value is None else f"{text} ({type(value).__name__})"
 
 
-def first_observation(value: Any, *, where: str, max_chars: int) -> Observation:
+def first_observation(value: object, *, where: str, max_chars: int) -> Observation:
     """Check what ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "role" not in value[1]:
         value = value[0]
@@ -35,7 +35,7 @@ def first_observation(value: Any, *, where: str, max_chars: int) -> Observation:
     return found
 
 
-def observation(value: Any, *, where: str, max_chars: int) -> Observation:
+def observation(value: object, *, where: str, max_chars: int) -> Observation:
     """``value`` as a str, a tuple of messages (copied, so that later changes are not seen), or int64 [T]."""
     where = f"{where}: observation"
     if isinstance(value, str):
@@ -58,7 +58,7 @@ def observation(value: Any, *, where: str, max_chars: int) -> Observation:
     return tuple(_message(copy, f"{where}[{i}]", message) for i, message in enumerate(value))
 
 
-def step_result(value: Any, *, where: str, max_chars: int) -> StepResult:
+def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
     """``value``, a StepResult or the five values of gymnasium, with every part in its proper form."""
     if isinstance(value, tuple) and len(value) == 5:
         value = StepResult(*value)
@@ -95,7 +95,7 @@ def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | 
     return float(sum(several)), several
 
 
-def reward(value: Any, *, where: str) -> float:
+def reward(value: object, *, where: str) -> float:
     """``value`` as a finite float; booleans, numpy's scalars and arrays without a dimension will do."""
     where = f"{where}: reward"
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -107,7 +107,7 @@ def reward(value: Any, *, where: str) -> float:
     return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST, error=EnvError)
 
 
-def _message(copy: _Copy, where: str, value: Any) -> dict[str, Any]:
+def _message(copy: _Copy, where: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
         raise EnvError(_check.problem(where, f"got {shown(value)}", "a message", "the others are messages"))
     if not isinstance(value.get("role"), str) or not value["role"]:
@@ -117,8 +117,7 @@ def _message(copy: _Copy, where: str, value: Any) -> dict[str, Any]:
     content = value.get("content", "")
     if content is not None and not isinstance(content, (str, list, tuple)):
         raise EnvError(_check.problem(f"{where}['content']", f"got {shown(content)}", "text or a list of parts"))
-    copied: dict[str, Any] = copy.of(value, where, 0)
-    return copied
+    return cast("dict[str, object]", copy.of(value, where, 0))
 
 
 class _Copy:
@@ -129,7 +128,7 @@ class _Copy:
         self._max = max_chars
         self._chars = 0
 
-    def of(self, value: Any, where: str, depth: int) -> Any:
+    def of(self, value: object, where: str, depth: int) -> object:
         if isinstance(value, str):
             return self.text(value, where)
         self._count(1)  # so that there is an end to empty lists, too
@@ -161,5 +160,5 @@ class _Copy:
             raise EnvError(_check.problem(self._where, what, "no more than max_chars", "a flood would stop the run"))
 
 
-def _listed(value: Any) -> bool:
+def _listed(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
     return isinstance(value, (list, tuple))

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
 
 from rlkit.envs._threads import DaemonExecutor, Threads
 
@@ -32,7 +31,9 @@ class Home:
         self._since = 0.0
         threads.start(self._loop.run_forever)
 
-    def begin(self, make: Callable[[], Coroutine[Any, Any, None]], ended: Callable[[], None]) -> Callable[[], None]:
+    def begin(
+        self, make: Callable[[], Coroutine[object, object, None]], ended: Callable[[], None]
+    ) -> Callable[[], None]:
         """Run the coroutine that ``make`` gives, which must not raise; return what cancels it.
 
         ``ended`` is called at the end, also of a coroutine that was cancelled before its first line.
@@ -100,7 +101,7 @@ class Home:
 class Work:
     """A coroutine that waits for its turn in a lodging; ``make`` gives it, and it must not raise."""
 
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, None]], ended: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], Coroutine[object, object, None]], ended: Callable[[], None]) -> None:
         self.make = make
         self.ended = ended
         self.cancelled = False
@@ -135,7 +136,7 @@ class Lodging:
         other._context, other._plain = self._context.copy(), self._plain.copy()
         return other
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def run(self, fn: Callable[..., object], *args: object) -> object:
         """``fn(*args)`` in this thread, in the context that all plain calls of the episode share."""
         if not self._plain_lock.acquire(blocking=False):  # a call that was given up is still in it
             return self._plain.copy().run(fn, *args)
@@ -144,7 +145,9 @@ class Lodging:
         finally:
             self._plain_lock.release()
 
-    def begin(self, make: Callable[[], Coroutine[Any, Any, None]], ended: Callable[[], None]) -> Callable[[], None]:
+    def begin(
+        self, make: Callable[[], Coroutine[object, object, None]], ended: Callable[[], None]
+    ) -> Callable[[], None]:
         """As of a home."""
         work = Work(make, ended)
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ class _StandIn(types.ModuleType):
         super().__init__(module.__name__, module.__doc__)
         self.__dict__["_module"] = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         module = self.__dict__["_module"]
         stream = _active.get()
         if module is np:

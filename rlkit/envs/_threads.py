@@ -7,7 +7,10 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _IDLE = 10.0  # seconds until a thread without work ends
 _numbers = itertools.count()
@@ -57,9 +60,9 @@ class DaemonExecutor(concurrent.futures.ThreadPoolExecutor):
         super().__init__(max_workers=1)  # of which none is ever started
         self._daemons = threads
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> concurrent.futures.Future[_T]:
         """Start ``fn(*args, **kwargs)``."""
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 
         def work() -> None:

@@ -9,8 +9,8 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 from rlkit import _check
 from rlkit.envs import _home
@@ -18,6 +18,8 @@ from rlkit.envs._checked import first_observation, reward, shown, step_result
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
 from rlkit.errors import EnvError, EnvTimeout, UnsupportedError
 from rlkit.futures import settled
+
+_T = TypeVar("_T")
 
 __all__ = ["Guarded", "abandoned", "call", "scores", "wait"]
 
@@ -28,26 +30,26 @@ class Running:
     def __init__(
         self,
         where: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        fn: Callable[..., object],
+        args: tuple[object, ...],
         home: _home.Home | _home.Lodging,
         *,
-        convert: Callable[[Any], Any] | None = None,
+        convert: Callable[[object], object] | None = None,
     ) -> None:
         self.where = where
         self._convert = convert  # applied where the call ran, since a large answer takes time to check
-        self.outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
         self._home = home
         self._cancel: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._given_up = False
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
-            self._await(lambda: fn(*args))
+            self._await(cast("Callable[[], Awaitable[object]]", functools.partial(fn, *args)))
         else:
             run = home.run if isinstance(home, _home.Lodging) else contextvars.copy_context().run
             _home.threads.start(lambda: self._run(run, fn, args))
 
-    def _run(self, run: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _run(self, run: Callable[..., object], fn: Callable[..., object], args: tuple[object, ...]) -> None:
         try:
             value = run(fn, *args)
             if inspect.isawaitable(value):
@@ -59,7 +61,7 @@ class Running:
         else:
             self.outcome.set_result(value)
 
-    def _await(self, make: Callable[[], Any]) -> None:
+    def _await(self, make: Callable[[], Awaitable[object]]) -> None:
         async def awaited() -> None:
             try:
                 value = await make()
@@ -96,7 +98,7 @@ class Running:
             cancel()
         _Abandoned.add(self.outcome)
 
-    async def result(self, timeout: float | None) -> Any:
+    async def result(self, timeout: float | None) -> object:
         """Return what the call gave."""
         try:
             in_time = await settled(self.outcome, timeout)
@@ -119,10 +121,11 @@ async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None
     where = f"environment {task.name!r}: score"
     if task.score is None or not actions:
         return [0.0] * len(actions)
-    found = await call(task.score, list(actions), timeout=timeout, where=where)
-    if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(actions):
-        raise EnvError(_check.problem(where, f"got {shown(found)}", f"{len(actions)} rewards, one per episode"))
-    return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(found)]
+    given = await call(task.score, list(actions), timeout=timeout, where=where)
+    rewards = cast("Sequence[object]", given)  # or an array
+    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__len__") or len(rewards) != len(actions):
+        raise EnvError(_check.problem(where, f"got {shown(given)}", f"{len(actions)} rewards, one per episode"))
+    return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(rewards)]
 
 
 class _Abandoned:
@@ -132,7 +135,7 @@ class _Abandoned:
     count = 0
 
     @classmethod
-    def add(cls, outcome: concurrent.futures.Future[Any]) -> None:
+    def add(cls, outcome: concurrent.futures.Future[object]) -> None:
         with cls.lock:
             cls.count += 1
         outcome.add_done_callback(cls.ended)  # at once, if it has ended meanwhile
@@ -148,7 +151,9 @@ def abandoned() -> int:
     return _Abandoned.count
 
 
-async def call(fn: Callable[..., Any], *args: Any, timeout: float | None = None, where: str = "environment") -> Any:
+async def call(
+    fn: Callable[..., Awaitable[_T] | _T], *args: object, timeout: float | None = None, where: str = "environment"
+) -> _T:
     """Return what ``fn(*args)`` gives, whether it is ``async`` or not.
 
     A plain function runs in a daemon thread, which a call that hangs neither takes from others nor keeps the program
@@ -171,7 +176,7 @@ async def call(fn: Callable[..., Any], *args: Any, timeout: float | None = None,
     """
     if timeout is not None:
         _check.real("timeout", timeout, low=0.0, why="seconds")
-    return await Running(where, fn, args, _home.current()).result(timeout)
+    return cast("_T", await Running(where, fn, args, _home.current()).result(timeout))
 
 
 class Guarded:
@@ -190,7 +195,7 @@ class Guarded:
     """
 
     def __init__(
-        self, env: Any, name: str, *, max_chars: int = 1_000_000, lodging: _home.Lodging | None = None
+        self, env: object, name: str, *, max_chars: int = 1_000_000, lodging: _home.Lodging | None = None
     ) -> None:
         self.env = env
         self.name = name
@@ -245,7 +250,7 @@ class Guarded:
         return cls(env, task.name, max_chars=max_chars, lodging=lodging)
 
     @property
-    def tools(self) -> tuple[dict[str, Any], ...]:
+    def tools(self) -> tuple[dict[str, object], ...]:
         """The function schemas that the environment offers; read after ``reset``."""
         tools = getattr(self.env, "tools", None) or ()
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
@@ -254,13 +259,11 @@ class Guarded:
 
     async def reset(self, seed: int, *, timeout: float | None = None) -> Observation:
         """Return the first observation: text, messages, or int64 [T]."""
-        answer: Observation = await self._call("reset", first_observation, seed, timeout=timeout)
-        return answer
+        return await self._call("reset", first_observation, seed, timeout=timeout)
 
     async def step(self, action: Action, *, timeout: float | None = None) -> StepResult:
         """Return what the action led to: checked, with a finite float as its reward."""
-        answer: StepResult = await self._call("step", step_result, action, timeout=timeout)
-        return answer
+        return await self._call("step", step_result, action, timeout=timeout)
 
     async def close(self, *, timeout: float | None = 5.0) -> Exception | None:
         """Close the environment, once; return what went wrong with that, if anything did.
@@ -299,7 +302,7 @@ class Guarded:
             lodging.end()
             self._lodging.end()
 
-    async def _call(self, method: str, form: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
+    async def _call(self, method: str, form: Callable[..., _T], *args: object, timeout: float | None) -> _T:
         where = self._where(method)
         if self._closing is not None:
             raise EnvError(f"{where}: the environment {self._ended}")
@@ -307,7 +310,7 @@ class Guarded:
         began = time.monotonic()
         self._last = Running(where, getattr(self.env, method), args, self._lodging, convert=convert)
         try:
-            return await self._last.result(timeout)
+            return cast("_T", await self._last.result(timeout))
         finally:
             self.seconds += time.monotonic() - began
 
@@ -315,7 +318,7 @@ class Guarded:
         return f"environment {self.name!r}: {method}"
 
 
-def _closed_late(made: concurrent.futures.Future[Any], lodging: _home.Lodging) -> concurrent.futures.Future[None]:
+def _closed_late(made: concurrent.futures.Future[object], lodging: _home.Lodging) -> concurrent.futures.Future[None]:
     """Close an environment that is there when nobody waits for it any more; settled when that is done."""
     closed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -334,11 +337,11 @@ def _closed_late(made: concurrent.futures.Future[Any], lodging: _home.Lodging) -
     return closed
 
 
-def wait(fn: Callable[..., Any], *args: Any, timeout: float, where: str) -> Any:
+def wait(fn: Callable[..., Awaitable[_T] | _T], *args: object, timeout: float, where: str) -> _T:
     """Return what ``call`` gives, outside of an event loop, or in one that may stand still meanwhile."""
     running = Running(where, fn, args, _home.current())
     try:
-        return running.outcome.result(timeout)
+        return cast("_T", running.outcome.result(timeout))
     except concurrent.futures.TimeoutError as error:
         if running.outcome.done():  # it was the call that raised it
             raise

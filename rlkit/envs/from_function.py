@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -23,8 +23,8 @@ _FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
 
 @answered
 def function(
-    prompts: Any,
-    reward: Callable[..., Any],
+    prompts: object,
+    reward: Callable[..., object],
     *,
     split: str = "train",
     group: bool = False,
@@ -82,11 +82,10 @@ def function(
         scored = None if group else functools.partial(reward, **fields(where, row))
         return _Prompt(_prompt(where, row), scored, info, f"in the reward {_name(reward)} for {where}")
 
-    def scores(index: int) -> Callable[[Sequence[Action]], Any]:
+    def scores(index: int) -> Callable[[Sequence[Action]], object]:
         return lambda actions: reward(actions, **fields(f"prompts[{index}]", prompts[index]))
 
-    options: dict[str, Any] = {"name": name, "split": split, "settings": settings}
-    return Tasks(make, len(prompts), scores=scores if group else None, **options)
+    return Tasks(make, len(prompts), name=name, split=split, settings=settings, scores=scores if group else None)
 
 
 class _Prompt:
@@ -95,8 +94,8 @@ class _Prompt:
     def __init__(
         self,
         prompt: Observation,
-        reward: Callable[[Action], Any] | None,
-        info: Mapping[str, Any],
+        reward: Callable[[Action], object] | None,
+        info: Mapping[str, object],
         where: str,
     ) -> None:
         self._prompt = prompt
@@ -107,7 +106,7 @@ class _Prompt:
     def reset(self, seed: int) -> Observation:  # noqa: ARG002
         return self._prompt
 
-    def step(self, action: Action) -> Any:
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
         with _noted(self._where):
             value = None if self._reward is None else self._reward(action)  # None: the group's is to come
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
@@ -115,10 +114,10 @@ class _Prompt:
     def close(self) -> None:
         pass
 
-    def _result(self, value: Any) -> StepResult:
-        return StepResult("", value, terminated=True, info=self._info)
+    def _result(self, value: object) -> StepResult:
+        return StepResult("", cast("float | None", value), terminated=True, info=self._info)
 
-    async def _later(self, value: Any) -> StepResult:
+    async def _later(self, value: Awaitable[object]) -> StepResult:
         with _noted(self._where):
             return self._result(await value)
 
@@ -133,11 +132,11 @@ def _noted(where: str) -> Iterator[None]:
         raise
 
 
-def _name(reward: Callable[..., Any]) -> str:
+def _name(reward: Callable[..., object]) -> str:
     return repr(getattr(reward, "__name__", type(reward).__name__))
 
 
-def _prompt(where: str, row: Any) -> Observation:
+def _prompt(where: str, row: object) -> Observation:
     """Return the prompt of a row."""
     if isinstance(row, Mapping):
         if "prompt" not in row:
@@ -151,7 +150,7 @@ def _prompt(where: str, row: Any) -> Observation:
         raise DataError(str(error)) from error
 
 
-def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
+def _fields(reward: Callable[..., object]) -> Callable[[str, object], dict[str, object]]:
     """Return a function of (where, row) that gives the fields of a row that the reward names."""
     try:
         parameters = list(inspect.signature(reward).parameters.values())[1:]
@@ -161,7 +160,7 @@ def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     every = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def fields(where: str, row: Any) -> dict[str, Any]:
+    def fields(where: str, row: object) -> dict[str, object]:
         given = dict(row) if isinstance(row, Mapping) else {"prompt": row}
         for parameter in named:
             if parameter.default is parameter.empty and parameter.name not in given:
@@ -172,7 +171,7 @@ def _fields(reward: Callable[..., Any]) -> Callable[[str, Any], dict[str, Any]]:
     return fields
 
 
-def _check_form(reward: Callable[..., Any]) -> None:
+def _check_form(reward: Callable[..., object]) -> None:
     """Raise ConfigError for a reward of another library's form, which takes all completions and gives a list."""
     names = list(inspect.signature(reward).parameters)
     why = ""

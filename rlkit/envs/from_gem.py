@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
 
 from rlkit import _check
 from rlkit.envs import _splits
 from rlkit.envs._extras import package
 from rlkit.envs._streams import Stream, shield
-from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
+from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks, check_name
 from rlkit.errors import ConfigError, UnknownNameError
 
 __all__ = ["gem"]
@@ -27,15 +26,15 @@ _lock = threading.Lock()
 def gem(
     env_id: str,
     *,
-    wrappers: Sequence[str | Callable[[Any], Any]] = (),
-    tokenizer: Any = None,
+    wrappers: Sequence[str | Callable[[object], object]] = (),
+    tokenizer: object = None,
     size: int = 1024,
     seed: int = 0,
     split: str = "train",
     dataset_split: str | None = None,
     name: str | None = None,
     settings: Settings | None = None,
-    **options: Any,
+    **options: object,
 ) -> Tasks:
     """Tasks of one of GEM's environments, each with its own seed.
 
@@ -107,14 +106,14 @@ def _imported() -> ModuleType:
     return module
 
 
-def _wrapper(wrapper: Any, tokenizer: Any) -> Callable[[Any], Any]:
+def _wrapper(wrapper: object, tokenizer: object) -> Callable[[object], object]:
     if callable(wrapper):
-        return wrapper  # type: ignore[no-any-return]
+        return wrapper
     factory = package("gem", "gem.wrappers.wrapper_factory", _INSTALL)
     if wrapper not in factory.WRAPPER_FACTORY:
         known = ", ".join(sorted(factory.WRAPPER_FACTORY))
         raise UnknownNameError(f"rlkit.envs.gem: no wrapper named {wrapper!r}. There are: {known}")
-    found: Callable[[Any], Any] = factory.WRAPPER_FACTORY[wrapper]
+    found: Callable[[object], object] = factory.WRAPPER_FACTORY[wrapper]
     if wrapper in factory.TOKENIZER_REQUIRED:
         if tokenizer is None:
             raise ConfigError(_check.problem("tokenizer", "is None", f"a tokenizer, for the wrapper {wrapper!r}"))
@@ -125,7 +124,9 @@ def _wrapper(wrapper: Any, tokenizer: Any) -> Callable[[Any], Any]:
 class _Env:
     """One of GEM's environments, with random generators of its own."""
 
-    def __init__(self, env_id: str, options: dict[str, Any], wrapping: tuple[Callable[[Any], Any], ...]) -> None:
+    def __init__(
+        self, env_id: str, options: dict[str, object], wrapping: tuple[Callable[[object], object], ...]
+    ) -> None:
         self._id = env_id
         self._stream = Stream(0)
         with self._stream.active():
@@ -135,7 +136,7 @@ class _Env:
         self._env = env
         self._complete = any(type(layer).__name__ == "ObservationWrapper" for layer in _layers(env))
 
-    def reset(self, seed: int) -> Any:
+    def reset(self, seed: int) -> Observation:
         with self._stream.active():
             observation, info = self._env.reset(seed=seed)
         return self._said(observation, info)
@@ -155,14 +156,14 @@ class _Env:
         if pool is not None:
             pool.terminate()
 
-    def _said(self, observation: Any, info: dict[str, Any]) -> Any:
+    def _said(self, observation: Observation, info: Mapping[str, str]) -> Observation:
         if self._complete or not isinstance(observation, str):
             return observation
         parts = (info.get("prefix", ""), observation, info.get("suffix", ""))
         return "\n".join(part.removesuffix("\n") for part in parts if part)
 
 
-def _layers(env: Any) -> list[Any]:
+def _layers(env: object) -> list[object]:
     """Return the environment and what it wraps."""
     layers = [env]
     while (inner := vars(layers[-1]).get("env")) is not None:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar, cast
 
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit.envs import _splits
-from rlkit.envs.protocol import Action, Settings, StepResult, Tasks
+from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks
 from rlkit.errors import ConfigError, EnvError
+
+_T = TypeVar("_T")
+_Form: TypeAlias = Callable[..., object]  # of an action, or of an observation
 
 __all__ = ["gymnasium"]
 
 
 @answered
 def gymnasium(
-    make: Callable[[], Any],
+    make: Callable[[], object],
     *,
     size: int = 1024,
     seed: int = 0,
     split: str = "train",
     name: str = "gymnasium",
-    action: Callable[[Action], Any] = str,
-    text: Callable[[Any], Any] | None = None,
+    action: Callable[[Action], object] = str,
+    text: Callable[[object], object] | None = None,
     settings: Settings | None = None,
 ) -> Tasks:
     """Tasks of an environment with gymnasium's methods, each with its own seed.
@@ -64,24 +67,24 @@ def gymnasium(
     return Tasks(fresh, size, name=name, split=split, seeds=seeds, settings=settings)
 
 
-def _fresh(make: Callable[[], Any], name: str, action: Any, text: Any, _: int) -> _Env:
+def _fresh(make: Callable[[], Any], name: str, action: _Form, text: _Form | None, _: int) -> _Env:
     return _Env(make(), name, action, text)
 
 
 class _Env:
     """One environment."""
 
-    def __init__(self, env: Any, name: str, action: Callable[[Action], Any], text: Callable[[Any], Any] | None) -> None:
+    def __init__(self, env: Any, name: str, action: _Form, text: _Form | None) -> None:
         self._env = env
         self._name = name
         self._action = action
         self._text = text
 
-    def reset(self, seed: int) -> Any:
+    def reset(self, seed: int) -> Observation | Awaitable[Observation]:
         answer = self._env.reset(seed=seed)
         return self._awaited(answer, self._first) if inspect.isawaitable(answer) else self._first(answer)
 
-    def step(self, action: Action) -> Any:
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
         try:
             move = self._action(action)
         except ValueError as error:
@@ -89,23 +92,23 @@ class _Env:
         answer = self._env.step(move)
         return self._awaited(answer, self._next) if inspect.isawaitable(answer) else self._next(answer)
 
-    def close(self) -> Any:
-        close = getattr(self._env, "close", None)
+    def close(self) -> Awaitable[None] | None:
+        close: Callable[[], Awaitable[None] | None] | None = getattr(self._env, "close", None)
         return None if close is None else close()
 
-    def _said(self, observation: Any) -> Any:
-        return observation if self._text is None else self._text(observation)
+    def _said(self, observation: Observation) -> Observation:
+        return observation if self._text is None else cast("Observation", self._text(observation))
 
-    async def _awaited(self, answer: Any, form: Callable[[Any], Any]) -> Any:
+    async def _awaited(self, answer: Awaitable[object], form: Callable[[object], _T]) -> _T:
         return form(await answer)
 
-    def _first(self, answer: Any) -> Any:
+    def _first(self, answer: object) -> Observation:
         if not isinstance(answer, tuple) or len(answer) != 2:
             what = f"reset gave {type(answer).__name__}"
             raise EnvError(_check.problem(f"environment {self._name!r}", what, "(observation, info)"))
         return self._said(answer[0])
 
-    def _next(self, answer: Any) -> StepResult:
+    def _next(self, answer: object) -> StepResult:
         if not isinstance(answer, tuple) or len(answer) != 5:
             what = f"step gave {type(answer).__name__}" + (f" of {len(answer)}" if isinstance(answer, tuple) else "")
             raise EnvError(_check.problem(f"environment {self._name!r}", what, "five values"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Literal, Protocol, overload, runtime_checkable
 
 import attrs
 
@@ -127,7 +127,7 @@ class Task:
     index: int | None = None
     seed: int | None = None
     settings: Settings = attrs.field(factory=Settings)
-    score: Callable[[Sequence[Action]], Any] | None = attrs.field(default=None, repr=False)
+    score: Callable[[Sequence[Action]], object] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if not callable(self.make):
@@ -194,7 +194,7 @@ class Tasks(Sequence[Task]):
         split: str = "train",
         seeds: Callable[[int], int] | None = None,
         settings: Settings | None = None,
-        scores: Callable[[int], Callable[[Sequence[Action]], Any]] | None = None,
+        scores: Callable[[int], Callable[[Sequence[Action]], object]] | None = None,
     ) -> None:
         if not callable(make):
             raise ConfigError(_check.problem("Tasks.make", f"got {_check.shown(make)}", "a callable of an index"))
@@ -220,8 +220,15 @@ class Tasks(Sequence[Task]):
         if isinstance(item, slice):
             indices = self._indices[item]
             _check.integer("Tasks[...]: number of tasks", len(indices), low=1)
-            kept: dict[str, Any] = {"name": self.name, "split": self.split, "settings": self.settings}
-            return type(self)(self._make, indices, seeds=self._seeds, scores=self._scores, **kept)
+            return type(self)(
+                self._make,
+                indices,
+                name=self.name,
+                split=self.split,
+                settings=self.settings,
+                seeds=self._seeds,
+                scores=self._scores,
+            )
         try:
             index = self._indices[item]
         except IndexError:  # which ends a for loop, so it stays one

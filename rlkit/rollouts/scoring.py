@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,8 @@ async def scored(task: Task, members: Mapping[int, Trajectory], chat: Any, *, ti
         Exception: whatever the function raised.
     """
     last = [trajectory.turns[-1] for trajectory in members.values()]
-    actions = [await call(chat.action, turn.tokens, turn.stop_reason, where="chat") for turn in last]
+    reads = [functools.partial(chat.action, prompt=turn.prompt) for turn in last]
+    actions = [await call(read, t.tokens, t.stop_reason, where="chat") for read, t in zip(reads, last, strict=True)]
     rewards = await scores(task, actions, timeout=timeout)
     return {
         member: attrs.evolve(trajectory, turns=(*trajectory.turns[:-1], _with(turn, reward)))
