@@ -337,7 +337,7 @@ def _closed_late(made: concurrent.futures.Future[object], lodging: _home.Lodging
     return closed
 
 
-def wait(fn: Callable[..., Awaitable[_T] | _T], *args: object, timeout: float, where: str) -> _T:
+def wait(fn: Callable[..., Awaitable[_T]], *args: object, timeout: float, where: str) -> _T:
     """Return what ``call`` gives, outside of an event loop, or in one that may stand still meanwhile."""
     running = Running(where, fn, args, _home.current())
     try:
