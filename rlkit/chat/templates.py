@@ -5,10 +5,15 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check, _install
 from rlkit.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 __all__ = ["Template"]
 
@@ -52,7 +57,7 @@ class Template:
         self._tokens = dict(tokens or {})
         self._failures = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, head: bool = False, **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], *, head: bool = False, **variables: object) -> str:
         """Render ``messages`` as text.
 
         Args:
@@ -73,7 +78,7 @@ class Template:
         return text
 
 
-def _environment(now: dt.datetime) -> Any:
+def _environment(now: dt.datetime) -> Environment:
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -83,7 +88,7 @@ def _environment(now: dt.datetime) -> Any:
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> Node | list[Node]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -100,7 +105,11 @@ def _environment(now: dt.datetime) -> Any:
 
 
 def _json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """As transformers has it: plain JSON, where Jinja's own filter would write escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

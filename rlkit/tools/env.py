@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from rlkit import _check
 from rlkit._interaction import Action, Observation, StepResult
@@ -54,7 +54,7 @@ class ToolEnv:
         self,
         question: Observation,
         functions: Sequence[Callable[..., object]],
-        reward: Callable[[str], Any],
+        reward: Callable[[str], object],
         *,
         format: str | Format = "hermes",  # noqa: A002
         malformed_reward: float = 0.0,
@@ -80,7 +80,7 @@ class ToolEnv:
         """Make the calls of a turn, or score the answer."""
         parsed = read_calls(action, self._format, self.tools)
         if not parsed.in_order:
-            return StepResult(reward=await _value(self._reward, action.content), terminated=True)
+            return StepResult(reward=cast("float | None", await _value(self._reward, action.content)), terminated=True)
         messages = []
         for found in parsed.in_order:
             if isinstance(found, Malformed):
@@ -101,7 +101,7 @@ class ToolEnv:
         """Nothing is held."""
 
 
-async def _value(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _value(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Return what a plain or async function gives; plain ones run in a thread and hold up no other episode."""
     import asyncio
 

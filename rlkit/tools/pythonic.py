@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any
 
 __all__ = ["NotACall", "calls_at"]
 
@@ -78,10 +77,10 @@ class _Reader:
         self.at = token.end()
         return token["name"], token.start("name")
 
-    def call(self) -> tuple[str, dict[str, Any], int]:
+    def call(self) -> tuple[str, dict[str, object], int]:
         name, position = self.name("the name of a tool")
         self.needs("(", f"behind {name}")
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         while not self.takes(")"):
             if arguments:
                 self.needs(",", "between two arguments")
@@ -98,7 +97,7 @@ class _Reader:
             arguments[key] = self.value(0)
         return name.removesuffix(".call"), arguments, position
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> object:
         begin, token = self.at, self.peek()
         if depth > _DEPTH:
             raise NotACall("the value is nested too deeply", begin)
@@ -117,8 +116,8 @@ class _Reader:
             return self.entries(depth)
         raise NotACall(f"{token[0].strip()[:20]!r} is no literal value", begin)
 
-    def items(self, closing: str, depth: int) -> list[Any]:
-        found: list[Any] = []
+    def items(self, closing: str, depth: int) -> list[object]:
+        found: list[object] = []
         while not self.takes(closing):
             if found:
                 self.needs(",", "in a list")
@@ -128,7 +127,7 @@ class _Reader:
         return found
 
     def entries(self, depth: int) -> dict[str, object]:
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         while not self.takes("}"):
             if found:
                 self.needs(",", "in a dictionary")
