@@ -73,7 +73,7 @@ def options(where: str, make: Callable[..., Any], given: Mapping[str, Any], *, k
 
 def integer(
     where: str,
-    value: Any,
+    value: object,
     *,
     low: int | None = None,
     high: int | None = None,
@@ -92,7 +92,7 @@ def integer(
 
 def real(
     where: str,
-    value: Any,
+    value: object,
     *,
     low: float | None = None,
     high: float | None = None,
@@ -122,7 +122,7 @@ def real(
     return number
 
 
-def temperature(where: str, value: Any, *, zero: bool, error: type[RlkitError] = ConfigError) -> float:
+def temperature(where: str, value: object, *, zero: bool, error: type[RlkitError] = ConfigError) -> float:
     """``value`` in [1e-3, 1e3], where logits divided by it stay finite, or 0 where that may mean greedy."""
     number = real(where, value, low=0.0, error=error)
     if (number == 0 and not zero) or (number != 0 and not 1e-3 <= number <= 1e3):
@@ -131,14 +131,14 @@ def temperature(where: str, value: Any, *, zero: bool, error: type[RlkitError] =
     return number
 
 
-def flag(where: str, value: Any, *, error: type[RlkitError] = ConfigError) -> bool:
+def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) -> bool:
     """``value`` as a bool; 0, 1 and None are refused."""
     if not isinstance(value, (bool, np.bool_)):
         raise error(problem(where, f"got {shown(value)}", "True or False"))
     return bool(value)
 
 
-def choice(where: str, value: Any, options: tuple[str, ...], *, error: type[RlkitError] = ConfigError) -> str:
+def choice(where: str, value: object, options: tuple[str, ...], *, error: type[RlkitError] = ConfigError) -> str:
     """``value`` as one of ``options``."""
     if not isinstance(value, str) or value not in options:
         raise error(problem(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options))))
@@ -164,7 +164,7 @@ def token_ids(where: str, value: Any, *, vocab_size: int | None = None, low_leng
     return frozen(array.astype(np.int64))
 
 
-def messages(where: str, value: Any) -> list[Mapping[str, Any]]:
+def messages(where: str, value: object) -> list[Mapping[str, Any]]:
     """``value`` as a list of chat messages, mappings with at least a role and content (or tool calls)."""
     expected = 'a list of messages, such as [{"role": "user", "content": "..."}]'
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence) or not value:
@@ -177,7 +177,7 @@ def messages(where: str, value: Any) -> list[Mapping[str, Any]]:
     return list(value)
 
 
-def as_array(where: str, value: Any, expected: str) -> np.ndarray:
+def as_array(where: str, value: object, expected: str) -> np.ndarray:
     """``value`` as an array of numbers; ragged lists, None and objects are refused."""
     if value is None:
         raise DataError(problem(where, "is None", expected))
@@ -190,7 +190,7 @@ def as_array(where: str, value: Any, expected: str) -> np.ndarray:
     return array
 
 
-def _of_tensors(value: Any) -> Any:
+def _of_tensors(value: object) -> Any:
     """``value``, where torch's tensors of any dtype and device, also in a list, are arrays; torch is not imported."""
     if isinstance(value, (list, tuple)) and any(hasattr(x, "detach") for x in value):
         return [_of_tensors(x) for x in value]

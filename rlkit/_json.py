@@ -40,7 +40,7 @@ def from_json(value: object) -> float | None:
         return None
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """``value`` as JSON can have it, whatever it is: numbers as ``to_json``, arrays as lists, anything else as text.
 
     >>> import numpy as np

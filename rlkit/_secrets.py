@@ -57,7 +57,7 @@ def redactor() -> Callable[[str], str]:
     return clean
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: object, name: str = "") -> Any:
     """``value`` without secrets: those of settings with a telling name, and those that can be recognised in texts.
 
     Args:

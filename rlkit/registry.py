@@ -94,7 +94,7 @@ class Registry(dict[str, Any]):
         return [(name, (inspect.getdoc(self[name]) or "").partition("\n")[0]) for name in sorted(self)]
 
     def __getitem__(self, name: str) -> Any:
-        value: Any = super().__getitem__(name)  # calls __missing__
+        value: object = super().__getitem__(name)  # calls __missing__
         if isinstance(value, str):
             module, _, attribute = value.partition(":")
             value = getattr(importlib.import_module(module), attribute)
@@ -125,7 +125,7 @@ class Registry(dict[str, Any]):
                 self.setdefault(point.name, point.value)
 
 
-def _redefined(old: Any, new: Any) -> bool:
+def _redefined(old: object, new: object) -> bool:
     """Whether ``new`` is what a module now has under the name that ``old`` had there."""
     if attrs.has(type(new)) and old == new:
         return True

@@ -190,7 +190,7 @@ def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: floa
 
 
 @answered
-def lr_for(model: Any, *, hidden_size: int, lora: bool = True) -> float:
+def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
     """Return a first guess at Adam's learning rate for a model, to start a search from.
 
     5e-5 (2000 / hidden_size)^p, ten times that with LoRA; p = 0.781 for Llama, 0.0775 for Qwen
@@ -219,7 +219,7 @@ def lr_for(model: Any, *, hidden_size: int, lora: bool = True) -> float:
     return 5e-5 * (10.0 if lora else 1.0) * math.pow(2000 / hidden_size, _EXPONENTS[families[0]])
 
 
-def _items(where: str, value: Any) -> Sequence[Any]:
+def _items(where: str, value: object) -> Sequence[Any]:
     """``value`` as a sequence of numbers, which are still to be checked."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):

@@ -77,7 +77,7 @@ def step_wise_grpo(
 @row_wise
 def gigpo(
     rewards: RowsLike,
-    states: Any,
+    states: object,
     *,
     omega: float = 1.0,
     gamma: float = 1.0,

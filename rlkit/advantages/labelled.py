@@ -30,7 +30,7 @@ _PER_SAMPLE = ("lengths",)  # settings that hold one number per reward, and are 
 
 
 @answered
-def by_group(estimator: str | Callable[..., Any], rewards: RowsLike, groups: Labels, **settings: Any) -> np.ndarray:
+def by_group(estimator: str | Callable[..., Any], rewards: RowsLike, groups: Labels, **settings: object) -> np.ndarray:
     """Return the advantages of a group estimator for flat rewards with group labels.
 
     Args:

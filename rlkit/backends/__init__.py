@@ -38,11 +38,11 @@ def connect(name: Literal["tinker"], **options: Unpack[TinkerOptions]) -> Traine
 
 
 @overload
-def connect(name: str, **options: Any) -> TrainerBackend: ...
+def connect(name: str, **options: object) -> TrainerBackend: ...
 
 
 @answered
-def connect(name: str, **options: Any) -> TrainerBackend:
+def connect(name: str, **options: object) -> TrainerBackend:
     """Open a trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
 
     Args:

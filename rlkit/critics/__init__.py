@@ -17,7 +17,7 @@ registry = Registry("critic", entry_point_group="rlkit.critics")
 registry.update(toy="rlkit.critics.toy:ToyCritic", local="rlkit.critics.local:LocalCritic")
 
 
-def critic(name: str, *, tokenizer: Tokenizer, **options: Any) -> Critic:
+def critic(name: str, *, tokenizer: Tokenizer, **options: object) -> Critic:
     """Open a value model: ``"toy"``, ``"local"``, or what a package adds to the group ``rlkit.critics``.
 
     It runs in this process, whatever backend the policy has, Tinker included; only the tokens are common to the two.

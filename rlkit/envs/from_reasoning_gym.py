@@ -38,7 +38,7 @@ def reasoning_gym(
     template: str = "{question}",
     extract: Callable[[str], str | None] | None = None,
     settings: Settings | None = None,
-    **config: Any,
+    **config: object,
 ) -> Tasks:
     """Tasks of one of reasoning-gym's generators; one turn each.
 
@@ -86,7 +86,7 @@ def reasoning_gym(
     return Tasks(make, size, name=name, split=split, settings=settings)
 
 
-def _check_known(name: Any) -> None:
+def _check_known(name: object) -> None:
     """Raise ConfigError, with near names, where reasoning-gym lists its generators and this is none of them."""
     known = getattr(importlib.import_module("reasoning_gym.factory"), "DATASETS", None)
     if isinstance(name, str) and isinstance(known, dict) and known and name not in known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkit import _check
 from rlkit.errors import ConfigError
@@ -119,7 +119,7 @@ def _flat(
     logprobs: Sequence[Tensor],
     sampling_logprobs: Sequence[Tensor],
     advantages: Sequence[Tensor],
-    weights: Any,
+    weights: object,
 ) -> tuple[Tensor, Tensor, Tensor, Weights]:
     """Each argument as one tensor [N]; weights may also be one number."""
 

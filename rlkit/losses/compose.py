@@ -102,7 +102,7 @@ def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
 def _plus(
     title: str,
     function: Loss,
-    term: Callable[[Mapping[str, Any]], Any],
+    term: Callable[[Mapping[str, object]], Any],
     more: Sequence[inspect.Parameter],
     coef_name: str,
     coef: float | str,
@@ -127,7 +127,7 @@ def _plus(
     names = [parameter.name for parameter in own]
     found = marks(function)
 
-    def composed(*args: Any, **kwargs: Any) -> Any:
+    def composed(*args: object, **kwargs: object) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments

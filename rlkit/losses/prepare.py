@@ -324,7 +324,7 @@ def _bound(name: str, settings: dict[str, Any], config: Mapping[str, Any] | None
     return settings
 
 
-def _returned(name: str, result: Any) -> tuple[torch.Tensor, dict[str, float]]:
+def _returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]]:
     value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(value, torch.Tensor) or value.ndim != 0:
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _check.shown(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def pass_at_k(n: Sequence[int] | ArrayLike, c: Sequence[int] | ArrayLike, k: int
 
 
 @answered
-def pass_at_k(n: Any, c: Any, k: int) -> float | np.ndarray:
+def pass_at_k(n: object, c: object, k: int) -> float | np.ndarray:
     """Return the probability that at least one of k samples is right, estimated from n samples of which c are.
 
     1 - C(n - c, k) / C(n, k)

@@ -97,7 +97,7 @@ def _passed(where: str, name: str, value: object, unused: list[str]) -> bool:
     return True
 
 
-def _bounds(where: str, name: str, value: Any) -> dict[str, Any] | None:
+def _bounds(where: str, name: str, value: object) -> dict[str, Any] | None:
     """Return bounds on the ratio from a distance to 1; None where it is none."""
     kind = {"clip_range": "both", "epsilon": "inverse", "clip_range_low": "low", "epsilon_low": "low"}.get(name)
     kind = kind or {"clip_range_high": "high", "epsilon_high": "high"}.get(name)

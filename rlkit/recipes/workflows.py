@@ -98,7 +98,7 @@ def _rows(
     *,
     system: str | None = None,
     behind: str = "",
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, object] | None = None,
     used: tuple[str, ...] = (),
     plain: bool = False,
 ) -> Tasks:

@@ -12,7 +12,7 @@ from rlkit._json import plain
 __all__ = ["packed", "unpacked"]
 
 
-def packed(value: Any) -> str:
+def packed(value: object) -> str:
     """``value`` as JSON, gzip and base64: letters, digits, "+", "/" and "=" only.
 
     What is not finite, which a damaged or an old file may hold, becomes text: no page fails for one number.

@@ -302,7 +302,7 @@ def _last(observation: Observation) -> tuple[Mapping[str, Any], ...]:
     return () if isinstance(observation, np.ndarray) else tuple(observation)
 
 
-def _messages(conversation: Any) -> tuple[Mapping[str, Any], ...]:
+def _messages(conversation: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(dict(message) for message in getattr(conversation, "messages", ()))
 
 

@@ -90,7 +90,7 @@ def _noted(path: Path) -> tuple[int | None, str]:
     return (seed, "") if type(seed) is int and seed >= 0 else (None, "is damaged: its seed is no integer >= 0")
 
 
-def note_config(folder: Path, config: Any, *, stacklevel: int) -> None:
+def note_config(folder: Path, config: object, *, stacklevel: int) -> None:
     """Write ``config`` down without what looks like a key, and warns of each setting that has changed.
 
     Raises:

@@ -44,7 +44,13 @@ class Models:
         self._asked: dict[str, tuple[str, Mapping[str, object]]] = {}  # what each of them was made with
 
     def open(
-        self, opener: Callable[..., M], name: str, role: str, options: dict[str, Any], record: Record | None, seed: int
+        self,
+        opener: Callable[..., M],
+        name: str,
+        role: str,
+        options: dict[str, object],
+        record: Record | None,
+        seed: int,
     ) -> tuple[M, Record | None]:
         """Open a model from ``record`` where it is there, or anew with ``seed``; the same call gives the same model.
 

@@ -157,7 +157,7 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
     return whole
 
 
-def is_run(folder: Any) -> bool:
+def is_run(folder: object) -> bool:
     """Return whether it is the path of a folder that a run keeps its checkpoints in."""
     if not isinstance(folder, (str, os.PathLike)):
         return False

@@ -42,7 +42,7 @@ class Response(NamedTuple):
     file: Path | None = None
 
     @classmethod
-    def json(cls, value: Any, status: int = 200) -> Response:
+    def json(cls, value: object, status: int = 200) -> Response:
         """Return an answer in JSON."""
         return cls(status, {"content-type": "application/json"}, json.dumps(value).encode())
 

@@ -9,7 +9,7 @@ import logging
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rlkit import _check
 from rlkit.backends.protocol import TrainerBackend
@@ -72,7 +72,7 @@ class Service:
         seed: int | None = None,
         folder: Path | None = None,
         tokenizer_id: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         max_rank: int = 128,
         max_samplers: int = 64,
         sampler_mb: int = 2048,

@@ -198,7 +198,7 @@ def new_run(
     number: int,
     base_model: str,
     lora: Lora,
-    metadata: Mapping[str, Any] | None,
+    metadata: Mapping[str, object] | None,
 ) -> TrainingRun:
     """Make a model's place, before the model is made."""
     model_id = f"{session.session_id}:train:{number}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rlkit.server.checkpoints import KINDS, Checkpoint, Kind, KnownRun, checked_ttl
 from rlkit.server.requests import ApiError, Fields, Request, Response
@@ -54,7 +53,7 @@ def save_weights_for_sampler(state: ServerState, request: Request) -> Response:
             number = fields.integer("sampling_session_seq_id", low=0)
 
         def job() -> Response:
-            found: dict[str, Any] = {"type": "save_weights_for_sampler"}
+            found: dict[str, object] = {"type": "save_weights_for_sampler"}
             if number is None:
                 found["path"] = save()
             else:

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 
@@ -99,7 +99,7 @@ class FakeTinker:
         deliveries: int = 1,
         patience: float = 30.0,
         max_samplers: int = 64,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         raw_logprobs: bool = False,
         telemetry: bool = False,
     ) -> None:
@@ -130,7 +130,7 @@ class FakeTinker:
         self._lock = threading.Lock()
         self._open = False
 
-    def service_client(self, **options: Any) -> tinker.ServiceClient:
+    def service_client(self, **options: object) -> tinker.ServiceClient:
         """Return a new ``tinker.ServiceClient``; closed with the fake. ``options`` as for the class itself.
 
         Raises:

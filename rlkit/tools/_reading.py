@@ -121,7 +121,7 @@ def behind(text: str, at: int) -> int:
     return closed + len("</tool_call>")
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """JSON's name for the type of a value.
 
     >>> kind(None), kind(True), kind(1), kind({})

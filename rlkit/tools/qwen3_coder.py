@@ -63,7 +63,7 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], fou
     return min(closing.end() + len(_END), len(text))
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, schema: object) -> Any:
     """Return the text itself where the schema allows a string or says nothing; else its value as JSON."""
     if not isinstance(schema, Mapping):
         return text

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rlkit.tracking.service import COLUMNS, ServiceTracker
 
@@ -42,7 +42,7 @@ class Mlflow(ServiceTracker):
         name: str | None = None,
         id: str | None = None,  # noqa: A002
         uri: str | None = None,
-        config: Any = None,
+        config: object = None,
         trajectories: int = 8,
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)

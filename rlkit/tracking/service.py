@@ -34,7 +34,7 @@ class ServiceTracker:
     package: str
     extra: str
 
-    def __init__(self, *, config: Any = None, trajectories: int = 8) -> None:
+    def __init__(self, *, config: object = None, trajectories: int = 8) -> None:
         if importlib.util.find_spec(self.package) is None:
             text = f"{type(self).__name__}: the package {self.package!r} is not installed; "
             raise ConfigError(f"{text}install it with {_install.command(self.extra)}")

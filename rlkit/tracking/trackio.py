@@ -34,7 +34,7 @@ class Trackio(ServiceTracker):
         name: str | None = None,
         resume: str = "allow",
         space: str | None = None,
-        config: Any = None,
+        config: object = None,
         trajectories: int = 8,
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)

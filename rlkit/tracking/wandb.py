@@ -40,7 +40,7 @@ class Wandb(ServiceTracker):
         id: str | None = None,  # noqa: A002
         folder: str | Path | None = None,
         mode: str | None = None,
-        config: Any = None,
+        config: object = None,
         trajectories: int = 8,
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)

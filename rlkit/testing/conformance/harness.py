@@ -33,7 +33,7 @@ class Harness:
     recovers: ClassVar[bool] = True
     tempered: ClassVar[bool] = True
 
-    def make(self, folder: Path, **options: Any) -> TrainerBackend:
+    def make(self, folder: Path, **options: object) -> TrainerBackend:
         """Make a new backend that saves under ``folder``."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class Harness:
         """Make backends that start alike, and close them."""
         made: list[TrainerBackend] = []
 
-        def make(**options: Any) -> TrainerBackend:
+        def make(**options: object) -> TrainerBackend:
             made.append(self.make(tmp_path, **{"seed": 0, **options}))
             return made[-1]
 

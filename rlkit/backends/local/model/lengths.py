@@ -14,7 +14,7 @@ NAMES = re.compile(r"window|chunk|block|top_?k|original_max|floor|local|segment|
 STATIC = {"default", "linear", "llama3", "yarn", "proportional"}  # rotary positions that are the same at any length
 
 
-def context(config: Any) -> int:
+def context(config: object) -> int:
     """Return how many tokens a sequence that is trained or sampled may have.
 
     Rotary positions of the type "longrope" choose their frequencies by the longest sequence computed: beyond
@@ -31,12 +31,12 @@ def context(config: Any) -> int:
     return min(ends)
 
 
-def indexed(config: Any, longest: int) -> bool:
+def indexed(config: object, longest: int) -> bool:
     """Return whether an indexer picks which tokens are seen: of equal scores, any, so that lengths decide."""
     return (getattr(config, "index_topk", None) or longest) < longest
 
 
-def plain_attention(config: Any, longest: int) -> bool:
+def plain_attention(config: object, longest: int) -> bool:
     """Return whether every layer sees all earlier tokens of at most ``longest``, as far as the config tells."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = getattr(config, "attention_chunk_size", None)
@@ -62,7 +62,7 @@ def thresholds(config: Any, longest: int) -> list[int]:
     return sorted(x for x in lengths if 1 < x < longest)
 
 
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
+def _ropes(config: object) -> list[Mapping[str, Any]]:
     """Return the settings of its rotary positions: one, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(x for x in rope.values() if isinstance(x, Mapping))]

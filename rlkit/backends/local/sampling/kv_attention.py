@@ -56,7 +56,7 @@ class SharedPrefix:
 
 
 def matmul_attention(
-    _: Any,
+    _: object,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -64,7 +64,7 @@ def matmul_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     shared: SharedPrefix | None = None,
-    **__: Any,
+    **__: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -95,7 +94,7 @@ class KVCache(Cache):
                 first = last
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [P, H, T, D], padding aside, and return keys and values [B, H, S, D]; called by the attention."""
         while len(self.store) <= layer_idx:

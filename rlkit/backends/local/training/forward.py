@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -17,7 +15,7 @@ from rlkit.types import Datum
 __all__ = ["training_forward"]
 
 
-def training_forward(model: Any, base: Base, scale: float) -> Forward:
+def training_forward(model: object, base: Base, scale: float) -> Forward:
     """Return rlkit's own forward where it computes what the library's does, else the library's.
 
     Args:
