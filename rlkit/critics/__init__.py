@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlkit import _check
 from rlkit._lazy import missing
 from rlkit.backends.protocol import Tokenizer
