@@ -29,7 +29,7 @@ def answered(thing: T, *, kind: str | None = None) -> T:
     rlkit.errors.ArgumentError: area: no argument 'heigth'; did you mean 'height'? There are: width, height
     """
     target: Any = thing
-    function: Callable[..., Any] = target.__init__ if inspect.isclass(target) else target
+    function: Callable[..., object] = target.__init__ if inspect.isclass(target) else target
     name = str(target.__name__)
 
     @functools.wraps(function)
@@ -72,7 +72,7 @@ def hinted(kind: str) -> Callable[[T], T]:
     return add
 
 
-def _misfit(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], kind: str) -> str:
+def _misfit(function: Callable[..., object], args: Any, kwargs: Mapping[str, Any], kind: str) -> str:
     """Return why the call does not fit the signature; "" where it fits."""
     signature = inspect.signature(function)
     try:

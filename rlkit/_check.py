@@ -61,7 +61,7 @@ def members(where: str, thing: object, protocol: type, hint: str = "") -> None:
         raise ConfigError(problem(where, what, f"a {protocol.__name__}", hint))
 
 
-def options(where: str, make: Callable[..., Any], given: Mapping[str, Any], *, kind: str = "") -> None:
+def options(where: str, make: Callable[..., object], given: Mapping[str, Any], *, kind: str = "") -> None:
     """Raise ArgumentError for a keyword that ``make`` does not take; ``kind`` is whose aliases are known."""
     known = inspect.signature(make).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):

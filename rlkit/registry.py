@@ -15,7 +15,7 @@ from rlkit.errors import ConfigError, UnknownNameError
 
 __all__ = ["Registry"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry(dict[str, Any]):
@@ -75,7 +75,7 @@ class Registry(dict[str, Any]):
 
         return add
 
-    def resolve(self, name_or_callable: str | Callable[..., Any]) -> Any:
+    def resolve(self, name_or_callable: str | Callable[..., object]) -> Any:
         """Return the implementation of that name; a callable comes back as it is (rule R4).
 
         Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rlkit import _check
 from rlkit._calls import answered
@@ -219,7 +218,7 @@ def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
     return 5e-5 * (10.0 if lora else 1.0) * math.pow(2000 / hidden_size, _EXPONENTS[families[0]])
 
 
-def _items(where: str, value: object) -> Sequence[Any]:
+def _items(where: str, value: object) -> Sequence[object]:
     """``value`` as a sequence of numbers, which are still to be checked."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):

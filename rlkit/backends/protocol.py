@@ -33,7 +33,7 @@ __all__ = [
     "TrainerBackend",
 ]
 
-LossLike: TypeAlias = str | Callable[..., Any]
+LossLike: TypeAlias = str | Callable[..., object]
 Config: TypeAlias = Mapping[str, object]
 """Keyword-only settings of a loss, by name."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ __all__ = ["reference_logprobs"]
 
 @answered
 def reference_logprobs(
-    sampler: Sampler, samples: Sequence[Sample | Datum], *, prefixes: Sequence[Any] | None = None
+    sampler: Sampler, samples: Sequence[Sample | Datum], *, prefixes: Sequence[object] | None = None
 ) -> Future[list[np.ndarray]]:
     """Return the logprobs of the samples' own tokens under another policy, for a KL to it or for distillation.
 
@@ -66,7 +65,7 @@ def reference_logprobs(
     )
 
 
-def _prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[Any]) -> list[np.ndarray]:
+def _prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[object]) -> list[np.ndarray]:
     if isinstance(prefixes, (str, bytes)) or len(prefixes) != len(datums):
         what, why = f"has {len(prefixes)}", "one per sample"
         raise DataError(_check.problem("reference_logprobs(prefixes)", what, f"{len(datums)}", why))

@@ -56,7 +56,7 @@ def overlong(lengths: RowsLike, *, max_length: int) -> Selection:
 
 
 @answered
-def duplicates(sequences: Sequence[Any]) -> Selection:
+def duplicates(sequences: Sequence[object]) -> Selection:
     """Keep the first of equal token sequences.
 
     Args:
@@ -78,7 +78,7 @@ def duplicates(sequences: Sequence[Any]) -> Selection:
 
 
 @answered
-def failed(failures: Sequence[Any]) -> Selection:
+def failed(failures: Sequence[object]) -> Selection:
     """Drop rollouts that failed for reasons that are not the policy's, such as a sandbox that died.
 
     Args:
@@ -145,10 +145,10 @@ def unscored(rewards: RowsLike) -> Selection:
     return select("unscored", ~np.isnan(rows.flat))
 
 
-def _items(where: str, value: Any) -> Sequence[Any]:
+def _items(where: str, value: Any) -> Sequence[object]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
         raise DataError(_check.problem(where, f"got {_check.shown(value)}", "a sequence with one entry per sample"))
-    items: Sequence[Any] = value
+    items: Sequence[object] = value
     return items
 
 

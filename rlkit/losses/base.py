@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Level", "Marks", "loss", "marks", "register", "registry"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 Level = Literal["datum", "pair", "batch"]
 Weights: TypeAlias = "Tensor | float"  # [n], [n, K], or one for all
 
@@ -81,7 +81,7 @@ def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], 
     return mark
 
 
-def marks(function: Callable[..., Any]) -> Marks:
+def marks(function: Callable[..., object]) -> Marks:
     """Return the marks of a loss function; those of ``loss()`` without arguments where it has none."""
     found = getattr(function, "__rlkit_loss__", None) or getattr(
         getattr(function, "func", None), "__rlkit_loss__", None

@@ -19,7 +19,7 @@ from rlkit.losses.base import marks, registry
 
 __all__ = ["with_entropy", "with_kl"]
 
-Loss: TypeAlias = Callable[..., Any]
+Loss: TypeAlias = Callable[..., object]
 _Parameter = inspect.Parameter
 
 

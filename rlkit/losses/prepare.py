@@ -69,7 +69,7 @@ class PreparedLoss:
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., object]
     level: Level
     elementwise: bool
     driver: Driver
@@ -258,7 +258,7 @@ class PreparedLoss:
 
 
 @answered
-def prepare(loss: str | Callable[..., Any], config: Mapping[str, Any] | None = None) -> PreparedLoss:
+def prepare(loss: str | Callable[..., object], config: Mapping[str, Any] | None = None) -> PreparedLoss:
     """Bind the settings of a loss that is given by name or as a function.
 
     Args:

@@ -20,7 +20,7 @@ __all__ = ["traceable"]
 
 def traceable(
     prepared: PreparedLoss, *, inputs: Collection[str] | None = None, scalars: Collection[str] = ()
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Return a plain function ``(logprobs, mask, <inputs>) -> (loss, metrics)`` over whole arrays [T], settings bound.
 
     Its parameters are, in this order: ``logprobs`` ([T]; [T, K] for a loss driven by target_logprobs), ``mask`` [T]
@@ -75,7 +75,7 @@ def traceable(
     code = closure.__code__.replace(co_varnames=("logprobs", "mask", *names))
     closure.__code__ = code
     closure.__name__ = closure.__qualname__ = prepared.name
-    return cast("Callable[..., Any]", closure)
+    return cast("Callable[..., object]", closure)
 
 
 def _names(prepared: PreparedLoss, inputs: Collection[str] | None) -> tuple[str, ...]:

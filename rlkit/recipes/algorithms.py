@@ -20,7 +20,7 @@ from rlkit.registry import Registry
 
 __all__ = ["Recipe", "best_of_group", "register", "registry"]
 
-Named: TypeAlias = str | Callable[..., Any]
+Named: TypeAlias = str | Callable[..., object]
 _NEEDS = {"values": "critic", "teacher_logprobs": "teacher", "baseline": "greedy"}
 
 

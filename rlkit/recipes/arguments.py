@@ -21,7 +21,7 @@ _PENALTIES = ("k1", "k2", "k3", "abs", *KL)
 
 
 def estimator_args(
-    settings: Algorithm, function: Callable[..., Any] | None
+    settings: Algorithm, function: Callable[..., object] | None
 ) -> tuple[dict[str, object], float | None, list[str]]:
     """Return the estimator's settings, the threshold of groups that train, and what has no effect."""
     args = dict(settings.advantage_fn_args or {})
@@ -102,14 +102,14 @@ def expert_ratio(settings: Algorithm) -> float:
     return _check.real("algorithm.sample_strategy_args.expert_data_ratio", ratio, above=0.0, below=1.0)
 
 
-def keywords(function: Callable[..., Any]) -> list[str]:
+def keywords(function: Callable[..., object]) -> list[str]:
     """Return the settings: what has a default and is not given by the loop."""
     named = inspect.signature(function).parameters.values()
     return [p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is not p.empty and p.name not in _GIVEN]
 
 
 def check_settings(
-    where: str, function: Callable[..., Any], given: Mapping[str, object], names: Mapping[str, str] | None = None
+    where: str, function: Callable[..., object], given: Mapping[str, object], names: Mapping[str, str] | None = None
 ) -> None:
     """Raise for a setting that the function does not have, by the name under which it was given."""
     known = keywords(function)

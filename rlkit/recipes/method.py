@@ -43,7 +43,7 @@ class Method:
     recipe: Recipe
     loss: Any
     loss_args: Mapping[str, Any]
-    estimator: Callable[..., Any]
+    estimator: Callable[..., object]
     kl_loss: float
     kl_penalty: float
     penalty: str

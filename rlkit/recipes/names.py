@@ -15,7 +15,7 @@ from rlkit.recipes.keys import TABLE
 
 __all__ = ["DEFAULTS", "ESTIMATORS", "KL", "LOSSES", "OF_ESTIMATORS", "contradiction", "estimator_names", "loss_names"]
 
-Loss: TypeAlias = str | Callable[..., Any]
+Loss: TypeAlias = str | Callable[..., object]
 ESTIMATORS: Mapping[str, str] = TABLE["names"]["estimators"]
 LOSSES: Mapping[str, str] = TABLE["names"]["losses"]
 KL: Mapping[str, str] = TABLE["names"]["kl"]

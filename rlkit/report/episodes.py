@@ -63,7 +63,7 @@ class Episodes:
         self._group = 0
         self._redact = redactor()
 
-    def add(self, group: Group, extras: Mapping[str, Sequence[Any]]) -> None:
+    def add(self, group: Group, extras: Mapping[str, Sequence[object]]) -> None:
         """Add a group, with what belongs to its tokens: name -> one entry per trajectory."""
         for member, trajectory in enumerate(group.trajectories):
             advantage = _numbers(extras, "advantages", member)

@@ -11,7 +11,7 @@ import pytest
 import rlkit
 from rlkit.backends.queue import CallQueue, RunHere
 from rlkit.backends.toy import ToyBackend, ToySampler
-from rlkit.backends.toy.adamw import State, Weights
+from rlkit.backends.toy.adamw import AdamState, Weights
 from rlkit.futures import Future
 from rlkit.testing import BackendConformance
 
@@ -105,7 +105,7 @@ class StepsOnInfinity(ToyBackend):
 class ForgetsMoments(ToyBackend):
     def _load(self, path, *, optimizer):
         version = super()._load(path, optimizer=optimizer)
-        self._weights.state = attrs.evolve(State.started(self._weights.value), steps=self._weights.state.steps)
+        self._weights.state = attrs.evolve(AdamState.started(self._weights.value), steps=self._weights.state.steps)
         return version
 
 
@@ -202,7 +202,7 @@ def test_fault_is_found(faulty, test, arguments, tmp_path):
         class WritesBase(faulty):
             def __init__(self, **options):
                 super().__init__(**options)
-                self._weights = Weights(State.started(self._base_weights))
+                self._weights = Weights(AdamState.started(self._base_weights))
 
         made = WritesBase
     with pytest.raises((AssertionError, pytest.fail.Exception)):

@@ -18,7 +18,7 @@ class Boom(Exception):
     """A mistake in a user's loss."""
 
 
-def raises_from_call(number: int) -> Callable[..., Any]:
+def raises_from_call(number: int) -> Callable[..., object]:
     """Make a loss that raises when it is called for the ``number``-th time."""
     calls = 0
 
