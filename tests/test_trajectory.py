@@ -14,6 +14,7 @@ import rlkit
 from rlkit import DataError, Sample
 from rlkit.advantages import token_weights
 from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
+from rlkit.trajectory.turns import token_rewards
 
 VOCABULARY = 259  # the toy's
 
@@ -321,3 +322,33 @@ def test_pickled_and_back():
     group = pickle.loads(pickle.dumps(Group([two_turns()], failures=[Failure("e", "OSError")], env="e")))
     assert group.rewards.tolist() == [0.75]
     assert (group.trajectories[0].turns[1].prompt == [5, 6, 7, 1]).all()
+
+
+def test_rewards_of_tokens_are_the_trajectory_s():
+    """They add up to its reward, whatever ended it; what a cut episode is given stands at its last token."""
+    turns = two_turns().turns
+    assert token_rewards(Trajectory(turns)).sum() == Trajectory(turns).reward
+    for ended in ({"terminated": True}, {"truncated": True}):
+        for extra in ({}, {"nonterminal_reward": -0.25}, {"nonterminal_override": 3.0}, {"reduction": "mean"}):
+            trajectory = Trajectory(turns, **ended, **extra)
+            each = token_rewards(trajectory)
+            assert each.sum() == pytest.approx(trajectory.reward), (ended, extra)
+            assert (each[:-1] == token_rewards(Trajectory(turns))[:-1]).all() or not each[:-1].any()
+    assert token_rewards(Trajectory(turns, nonterminal_reward=-0.25))[-1] == token_rewards(Trajectory(turns))[-1] - 0.25
+    assert token_rewards(Trajectory([])).size == 0
+
+
+def test_a_trajectory_s_fields():
+    """All but the turns are given by name; mappings are copies that cannot be written; no turns have version 0."""
+    tags, metrics = {"split": "test"}, {"seconds": 1.0}
+    trajectory = Trajectory([], tags=tags, metrics=metrics)
+    tags["split"], metrics["seconds"] = "train", 2.0
+    assert (trajectory.tags["split"], trajectory.metrics["seconds"]) == ("test", 1.0)
+    with pytest.raises(TypeError):
+        trajectory.tags["split"] = "train"
+    assert trajectory.version == 0
+    with pytest.raises(rlkit.RlkitError):
+        Trajectory([], True)
+    for wrong in ({"tags": {1: "x"}}, {"tags": {"x": None}}, {"metrics": {"x": np.nan}}, {"metrics": [1.0]}):
+        with pytest.raises(DataError, match=f"^Trajectory.{next(iter(wrong))}"):
+            Trajectory([], **wrong)
