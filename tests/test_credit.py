@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit import credit
+from rlkit import ConfigError, DataError, advantages, credit
 from rlkit.advantages import discounted_returns
+from rlkit.credit import assign
 from rlkit.trajectory import Group, Trajectory, Turn
 
 
@@ -251,3 +252,47 @@ def test_modes_of_weights():
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(rlkit.RlkitError, match=message):
         _ = credit.assign(**{"groups": GROUPS, **arguments}).data
+
+
+def samples_of(rewards, tokens=2):
+    return Group.of_samples([rlkit.Sample([5], list(range(tokens)), [-0.5] * tokens) for _ in rewards], rewards)
+
+
+def test_a_function_of_one_group():
+    """Groups of any sizes do not see each other; the undecorated function is told of the decorator."""
+
+    def best_only(rewards, *, scale=1.0):
+        return scale * np.where(rewards == rewards.max(), rewards - rewards.mean(), 0.0)
+
+    groups = [samples_of([0.0, 1.0, 0.0, 0.5]), samples_of([0.0, 0.0, 3.0])]
+    batch = assign(groups, advantages.per_group(best_only), config={"scale": 2.0})
+    assert [float(a[0]) for a in batch.advantages] == [0, 1.25, 0, 0, 0, 0, 4.0]
+    with pytest.raises(AttributeError) as caught:
+        assign(groups, best_only)
+    assert "per_group" in caught.value.__notes__[0]
+    for wrong in (lambda rewards: None, lambda rewards: 1.0, lambda rewards: [1.0] * len(rewards)):
+        with pytest.raises(DataError, match="per_group"):
+            assign(groups, wrong)
+
+    @advantages.per_group
+    def best(rewards):
+        return rewards if len(rewards) == 2 else rewards.max()
+
+    with pytest.raises(DataError, match=r"^best\(rewards\[1\]\): gave an array of shape \(\)"):
+        best([[1.0, 2.0], [1.0, 2.0, 3.0]])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "maxrl"])
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_what_compares_samples_stays_with_groups(name, level):
+    """Turns and tokens of a trajectory are no samples of a group."""
+    with pytest.raises(ConfigError, match=rf"^level='{level}': {name} compares the samples of a group"):
+        assign([samples_of([0.0, 1.0])], name, level=level)
+
+
+def test_one_number_is_a_seed():
+    batch = assign([samples_of([0.0, 1.0, 2.0, 3.0])], "grpo")
+    plain, several = (list(batch.minibatches(2, seed=seed)) for seed in (3, (3,)))
+    assert [[d.inputs["advantages"].tolist() for d in part] for part in plain] == [
+        [d.inputs["advantages"].tolist() for d in part] for part in several
+    ]

@@ -17,6 +17,7 @@ from rlkit.advantages.group import dr_grpo, grpo, loo_std, rloo
 from rlkit.advantages.labelled import by_group
 from rlkit.advantages.optimal_token import optimal_token_baseline
 from rlkit.advantages.passk import pass_at_k, pkpo
+from rlkit.advantages.per_group import per_group
 from rlkit.advantages.returns import discounted_returns, rebn
 from rlkit.advantages.running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
 from rlkit.advantages.shaping import potential_shaping
@@ -50,6 +51,7 @@ __all__ = [
     "opo",
     "optimal_token_baseline",
     "pass_at_k",
+    "per_group",
     "pkpo",
     "potential_shaping",
     "rebn",

@@ -232,6 +232,8 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
         raise missing("Chat.renderer", "renderers", "renderers") from error
     if choice == "auto" and name not in MODEL_RENDERER_MAP:
         return None
+    if choice == "default":
+        raise ConfigError(_check.problem("Chat.renderer", "is 'default'", "a family's renderer", _INSTEAD))
     try:
         if choice == "auto" or isinstance(choice, str):
             name = name if choice == "auto" else choice

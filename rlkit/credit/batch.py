@@ -64,7 +64,7 @@ class Batch:
         """The datums of one optimizer step on all items, weighted."""
         return weigh(self.items, self.weights, constant=self.constant)
 
-    def minibatches(self, size: int, *, epochs: int = 1, seed: Sequence[int] = (0,)) -> Iterator[list[Datum]]:
+    def minibatches(self, size: int, *, epochs: int = 1, seed: int | Sequence[int] = (0,)) -> Iterator[list[Datum]]:
         """Yield the datums of each optimizer step, weighted over that step; see ``rlkit.credit.minibatches``."""
         for items in minibatches(self.items, size, epochs=epochs, seed=seed):
             yield weigh(items, self.weights, constant=self.constant)
@@ -98,7 +98,7 @@ def weigh(items: Sequence[Item], mode: str | None = "token-mean", *, constant: f
 
 @answered
 def minibatches(
-    items: Sequence[Item], size: int, *, epochs: int = 1, seed: Sequence[int] = (0,)
+    items: Sequence[Item], size: int, *, epochs: int = 1, seed: int | Sequence[int] = (0,)
 ) -> Iterator[list[Item]]:
     """Yield the items of each optimizer step, epoch by epoch; shuffled where there are several steps in an epoch.
 
@@ -106,7 +106,7 @@ def minibatches(
         items: of a step of the loop.
         size: items per optimizer step, at most; 0: all in one. The parts are as equal as can be.
         epochs: >= 1, passes over the items.
-        seed: numbers >= 0, such as the run's seed and the step.
+        seed: a number >= 0, or several, such as the run's seed and the step.
 
     Raises:
         ConfigError: a number is out of range.
@@ -118,8 +118,12 @@ def minibatches(
     """
     _check.integer("minibatches(size)", size, low=0)
     _check.integer("minibatches(epochs)", epochs, low=1)
-    numbers = [_check.integer("minibatches(seed)", number, low=0, error=DataError) for number in seed]
+    numbers = [_check.integer("minibatches(seed)", number, low=0, error=DataError) for number in _seeds(seed)]
     count = -(-len(items) // (size or max(len(items), 1)))
     for epoch in range(epochs if items else 0):
         order = epoch_order(len(items), tuple(numbers), epoch, "minibatches") if count > 1 else np.arange(len(items))
         yield from ([items[i] for i in part] for part in np.array_split(order, count))
+
+
+def _seeds(seed: int | Sequence[int]) -> Sequence[int]:
+    return seed if isinstance(seed, (list, tuple)) else (seed,)

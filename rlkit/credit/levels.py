@@ -54,7 +54,7 @@ def _per_group(estimator: Estimator, config: Mapping[str, Any], played: Played) 
     lengths = {}
     if "lengths" in inspect.signature(estimator).parameters:
         lengths["lengths"] = played.by_group(np.array([float(t.token_count) for t in played.trajectories]))
-    flat = np.concatenate(list(estimator(played.by_group(played.totals), **lengths, **config)))
+    flat = _joined(_call(estimator, played.by_group(played.totals), **lengths, **config))
     sizes = [t.token_count for t in played.trajectories]
     return np.split(np.repeat(_fits(flat, len(sizes), "trajectory"), sizes), np.cumsum(sizes)[:-1])
 
@@ -63,6 +63,8 @@ def _per_turn(estimator: Estimator, config: Mapping[str, Any], played: Played) -
     pairs = zip(played.trajectories, played.rewards, strict=True)
     rewards = [np.array([part.sum() for part in t.per_turn(r)]) for t, r in pairs]
     named = inspect.signature(estimator).parameters
+    if not {"steps", "states"} & named.keys():
+        _refuse_groups(estimator, "turn")
     per_turn: Iterable[np.ndarray]
     if "steps" in named:  # one call, since a deviation may be that of the whole batch
         sums, steps = np.array([r.sum() for r in rewards]), np.array([r.size for r in rewards])
@@ -73,12 +75,13 @@ def _per_turn(estimator: Estimator, config: Mapping[str, Any], played: Played) -
         per_turn = [turns for own in played.members() for turns in estimator(rewards[own], states[own], **config)]
     else:
         per_turn = estimator(rewards, **config)
-    flat = _fits(np.concatenate(list(per_turn)), sum(r.size for r in rewards), "turn")
+    flat = _fits(_joined(per_turn), sum(r.size for r in rewards), "turn")
     sizes = [turn.tokens.size for t in played.trajectories for turn in t.turns]
     return np.split(np.repeat(flat, sizes), np.cumsum([t.token_count for t in played.trajectories])[:-1])
 
 
 def _per_token(estimator: Estimator, config: Mapping[str, Any], played: Played) -> Arrays | tuple[Arrays, Arrays]:
+    _refuse_groups(estimator, "token")
     known = {"rewards": played.rewards, **played.known}
     wanted = {}
     for name, parameter in inspect.signature(estimator).parameters.items():
@@ -101,6 +104,39 @@ LEVELS: Mapping[str, Callable[[Estimator, Mapping[str, Any], Played], Arrays | t
     "turn": _per_turn,
     "token": _per_token,
 }
+
+
+def _call(estimator: Estimator, *groups: Arrays, **config: Any) -> object:
+    """Call an estimator of groups; what it raises has a note on what it was given."""
+    try:
+        return estimator(*groups, **config)
+    except (AttributeError, TypeError, ValueError) as error:
+        error.add_note(_LISTS)
+        raise
+
+
+def _refuse_groups(estimator: Estimator, level: str) -> None:
+    """Raise for what compares the samples of a group, which turns and tokens of one trajectory are not."""
+    if "singleton" in inspect.signature(estimator).parameters:
+        what = f"{getattr(estimator, '__name__', 'it')} compares the samples of a group"
+        others = "step_wise_grpo, gigpo, discounted_returns" if level == "turn" else "gae, discounted_returns"
+        raise ConfigError(
+            _check.problem(f"level={level!r}", what, "level='group'", f"or an estimator such as {others}")
+        )
+
+
+def _joined(arrays: object) -> np.ndarray:
+    if isinstance(arrays, np.ndarray) and arrays.ndim == 2:
+        return arrays.reshape(-1)
+    if not isinstance(arrays, (list, tuple)) or not all(np.ndim(array) == 1 for array in arrays):
+        raise DataError(_check.problem("estimator", f"gave {_check.shown(arrays)}", "a list of arrays", _LISTS))
+    return np.concatenate(arrays) if arrays else np.zeros(0)
+
+
+_LISTS = (
+    "an estimator is given the rewards of all groups, a list of arrays, and gives such a list; "
+    "rlkit.advantages.per_group makes one of a function of one group"
+)
 
 
 def _fits(array: np.ndarray, count: int, each: str) -> np.ndarray:

@@ -339,7 +339,7 @@ def _returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]
             expected = f"names of its own; {', '.join(_RESERVED)} are the backend's"
             raise ConfigError(_check.problem(f"the loss {name!r}", f"returned the metric {key!r}", expected))
         suffixed = key if key.endswith((":sum", ":mean")) else f"{key}:mean"
-        metrics[suffixed] = float(number)
+        metrics[suffixed] = float(number.detach() if isinstance(number, torch.Tensor) else number)
     return value, metrics
 
 

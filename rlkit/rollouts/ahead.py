@@ -92,7 +92,7 @@ def async_rollouts(
         expected = "a set of tasks, or a function of the step"
         raise ConfigError(_check.problem("tasks", f"got {_check.shown(tasks)}", expected))
     if steps is not None:
-        _check.integer("steps", steps, low=1)
+        _check.integer("steps", steps, low=0)
     for name, value, low in (("start", start, 0), ("max_lag", max_lag, 0), ("interval", interval, 1)):
         _check.integer(name, value, low=low)
     if play is not None and not callable(play):

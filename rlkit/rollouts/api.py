@@ -204,7 +204,7 @@ def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
         raise ConfigError(_check.problem("plan", f"got {_check.shown(plan)}", "an rlkit.rollouts.Plan"))
     if plan is not None:
         return plan.with_options(**options)
-    _check.options("rollout", Plan, options)
+    _check.options("rollout", Plan, options, kind="Plan")
     return Plan(**options)
 
 

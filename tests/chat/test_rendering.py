@@ -251,6 +251,8 @@ def test_which_models_are_known(monkeypatch, tmp_path):
         assert chat.tokenizer.decode(chat.start("Hi").prompt).endswith("<think>\n\n</think>\n\n")
     with pytest.raises(ConfigError, match=r"'qwen9' cannot be used .*renderer=None uses the model's chat template"):
         Chat(t, renderer="qwen9")
+    with pytest.raises(ConfigError, match="is 'default'"):
+        Chat(t, renderer="default")
     with pytest.raises(ConfigError, match="'llama-3' cannot be used"):
         Chat(t, renderer="llama-3")  # the tokenizer lacks its tokens
     with pytest.raises(ConfigError, match="enable_thinking"):

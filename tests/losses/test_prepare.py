@@ -695,3 +695,14 @@ def test_each_of_a_pair_has_its_own_default():
     for some, expected in (([first, data[1]], (7.0, 3.0)), ([data[0], second], (2.0, 7.0))):
         found = prepare(lopsided).gradient(leaves, some).driver
         assert [g.item() for g in found] == list(expected)
+
+
+def test_a_metric_may_have_a_gradient():
+    """It is a number all the same; torch's warning would be an error here."""
+
+    def mine(logprobs, advantages):
+        return -(advantages * logprobs).sum(), {"mean": logprobs.mean()}
+
+    datum = rlkit.Datum([1, 2, 3], [0, 1, 1], {"advantages": 1.0})
+    with rlkit.connect("toy", seed=0) as policy:
+        assert np.isfinite(policy.forward_backward([datum], mine).result().metrics["mean:mean"])

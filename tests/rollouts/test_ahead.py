@@ -234,7 +234,7 @@ def test_starts_later(policy):
         ({"tasks": 3}, "tasks"),
         ({"tasks": lambda step: [Short], "size": 1}, "size"),
         ({"tasks": TASKS, "size": 1, "max_lag": -1}, "max_lag"),
-        ({"tasks": TASKS, "size": 1, "steps": 0}, "steps"),
+        ({"tasks": TASKS, "size": 1, "steps": -1}, "steps"),
         ({"tasks": TASKS, "size": 1, "start": -1}, "start"),
         ({"tasks": TASKS, "size": 1, "interval": 0}, "interval"),
         ({"tasks": TASKS, "size": 1, "play": 3}, "play"),
@@ -313,3 +313,14 @@ def test_replayed_data_with_corrections(policy):
     found = policy.forward(weighted, "reinforce").result().metrics["loss:sum"]
     expected = -sum((w * lp).sum() for w, lp in zip(weights, trainer, strict=True))
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_step_is_left(policy):
+    """A program that is started again after its last step has nothing to do, and ends."""
+    with async_rollouts(policy, TASKS, size=1, start=4, steps=0, **OPTIONS) as batches:
+        assert list(batches) == []
+
+
+def test_an_option_of_sampling_is_named():
+    with pytest.raises(rlkit.ConfigError, match="no option 'max_tokens'; give it in params=rlkit.SamplingParams"):
+        rollout_sync(None, TASKS, max_tokens=3)

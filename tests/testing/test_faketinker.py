@@ -151,7 +151,7 @@ def test_nothing_is_left():
             sampler = training.save_weights_and_get_sampling_client().result()
             sampler.sample(prompt([65]), 4, types.SamplingParams(max_tokens=3)).result()
     gc.collect()
-    assert {t.name for t in threading.enumerate()} == before
+    assert {t.name for t in threading.enumerate()} <= before  # threads of earlier tests may end meanwhile
     assert fake.requests[-1].endpoint == "finish_session"
     assert not any(x.endpoint == "telemetry" for x in fake.requests)
     assert all(s.finished for s in fake.service._state.sessions.values())
