@@ -70,5 +70,5 @@ __all__ = [
     "vtrace",
 ]
 
-for _public in (by_group, RunningBaseline, RunningNormalization, *registry.values()):
+for _public in (by_group, per_group, RunningBaseline, RunningNormalization, *registry.values()):
     _public.__module__ = __name__  # where users import it from
