@@ -190,9 +190,27 @@ CALLS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_OWN_TOKENS = "a loss is called with the policy's own tokens alone, so there is nothing to mask"
+
+INPUTS: Mapping[str, str] = {  # of losses
+    **dict.fromkeys(("ref_logprobs", "ref_logps", "ref_log_prob", "reference_logps"), "reference_logprobs"),
+    **dict.fromkeys(("old_logps", "old_log_prob", "old_log_probs"), "sampling_logprobs"),
+    **dict.fromkeys(("logps", "log_prob", "log_probs"), "logprobs"),
+    **dict.fromkeys(("mask", "loss_mask", "response_mask", "completion_mask"), _OWN_TOKENS),
+    "weight": "weights",
+    "advantage": "advantages",
+}
+
+
 def answer(kind: str, name: str, known: Container[str]) -> str:
     """Return a hint about ``name``, "" without one; a hint that is itself a name must be among the ``known``."""
     found = (ALIASES.get(kind) or CALLS.get(kind, {})).get(name, "")
     if found.isidentifier():
         return f"; write {found}=" if found in known else ""
     return f"; {found}" if found else ""
+
+
+def input_hint(name: str) -> str:
+    """Return what an input of a loss is called here, where other libraries call it ``name``; "" where none does."""
+    known = INPUTS.get(name, "")
+    return f"; rlkit calls it {known!r}" if known.isidentifier() else f"; {known}" if known else ""

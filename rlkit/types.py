@@ -142,7 +142,7 @@ class Sample:
             applied); for greedy samples (temperature 0) the untempered ones.
         stop_reason: "stop" or "length".
         temperature, top_p, top_k: how it was drawn.
-        version: optimizer steps behind the sampler's snapshot.
+        version: optimizer steps that the policy had taken at the sampler's snapshot.
     """
 
     prompt: np.ndarray = attrs.field(converter=_tokens)

@@ -296,3 +296,17 @@ def test_one_number_is_a_seed():
     assert [[d.inputs["advantages"].tolist() for d in part] for part in plain] == [
         [d.inputs["advantages"].tolist() for d in part] for part in several
     ]
+
+
+def test_lengths_of_one_group():
+    """A setting named lengths is cut as the rewards are, by assign and by by_group."""
+
+    @advantages.per_group
+    def per_token(rewards, *, lengths):
+        assert rewards.shape == lengths.shape
+        return rewards / lengths
+
+    batch = assign([samples_of([2.0, 4.0]), samples_of([6.0, 6.0, 9.0], tokens=3)], per_token)
+    assert [float(a[0]) for a in batch.advantages] == [1.0, 2.0, 2.0, 2.0, 3.0]
+    flat = advantages.by_group(per_token, [2.0, 6.0, 4.0], ["a", "b", "a"], lengths=[2, 3, 2])
+    assert flat.tolist() == [1.0, 2.0, 2.0]

@@ -23,7 +23,8 @@ def per_group(function: Callable[Concatenate[np.ndarray, P], object]) -> RowWise
     """Decorate a function of one group, so that it takes several groups, as all estimators of rlkit do.
 
     Args:
-        function: of the rewards of one group, float64 [G], and of settings; it gives G advantages.
+        function: of the rewards of one group, float64 [G], NaN where unscored, and of settings; it gives G advantages.
+            A setting named ``lengths``, tokens per sample, reaches it as float64 [G], too.
 
     Returns:
         A function of one group [G], of equal ones [B, G], or of a list of groups, which gives advantages of that form.
@@ -41,9 +42,14 @@ def per_group(function: Callable[Concatenate[np.ndarray, P], object]) -> RowWise
     @functools.wraps(function)
     def estimator(rewards: RowsLike, *args: P.args, **kwargs: P.kwargs) -> Arrays:
         rows = _rows.parse("rewards", rewards)
+        cuts, lengths = rows.ends[:-1], None
+        if "lengths" in kwargs:
+            lengths = np.split(rows.like("lengths", cast("RowsLike", kwargs["lengths"])), cuts)
         parts = []
-        for i, group in enumerate(np.split(rows.flat, rows.ends[:-1])):
+        for i, group in enumerate(np.split(rows.flat, cuts)):
             where = f"{name}({rows.row_name(i)})"
+            if lengths is not None:
+                kwargs["lengths"] = lengths[i]
             given = _check.as_array(where, function(group, *args, **kwargs), "one advantage per reward")
             if given.shape != group.shape:
                 what = f"gave an array of shape {given.shape}"

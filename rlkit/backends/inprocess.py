@@ -33,7 +33,7 @@ class InProcessTrainer(BaseTrainer):
         name: of the backend, for messages and saved states.
         tokenizer, max_length: of the model.
         folder: where ``save`` writes; None for ``rlkit-saves``.
-        version: optimizer steps behind the state that it starts from.
+        version: optimizer steps that the state that it starts from has taken.
         background: what the thread does between the parts of a call.
     """
 

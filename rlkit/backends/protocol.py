@@ -80,7 +80,7 @@ class Sampler(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind this snapshot."""
+        """Optimizer steps that the policy had taken at this snapshot."""
 
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
@@ -116,7 +116,7 @@ class TrainerBackend(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the policy, as far as they have been carried out."""
+        """Optimizer steps that the policy has taken, as far as they have been carried out."""
 
     def forward(
         self,

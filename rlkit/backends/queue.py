@@ -220,7 +220,7 @@ class RunHere:
                 result = call.job()
                 value: T = (yield from result) if isinstance(result, Generator) else result
                 call.carried_out()
-            except BaseException as error:
+            except BaseException as error:  # whatever it is, the calls behind this one must not run
                 call.failed(error)
                 raise
             return value

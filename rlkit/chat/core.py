@@ -95,6 +95,10 @@ class Chat:
         if not isinstance(prefill, str):
             raise ConfigError(_check.problem("Chat.prefill", f"got {_check.shown(prefill)}", "a string"))
         _check.choice("Chat.history", history, ("template", "append", "none"))
+        lacking = [name for name in ("encode", "decode", "eos_ids", "chat_template") if not hasattr(tokenizer, name)]
+        if lacking:
+            what = f"got {_check.shown(tokenizer)}, which lacks {lacking[0]}"
+            raise ConfigError(_check.problem("Chat(tokenizer)", what, "the policy's: policy.tokenizer"))
         self.tokenizer = tokenizer
         self.system = system
         self.prefill = prefill

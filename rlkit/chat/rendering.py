@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -217,7 +218,7 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
         variables: of the chat template; with ``"auto"`` a model is not known if its renderer lacks one of them.
 
     Raises:
-        ConfigError: the renderer was named, and cannot be made.
+        ConfigError: the renderer was named, and cannot be made; with ``"auto"`` that is a warning.
         MissingPackageError: a renderer was named, and the package is not installed.
     """
     name = str(getattr(tokenizer, "name", ""))
@@ -247,6 +248,11 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
         return ModelRenderer(renderer, adapter.guard(renderer))
     except Exception as error:
         where = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if choice == "auto":  # nobody asked for it: the model's own template does
+            warnings.warn(
+                f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}", RuntimeWarning, stacklevel=4
+            )
+            return None
         what = f"{choice if isinstance(choice, str) else type(choice).__name__!r} cannot be used ({where})"
         raise ConfigError(_check.problem("Chat.renderer", what, "a renderer for this model", _INSTEAD)) from error
 

@@ -126,4 +126,4 @@ def minibatches(
 
 
 def _seeds(seed: int | Sequence[int]) -> Sequence[int]:
-    return seed if isinstance(seed, (list, tuple)) else (seed,)
+    return (seed,) if isinstance(seed, (int, np.integer)) else seed

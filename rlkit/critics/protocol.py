@@ -28,7 +28,7 @@ class Critic(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the critic, as far as they have been carried out."""
+        """Optimizer steps that the critic has taken, as far as they have been carried out."""
 
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
         """Return one float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""

@@ -87,15 +87,18 @@ class PreparedLoss:
             missing = [name for name in needed if name not in datum.inputs]
             if missing:
                 there = ", ".join(sorted(datum.inputs)) or "none"
-                raise DataError(
-                    f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
-                )
+                what = f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
+                raise DataError(what + _aliases.input_hint(missing[0]))
             if "weights" in datum.inputs and "weights" not in self._order:
                 raise DataError(
                     f"data[{i}].inputs has 'weights', which the loss {self.name!r} does not name: they would do nothing"
                 )
             if "sampling_logprobs" in self._order and "sampling_logprobs" in datum.inputs:
                 self._check_behaviour(i, datum)
+        for name in self.optional:
+            if name in _aliases.INPUTS and data and not any(name in datum.inputs for datum in data):
+                what = f"names {name!r}, which no datum has, so its default would stand for it"
+                raise DataError(f"the loss {self.name!r} {what}{_aliases.input_hint(name)}")
         if self.level == "pair":
             if len(data) % 2:
                 raise DataError(f"data has {len(data)} datums; the loss {self.name!r} takes (chosen, rejected) pairs")
@@ -113,8 +116,9 @@ class PreparedLoss:
         """
         some = [datum for datum in data if datum.mask.any()]
         some = some if self.level == "batch" else some[: 2 if self.level == "pair" else 1]
+        entropy = [torch.full((int(datum.mask.sum()),), 0.5) for datum in some]
         with contextlib.suppress(BackendError):  # not finite on made-up numbers, which says nothing about real ones
-            self.gradient([self._made_up(datum) for datum in some], some, entropy=[_constant(d, 0.5) for d in some])
+            self.gradient([self._made_up(datum) for datum in some], some, entropy=entropy)
 
     def check_settings(self) -> None:
         """Call the loss as far as it can go without torch: the settings are checked before anything is computed.
@@ -254,7 +258,9 @@ class PreparedLoss:
         if self.driver == "target_logprobs":
             return torch.full(datum.inputs["target_tokens"][datum.mask].shape, -1.0)
         near = datum.inputs.get("sampling_logprobs")
-        return torch.tensor(near[datum.mask]) if near is not None and near.ndim else _constant(datum, -1.0)
+        if near is not None and near.ndim:
+            return torch.tensor(near[datum.mask])
+        return torch.full((int(datum.mask.sum()),), -1.0)
 
 
 @answered
@@ -341,7 +347,3 @@ def _returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]
         suffixed = key if key.endswith((":sum", ":mean")) else f"{key}:mean"
         metrics[suffixed] = float(number.detach() if isinstance(number, torch.Tensor) else number)
     return value, metrics
-
-
-def _constant(datum: Datum, value: float) -> torch.Tensor:
-    return torch.full((int(datum.mask.sum()),), value)

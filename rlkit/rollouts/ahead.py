@@ -44,7 +44,9 @@ def async_rollouts(
     depend on timing, and neither does what comes out.
 
     ``run.keep("batches", async_rollouts(...))`` makes a run resume exactly: what is under way at a checkpoint is waited
-    for and saved with it. Without it the first batches after a restart are sampled anew, from the restored policy.
+    for and saved with it. Snapshots are not saved: with an ``interval`` above 1 it is exact from checkpoints of steps
+    that the interval divides. Without ``keep`` the first batches after a restart are sampled anew, from the restored
+    policy.
 
     Args:
         policy: ``policy.sampler()`` is called in the thread that asks for batches, so that it stands in order with

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, DataError, RlkitError
@@ -172,6 +173,12 @@ class Asker:
         fine = isinstance(samples, list) and len(samples) == n and all(isinstance(s, Sample) for s in samples)
         if not fine or not all(np.array_equal(s.prompt, prompt) for s in samples):
             raise BackendError(f"rollout: the sampler's answer is not the {n} completion(s) of the prompt it was sent")
+        wanted = {"version": self.sampler.version} | {x: getattr(params, x) for x in ("temperature", "top_p", "top_k")}
+        for sample in samples:  # losses and corrections take these from the sample
+            for name, value in wanted.items():
+                if getattr(sample, name) != value:
+                    what = f"has {name}={getattr(sample, name)}"
+                    raise BackendError(_check.problem("rollout: a sample of the sampler", what, f"{value}", "as asked"))
         return list(samples)
 
     def _submit(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> _Held:

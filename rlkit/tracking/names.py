@@ -83,7 +83,7 @@ NAMES: tuple[Name, ...] = tuple(
         ("sampler/prompt_tokens", "tokens of the prompts sent"),
         ("sampler/retried", "requests made again"),
         ("sampler/errors", "requests that failed for good"),
-        ("sampler/version", "optimizer steps behind the policy that sampled"),
+        ("sampler/version", "optimizer steps that the policy that sampled had taken"),
         ("train/loss", "the loss, summed over the batch"),
         ("train/grad_norm", "global norm of the gradient before clipping"),
         ("train/learning_rate", "of the optimizer's step"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ __all__ = ["COLUMNS", "ServiceTracker", "examples"]
 COLUMNS = ("step", "env", "index", "reward", "turns", "tokens", "ended", "text")
 
 
-class ServiceTracker:
+class ServiceTracker(ABC):
     """Opens the other side at the first call, which ``Several`` makes in a thread, so that no run waits for it.
 
     A subclass says which package it needs, and writes ``_open``, ``_log``, ``_texts`` and ``_end``.
@@ -77,18 +78,21 @@ class ServiceTracker:
             self._run = self._open()
         return self._run
 
+    @abstractmethod
     def _open(self) -> object:
-        raise NotImplementedError
+        """Open the other side; what is returned is ``run`` below."""
 
+    @abstractmethod
     def _log(self, run: object, metrics: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        """Send the numbers of a step."""
 
+    @abstractmethod
     def _texts(self, run: object, rows: list[tuple[object, ...]], step: int) -> None:
-        """Trajectories, one row of ``COLUMNS`` each."""
-        raise NotImplementedError
+        """Send trajectories, one row of ``COLUMNS`` each."""
 
+    @abstractmethod
     def _end(self, run: object) -> None:
-        raise NotImplementedError
+        """Close the other side."""
 
 
 def examples(groups: Sequence[Group], step: int, most: int) -> list[tuple[object, ...]]:

@@ -78,7 +78,7 @@ class Turn:
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the policy that acted."""
+        """Optimizer steps that the policy that acted had taken."""
         return self.sample.version
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:

@@ -259,6 +259,24 @@ def test_which_models_are_known(monkeypatch, tmp_path):
         Chat(family("llama-3"), renderer="llama-3", thinking=True)
 
 
+def test_a_renderer_that_nobody_asked_for(monkeypatch):
+    """A tokenizer by the name of a known model that lacks its tokens: its own template, and a warning."""
+    t = tokenizer(QWEN3)
+    monkeypatch.setattr(t.hf, "name_or_path", next(n for n, kind in MODEL_RENDERER_MAP.items() if kind == "llama-3"))
+    with pytest.warns(RuntimeWarning, match="the renderer of .* cannot be used .*renderer=None uses the model's chat"):
+        chat = Chat(t)
+    assert chat.renderer is None
+    assert chat.start("Hi").prompt.size
+
+
+@pytest.mark.parametrize("wrong", ["gpt2", None, object()])
+def test_what_is_no_tokenizer_of_a_policy(wrong):
+    with pytest.raises(
+        ConfigError, match=r"^Chat\(tokenizer\): got .* lacks (encode|decode|eos_ids).*policy.tokenizer"
+    ):
+        Chat(wrong)
+
+
 def test_settings_of_chat_hold():
     """Prefill, history, token ids and stop tokens, as with a template."""
     chat = chat_of("qwen3", prefill="<think>\n", history="none")

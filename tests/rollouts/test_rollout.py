@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 
+import attrs
 import numpy as np
 import pytest
 
@@ -368,6 +369,18 @@ def test_an_answer_that_is_not_for_the_prompt():
 
     with pytest.raises(BackendError, match="not the 2 completion"):
         run(Counted, Wrong())
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("version", 7)])
+def test_an_answer_that_was_drawn_otherwise(name, value):
+    """Losses and corrections believe what a sample says of itself, so it has to say what was asked for."""
+
+    class Careless(RandomSampler):
+        def sample(self, *args, **kwargs):
+            return Future.of([attrs.evolve(s, **{name: value}) for s in super().sample(*args, **kwargs).result()])
+
+    with pytest.raises(BackendError, match=f"a sample of the sampler: has {name}={value}; expected"):
+        run(Counted, Careless())
 
 
 def test_a_sampler_that_never_answers():

@@ -62,7 +62,7 @@ class LocalTrainer:
             gradients = [p.grad for p in self.parameters.values()]
             if backward and not all(g is None or bool(torch.isfinite(g).all()) for g in gradients):
                 raise BackendError("forward_backward: the gradient is not finite; it was dropped")
-        except BaseException:
+        except BaseException:  # a GeneratorExit, too: all of the gradient is added, or nothing
             self._set(earlier)
             raise
         self._set([_sum(old, new) for old, new in zip(earlier, gradients, strict=True)])
