@@ -30,13 +30,15 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
-def test_an_adapter_names_its_base_by_the_name_it_was_asked_for_by(tiny, tmp_path, monkeypatch, capfd):
-    """Not by the folder of this machine's cache, which is nothing on another one; and loading shows no bar."""
-    monkeypatch.setattr("rlkit.backends.local.model.base.model_path", lambda model: tiny("qwen2"))
+def test_an_adapter_names_a_base_that_other_libraries_load(tiny, tmp_path, monkeypatch, capfd):
+    """Where the model lies, from any working directory, for a name that rlkit alone knows too; loading shows no bar."""
+    folder = shutil.copytree(tiny("qwen2"), tmp_path / "qwen2")
+    monkeypatch.setattr("rlkit.backends.local.model.base.model_path", lambda model: "qwen2")
+    monkeypatch.chdir(tmp_path)
     with rlkit.connect("local", model="some-model", lora=rlkit.Lora(rank=2), device="cpu", folder=tmp_path) as policy:
         path = policy.save("a").result()
     said = json.loads((Path(path) / "adapter_config.json").read_text("utf-8"))
-    assert said["base_model_name_or_path"] == "some-model"
+    assert said["base_model_name_or_path"] == str(folder)
     assert "Loading" not in capfd.readouterr().err
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.gemm.lora_linear import upcast
-from rlkit.backends.local.model.hub import model_path
+from rlkit.backends.local.model.hub import located, model_path
 from rlkit.backends.local.model.lengths import context, indexed, plain_attention
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
@@ -153,7 +153,7 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
         with quiet() as transformers:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
             hf = transformers.AutoTokenizer.from_pretrained(path)
-        model.name_or_path = str(name)  # which adapters name as their base; not where it lies on this machine
+        model.name_or_path = located(path)  # which adapters name as their base: what other libraries can load
         model = model.to(device).eval().requires_grad_(False)
         size = model.get_input_embeddings().num_embeddings
         tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
