@@ -100,11 +100,14 @@ class LoraLinear:
             y = torch.addmm(residual, x, self.weight.t())
         else:
             y = torch.nn.functional.linear(x, self.weight, self.bias)
-        low = None
-        if self.a is not None and self.b is not None:
-            low = x @ self.a.t()
+        low = self.low(x)
+        if low is not None and self.b is not None:
             y.addmm_(low, self.b.t())
         return (y if fits or residual is None else residual + y), low
+
+    def low(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return x A^T alone."""
+        return None if self.a is None else x @ self.a.t()
 
     # Below, dy is the gradient of y = x W^T + low (sB)^T where low = x A^T, so that
     #   dlow = dy (sB),  dx = dy W + dlow A,  dA = dlow^T x,  dB = s dy^T low.

@@ -64,18 +64,11 @@ class Layer:
 
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, list[Any]]:
         """Return the residual stream, float32 [N, hidden], after this layer, and what ``backward`` wants."""
-        dtype = self.qkv.weight.dtype
-        n, scale1 = _norm(x, self.input_norm, self.eps, dtype)
-        qkv, low_qkv = self.qkv(n)
-        q, k, v = self._split(qkv)
-        q, k = self._qk_norm_and_rope(q, k, rope)
-        attended, saved = attention.forward(q, k, v)
-        middle, low_out = self.out(attended, x)
-        n, scale2 = _norm(middle, self.post_attention_norm, self.eps, dtype)
-        gate_up, low_gate_up = self.gate_up(n)
-        out, low_down = self.down(_swiglu(gate_up), middle)
-        raw = qkv if self.qk_norms is not None else None
-        return out, [x, scale1, low_qkv, raw, *saved, attended, low_out, middle, scale2, gate_up, low_gate_up, low_down]
+        qkv, projected = self.project(x)
+        attended, saved = attention.forward(self.queries(qkv, rope), *self.keys_values(qkv, rope))
+        inner = self.up_to_down(x, attended)
+        out, low_down = self.down(_swiglu(inner[3]), inner[1])
+        return out, [x, *projected, *saved, attended, *inner, low_down]
 
     def backward(
         self, grad: torch.Tensor, saved: list[Any], rope: Tensors, attention: Attention, *, inputs: bool
@@ -86,7 +79,52 @@ class Layer:
         middle))). So a block's input gets the gradient of its output as it is, and what comes back through the block.
         Below, d is the gradient of what stands behind the block's last product, then of what stands behind its first.
         """
-        x, scale1, low_qkv, raw, *qkv, attended, low_out, middle, scale2, gate_up, low_gate_up, low_down = saved
+        x, scale, low, raw, *qkv, attended = saved[:-6]
+        grad, d, after = self.backward_to_attention(grad, attended, saved[-6:])
+        dqkv = self.backward_to_projection(*attention.backward(d, tuple(qkv)), raw, rope)
+        dx, before = self.backward_to_input(grad, dqkv, x, [scale, low, raw], inputs=inputs)
+        return dx, [*before, *after]
+
+    # The parts of a layer. ``forward`` and ``backward`` call them for all tokens at once; what a micro-batch is too
+    # long for is computed by some tokens at a time, for which only attention needs the others' keys and values.
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Return the product [N, (H + 2 H / G) D] behind queries, keys and values, and what its backward wants."""
+        n, scale = _norm(x, self.input_norm, self.eps, self.qkv.weight.dtype)
+        qkv, low = self.qkv(n)
+        return qkv, [scale, low, qkv if self.qk_norms is not None else None]
+
+    def queries(self, qkv: torch.Tensor, rope: Tensors) -> torch.Tensor:
+        """Return the scaled queries [N, H, D] with their positions."""
+        q = self._split(qkv)[0]
+        if self.qk_norms is not None:
+            q = _norm(q, self.qk_norms[0], self.eps, q.dtype)[0]
+        return _rotate(q, rope).mul_(self.scaling)
+
+    def keys_values(self, qkv: torch.Tensor, rope: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys with their positions and values, [N, H / G, D] each."""
+        _, k, v = self._split(qkv)
+        if self.qk_norms is not None:
+            k = _norm(k, self.qk_norms[1], self.eps, k.dtype)[0]
+        return _rotate(k, rope), v
+
+    def up_to_down(self, x: torch.Tensor, attended: torch.Tensor) -> list[Any]:
+        """Return what stands between attention and the last product: low_out, middle, scale, gate_up, low_gate_up."""
+        middle, low_out = self.out(attended, x)
+        n, scale = _norm(middle, self.post_attention_norm, self.eps, self.qkv.weight.dtype)
+        return [low_out, middle, scale, *self.gate_up(n)]
+
+    def backward_to_attention(
+        self, grad: torch.Tensor, attended: torch.Tensor, saved: list[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return the gradients of the residual stream at ``middle``, of ``attended`` and of the parameters behind it.
+
+        Args:
+            grad: of the layer's output.
+            attended: attention's output [N, H D].
+            saved: of ``up_to_down``, and x A^T of the last product, or None where it was not made.
+        """
+        low_out, middle, scale, gate_up, low_gate_up, low_down = saved
         dtype = attended.dtype
 
         # The MLP: h = silu(gate) * up, so d up = dh * silu(gate) and d gate = dh * up * silu'(gate). The two are
@@ -98,44 +136,23 @@ class Layer:
         dgate_up = torch.empty_like(gate_up)
         torch.mul(d, act, out=dgate_up[:, act.shape[1] :])
         dgate_up[:, : act.shape[1]] = torch.ops.aten.silu_backward(d.mul_(up), gate)
-        g_down = self.down.gradients(act.mul_(up), dy, low_down, dlow)
+        act.mul_(up)
+        g_down = self.down.gradients(act, dy, self.down.low(act) if low_down is None else low_down, dlow)
         del d, act, gate, up
         d, dlow = self.gate_up.backward(dgate_up)
-        n = _normed(middle, scale2, self.post_attention_norm, dtype)
+        n = _normed(middle, scale, self.post_attention_norm, dtype)
         g_gate_up = self.gate_up.gradients(n, dgate_up, low_gate_up, dlow)
         del dgate_up
-        grad = grad + _norm_backward(d, middle, scale2, self.post_attention_norm)
+        grad = grad + _norm_backward(d, middle, scale, self.post_attention_norm)
 
-        # Attention. The first layer with an adapter needs no gradient of its input.
         dy = grad.to(dtype)
         d, dlow = self.out.backward(dy)
-        g_out = self.out.gradients(attended, dy, low_out, dlow)
-        dq, dk, dv = attention.backward(d, tuple(qkv))
-        dqkv = self._qk_norm_and_rope_backward(dq, dk, dv, raw, rope)
-        dx = None
-        if inputs:
-            d, dlow = self.qkv.backward(dqkv)
-            dx = grad.add_(_norm_backward(d, x, scale1, self.input_norm))
-        else:
-            dlow = self.qkv.backward_low(dqkv)
-        n = _normed(x, scale1, self.input_norm, dtype)
-        g_qkv = self.qkv.gradients(n, dqkv, low_qkv, dlow)
-        return dx, [*g_qkv, *g_out, *g_gate_up, *g_down]
+        return grad, d, [*self.out.gradients(attended, dy, low_out, dlow), *g_gate_up, *g_down]
 
-    def _split(self, qkv: torch.Tensor) -> Tensors:
-        """[N, (H + 2 H / G) D] -> q [N, H, D], k and v [N, H / G, D]."""
-        parts = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = parts.split([self.heads, self.key_heads, self.key_heads], dim=1)
-        return q, k, v
-
-    def _qk_norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Tensors) -> Tensors:
-        if self.qk_norms is not None:
-            q, k = (_norm(y, w, self.eps, y.dtype)[0] for y, w in zip((q, k), self.qk_norms, strict=True))
-        return _rotate(q, rope).mul_(self.scaling), _rotate(k, rope)
-
-    def _qk_norm_and_rope_backward(
+    def backward_to_projection(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
     ) -> torch.Tensor:
+        """Return the gradient of ``project``'s product from those of queries, keys and values."""
         back = (rope[0], -rope[1])  # a rotation's transpose is the rotation by the negative angle
         dq, dk = _rotate(dq.mul_(self.scaling), back), _rotate(dk, back)
         if raw is not None and self.qk_norms is not None:
@@ -145,6 +162,29 @@ class Layer:
                 for d, y, w in zip((dq, dk), (q, k), self.qk_norms, strict=True)
             )
         return torch.cat([dq, dk, dv], dim=1).flatten(1)
+
+    def backward_to_input(
+        self, grad: torch.Tensor, dqkv: torch.Tensor, x: torch.Tensor, saved: list[Any], *, inputs: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Return the gradients of x and of the parameters of ``qkv``; the former is written over ``grad``.
+
+        The first layer with an adapter needs none of its input.
+        """
+        scale, low, _ = saved
+        dx = None
+        if inputs:
+            d, dlow = self.qkv.backward(dqkv)
+            dx = grad.add_(_norm_backward(d, x, scale, self.input_norm))
+        else:
+            dlow = self.qkv.backward_low(dqkv)
+        n = _normed(x, scale, self.input_norm, self.qkv.weight.dtype)
+        return dx, self.qkv.gradients(n, dqkv, low, dlow)
+
+    def _split(self, qkv: torch.Tensor) -> Tensors:
+        """[N, (H + 2 H / G) D] -> q [N, H, D], k and v [N, H / G, D]."""
+        parts = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = parts.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        return q, k, v
 
 
 class _RunLayer(torch.autograd.Function):
