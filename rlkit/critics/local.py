@@ -14,7 +14,7 @@ from torch import nn
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
-from rlkit.backends.local import adapter_seed, device_of
+from rlkit.backends.local import adapter_seed
 from rlkit.backends.local.checkpoint import (
     ADAPTER,
     check_finite,
@@ -85,7 +85,7 @@ class LocalCritic(InProcessCritic):
             raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
         lora = None if lora is None else attrs.evolve(lora, train_unembed=False)  # its output is not looked at
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora(train_unembed=False)
-        base = load_base(model, dtype, device_of(device))
+        base = load_base(model, dtype, device)
         check_tokenizer(tokenizer, base.tokenizer)
         self._lora = lora
         self._settings = {"model": located(model), "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
@@ -105,7 +105,7 @@ class LocalCritic(InProcessCritic):
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
         found, parts = yield from self._trainer.run(data, loss, (), backward=backward)
-        return [v.cpu().numpy() for v in found["values"]], parts
+        return [v.numpy() for v in found["values"]], parts
 
     def _step(self, params: Adam) -> Mapping[str, float]:
         return self._trainer.step(params)

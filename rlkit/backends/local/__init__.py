@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 import attrs
 import numpy as np
-import torch
 
 from rlkit import _check
 from rlkit.backends import saves
@@ -113,7 +112,7 @@ class LocalBackend(InProcessBackend):
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
         entropy = entropy_of(seed)
 
-        self.base = base = load_base(model, dtype, device_of(device))
+        self.base = base = load_base(model, dtype, device)
         self._lora = lora
         self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
         forward = training_forward(self._peft, base, lora.alpha / lora.rank)
@@ -171,7 +170,7 @@ class LocalBackend(InProcessBackend):
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
         outputs, parts = yield from self._trainer.run(data, loss, want, backward=backward)
-        arrays = {name: [x.float().cpu().numpy() for x in outputs[name]] for name in ("logprobs", *want)}
+        arrays = {name: [x.numpy() for x in outputs[name]] for name in ("logprobs", *want)}
         return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
@@ -240,18 +239,6 @@ class LocalBackend(InProcessBackend):
 def _checked_sampler(call: str, sampler: Sampler | None) -> Sampler:
     _check.members(f"the sampling engine's {call}", sampler, Sampler, "from a SamplingEngine")
     return cast("Sampler", sampler)
-
-
-def device_of(device: str | None) -> str:
-    """Return the device of that name; None: a GPU where there is one."""
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return str(torch.device(device))
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            _check.problem("device", f"got {_check.shown(device)}", "a torch device", str(error))
-        ) from error
 
 
 def adapter_seed(lora: Lora, entropy: int) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.gemm.lora_linear import upcast
+from rlkit.backends.local.model.device import device_of, to_device
 from rlkit.backends.local.model.hub import located, model_path
 from rlkit.backends.local.model.lengths import context, indexed, plain_attention
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
@@ -96,7 +97,7 @@ _bases: weakref.WeakValueDictionary[_Key, Base] = weakref.WeakValueDictionary()
 _loading = threading.Lock()
 
 
-def load_base(model: str, dtype: str, device: str) -> Base:
+def load_base(model: str, dtype: str, device: str | torch.device | None) -> Base:
     """Return the base model, from disk or shared with whoever has it already.
 
     Raises:
@@ -104,23 +105,13 @@ def load_base(model: str, dtype: str, device: str) -> Base:
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
-    path, place = model_path(model), placed(device)
+    path, place = model_path(model), device_of(None if device is None else str(device))
     with _loading:
         key = (*_on_disk(path), dtype, str(place))
         base = _bases.get(key)
         if base is None:
             base = _bases[key] = _load(model, path, dtype, place)
         return base
-
-
-def placed(device: str) -> torch.device:
-    """Return the device under one name alone: "cuda" is "cuda:0", or whichever is the current one."""
-    named = torch.device(device)
-    if named.type == "cpu":
-        return torch.device("cpu")
-    if named.index is None and named.type == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return named
 
 
 def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
@@ -151,10 +142,11 @@ def quiet() -> Iterator[Any]:
 def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
     try:
         with quiet() as transformers:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+            place = {} if device.type == "cpu" else {"device_map": {"": device}}  # read straight to where it stays
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **place)
             hf = transformers.AutoTokenizer.from_pretrained(path)
         model.name_or_path = located(path)  # which adapters name as their base: what other libraries can load
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
         size = model.get_input_embeddings().num_embeddings
         tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
         max_length = context(model.config.get_text_config())
@@ -187,9 +179,7 @@ def _llama_agrees(model: Any, probe: Probe, max_length: int) -> bool:
     llama = Llama(model, {}, 0.0)
     n = probe.tokens.size
     attention = TreeAttention([Segment(0, n)], llama.heads, llama.key_heads)
-    tokens, positions, places = (
-        torch.from_numpy(x).to(model.device) for x in (probe.tokens, np.arange(n), probe.places)
-    )
+    tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
     hidden = llama.hidden(tokens, positions, attention, places)
     logits = Unembedding(upcast(model.get_output_embeddings().weight)).logits(hidden)
     return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does

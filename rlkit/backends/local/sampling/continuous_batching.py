@@ -13,6 +13,7 @@ import torch
 
 from rlkit.backends.local.gemm.batch_invariance import MAX_ROWS, invariant_row_multiple, padding_unit
 from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs
 from rlkit.backends.local.sampling.decoder import Decoder
@@ -256,9 +257,9 @@ class ContinuousBatching(Decoder):
         self.kv_cache.reserve(first + rows, int(at.max()) + 1)
         where = np.zeros(rounded_up(index.size, padding_unit(index.size, self._head_row_multiple)), np.int64)
         where[: index.size] = index // length * wide + index % length
-        places = torch.from_numpy(at).to(device)
+        places = to_device(at, device)
         mask = self.kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
-        padded, wanted = torch.from_numpy(ids).to(device), torch.from_numpy(where).to(device)
+        padded, wanted = to_device(ids, device), to_device(where, device)
         return self.forward.logits(CachedTokens(padded, places, mask, self.kv_cache, wanted, shared))[: index.size]
 
     def _extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlkit.backends.local.model.decoder_layer import Attention
+from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.tree_attention import Segment, TreeAttention, spans, visible
 
 __all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "gpu_attention", "tree_attention"]
@@ -73,13 +74,15 @@ class FlexAttention(KernelAttention):
     def __init__(self, runs: Sequence[Segment], device: torch.device, *, compiled: bool = True) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        enter, leave = (torch.from_numpy(x).to(device) for x in spans(runs))
+        enter, leave = (to_device(x, device) for x in spans(runs))
 
         def seen(_: torch.Tensor, __: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             below = (enter[key] <= enter[query]) & (enter[query] < leave[key])
             return below & (key <= query)
 
-        self._mask = create_block_mask(seen, None, None, enter.numel(), enter.numel(), device=str(device))
+        # Compiled, it compares block by block; else all pairs are in memory, several times.
+        length, options = enter.numel(), {"device": str(device), "_compile": compiled}
+        self._mask = create_block_mask(seen, None, None, length, length, **options)
         self._kernel = _flex(compiled)
 
     def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -101,7 +104,7 @@ def gpu_attention(
     """Return ``FlexAttention`` where it works, else ``MaskedAttention``."""
     if _flex_works(device, dtype, heads, key_heads, head_dim):
         return FlexAttention(runs, device)
-    return MaskedAttention(torch.from_numpy(visible(runs, runs[-1].end)).to(device))
+    return MaskedAttention(to_device(visible(runs, runs[-1].end), device))
 
 
 @functools.cache
@@ -126,7 +129,7 @@ def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
             generator = torch.Generator().manual_seed(0)
             each = (heads, key_heads, key_heads, heads)
             q, k, v, grad = (torch.randn(length, h, head_dim, generator=generator).to(device, dtype) for h in each)
-            masked = MaskedAttention(torch.from_numpy(visible(runs, length)).to(device))
+            masked = MaskedAttention(to_device(visible(runs, length), device))
             for numbers, attention in zip(results, (FlexAttention(runs, device), masked), strict=True):
                 out, saved = attention.forward(q / head_dim**0.5, k, v)
                 numbers += [out, *attention.backward(grad.flatten(1), saved)]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.model.decoder_layer import Attention
+from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.tree_attention import Segment, visible
 from rlkit.backends.local.training.flex_attention import tree_attention
@@ -46,9 +47,7 @@ class MicroBatch:
     def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
         """See ``Inputs.for_llama``."""
         attention = tree_attention(self.runs, llama.heads, llama.key_heads, llama.head_dim, llama.dtype, llama.device)
-        tokens, positions, index = (
-            torch.from_numpy(x).to(llama.device) for x in (self.tokens, self.positions, self.index)
-        )
+        tokens, positions, index = (to_device(x, llama.device) for x in (self.tokens, self.positions, self.index))
         return tokens, positions, attention, index
 
     def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:
@@ -59,8 +58,8 @@ class MicroBatch:
             arrays |= {"attention_mask": seen[None, None], "position_ids": self.positions[None]}
         else:
             arrays["input_ids"], index = self.rows()
-        tensors = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
-        return tensors | {"use_cache": False}, torch.from_numpy(index).to(device)
+        tensors = {name: to_device(x, device) for name, x in arrays.items()}
+        return tensors | {"use_cache": False}, to_device(index, device)
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlkit.backends.checking import OF_DISTRIBUTION
+from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.memory import telling
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalTrainer", "Outputs"]
 
-Outputs = dict[str, list[torch.Tensor]]  # name -> one tensor per datum
+Outputs = dict[str, list[torch.Tensor]]  # name -> one float32 tensor per datum, on the CPU
 
 
 class LocalTrainer:
@@ -60,7 +62,7 @@ class LocalTrainer:
         try:
             outputs, parts = yield from self._all_batches(data, loss, names, backward=backward)
             gradients = [p.grad for p in self.parameters.values()]
-            if backward and not all(g is None or bool(torch.isfinite(g).all()) for g in gradients):
+            if backward and not _all_finite([g for g in gradients if g is not None]):
                 raise BackendError("forward_backward: the gradient is not finite; it was dropped")
         except BaseException:  # a GeneratorExit, too: all of the gradient is added, or nothing
             self._set(earlier)
@@ -77,15 +79,13 @@ class LocalTrainer:
         for p in self.parameters.values():  # a zero gradient moves by momentum, a missing one would not
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        norm = get_total_norm(gradients)
         if not torch.isfinite(norm):
             raise BackendError(
                 f"optim_step: the gradient's norm is {float(norm)}; nothing was changed, discard() drops it"
             )
         if params.grad_clip_norm > 0:
-            scale = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for g in gradients:
-                g.mul_(scale)
+            clip_grads_with_norm_(self.parameters.values(), params.grad_clip_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = params.learning_rate
             group["betas"] = (params.beta1, params.beta2)
@@ -166,9 +166,11 @@ class LocalTrainer:
     def _store(
         self, outputs: Outputs, batch: MicroBatch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]
     ) -> None:
+        """Split what was computed by datum; one copy brings all of it to the CPU, where losses are computed."""
         sizes = [int(data[i].mask.sum()) for i in batch.members]
         for name, values in flat.items():
-            for i, part in zip(batch.members, torch.split(values.detach(), sizes), strict=True):
+            there = values.detach().to("cpu", torch.float32)
+            for i, part in zip(batch.members, torch.split(there, sizes), strict=True):
                 outputs[name][i] = part
 
     def _outputs(
@@ -191,11 +193,16 @@ class LocalTrainer:
         return self._tensor(np.concatenate([a[datum.mask] for a, datum in zip(arrays, data, strict=True)]))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return to_device(np.ascontiguousarray(array), self._device)
 
 
 def _needs(loss: PreparedLoss | None) -> list[str]:
     return [] if loss is None else [loss.driver, *(["entropy"] if loss.entropy else [])]
+
+
+def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether all numbers are finite, asking the device once: the largest magnitude is, and NaN is passed on."""
+    return bool(torch.isfinite(get_total_norm(gradients, torch.inf)))
 
 
 def _sum(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,7 +15,8 @@ import rlkit
 pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from rlkit.backends.local.model.base import load_base, placed  # noqa: E402
+from rlkit.backends.local.model.base import load_base  # noqa: E402
+from rlkit.backends.local.model.device import device_of  # noqa: E402
 from rlkit.backends.local.model.lora import lora_targets  # noqa: E402
 from tests.models.families import FAMILIES, build  # noqa: E402
 
@@ -105,13 +106,31 @@ def test_a_relative_path_is_one_model_per_working_directory(tiny, tmp_path, monk
     assert json.loads((Path(path) / "state.json").read_text("utf-8"))["model"] == str(tmp_path / "a" / "model")
 
 
+def test_a_model_is_read_straight_to_its_device(tiny, monkeypatch):
+    """Not to the CPU first, which needs the memory twice and takes the time twice."""
+    asked = []
+
+    class Seen(Exception):
+        pass
+
+    def from_pretrained(path, **options):
+        asked.append(options["device_map"])
+        raise Seen
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(rlkit.ConfigError, match="Seen"):
+        load_base(tiny("llama"), "float32", "cuda:1")
+    assert asked == [{"": torch.device("cuda:1")}]
+
+
 def test_a_device_has_one_name(tiny, monkeypatch):
     """ "cpu" and "cpu:0" are one base; "cuda" is the current one of them."""
     base = load_base(tiny("llama"), "float32", "cpu")
     assert load_base(tiny("llama"), "float32", "cpu:0") is base
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert placed("cuda") == placed("cuda:3") != placed("cuda:0")
+    assert device_of("cuda") == device_of("cuda:3") == device_of(None) != device_of("cuda:0")
+    assert device_of("mps") == device_of("mps:0")
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_without_a_working_compiler_attention_is_masked(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(kernels, "_flex", lambda _: broken)
+    monkeypatch.setattr(kernels, "FlexAttention", broken)
     kernels._flex_works.cache_clear()
     (batch,) = pack(random_tree(np.random.default_rng(0)), 10**6)
     with pytest.warns(UserWarning, match="without flex_attention.*no compiler"):
