@@ -39,13 +39,13 @@ class ToyOptions(Options, total=False):
 class LocalOptions(Options, total=False):
     """See ``rlkit.backends.local.LocalBackend``."""
 
-    dtype: str
+    dtype: str | None
     device: str | None
     merge: bool | Literal["auto"]
-    micro_batch_tokens: int
-    max_rows: int
+    micro_batch_tokens: int | None
+    max_rows: int | None
     prefix_mb: int
-    cuda_graphs: bool
+    cuda_graphs: bool | None
     sampler: SamplingEngine | None
 
 

@@ -24,6 +24,8 @@ from rlkit.backends.local.checkpoint import (
     write_optimizer,
 )
 from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.defaults import default_dtype, micro_batch_tokens_for
+from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.training.forward import training_forward
@@ -72,12 +74,13 @@ class LocalCritic(InProcessCritic):
         folder: str | Path | None = None,
         resume_from: str | None = None,
         init_from: str | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         device: str | None = None,
-        micro_batch_tokens: int = 1024,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         start = Start.of("critic", model, lora, folder, resume_from, init_from)
-        _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
+        if micro_batch_tokens is not None:
+            _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
         saved = saves.read(start.path, backend="local-critic") if start.path is not None else None
         if model is None and saved is not None:
             model = saved[1].get("model")
@@ -85,7 +88,12 @@ class LocalCritic(InProcessCritic):
             raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
         lora = None if lora is None else attrs.evolve(lora, train_unembed=False)  # its output is not looked at
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora(train_unembed=False)
-        base = load_base(model, dtype, device)
+        place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
+        dtype = dtype or str(resumed.get("dtype") or default_dtype(place))
+        base = load_base(model, dtype, place)
+        micro_batch_tokens = int(
+            micro_batch_tokens or resumed.get("micro_batch_tokens") or micro_batch_tokens_for(base)
+        )
         check_tokenizer(tokenizer, base.tokenizer)
         self._lora = lora
         self._settings = {"model": located(model), "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}

@@ -25,6 +25,8 @@ from rlkit.backends.local.checkpoint import (
     write_optimizer,
 )
 from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
+from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.sampling.decoders import decoder_for
@@ -57,16 +59,18 @@ class LocalBackend(InProcessBackend):
         folder: where ``save`` writes, ``rlkit-saves`` by default.
         resume_from: a saved path: weights, optimizer, version and the stream of sampling seeds.
         init_from: a saved path: weights only.
-        dtype: of the base, "float32" or "bfloat16"; the adapter and the logprobs are float32.
+        dtype: of the base, "float32" or "bfloat16"; the adapter and the logprobs are float32. None is that of the run
+            with ``resume_from``, else "bfloat16" on a GPU of CUDA and "float32" elsewhere.
         device: "cpu", "cuda", ...; None is "cuda" where there is one.
         merge: sample with the adapter merged into a copy of its modules (True), added to their outputs (False), or
             merged for float32 models under 2 GB ("auto"). Merging into bfloat16 loses most of a small step.
-        micro_batch_tokens: tokens computed at once in training; bounds the memory.
-        max_rows: completions decoded at once at most.
+        micro_batch_tokens: tokens computed at once in training; bounds the memory. None is that of the run with
+            ``resume_from``, else 1,024 on a CPU, and what 40 % of the free memory hold on a GPU, 16,384 at most.
+        max_rows: completions decoded at once at most; None is 256 on a GPU of CUDA and 64 elsewhere.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
             begin like them are continued, as the turns of an episode do; 0 for none.
         cuda_graphs: on an NVIDIA GPU, launch decoding steps as recorded graphs; keys and values then keep their memory
-            between requests.
+            between requests. None is True there.
         sampler: what samples instead of this process, closed with the backend; merge, max_rows, prefix_mb and
             cuda_graphs are of this process's sampling, and are refused beside it.
 
@@ -84,25 +88,27 @@ class LocalBackend(InProcessBackend):
         folder: str | Path | None = None,
         resume_from: str | None = None,
         init_from: str | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         device: str | None = None,
         merge: bool | Literal["auto"] = "auto",
-        micro_batch_tokens: int = 1024,
-        max_rows: int = 64,
+        micro_batch_tokens: int | None = None,
+        max_rows: int | None = None,
         prefix_mb: int = 512,
-        cuda_graphs: bool = True,
+        cuda_graphs: bool | None = None,
         sampler: SamplingEngine | None = None,
     ) -> None:
         start = Start.of("connect", model, lora, folder, resume_from, init_from)
-        _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
-        _check.integer("max_rows", max_rows, low=1)
+        for name, value in (("micro_batch_tokens", micro_batch_tokens), ("max_rows", max_rows)):
+            if value is not None:
+                _check.integer(name, value, low=1)
         _check.integer("prefix_mb", prefix_mb, low=0)
-        _check.flag("cuda_graphs", cuda_graphs)
+        if cuda_graphs is not None:
+            _check.flag("cuda_graphs", cuda_graphs)
         if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
         if sampler is not None:
             _check.members("connect(sampler)", sampler, SamplingEngine)
-            if (merge, max_rows, prefix_mb, cuda_graphs) != ("auto", 64, 512, True):
+            if (merge, max_rows, prefix_mb, cuda_graphs) != ("auto", None, 512, None):
                 raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
         saved = saves.read(start.path, backend="local") if start.path is not None else None
         if model is None and saved is not None:
@@ -112,10 +118,15 @@ class LocalBackend(InProcessBackend):
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
         entropy = entropy_of(seed)
 
-        self.base = base = load_base(model, dtype, device)
+        place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
+        dtype = dtype or str(resumed.get("dtype") or default_dtype(place))
+        self.base = base = load_base(model, dtype, place)
         self._lora = lora
         self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
         forward = training_forward(self._peft, base, lora.alpha / lora.rank)
+        micro_batch_tokens = int(
+            micro_batch_tokens or resumed.get("micro_batch_tokens") or micro_batch_tokens_for(base)
+        )
         self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
         self._seeds = SeedStream(entropy)
         small = base.nbytes < _MERGED_UNDER and dtype == "float32"
@@ -132,8 +143,10 @@ class LocalBackend(InProcessBackend):
         if saved is not None:
             with saves.restoring(saved[0]):
                 version = self._load(*saved, optimizer=start.resumes)
-        merged = self._merge
-        self._scheduler = Scheduler(lambda: decoder_for(base, merged, prefix_mb * 10**6, cuda_graphs), max_rows)
+        merged, graphs = self._merge, cuda_graphs is not False
+        self._scheduler = Scheduler(
+            lambda: decoder_for(base, merged, prefix_mb * 10**6, graphs), max_rows or default_max_rows(place)
+        )
         self._engine = sampler
         super().__init__(
             "local",
