@@ -30,7 +30,7 @@ def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
         elif kind == "gpt2":  # learned positions, Conv1D layers, no shared key heads
             config = tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=max_length, **ids)
             model = tf.GPT2LMHeadModel(config)
-        elif kind == "mistral":  # a sliding window, which only the library's own cache knows
+        elif kind == "mistral":  # a sliding window
             model = tf.MistralForCausalLM(tf.MistralConfig(**shape, **ids, sliding_window=8))
         elif kind == "gemma2":  # capped logits and scores, every other layer with a window
             model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**shape, **ids, head_dim=8, sliding_window=8))
@@ -38,6 +38,8 @@ def build(kind: str, folder: Path, *, max_length: int = 128) -> Path:
             model = tf.MixtralForCausalLM(tf.MixtralConfig(**shape, **ids, num_local_experts=4))
         elif kind == "bloom":  # positions as a bias of the scores
             model = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **ids))
+        elif kind == "falcon":  # the same, with a context that has an end
+            model = tf.FalconForCausalLM(tf.FalconConfig(**shape, **ids, alibi=True))
         elif kind == "mamba":  # a state instead of keys and values
             model = tf.MambaForCausalLM(
                 tf.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4, **ids)

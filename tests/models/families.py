@@ -114,15 +114,15 @@ FAMILIES = {
     "llama, rope dynamic": Family("llama", {"rope_parameters": DYNAMIC}, "own"),
     "llama, rope longrope": Family("llama", _longrope(), "own"),
     "mistral": Family("mistral", {"sliding_window": None}, "own"),
-    "mistral, window": Family("mistral", {"sliding_window": WINDOW}, "cache"),
+    "mistral, window": Family("mistral", {"sliding_window": WINDOW}, "slots"),
     "mistral, window beyond the context": Family("mistral", {"sliding_window": 2 * LENGTH}, "own"),
     "qwen2": Family("qwen2", path="own"),
     "qwen2, window": Family(
-        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "cache"
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "slots"
     ),
     "qwen3": Family("qwen3", {"tie_word_embeddings": True}, "own"),
     "qwen3, window": Family(
-        "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "cache"
+        "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "slots"
     ),
     "ministral3": Family(
         "ministral3", {"sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
@@ -130,7 +130,7 @@ FAMILIES = {
     "gemma": Family("gemma", {"tie_word_embeddings": True}),
     "phi": Family("phi"),
     "phi3": Family("phi3", {"sliding_window": None}),
-    "phi3, window": Family("phi3", {"sliding_window": WINDOW}, "cache"),
+    "phi3, window": Family("phi3", {"sliding_window": WINDOW}, "slots"),
     "phi3, rope longrope": Family("phi3", _longrope(sliding_window=2 * LENGTH)),
     "olmo": Family("olmo"),
     "olmo2": Family("olmo2"),
@@ -143,7 +143,7 @@ FAMILIES = {
     "gpt2": Family("gpt2", GPT2 | {"tie_word_embeddings": True}),
     "gpt_neox": Family("gpt_neox"),
     "starcoder2": Family("starcoder2", {"sliding_window": None}),
-    "starcoder2, window": Family("starcoder2", {"sliding_window": WINDOW}, "cache"),
+    "starcoder2, window": Family("starcoder2", {"sliding_window": WINDOW}, "slots"),
     "nemotron": Family("nemotron"),
     "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "tie_word_embeddings": True}),
     "cohere": Family("cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
@@ -165,13 +165,13 @@ FAMILIES = {
     ),
     "falcon, alibi": Family("falcon", {"alibi": True}, "cache", without=("head_dim",)),
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, "cache"),
-    "gemma2": Family("gemma2", {"sliding_window": WINDOW}, "cache"),
-    "gemma3_text": Family("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "gemma2": Family("gemma2", {"sliding_window": WINDOW}, "slots"),
+    "gemma3_text": Family("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED}, "slots"),
     "gemma3, with a vision tower": Family(
         "gemma3",
         {"text_config": {"sliding_window": WINDOW, "layer_types": MIXED}, "mm_tokens_per_image": 4}
         | {"vision_config": TOWER, "image_token_index": 290, "boi_token_index": 291, "eoi_token_index": 292},
-        "cache",
+        "slots",
         "the tower gets no adapter",
     ),
     "gemma3n_text": Family(
@@ -183,23 +183,23 @@ FAMILIES = {
             "altup_num_inputs": 2,
             "activation_sparsity_pattern": [0.0, 0.0],
         },
-        "cache",
+        "slots",
     ),
     "gemma4_text": Family(
         "gemma4_text",
         {"sliding_window": WINDOW, "layer_types": MIXED, "hidden_size_per_layer_input": 8, "per_layer_config": {}}
         | {"vocab_size_per_layer_input": 300, "global_head_dim": 8},
-        "cache",
+        "slots",
     ),
-    "olmo3": Family("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
-    "cohere2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
-    "cwm": Family("cwm", {"sliding_window": WINDOW, "layer_types": MIXED, "rope_parameters": LLAMA3}, "cache"),
-    "exaone4": Family("exaone4", {"sliding_window": WINDOW, "layer_types": MIXED}, "cache"),
+    "olmo3": Family("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}, "slots"),
+    "cohere2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": MIXED}, "slots"),
+    "cwm": Family("cwm", {"sliding_window": WINDOW, "layer_types": MIXED, "rope_parameters": LLAMA3}, "slots"),
+    "exaone4": Family("exaone4", {"sliding_window": WINDOW, "layer_types": MIXED}, "slots"),
     "modernbert-decoder": Family(
-        "modernbert-decoder", {"local_attention": WINDOW, "layer_types": MIXED, "num_key_value_heads": None}, "cache"
+        "modernbert-decoder", {"local_attention": WINDOW, "layer_types": MIXED, "num_key_value_heads": None}, "slots"
     ),
     "mixtral": Family("mixtral", {"num_local_experts": 4, "sliding_window": None}, note=NO_EXPERTS),
-    "mixtral, window": Family("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}, "cache", NO_EXPERTS),
+    "mixtral, window": Family("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}, "slots", NO_EXPERTS),
     "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}, note=NO_EXPERTS),
     "qwen3_moe": Family("qwen3_moe", EXPERTS, note=NO_EXPERTS),
     "olmoe": Family("olmoe", EXPERTS, note=NO_EXPERTS),
@@ -210,7 +210,7 @@ FAMILIES = {
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": MIXED}
         | {"rope_parameters": YARN},
-        "cache",
+        "slots",
         NO_EXPERTS,
     ),
     "llama4_text": Family(

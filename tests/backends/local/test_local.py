@@ -42,7 +42,13 @@ class TestGPT2(_Local):
 
 
 class TestMistral(_Local):
-    """A sliding window: sampled through the library's own cache."""
+    """A sliding window."""
 
     kind = "mistral"
+
+
+class TestFalcon(_Local):
+    """Positions as a bias of the scores: sampled through the library's own cache."""
+
+    kind = "falcon"
     exact = False

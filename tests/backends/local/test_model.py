@@ -137,7 +137,7 @@ def test_base_is_not_written(connect, kind):
     assert digest(policy.base.model) == before
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral", "bloom"])
 def test_merged_and_unmerged_agree(connect, kind):
     """Merging changes how an adapter is applied, not what it does; at most one merged copy exists."""
     merged, unmerged = connect(kind, merge=True), connect(kind, merge=False)
@@ -158,7 +158,7 @@ def test_merged_and_unmerged_agree(connect, kind):
     assert np.abs(base - a).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "bloom"])
 def test_the_merged_copy_follows_what_is_sampled(connect, kind):
     """Base, policy, base, a later policy: each sampler has its own weights, whichever was merged before."""
     policy = connect(kind, merge=True)

@@ -20,11 +20,12 @@ from torch import nn
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.device import device_of, to_device
 from rlkit.backends.local.model.hub import located, model_path
-from rlkit.backends.local.model.lengths import context, indexed, plain_attention
+from rlkit.backends.local.model.lengths import context, indexed
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, called_linears, causal, logits_at, probe_of
 from rlkit.backends.local.model.tree_attention import Segment, TreeAttention
+from rlkit.backends.local.model.windows import layer_windows
 from rlkit.backends.transformers_tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
 
@@ -83,7 +84,7 @@ class Base:
         model: Any = self.model
         config = model.config.get_text_config()
         tried = self.probe.beyond and (self.probe.exact or config.model_type in SLOTS)
-        return tried and plain_attention(config, self.max_length)
+        return tried and layer_windows(config) is not None
 
     @property
     def nbytes(self) -> int:
@@ -165,14 +166,14 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
             f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
             "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
         )
-    llama = _llama_agrees(model, probe, max_length)
+    llama = _llama_agrees(model, probe)
     return Base(path, model, tokenizer, max_length, device, probe, llama, linear)
 
 
 @torch.no_grad()
-def _llama_agrees(model: Any, probe: Probe, max_length: int) -> bool:
+def _llama_agrees(model: Any, probe: Probe) -> bool:
     """Return whether ``Llama`` gives the logits that the model's own forward gives."""
-    if not (is_llama(model) and plain_attention(model.config, max_length)):
+    if not is_llama(model) or any(layer_windows(model.config) or [True]):
         return False
     expected = logits_at(model, probe.tokens[None], probe.places)
     fuse_layers(model)

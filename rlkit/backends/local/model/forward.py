@@ -22,6 +22,7 @@ from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
 from rlkit.backends.local.model.output_head import KEPT, Unembedding, read_in_chunks, read_logits
+from rlkit.backends.local.model.windows import LayerMasks
 
 __all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight"]
 
@@ -32,7 +33,9 @@ class Inputs(Protocol):
     def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
         """Return tokens [N], positions [N], how they see one another, and the places [n] whose output is wanted."""
 
-    def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:
+    def for_library(
+        self, device: torch.device, masks: LayerMasks, *, trees: bool
+    ) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the model's keyword arguments, and the places [n] of its flattened tokens [B T]."""
 
 
@@ -132,6 +135,7 @@ class LibraryForward:
     def __init__(self, model: Any, *, trees: bool = False) -> None:
         self.model, self.trees = model, trees
         self._config = model.config.get_text_config()
+        self._masks = LayerMasks(self._config, model.dtype)
         self.splits: bool | None = None
         self._base_weights: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
@@ -167,10 +171,10 @@ class LibraryForward:
         return [*weights, *self._low_rank], [head.weight, *self._low_rank]
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
-        return self._hidden_at(*inputs.for_library(self._device, trees=self.trees))
+        return self._hidden_at(*inputs.for_library(self._device, self._masks, trees=self.trees))
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
-        return self._logits_at(*inputs.for_library(self._device, trees=self.trees))
+        return self._logits_at(*inputs.for_library(self._device, self._masks, trees=self.trees))
 
     def outputs(
         self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["context", "indexed", "plain_attention", "thresholds"]
+__all__ = ["context", "indexed", "thresholds"]
 
 OTHERS = re.compile(r"layer|expert|head|multiple|pattern")  # numbers of something else than tokens
 UNBOUNDED = 2**20  # the context of a model whose config names none
@@ -34,21 +34,6 @@ def context(config: object) -> int:
 def indexed(config: object, longest: int) -> bool:
     """Return whether an indexer picks which tokens are seen: of equal scores, any, so that lengths decide."""
     return (getattr(config, "index_topk", None) or longest) < longest
-
-
-def plain_attention(config: object, longest: int) -> bool:
-    """Return whether every layer sees all earlier tokens of at most ``longest``, as far as the config tells."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    chunk = getattr(config, "attention_chunk_size", None)
-    wide = {
-        "full_attention": True,
-        "sliding_attention": isinstance(window, int) and window >= longest,
-        "chunked_attention": isinstance(chunk, int) and chunk >= longest,
-    }
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return all(wide.get(kind, False) for kind in kinds)
-    return window is None or wide["sliding_attention"]
 
 
 def thresholds(config: Any, longest: int) -> list[int]:

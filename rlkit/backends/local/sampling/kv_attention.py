@@ -19,7 +19,8 @@ from transformers import AttentionInterface
 
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.sampling.attention_tiles import KEYS, Tile, tile_of
+from rlkit.backends.local.model.windows import LayerMasks
+from rlkit.backends.local.sampling.attention_tiles import KEYS, LENGTHS, Tile, tile_of
 from rlkit.backends.local.sampling.kv_cache import KVCache
 
 __all__ = ["ATTENTION", "CachedAttention", "CachedTokens", "SharedPrefix", "matmul_attention", "sdpa_attention"]
@@ -63,6 +64,7 @@ def matmul_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     shared: SharedPrefix | None = None,
     **__: object,
 ) -> tuple[torch.Tensor, None]:
@@ -74,6 +76,7 @@ def matmul_attention(
         attention_mask: added to the scores, [B, 1, T, S].
         scaling: of the scores; None is D ** -0.5.
         softcap: c tanh(scores / c), for the architectures that have it.
+        s_aux: the scores [H] of attention sinks, which take their share of each softmax and have no value (gpt-oss).
         shared: which rows begin with the same keys and values; each of those is then read once.
 
     Returns:
@@ -89,7 +92,8 @@ def matmul_attention(
     tile = Tile()
     if query.device.type == "cpu" and query.dtype == torch.float32:
         tile = tile_of(_attend, key_heads, width, value.shape[-1])
-    out = _attend(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, shared=shared)
+    sinks = None if s_aux is None else s_aux.view(key_heads, -1, 1).expand(-1, -1, length).reshape(key_heads, -1, 1)
+    out = _attend(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, sinks=sinks, shared=shared)
     out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
 
@@ -103,9 +107,10 @@ def _attend(
     *,
     scaling: float = 1.0,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     shared: SharedPrefix | None = None,
 ) -> torch.Tensor:
-    """[B, H, C, D] by keys and values [B, H, S, D], with a mask [B, 1, 1 or C, S]: [B, H, C, D]."""
+    """[B, H, C, D] by keys and values [B, H, S, D], mask [B, 1, 1 or C, S], sinks [H, C, 1]: [B, H, C, D]."""
     count = query.shape[2]
     missing = -count % tile.queries
     stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
@@ -114,7 +119,11 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores[:, :, :count] += mask
-    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    if sinks is not None:  # as many keys as leave the others where sums are cut
+        before = scores.new_full((*scores.shape[:3], LENGTHS), torch.finfo(scores.dtype).min)
+        before[:, :, :count, :1] = sinks
+        scores = torch.cat([before, scores], dim=-1)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)[..., 0 if sinks is None else LENGTHS :]
     out = _weighted(weights, value, 0, tile.keys, shared)
     for start in range(tile.keys, value.shape[2], tile.keys):
         out += _weighted(weights, value, start, tile.keys, shared)
@@ -236,7 +245,15 @@ class CachedTokens:
         attention = CachedAttention(self.kv_cache, self.mask, self.tokens.shape, self.shared)
         return self.tokens.flatten(), self.positions.flatten(), attention, self.index
 
-    def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:  # noqa: ARG002
+    def for_library(
+        self,
+        device: torch.device,
+        masks: LayerMasks,
+        *,
+        trees: bool,  # noqa: ARG002
+    ) -> tuple[dict[str, Any], torch.Tensor]:
         """See ``Inputs.for_library``."""
-        arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": self.mask}
+        keys = torch.arange(self.mask.shape[3], device=device)
+        mask = masks.of(self.mask, self.positions[: self.mask.shape[0]], keys)
+        arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
         return {**arguments, "past_key_values": self.kv_cache, "use_cache": True}, self.index

@@ -19,6 +19,7 @@ from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.tree_attention import Segment, visible
+from rlkit.backends.local.model.windows import LayerMasks
 from rlkit.backends.local.training.flex_attention import tree_attention
 from rlkit.backends.local.training.partition import LOOK_BACK, cuts, in_common, row_costs, tree_costs
 from rlkit.types import Datum
@@ -50,16 +51,18 @@ class MicroBatch:
         tokens, positions, index = (to_device(x, llama.device) for x in (self.tokens, self.positions, self.index))
         return tokens, positions, attention, index
 
-    def for_library(self, device: torch.device, *, trees: bool) -> tuple[dict[str, Any], torch.Tensor]:
+    def for_library(
+        self, device: torch.device, masks: LayerMasks, *, trees: bool
+    ) -> tuple[dict[str, Any], torch.Tensor]:
         """See ``Inputs.for_library``: one row with a mask over all pairs, or every run as a row."""
-        arrays, index = {"input_ids": self.tokens[None]}, self.index
-        if trees and len(self.runs) > 1:
-            seen = visible(self.runs, self.tokens.size)
-            arrays |= {"attention_mask": seen[None, None], "position_ids": self.positions[None]}
-        else:
-            arrays["input_ids"], index = self.rows()
-        tensors = {name: to_device(x, device) for name, x in arrays.items()}
-        return tensors | {"use_cache": False}, to_device(index, device)
+        if not (trees and len(self.runs) > 1):
+            tokens, index = (to_device(x, device) for x in self.rows())
+            return {"input_ids": tokens, "use_cache": False}, index
+        seen = visible(self.runs, self.tokens.size)
+        arrays = self.tokens[None], self.positions[None], seen[None, None], self.index
+        tokens, positions, mask, index = (to_device(x, device) for x in arrays)
+        arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        return {**arguments, "attention_mask": masks.of(mask, positions, positions[0])}, index
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
