@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -47,6 +48,8 @@ __all__ = ["LocalBackend"]
 # Bytes; above it a merge takes longer than it saves. In bfloat16 a merge would lose what a small step changed: half of
 # it at a learning rate of 1e-5.
 _MERGED_UNDER = 2 * 10**9
+_SNAPSHOTS = 4  # policy, reference and teacher, say, whose weights and prefixes stay while they take turns;
+_COPIES = 4 * 10**9  # of merged ones as many as fit into so many bytes
 
 
 class LocalBackend(InProcessBackend):
@@ -66,7 +69,7 @@ class LocalBackend(InProcessBackend):
             merged for float32 models under 2 GB ("auto"). Merging into bfloat16 loses most of a small step.
         micro_batch_tokens: tokens computed at once in training; bounds the memory. None is that of the run with
             ``resume_from``, else 1,024 on a CPU, and what 40 % of the free memory hold on a GPU, 16,384 at most.
-        max_rows: completions decoded at once at most; None is 256 on a GPU of CUDA and 64 elsewhere.
+        max_rows: completions of one snapshot decoded at once at most; None is 256 on a GPU of CUDA and 64 elsewhere.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
             begin like them are continued, as the turns of an episode do; 0 for none.
         cuda_graphs: on an NVIDIA GPU, launch decoding steps as recorded graphs; keys and values then keep their memory
@@ -143,10 +146,9 @@ class LocalBackend(InProcessBackend):
         if saved is not None:
             with saves.restoring(saved[0]):
                 version = self._load(*saved, optimizer=start.resumes)
-        merged, graphs = self._merge, cuda_graphs is not False
-        self._scheduler = Scheduler(
-            lambda: decoder_for(base, merged, prefix_mb * 10**6, graphs), max_rows or default_max_rows(place)
-        )
+        decoder = partial(decoder_for, base, self._merge, prefix_mb * 10**6, cuda_graphs is not False, beside=[])
+        at_once = min(_SNAPSHOTS, max(1, _COPIES // base.nbytes)) if self._merge else _SNAPSHOTS
+        self._scheduler = Scheduler(decoder, max_rows or default_max_rows(place), at_once)
         self._engine = sampler
         super().__init__(
             "local",

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 
 def decoder(policy):
-    """What decodes; there once something was sampled."""
-    return policy._scheduler.decoder
+    """What decodes, of the snapshot that had its turn last; there once something was sampled."""
+    return decoders(policy)[-1]
+
+
+def decoders(policy):
+    """One for each of the snapshots used last."""
+    return policy._scheduler.decoders
 
 
 def waiting(policy):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -55,6 +54,7 @@ class ContinuousBatching(Decoder):
         base: what it is made of.
         prefix_bytes: bytes kept of the keys and values of earlier sequences.
         merge: whether adapters are merged into copies of its weights.
+        beside: the prefix caches of other decoders, with which it shares those bytes.
         graphs: makes the graphs of decoding steps, where there are such.
         row_multiple: to what the rows of a product are padded until that is measured.
     """
@@ -68,6 +68,7 @@ class ContinuousBatching(Decoder):
         prefix_bytes: int,
         *,
         merge: bool,
+        beside: list[PrefixCache] | None = None,
         graphs: Callable[[KVCache], CudaGraphs] | None = None,
         row_multiple: int = 0,
     ) -> None:
@@ -78,9 +79,9 @@ class ContinuousBatching(Decoder):
         self._max_tokens = MAX_ROWS[0] if base.device.type == "cpu" else TOKENS
         # Of the layers' products, and of the output embedding's; 0 where nothing is promised.
         self._row_multiple, self._head_row_multiple = row_multiple, 0
-        self._prefix_bytes = prefix_bytes
-        self.prefix_cache = PrefixCache(prefix_bytes)
-        self._on_forgotten: weakref.finalize[[], Any] | None = None
+        self._prefix_bytes, self._beside = prefix_bytes, [] if beside is None else beside
+        self.prefix_cache = PrefixCache(prefix_bytes, self._beside)
+        self._on_forgotten: weakref.finalize[[], Snapshot] | None = None
 
     def use(self, snapshot: Snapshot) -> bool:
         if not super().use(snapshot):
@@ -89,7 +90,7 @@ class ContinuousBatching(Decoder):
             self._on_forgotten.detach()
         self.prefix_cache.clear()
         self.kv_cache.clear()
-        self.prefix_cache = PrefixCache(self._prefix_bytes)
+        self.prefix_cache = PrefixCache(self._prefix_bytes, self._beside)
         self._on_forgotten = weakref.finalize(snapshot, self.prefix_cache.clear)  # when its last sampler is closed
         self._on_forgotten.atexit = False
         if self._base.device.type == "cpu" and self._base.model.dtype == torch.float32:
@@ -167,13 +168,17 @@ class ContinuousBatching(Decoder):
             self._tidy()
         return bool(torch.equal(*logits))
 
-    def score(self, request: ScoreRequest) -> None:
-        tokens = request.tokens
-        for start in range(0, tokens.size - 1, self._max_tokens):
-            end = min(start + self._max_tokens, tokens.size - 1)
-            index = np.arange(end - start)
-            request.read(start + 1, self._logits(tokens[None, start:end], len(self.rows), start + index[None], index))
-        self._tidy()
+    def score(self, requests: Sequence[ScoreRequest]) -> Iterator[None]:
+        for request in requests:
+            tokens = request.tokens
+            for start in range(0, tokens.size - 1, self._max_tokens):
+                end = min(start + self._max_tokens, tokens.size - 1)
+                index = np.arange(end - start)
+                logits = self._logits(tokens[None, start:end], len(self.rows), start + index[None], index)
+                request.read(start + 1, logits)
+            self._tidy()
+            request.finish()
+            yield
 
     def abandon(self) -> list[SampleRow]:
         rows, self.rows = self.rows, []

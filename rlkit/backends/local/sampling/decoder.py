@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from rlkit.backends.local.model.forward import Forward
@@ -33,9 +33,14 @@ class Decoder(ABC):
         self.forward, self._merge = forward, merge
         self._current: weakref.ref[Snapshot] | None = None
 
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Whose weights are there; None where its last sampler was closed."""
+        return None if self._current is None else self._current()
+
     def use(self, snapshot: Snapshot) -> bool:
         """Take the weights of ``snapshot``, and return whether another's were there. There are no rows."""
-        if self._current is not None and self._current() is snapshot:
+        if self.snapshot is snapshot:
             return False
         self._current = None
         self.forward.load(snapshot.adapter, snapshot.scale, merge=self._merge)
@@ -59,8 +64,8 @@ class Decoder(ABC):
         """Return whether a row's logits have the same bits alone and in a batch: made so, and shown by some tokens."""
 
     @abstractmethod
-    def score(self, request: ScoreRequest) -> None:
-        """Compute what the request asks for."""
+    def score(self, requests: Sequence[ScoreRequest]) -> Iterator[None]:
+        """Compute what the requests ask for and finish them, a part at a time; rows may be decoded in between."""
 
     @abstractmethod
     def abandon(self) -> list[SampleRow]:

@@ -17,12 +17,15 @@ from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs
 from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.kv_attention import ATTENTION
 from rlkit.backends.local.sampling.kv_cache import KVCache
+from rlkit.backends.local.sampling.prefix_cache import PrefixCache
 from rlkit.backends.local.sampling.static_batching import StaticBatching
 
 __all__ = ["decoder_for"]
 
 
-def decoder_for(base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool) -> Decoder:
+def decoder_for(
+    base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: list[PrefixCache] | None = None
+) -> Decoder:
     """Return ``ContinuousBatching`` where it computes what the library computes on the base's probe.
 
     Args:
@@ -30,17 +33,18 @@ def decoder_for(base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool) -
         merge: whether adapters are merged into copies of its weights.
         prefix_bytes: bytes kept of the keys and values of earlier sequences.
         cuda_graphs: whether decoding steps are CUDA graphs, on such a device.
+        beside: the prefix caches of other decoders, with which it shares those bytes.
     """
     if base.llama:
         forward = LlamaForward(base)
         graphs: Callable[[KVCache], CudaGraphs] | None = None
         if cuda_graphs and base.device.type == "cuda":
             graphs = partial(CudaGraphs, forward, base)
-        return ContinuousBatching(forward, base, prefix_bytes, merge=merge, graphs=graphs)
+        return ContinuousBatching(forward, base, prefix_bytes, merge=merge, beside=beside, graphs=graphs)
     if "way" not in base.known:
         base.known["way"] = _way(base)
     if base.known["way"] == "slots":
-        return ContinuousBatching(LibraryForward(base.tree(ATTENTION)), base, prefix_bytes, merge=merge)
+        return ContinuousBatching(LibraryForward(base.tree(ATTENTION)), base, prefix_bytes, merge=merge, beside=beside)
     return StaticBatching(base, merge=merge, cached=base.known["way"] == "cache")
 
 

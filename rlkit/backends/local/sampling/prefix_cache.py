@@ -35,12 +35,15 @@ class PrefixCache:
 
     Args:
         limit: bytes kept at most; the least recently used blocks go first.
+        together: the caches of all snapshots that share the limit and have blocks, the one that is written to least
+            recently first; its blocks go first.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, together: list[PrefixCache] | None = None) -> None:
         self._limit = limit
         self.blocks: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # the least recently used first
-        self._size = 0
+        self.size = 0
+        self._together = [] if together is None else together
 
     def find(self, names: list[bytes]) -> int:
         """Return how many of the first blocks of ``names`` are here."""
@@ -55,6 +58,8 @@ class PrefixCache:
 
     def store(self, names: list[bytes], kv_cache: KVCache, slot: int) -> None:
         """Store the blocks that are not here yet from a slot that begins with all of ``names``."""
+        if self._together[-1:] != [self]:
+            self._together[:] = [*(cache for cache in self._together if cache.blocks and cache is not self), self]
         # A block is of no use without those before it, so these come last and are dropped later.
         for i, name in reversed(list(enumerate(names))):
             if name not in self.blocks:
@@ -62,12 +67,19 @@ class PrefixCache:
                 if block.nbytes > self._limit:
                     return
                 self.blocks[name] = block
-                self._size += block.nbytes
+                self.size += block.nbytes
             self.blocks.move_to_end(name)
-            while self._size > self._limit:
-                self._size -= self.blocks.popitem(last=False)[1].nbytes
+            self._shrink()
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Give the memory back; from any thread, if its snapshot is in use no more."""
         self.blocks.clear()
-        self._size = 0
+        self.size = 0
+
+    def _shrink(self) -> None:
+        while sum(cache.size for cache in self._together) > self._limit:
+            oldest = next((cache for cache in self._together if cache.blocks), self)
+            try:
+                oldest.size -= oldest.blocks.popitem(last=False)[1].nbytes
+            except KeyError:  # its snapshot's last sampler was closed in another thread meanwhile
+                return

@@ -55,8 +55,9 @@ class ScoreRequest:
         self.logprobs[part] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0).cpu().numpy()
 
     def finish(self) -> None:
-        """Complete it."""
-        self.future.set_result((self.ids, self.logprobs))
+        """Complete it, if it was not given up."""
+        if not self.future.done():
+            self.future.set_result((self.ids, self.logprobs))
 
 
 @attrs.define(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,12 @@ class StaticBatching(Decoder):
     def invariant(self) -> bool:
         return False  # nothing runs beside a request, but how many samples it has decides how products are added
 
-    def score(self, request: ScoreRequest) -> None:
-        tokens = torch.from_numpy(np.array(request.tokens)).to(self._device)
-        request.read(1, self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1])
+    def score(self, requests: Sequence[ScoreRequest]) -> Iterator[None]:
+        for request in requests:
+            tokens = torch.from_numpy(np.array(request.tokens)).to(self._device)
+            request.read(1, self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1])
+            request.finish()
+            yield
 
     def abandon(self) -> list[SampleRow]:
         rows, self.rows, self._running, self._cache = self.rows, [], [], {}

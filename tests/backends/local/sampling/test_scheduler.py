@@ -178,16 +178,25 @@ def test_training_calls_are_never_dropped(policy):
 
 
 def test_dropped_scores_are_not_computed(policy):
-    """Logprobs that wait behind a wave and are forgotten."""
-    future = begun(policy)
-    other = policy.base_sampler().result().logprobs(np.arange(3, 60))
-    seen = []
+    """Logprobs that wait behind others and are forgotten; those behind them are."""
+    sampler = policy.sampler().result()
     decoder = white_box.decoder(policy)
-    decoder.score = lambda request: seen.append(request)
-    del other, future
+    score, seen, going_on = decoder.score, [], threading.Event()
+
+    def slow(requests):
+        seen.extend(request.tokens.size for request in requests)
+        going_on.wait(60)
+        return score(requests)
+
+    decoder.score = slow
+    first = sampler.logprobs(np.arange(3, 60))
+    assert soon(lambda: seen)
+    other, last = sampler.logprobs(np.arange(3, 59)), sampler.logprobs(np.arange(3, 58))
+    del other
     gc.collect()
-    assert soon(lambda: not white_box.waiting(policy) and rows(policy) == 0)
-    assert not seen
+    going_on.set()
+    assert last.result().size == first.result().size - 2
+    assert seen == [57, 55]
 
 
 def test_companions_of_dropped_rows_are_as_without_them(big):
@@ -281,7 +290,7 @@ def test_sampling_without_memory_says_how_many_rows(policy, monkeypatch):
             "3 completions of up to 3 tokens; lower",
         ),
         ("step", lambda: sampler.sample([5, 6], params, n=2), "2 completions of up to 3 tokens; lower"),
-        ("score", lambda: sampler.logprobs([5, 6, 7, 8]), "logprobs of 4 tokens"),
+        ("score", lambda: sampler.logprobs([5, 6, 7, 8]), "logprobs of texts of up to 4 tokens"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(decoder, name, torchs)
