@@ -1,10 +1,9 @@
-"""What every sampler in this process does alike: requests checked, seeds derived, tokens drawn, ends recognised."""
+"""What every sampler in this process does alike: requests checked, seeds derived, ends recognised."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,23 +14,16 @@ from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError
 from rlkit.types import SamplingParams
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
     "SeedStream",
     "Stop",
     "checked_prompt",
     "checked_request",
     "checked_targets",
-    "draw",
     "entropy_of",
     "rounded_up",
     "streams",
 ]
-
-_BLOCK = 256  # tokens
-CANDIDATES = (1024, 8192)  # of the most probable tokens, what top_k and top_p keep is looked for among so many first
 
 
 class SeedStream:
@@ -131,102 +123,6 @@ class Stop:
             return False
         text = self._tokenizer.decode(tokens[-self._window :], skip_special=False)
         return any(x in text for x in self._texts)
-
-
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One token per row, and its logprob under the distribution that it was drawn from.
-
-    Args:
-        logits: float tensor [B, V].
-        params: one per row.
-        uniforms: float64 [B] in [0, 1): row b takes the first token whose cumulated probability exceeds its share.
-
-    Returns:
-        int64 [B], float32 [B].
-
-    A row's result depends on that row alone. top_k is applied before top_p, which keeps the smallest set of most
-    probable tokens that reaches it, at least one.
-    """
-    import torch
-
-    greedy = np.array([p.temperature == 0 for p in params])
-    logits = logits.float()
-    if any(p.temperature not in (0, 1) for p in params):
-        logits = logits / torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
-    logprobs = torch.log_softmax(logits, dim=-1)
-    cut = [b for b, p in enumerate(params) if p.truncates]
-    if cut:
-        logprobs[cut] = _truncated(logprobs[cut], [params[b].top_k for b in cut], [params[b].top_p for b in cut])
-    if greedy.all():
-        tokens = logprobs.argmax(-1)
-    else:
-        tokens = _drawn(logprobs.exp(), torch.from_numpy(uniforms).to(logits.device))
-        for row in np.flatnonzero(greedy).tolist():
-            tokens[row] = logprobs[row].argmax()
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return tokens.cpu().numpy(), chosen.cpu().numpy()
-
-
-def _drawn(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """int64 [B]: the first token of each row [B, V] at which the cumulated probability exceeds u times its sum.
-
-    The block of tokens is found first, then the place in it, so that little is added up in float64.
-    """
-    import torch
-
-    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _BLOCK)).view(len(probs), -1, _BLOCK)
-    cumulated = blocks.sum(-1).double().cumsum(-1)
-    nothing = torch.zeros_like(uniforms[:, None])
-    share = torch.minimum(uniforms[:, None] * cumulated[:, -1:], torch.nextafter(cumulated[:, -1:], nothing))
-    block = torch.searchsorted(cumulated, share, right=True)
-    before = torch.nn.functional.pad(cumulated, (1, 0)).gather(1, block)
-    within = blocks[torch.arange(len(probs), device=probs.device), block[:, 0]].double().cumsum(-1)
-    below = torch.nextafter(within[:, -1:], nothing)  # the block's sum above was rounded otherwise
-    place = torch.searchsorted(within, torch.minimum(share - before, below), right=True)
-    return (block * _BLOCK + place)[:, 0]
-
-
-def _truncated(logprobs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Logprobs [R, V] over what each row keeps, -inf elsewhere.
-
-    The most probable ``CANDIDATES`` are looked at first; rows that may keep more are sorted as a whole. A row gets the
-    same bits by either, since sums run from the most probable token on.
-    """
-    import torch
-
-    size = logprobs.shape[1]
-    k = torch.tensor([x if 0 < x < size else size for x in top_k], device=logprobs.device)
-    p = torch.tensor([x if x < 1 else np.inf for x in top_p], dtype=torch.float64, device=logprobs.device)
-    out, rest = logprobs, torch.arange(len(logprobs), device=logprobs.device)
-    for count in [*(x for x in CANDIDATES if x < size), size]:
-        found, enough = _kept(logprobs[rest], k[rest], p[rest], count)
-        out = out.index_copy(0, rest, found)
-        rest = rest[~enough]
-        if not len(rest):
-            break
-    return out
-
-
-def _kept(logprobs: torch.Tensor, k: torch.Tensor, p: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``_truncated`` of the ``count`` largest of each row, and whether nothing beyond them could be kept."""
-    import torch
-
-    size = logprobs.shape[1]
-    if count == size:
-        values, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    else:
-        order = logprobs.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values  # of equal ones the first ids
-        values, by = logprobs.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        order = order.gather(1, by)
-    mass = values.double().exp().cumsum(-1)
-    total = torch.where(k < size, mass.gather(1, k.clamp(max=count)[:, None] - 1)[:, 0], 1.0)
-    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
-    keep = (torch.arange(count, device=k.device) < k[:, None]) & (before < (p * total)[:, None])
-    keep[:, 0] = True
-    last = keep.sum(-1, keepdim=True) - 1
-    kept = (values - mass.gather(1, last).log()).to(values.dtype).masked_fill(~keep, -torch.inf)
-    beyond = (values.gather(1, last) > values[:, -1:])[:, 0]  # strictly: an equal one may have been left out
-    return torch.full_like(logprobs, -torch.inf).scatter_(1, order, kept), beyond & ((k <= count) | (k == size))
 
 
 def rounded_up(x: int, multiple: int) -> int:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.backends import sampling
 from rlkit.backends.toy import ToyBackend
 from rlkit.backends.toy.adamw import AdamState, Weights
 from rlkit.backends.toy.drawing import drawn
@@ -150,12 +149,13 @@ def test_texts_come_back(text):
 def test_draws_are_the_engine_s(seed, temperature, top_k, top_p):
     """The same tokens and logprobs as the draw in torch, ties included."""
     torch = pytest.importorskip("torch")
+    drawing = pytest.importorskip("rlkit.backends.drawing")
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=(6, 30)), 1).astype(np.float32)
     params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     uniforms = rng.random(6)
     tokens, logprobs = drawn(logits.astype(np.float64), params, uniforms)
-    theirs = sampling.draw(torch.from_numpy(logits), [params] * 6, uniforms)
+    theirs = drawing.draw(torch.from_numpy(logits), [params] * 6, uniforms)
     same = tokens == theirs[0]
     assert same.sum() >= 5, "but for one token on a border, where float32 rounds"
     np.testing.assert_allclose(logprobs[same], theirs[1][same], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits in numpy: as ``rlkit.backends.sampling.draw``, without torch."""
+"""Drawing tokens from logits in numpy: as ``rlkit.backends.drawing.draw``, without torch."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 import rlkit
 from rlkit.backends.engine import SamplingEngine
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, draw, streams
+from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
 from rlkit.futures import Future
 from rlkit.testing.conformance.sampling import SamplingTests
 
@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from rlkit.backends.drawing import draw  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 
 ONE = rlkit.SamplingParams(max_tokens=1, stop=())

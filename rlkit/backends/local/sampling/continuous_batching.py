@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.drawing import draw
 from rlkit.backends.local.gemm.batch_invariance import MAX_ROWS, invariant_row_multiple, padding_unit
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.device import to_device
@@ -21,7 +22,7 @@ from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
-from rlkit.backends.sampling import draw, rounded_up
+from rlkit.backends.sampling import rounded_up
 
 __all__ = ["ContinuousBatching"]
 

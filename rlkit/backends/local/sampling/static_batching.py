@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlkit.backends.drawing import draw
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import LibraryForward
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
-from rlkit.backends.sampling import draw
 
 __all__ = ["StaticBatching"]
 

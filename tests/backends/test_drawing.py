@@ -1,4 +1,4 @@
-"""The draw of a token, against numpy in float64."""
+"""The draw of a token, against numpy in float64 and transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit import SamplingParams
-from rlkit.backends import sampling
-from rlkit.backends.sampling import draw
 
 torch = pytest.importorskip("torch")
+
+from rlkit.backends import truncation  # noqa: E402
+from rlkit.backends.drawing import draw  # noqa: E402
 
 UNIFORMS = st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53]))
 
@@ -80,7 +81,17 @@ def rows_of(vocabulary, seed=0):
     return torch.randn(len(scales), vocabulary, generator=generator) * scales[:, None]
 
 
-@pytest.mark.parametrize("vocabulary", [7, 1024, 1500, 9000])
+def kept(logits, params):
+    """The logprobs of what is kept, -inf elsewhere."""
+    size = logits.shape[1]
+    padded = torch.nn.functional.pad(logits, (0, -size % truncation.BLOCK), value=-torch.inf)
+    probs = padded.softmax(-1)
+    truncation.truncate(probs, padded, params)
+    logprobs = (probs.double() / probs.double().sum(-1, keepdim=True)).log()[:, :size]
+    return logprobs.masked_fill(logprobs < -80, -torch.inf)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1500, 9000, 20000])
 @pytest.mark.parametrize(("top_k", "top_p"), TRUNCATIONS)
 def test_truncation_keeps_what_transformers_keeps(vocabulary, top_k, top_p):
     """The same tokens as transformers' warpers, with their logprobs, but for one token where rounding decides."""
@@ -92,40 +103,68 @@ def test_truncation_keeps_what_transformers_keeps(vocabulary, top_k, top_p):
     if top_p < 1:
         expected = transformers.TopPLogitsWarper(top_p)(None, expected)
     expected = expected.log_softmax(-1)
-    found = sampling._truncated(logits.log_softmax(-1), [top_k] * len(logits), [top_p] * len(logits)).double()
-    kept = [x.isfinite() for x in (found, expected)]
-    for row, (a, b) in enumerate(zip(*kept, strict=True)):
-        odd, both = int((a != b).sum()), a & b
-        assert odd <= 1
-        slack = 1e-5 - 1e-6 * expected[row][both] + 2 * odd / int(b.sum())  # the least probable of so many
-        assert ((found[row] - expected[row])[both].abs() < slack).all()
+    expected = expected.masked_fill(expected < -80, -torch.inf)  # no number in float32, and never drawn
+    found = kept(logits, [SamplingParams(top_k=top_k, top_p=top_p)] * len(logits))
+    both = found.isfinite() & expected.isfinite()
+    odd = (found.isfinite() != expected.isfinite()).sum(-1, keepdim=True)
+    assert (odd <= 1).all()
+    slack = 1e-5 - 1e-6 * expected + 2 * odd / both.sum(-1, keepdim=True)  # the least probable of so many
+    assert ((found - expected).abs() < slack)[both].all()
 
 
 @given(
     rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(TRUNCATIONS)), min_size=1, max_size=4),
-    candidates=st.sampled_from([(), (8,), (64, 512), (1024, 8192)]),
+    coarse=st.sampled_from([8, 1000]),
 )
 @settings(max_examples=60, deadline=None)
-def test_truncation_is_of_a_row_alone(rows, candidates):
-    """A row keeps the same tokens, with the same bits, in any company and however many candidates are looked at."""
-    logits = rows_of(1600)[[which for which, _ in rows]].log_softmax(-1)
-    logits = (logits * 8).round() / 8  # many of equal probability: of those the first ids are kept
-    logits = logits.log_softmax(-1)
-    k, p = [k for _, (k, _) in rows], [p for _, (_, p) in rows]
-    before, sampling.CANDIDATES = sampling.CANDIDATES, candidates
-    try:
-        together = sampling._truncated(logits, k, p)
-    finally:
-        sampling.CANDIDATES = before
+def test_truncation_is_of_a_row_alone(rows, coarse):
+    """A row keeps the same tokens, with the same bits, in any company."""
+    logits = rows_of(9000)[[which for which, _ in rows]]
+    logits = (logits * coarse).round() / coarse  # many of equal probability: of those the first ids are kept
+    params = [SamplingParams(top_k=k, top_p=p) for _, (k, p) in rows]
+    together = kept(logits, params)
     for row in range(len(rows)):
-        alone = sampling._truncated(logits[row : row + 1], k[row : row + 1], p[row : row + 1])[0]
+        alone = kept(logits[row : row + 1], params[row : row + 1])[0]
         assert torch.equal(together[row], alone)
-        if k[row] > 0 and p[row] == 1:
-            assert int(alone.isfinite().sum()) == min(k[row], logits.shape[1])
-            kept = alone.isfinite()
-            last = logits[row][kept].min()
-            equal = (logits[row] == last).nonzero()[:, 0]
-            assert kept[equal].sort(descending=True, stable=True).values.equal(kept[equal])
+        if params[row].top_k > 0 and params[row].top_p == 1:
+            possible = logits[row] - logits[row].logsumexp(-1) >= -80
+            assert int(alone.isfinite().sum()) == min(params[row].top_k, int(possible.sum()))
+        stays = alone.isfinite()
+        equal = (logits[row] == logits[row][stays].min()).nonzero()[:, 0]
+        assert stays[equal].sort(descending=True, stable=True).values.equal(stays[equal])
+
+
+@pytest.mark.parametrize("count", [True, False])
+@pytest.mark.parametrize("largest", [1, 10**6])
+def test_where_it_is_looked_for_does_not_matter(monkeypatch, largest, count):
+    """Among the tokens of a few blocks, of one, or by the histogram of all: it is the same set."""
+    logits = (rows_of(128 * 64) * 4).round() / 4
+    probs = logits.softmax(-1)
+    target = torch.tensor([50.0, 2000.0, torch.inf, 3.0, 1.0] if count else [0.3, 0.9, torch.inf, 0.99, 1e-9]).double()
+    sets = []
+    for blocks in (128, largest):
+        monkeypatch.setattr(truncation, "LARGEST", blocks)
+        sets.append(probs.clone())
+        truncation.keep_largest(sets[-1], logits, target, count=count)
+    assert torch.equal(*sets)
+    assert torch.equal(sets[0][2], probs[2])
+    assert (sets[0] > 0).sum(-1)[0 if count else 4] == (50 if count else 1)
+
+
+def test_extreme_logits():
+    """Rows of equal logits, of one that is possible, with huge gaps, and with tokens that are impossible."""
+    logits = torch.zeros(4, 300)
+    logits[1, 1:] = -torch.inf
+    logits[2] = torch.linspace(-1e30, 1e30, 300)
+    logits[3, 100:] = -torch.inf
+    for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.999), SamplingParams(top_p=1e-9)):
+        tokens, logprobs = draw(logits, [params] * 4, np.full(4, 0.999))
+        assert tokens[1:3].tolist() == [0, 299]
+        assert tokens[3] < 100
+        assert np.isfinite(logprobs).all()
+        possible = {2: 2, -1: 300 if params.top_p > 0.5 else 1}[params.top_k]
+        assert tokens[0] < possible
+        assert logprobs[0] == pytest.approx(-np.log(possible), abs=2e-3)
 
 
 def test_truncated_and_whole_rows_together():
