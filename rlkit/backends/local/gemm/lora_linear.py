@@ -174,9 +174,10 @@ def fused_weight(modules: Sequence[nn.Linear]) -> torch.Tensor:
     """
     weights = [module.weight.detach() for module in modules]
     first, rows = weights[0], 0
+    whole = first.untyped_storage().data_ptr()
     for module, weight in zip(modules, weights, strict=True):
-        place = first.data_ptr() + rows * first.shape[1] * first.element_size()
-        if weight.data_ptr() != place or weight.dtype != first.dtype:
+        behind = weight.storage_offset() == first.storage_offset() + rows * first.shape[1]
+        if weight.untyped_storage().data_ptr() != whole or not behind or weight.dtype != first.dtype:
             raise BackendError(
                 f"the weight of {module} is no longer where it was when the model was read; expected the base's "
                 "tensors untouched, since products read several of them as one"

@@ -65,7 +65,7 @@ class Layer:
     def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, list[Any]]:
         """Return the residual stream, float32 [N, hidden], after this layer, and what ``backward`` wants."""
         qkv, projected = self.project(x)
-        attended, saved = attention.forward(self.queries(qkv, rope), *self.keys_values(qkv, rope))
+        attended, saved = attention.forward(*self.heads_of(qkv, rope))
         inner = self.up_to_down(x, attended)
         out, low_down = self.down(_swiglu(inner[3]), inner[1])
         return out, [x, *projected, *saved, attended, *inner, low_down]
@@ -90,9 +90,13 @@ class Layer:
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Return the product [N, (H + 2 H / G) D] behind queries, keys and values, and what its backward wants."""
-        n, scale = _norm(x, self.input_norm, self.eps, self.qkv.weight.dtype)
+        n, scale = self.norm(x, self.input_norm)
         qkv, low = self.qkv(n)
         return qkv, [scale, low, qkv if self.qk_norms is not None else None]
+
+    def heads_of(self, qkv: torch.Tensor, rope: Tensors) -> Tensors:
+        """Return ``queries``, and ``keys_values``."""
+        return self.queries(qkv, rope), *self.keys_values(qkv, rope)
 
     def queries(self, qkv: torch.Tensor, rope: Tensors) -> torch.Tensor:
         """Return the scaled queries [N, H, D] with their positions."""
@@ -111,7 +115,7 @@ class Layer:
     def up_to_down(self, x: torch.Tensor, attended: torch.Tensor) -> list[Any]:
         """Return what stands between attention and the last product: low_out, middle, scale, gate_up, low_gate_up."""
         middle, low_out = self.out(attended, x)
-        n, scale = _norm(middle, self.post_attention_norm, self.eps, self.qkv.weight.dtype)
+        n, scale = self.norm(middle, self.post_attention_norm)
         return [low_out, middle, scale, *self.gate_up(n)]
 
     def backward_to_attention(
@@ -135,15 +139,15 @@ class Layer:
         act = F.silu(gate)
         dgate_up = torch.empty_like(gate_up)
         torch.mul(d, act, out=dgate_up[:, act.shape[1] :])
-        dgate_up[:, : act.shape[1]] = torch.ops.aten.silu_backward(d.mul_(up), gate)
+        self.silu_backward(d.mul_(up), gate, dgate_up[:, : act.shape[1]])
         act.mul_(up)
         g_down = self.down.gradients(act, dy, self.down.low(act) if low_down is None else low_down, dlow)
         del d, act, gate, up
         d, dlow = self.gate_up.backward(dgate_up)
-        n = _normed(middle, scale, self.post_attention_norm, dtype)
+        n = self.normed(middle, scale, self.post_attention_norm)
         g_gate_up = self.gate_up.gradients(n, dgate_up, low_gate_up, dlow)
         del dgate_up
-        grad = grad + _norm_backward(d, middle, scale, self.post_attention_norm)
+        grad = grad + self.norm_backward(d, middle, scale, self.post_attention_norm)
 
         dy = grad.to(dtype)
         d, dlow = self.out.backward(dy)
@@ -174,11 +178,37 @@ class Layer:
         dx = None
         if inputs:
             d, dlow = self.qkv.backward(dqkv)
-            dx = grad.add_(_norm_backward(d, x, scale, self.input_norm))
+            dx = grad.add_(self.norm_backward(d, x, scale, self.input_norm))
         else:
             dlow = self.qkv.backward_low(dqkv)
-        n = _normed(x, scale, self.input_norm, self.qkv.weight.dtype)
+        n = self.normed(x, scale, self.input_norm)
         return dx, self.qkv.gradients(n, dqkv, low, dlow)
+
+    # What is done besides the products; ``FusedLayer`` has other ways.
+
+    @staticmethod
+    def rope_tables(cos: torch.Tensor, sin: torch.Tensor) -> Tensors:
+        """Return what is read as ``rope``, from the angles [N, D] whose second half is as the first: [N, 1, D / 2]."""
+        half = cos.shape[-1] // 2
+        return cos[:, None, :half].contiguous(), sin[:, None, :half].contiguous()
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMSNorm of the residual stream, in the products' dtype, and its scale (mean(x^2) + eps)^-1/2."""
+        return _norm(x, weight, self.eps, self.qkv.weight.dtype)
+
+    def normed(self, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the norm once more, from its scale."""
+        return _normed(x, scale, weight, self.qkv.weight.dtype)
+
+    def norm_backward(
+        self, d: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of x from that of the norm."""
+        return _norm_backward(d, x, scale, weight)
+
+    def silu_backward(self, d: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the gradient of ``gate`` to ``out``, from that of silu(gate)."""
+        out.copy_(torch.ops.aten.silu_backward(d, gate))
 
     def _split(self, qkv: torch.Tensor) -> Tensors:
         """[N, (H + 2 H / G) D] -> q [N, H, D], k and v [N, H / G, D]."""

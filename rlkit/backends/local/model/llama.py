@@ -10,6 +10,7 @@ from torch import nn
 
 from rlkit.backends.local.gemm.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
 from rlkit.backends.local.model.decoder_layer import Attention, Layer, run_layer
+from rlkit.backends.local.model.fused_layer import layer_class
 
 __all__ = ["Llama", "fuse_layers", "is_llama"]
 
@@ -48,13 +49,14 @@ class Llama:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.layers: list[Layer] = []
+        layer_kind = layer_class(model.device, model.dtype)
         self._names: list[list[str]] = []  # of the modules of each product
         for i, layer in enumerate(self._model.layers):
             at, mlp = layer.self_attn, layer.mlp
             name = f"model.layers.{i}."
             has_qk_norms = getattr(at, "q_norm", None) is not None
             self.layers.append(
-                Layer(
+                layer_kind(
                     qkv=self._fused(f"{name}self_attn.", at, ("q_proj", "k_proj", "v_proj")),
                     out=self._fused(f"{name}self_attn.", at, ("o_proj",)),
                     gate_up=self._fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj")),
@@ -100,8 +102,7 @@ class Llama:
         """Tokens [N] at ``positions`` [N] -> the last hidden states [n, hidden] at ``index`` [n], at least float32."""
         x = upcast(self._model.embed_tokens(tokens))
         cos, sin = self._model.rotary_emb(x, positions[None])  # [1, N, D], the second half as the first
-        half = cos.shape[-1] // 2
-        rope = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+        rope = self.layers[0].rope_tables(cos[0], sin[0])
         for layer in self.layers:
             x = run_layer(x, layer, rope, attention)
         return nn.functional.rms_norm(x[index], (x.shape[-1],), self._last_norm, self._eps)

@@ -130,13 +130,13 @@ def _attend(
     return out[:, :, :count]
 
 
-def sdpa_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def sdpa_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention by torch's kernel; queries that share a key head are rows of it, so that no key is copied.
 
     Args:
         query: [B, H, T, D], already scaled.
         key, value: [B, H / G, S, D].
-        visible: bool [B, 1, T, S].
+        mask: added to the scores, [B, 1, T, S], in the dtype of the queries, to which torch would convert it each time.
 
     Returns:
         [B, T, H, D].
@@ -144,7 +144,7 @@ def sdpa_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     rows, heads, length, width = query.shape
     group = heads // key.shape[1]
     stacked = query.reshape(rows, key.shape[1], group * length, width)
-    each = visible if length == 1 else visible.repeat(1, 1, group, 1)
+    each = mask if length == 1 else mask.repeat(1, 1, group, 1)
     out = scaled_dot_product_attention(stacked, key, value, attn_mask=each, scale=1.0)
     return out.reshape(rows, heads, length, width).transpose(1, 2)
 
@@ -203,7 +203,7 @@ class CachedAttention:
         self, kv_cache: KVCache, mask: torch.Tensor, shape: Sequence[int], shared: SharedPrefix | None = None
     ) -> None:
         self._kv_cache, self._mask, self._shape, self._shared = kv_cache, mask, shape, shared
-        self._visible = None if mask.device.type == "cpu" else mask == 0
+        self._matmul = mask.device.type == "cpu"
         self._layer = 0
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
@@ -211,10 +211,11 @@ class CachedAttention:
         q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         keys, values = self._kv_cache.update(k, v, self._layer)
         self._layer += 1
-        if self._visible is None:
+        if self._matmul:
             out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
         else:
-            out = sdpa_attention(q, keys, values, self._visible)
+            self._mask = self._mask.to(q.dtype)  # of all layers, by the first
+            out = sdpa_attention(q, keys, values, self._mask)
         return out.flatten(0, 1).flatten(1), ()
 
     def backward(self, *_: object) -> NoReturn:

@@ -56,10 +56,16 @@ class MaskedAttention(KernelAttention):
 
     def __init__(self, visible: torch.Tensor) -> None:
         self._visible = visible
+        self._mask: torch.Tensor | None = None
 
     def _out(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # kernels with a mask want it
-        return scaled_dot_product_attention(q, k, v, attn_mask=self._visible, scale=1.0)
+        if self._mask is None:  # once for all layers: torch would convert one of bools each time
+            self._mask = torch.zeros(self._visible.shape, dtype=q.dtype, device=q.device)
+            self._mask.masked_fill_(~self._visible, -torch.inf)
+        # Kernels with a mask want as many heads of keys as of queries.
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=1.0)
 
 
 class FlexAttention(KernelAttention):

@@ -169,7 +169,7 @@ def test_sdpa_attention_is_matmul_attention(heads, length):
     keys, values = slots.update(random(3, heads[1], length, 8), random(3, heads[1], length, 8), 0)
     query = random(3, heads[0], length, 8)
     expected, _ = matmul_attention(None, query, keys, values, mask, scaling=1.0)
-    assert torch.allclose(sdpa_attention(query, keys, values, mask == 0), expected, atol=1e-12)
+    assert torch.allclose(sdpa_attention(query, keys, values, mask.double()), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("merge", [True, False])
