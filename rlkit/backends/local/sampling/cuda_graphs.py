@@ -4,10 +4,15 @@ A graph reads and writes fixed addresses and has fixed shapes. So there is one f
 rounded up, and all are recorded again when what they read has moved: the KV cache as it grows, weights if a sampler's
 first snapshot had another adapter's shape (``keep_address`` keeps them where they are). Norms and biases belong to the
 sampler's ``LlamaForward``, which lives as long as its graphs, and all logits go to one buffer.
+
+No graph is taken unseen: each is recorded with other tokens at other positions than those that it is first replayed
+for, and the replay is compared with the step itself. Where they differ, decoding goes on without graphs, with a
+warning.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +23,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import LlamaForward
 from rlkit.backends.local.sampling.kv_attention import CachedTokens
 from rlkit.backends.local.sampling.kv_cache import KVCache
@@ -26,7 +32,10 @@ from rlkit.backends.sampling import rounded_up
 __all__ = ["CudaGraphs", "row_bucket"]
 
 FEW = 32  # up to here rows are rounded up to a power of 2, beyond it to a multiple of this
+LIKE, LIKE_BFLOAT16 = 1e-4, 0.03  # how far a replay may be off the step, as part of the logits' norm
 KEYS = 128  # to whose multiples keys are rounded up, beyond 1024 to eighths of a power of 2
+
+_log = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[[], None]
 Recorder: TypeAlias = Callable[[Step], Callable[[], object]]
@@ -101,12 +110,14 @@ class CudaGraphs:
         if graph is None:
             self._record_first(rows, keys, values)
         else:
-            graph.inputs.copy_(torch.from_numpy(values))
+            graph.inputs.copy_(to_device(values, graph.inputs.device))
             graph.replay()
         return self._out[:n]
 
     def _record_first(self, rows: int, keys: int, values: np.ndarray) -> None:
-        inputs, out = torch.from_numpy(values).to(self._base.device), self._out[:rows]
+        # Recorded with other tokens one place behind, where nobody looks before a token of that place is written.
+        others = np.stack([(values[0] + 1) % self._out.shape[1], np.minimum(values[1] + 1, keys - 1)])
+        inputs, out = to_device(others, self._base.device), self._out[:rows]
 
         def step() -> None:
             tokens, positions = inputs[0][:, None], inputs[1][:, None]
@@ -116,14 +127,29 @@ class CudaGraphs:
 
         self._record = self._record or self._make()
         try:
-            self._graphs[rows, keys] = _Graph(inputs, self._record(step))
+            replay = self._record(step)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._graphs.clear()
-            self.works, self._record = False, None
-            warnings.warn(f"decoding goes on without CUDA graphs, which could not be recorded: {error}", stacklevel=2)
-        step()  # what is recorded is not computed
+            self._give_up(f"which could not be recorded: {error}")
+            inputs.copy_(to_device(values, inputs.device))
+            step()
+            return
+        inputs.copy_(to_device(values, inputs.device))
+        replay()
+        replayed = out.clone()
+        step()
+        difference = float((replayed - out).norm() / out.norm())
+        if difference <= (LIKE if self._base.probe.exact else LIKE_BFLOAT16):
+            _log.info("decoding %d rows up to %d tokens by a CUDA graph, off the step by %.1g", rows, keys, difference)
+            self._graphs[rows, keys] = _Graph(inputs, replay)
+        else:
+            self._give_up(f"whose replay for {rows} rows differs from the step by {difference:.2g} of its logits")
+
+    def _give_up(self, reason: str) -> None:
+        self._graphs.clear()
+        self.works, self._record = False, None
+        warnings.warn(f"decoding goes on without CUDA graphs, {reason}", stacklevel=2)
 
 
 def row_bucket(rows: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from rlkit.backends.local.sampling.static_batching import StaticBatching
 
 __all__ = ["decoder_for"]
 
+_log = logging.getLogger(__name__)
+
 
 def decoder_for(
     base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: list[PrefixCache] | None = None
@@ -35,6 +38,16 @@ def decoder_for(
         cuda_graphs: whether decoding steps are CUDA graphs, on such a device.
         beside: the prefix caches of other decoders, with which it shares those bytes.
     """
+    decoder = _decoder_for(base, merge, prefix_bytes, cuda_graphs, beside)
+    graphs = isinstance(decoder, ContinuousBatching) and decoder.graphs is not None
+    how = "CUDA graphs once a replay equals the step" if graphs else "steps"
+    _log.info("decoding on %s: %s, %s", base.device, type(decoder).__name__, how)
+    return decoder
+
+
+def _decoder_for(
+    base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: list[PrefixCache] | None
+) -> Decoder:
     if base.llama:
         forward = LlamaForward(base)
         graphs: Callable[[KVCache], CudaGraphs] | None = None

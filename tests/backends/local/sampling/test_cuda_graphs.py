@@ -127,6 +127,45 @@ def test_what_cannot_be_recorded_is_computed(tiny, monkeypatch, recorder):
     assert all(keys.shape[0] == 0 for keys, _ in decoder.kv_cache.store)
 
 
+@pytest.mark.parametrize("baked", ["tokens", "positions", "both"])
+def test_a_graph_that_replays_something_else_is_noticed(tiny, monkeypatch, recorder, baked):
+    """One that kept the tokens or the positions of its recording: a warning, and the samples are those of the steps."""
+    sampled_right = None
+    for graphs_on in (False, True):
+        policy = connect(tiny("llama"))
+        sampler, params = policy.sampler().result(), rlkit.SamplingParams(max_tokens=6, stop=())
+        if not graphs_on:
+            sampler.logprobs([5, 6]).result()
+            white_box.decoder(policy).graphs = None
+            sampled_right = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
+            policy.close()
+            continue
+
+        def perturbed(self, step):
+            tensors = [x.cell_contents for x in step.__closure__ if torch.is_tensor(x.cell_contents)]
+            (inputs,) = (x for x in tensors if x.dtype == torch.int64)
+            part = {"tokens": slice(0, 1), "positions": slice(1, 2), "both": slice(0, 2)}[baked]
+            recorded = inputs[part].clone()
+            step()
+
+            def replay():
+                asked = inputs.clone()
+                inputs[part] = recorded
+                step()
+                inputs.copy_(asked)
+
+            return replay
+
+        monkeypatch.setattr(type(recorder), "__call__", perturbed)
+        with pytest.warns(UserWarning, match="without CUDA graphs, whose replay"):
+            found = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
+        assert not white_box.decoder(policy).graphs.works
+        policy.close()
+        assert [s.tokens.tolist() for s in found] == [s.tokens.tolist() for s in sampled_right]
+        for sample, right in zip(found, sampled_right, strict=True):
+            np.testing.assert_allclose(sample.logprobs, right.logprobs, atol=2e-6)
+
+
 def test_memory_that_runs_out_halfway_leaves_nothing_behind(tiny, monkeypatch, recorder):
     """Slots that could grow in some layers only are given up; the next request is as right as any."""
     policy = connect(tiny("llama"))
