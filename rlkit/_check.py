@@ -34,6 +34,19 @@ def problem(where: str, what: str, expected: str, why: str = "") -> str:
     return f"{where}: {what}; expected {expected}" + (f" ({why})" if why else "")
 
 
+def require(
+    good: object, where: str, value: object, expected: str, why: str = "", *, error: type[RlkitError] = ConfigError
+) -> None:
+    """Raise unless ``good``, a test of ``value``, holds.
+
+    >>> require(callable(3), "Task.make", 3, "a callable")
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: Task.make: got 3 (int); expected a callable
+    """
+    if not good:
+        raise error(problem(where, f"got {shown(value)}", expected, why))
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """Return the suffix of an unknown-name error: the closest match, and all known names.
 

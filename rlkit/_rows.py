@@ -139,8 +139,7 @@ def parse(where: str, value: RowsLike | Rows, *, boolean: bool = False, empty: b
         if rows is not None:
             return _join(where, rows, boolean=boolean, empty=empty)
     array = _numbers(where, value, boolean)
-    if array.ndim not in (1, 2):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", _FORMS))
+    _check.require(array.ndim in (1, 2), where, value, _FORMS, error=DataError)
     if array.ndim == 2:
         lengths = np.full(array.shape[0], array.shape[1])
         return _filled(Rows(where, array.reshape(-1), lengths, "matrix"), empty=empty)

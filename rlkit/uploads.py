@@ -62,8 +62,7 @@ class OpenRewardUpload:
         timeout: float = 10.0,
         attempts: int = 4,
     ) -> None:
-        if not isinstance(run, str) or not run:
-            raise ConfigError(_check.problem("run", f"got {_check.shown(run)}", "a name"))
+        _check.require(isinstance(run, str) and run, "run", run, "a name")
         url = url or os.environ.get("OPENREWARD_API_URL") or _URL
         if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(_check.problem("url", f"got {_check.shown(url)}", "an http or https address"))

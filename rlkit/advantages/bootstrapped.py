@@ -10,7 +10,7 @@ from rlkit._forms import Arrays, RowsLike, row_wise, two_row_wise
 from rlkit.advantages import _scan
 from rlkit.advantages._registry import register
 from rlkit.advantages._steps import Steps
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import DataError
 
 __all__ = ["gae", "lambda_returns", "length_adaptive_lambda", "n_step_returns", "vtrace"]
 
@@ -230,6 +230,5 @@ def vtrace(
 def _lam(steps: Steps, lam: RowsLike | float) -> np.ndarray:
     """Return lam at each step [n], from one number or one per trajectory."""
     per_trajectory = steps.per_trajectory("lam", lam)
-    if ((per_trajectory < 0) | (per_trajectory > 1)).any():
-        raise ConfigError(_check.problem("lam", f"got {_check.shown(lam)}", "numbers in [0, 1]"))
+    _check.require(not ((per_trajectory < 0) | (per_trajectory > 1)).any(), "lam", lam, "numbers in [0, 1]")
     return np.repeat(per_trajectory, steps.lengths)

@@ -68,8 +68,7 @@ def gdpo(
 
 def _components(rewards: Sequence[RowsLike]) -> list[Groups]:
     expected = "a list with the rewards of each component"
-    if _rows.is_one(rewards) or len(rewards) == 0:
-        raise DataError(_check.problem("rewards", f"got {_check.shown(rewards)}", expected))
+    _check.require(not _rows.is_one(rewards) and len(rewards) != 0, "rewards", rewards, expected, error=DataError)
     components = [Groups.parse(component, f"rewards[{c}]") for c, component in enumerate(rewards)]
     first = components[0].rows
     for c, component in enumerate(components):

@@ -55,8 +55,7 @@ def math_equal(answer: str, truth: str, *, timeout: float = 5.0) -> bool:
     as Python; that too is a reason for a process of its own.
     """
     for where, value in (("answer", answer), ("truth", truth)):
-        if not isinstance(value, str):
-            raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a string"))
+        _check.require(isinstance(value, str), where, value, "a string")
     timeout = _check.real("timeout", timeout, above=0.0, why="seconds")
     if answer.strip() == truth.strip() and answer.strip():
         return True

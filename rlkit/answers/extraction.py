@@ -6,7 +6,6 @@ import math
 import re
 
 from rlkit import _check
-from rlkit.errors import ConfigError
 
 __all__ = ["between_tags", "boxed", "last_number"]
 
@@ -74,13 +73,11 @@ def between_tags(text: str, tag: str = "answer") -> str | None:
     ('4', None)
     """
     _text("between_tags(text)", text)
-    if not isinstance(tag, str) or not tag:
-        raise ConfigError(_check.problem("tag", f"got {_check.shown(tag)}", "the name of a tag"))
+    _check.require(isinstance(tag, str) and tag, "tag", tag, "the name of a tag")
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
 
 
 def _text(where: str, text: str) -> None:
-    if not isinstance(text, str):
-        raise ConfigError(_check.problem(where, f"got {_check.shown(text)}", "a string"))
+    _check.require(isinstance(text, str), where, text, "a string")

@@ -41,10 +41,8 @@ class Start:
         """Check the options that all trainers take; ``opener`` is "connect" or "critic"."""
         if resume_from is not None and init_from is not None:
             raise ConfigError(f"{opener}: got both resume_from= and init_from=; give one of them")
-        if model is not None and not isinstance(model, (str, os.PathLike)):
-            raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", "a name or None"))
-        if lora is not None and not isinstance(lora, Lora):
-            raise ConfigError(_check.problem("lora", f"got {_check.shown(lora)}", "rlkit.Lora(...) or None"))
+        _check.require(model is None or isinstance(model, (str, os.PathLike)), "model", model, "a name or None")
+        _check.require(lora is None or isinstance(lora, Lora), "lora", lora, "rlkit.Lora(...) or None")
         if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not str(folder)):
             expected = "a path, or None for rlkit-saves"
             raise ConfigError(_check.problem("folder", f"got {_check.shown(folder)}", expected))
@@ -53,8 +51,7 @@ class Start:
 
 def check_adam(params: Adam) -> None:
     """Raise ConfigError where ``params`` of an optimizer step is anything else."""
-    if not isinstance(params, Adam):
-        raise ConfigError(_check.problem("optim_step(params)", f"got {_check.shown(params)}", "rlkit.Adam(...)"))
+    _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
 
 
 def checked_call(
@@ -80,8 +77,7 @@ def checked_call(
         drivers: what the model gives for losses to be driven by.
         remote: why a loss is computed in this process, "" where a service does it: then torch may be missing.
     """
-    if isinstance(want, str) or not isinstance(want, Sequence):
-        raise ConfigError(_check.problem("want", f"got {_check.shown(want)}", "a sequence of names"))
+    _check.require(not isinstance(want, str) and isinstance(want, Sequence), "want", want, "a sequence of names")
     for output in want:
         if output not in wanted:
             has = f"it has: {', '.join(wanted)}" if wanted else "it has none beside logprobs"
@@ -132,8 +128,7 @@ def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> lis
     if not data:
         raise DataError("data is empty; expected at least one Datum")
     for i, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise DataError(_check.problem(f"data[{i}]", f"got {_check.shown(datum)}", "a Datum"))
+        _check.require(isinstance(datum, Datum), f"data[{i}]", datum, "a Datum", error=DataError)
         if len(datum) > max_length:
             raise DataError(_check.problem(f"data[{i}].tokens", f"has {len(datum)}", f"<= {max_length}", "the context"))
         _check.token_ids(f"data[{i}].tokens", datum.tokens, vocab_size=vocab_size)

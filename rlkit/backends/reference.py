@@ -79,7 +79,5 @@ def _prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[obje
 
 
 def _datum(i: int, sample: Sample | Datum) -> Datum:
-    if not isinstance(sample, (Sample, Datum)):
-        what = f"got {_check.shown(sample)}"
-        raise DataError(_check.problem(f"samples[{i}]", what, "a Sample or a Datum"))
+    _check.require(isinstance(sample, (Sample, Datum)), f"samples[{i}]", sample, "a Sample or a Datum", error=DataError)
     return sample.datum() if isinstance(sample, Sample) else sample

@@ -11,7 +11,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._calls import hinted
 from rlkit._forms import TokenIds
-from rlkit.errors import ArgumentError, ConfigError, UnsupportedError
+from rlkit.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,8 +72,7 @@ class LocalTokenizer:
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """int64 [T]; nothing is added, and special-token strings are plain text unless ``special``."""
-        if not isinstance(text, str):
-            raise ConfigError(_check.problem("encode(text)", f"got {_check.shown(text)}", "a string"))
+        _check.require(isinstance(text, str), "encode(text)", text, "a string")
         with self._turn:
             ids = self.hf(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
         return np.array(ids, np.int64)

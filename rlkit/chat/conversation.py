@@ -56,8 +56,7 @@ class Conversation:
         Raises:
             DataError: an observation of another form, or messages that cannot be rendered. Nothing is changed.
         """
-        if not isinstance(action, Action):
-            raise DataError(_check.problem("action", f"got {_check.shown(action)}", "an Action", "from Chat.action"))
+        _check.require(isinstance(action, Action), "action", action, "an Action", "from Chat.action", error=DataError)
         before = len(self.messages), self._as_tokens
         try:
             self._add(action, observation)
@@ -143,8 +142,7 @@ def _messages(observation: object) -> list[Message]:
     messages: list[Message] = []
     for i, message in enumerate(observation):
         where = f"observation[{i}]"
-        if not isinstance(message, Mapping):
-            raise DataError(_check.problem(where, f"got {_check.shown(message)}", "a message: {'role', 'content'}"))
+        _check.require(isinstance(message, Mapping), where, message, "a message: {'role', 'content'}", error=DataError)
         role = message.get("role")
         if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
             raise DataError(_check.problem(f"{where}['role']", f"got {_check.shown(role)}", "a name such as 'user'"))

@@ -90,10 +90,8 @@ class Chat:
         variables: Mapping[str, object] | None = None,
         renderer: object = "auto",
     ) -> None:
-        if system is not None and not isinstance(system, str):
-            raise ConfigError(_check.problem("Chat.system", f"got {_check.shown(system)}", "a string or None"))
-        if not isinstance(prefill, str):
-            raise ConfigError(_check.problem("Chat.prefill", f"got {_check.shown(prefill)}", "a string"))
+        _check.require(system is None or isinstance(system, str), "Chat.system", system, "a string or None")
+        _check.require(isinstance(prefill, str), "Chat.prefill", prefill, "a string")
         _check.choice("Chat.history", history, ("template", "append", "none"))
         lacking = [name for name in ("encode", "decode", "eos_ids", "chat_template") if not hasattr(tokenizer, name)]
         if lacking:

@@ -40,8 +40,7 @@ class Template:
     """
 
     def __init__(self, text: str, tokens: Mapping[str, str] | None = None) -> None:
-        if not isinstance(text, str) or not text:
-            raise ConfigError(_check.problem("template", f"got {_check.shown(text)}", "the text of a chat template"))
+        _check.require(isinstance(text, str) and text, "template", text, "the text of a chat template")
         try:
             import jinja2
             import jinja2.meta

@@ -65,8 +65,7 @@ def function(
         raise DataError(_check.problem("prompts", f"got {_check.shown(prompts)}", _FORMS))
     if len(prompts) == 0:
         raise DataError(_check.problem("prompts", "is empty", "at least one row"))
-    if not callable(reward):
-        raise ConfigError(_check.problem("reward", f"got {_check.shown(reward)}", "a function of the answer"))
+    _check.require(callable(reward), "reward", reward, "a function of the answer")
     _check.flag("group", group)
     fields = _fields(reward)
     ready = isinstance(prompts, (list, tuple))  # others may read each row from a disk

@@ -11,7 +11,7 @@ from rlkit import _check
 from rlkit._calls import answered
 from rlkit.envs import _splits
 from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks
-from rlkit.errors import ConfigError, EnvError
+from rlkit.errors import EnvError
 
 _T = TypeVar("_T")
 _Form: TypeAlias = Callable[..., object]  # of an action, or of an observation
@@ -59,8 +59,7 @@ def gymnasium(
     ('Is 3285312249 odd?', 1.0)
     """
     for label, value in (("make", make), ("action", action), ("text", text)):
-        if not callable(value) and not (label == "text" and value is None):
-            raise ConfigError(_check.problem(label, f"got {_check.shown(value)}", "a function"))
+        _check.require(callable(value) or (label == "text" and value is None), label, value, "a function")
     _check.integer("size", size, low=1, high=2**30)
     seeds = _splits.seeds(split, seed)
     fresh = functools.partial(_fresh, make, name, action, text)

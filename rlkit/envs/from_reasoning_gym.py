@@ -77,8 +77,7 @@ def reasoning_gym(
     _check.choice("split", split, _splits.SPLITS)
     if not isinstance(template, str) or "{question}" not in template:
         raise ConfigError(_check.problem("template", f"got {_check.shown(template)}", "text with {question} in it"))
-    if extract is not None and not callable(extract):
-        raise ConfigError(_check.problem("extract", f"got {_check.shown(extract)}", "a function of a text"))
+    _check.require(extract is None or callable(extract), "extract", extract, "a function of a text")
     _check_known(name)
     shield(["reasoning_gym"])
     problems = _Problems(factory, check_name("name", name), size, seed, split, config)

@@ -53,21 +53,16 @@ class Mixture(Sequence[Task]):
     def __init__(
         self, parts: Mapping[str, TaskSource], weights: Mapping[str, float], settings: Mapping[str, Settings]
     ) -> None:
-        if not isinstance(parts, Mapping) or not parts:
-            raise ConfigError(_check.problem("parts", f"got {_check.shown(parts)}", "a mapping from names to tasks"))
+        _check.require(isinstance(parts, Mapping) and parts, "parts", parts, "a mapping from names to tasks")
         for name, part in parts.items():
             check_name("parts: name", name)
-            if not isinstance(part, TaskSource):
-                raise ConfigError(
-                    _check.problem(f"parts[{name!r}]", f"got {_check.shown(part)}", "tasks, or a mixture")
-                )
+            _check.require(isinstance(part, TaskSource), f"parts[{name!r}]", part, "tasks, or a mixture")
         for label, mapping in (("weights", weights), ("settings", settings)):
             if not isinstance(mapping, Mapping) or not mapping.keys() <= parts.keys():
                 what = f"has {', '.join(map(repr, sorted(set(mapping) - set(parts))))}"
                 raise ConfigError(_check.problem(label, what, "names of parts", ", ".join(parts)))
         for name, value in settings.items():
-            if not isinstance(value, Settings):
-                raise ConfigError(_check.problem(f"settings[{name!r}]", f"got {_check.shown(value)}", "Settings"))
+            _check.require(isinstance(value, Settings), f"settings[{name!r}]", value, "Settings")
         self.parts = dict(parts)
         self.weights = {
             name: _check.real(f"weights[{name!r}]", weights.get(name, 1.0), low=1e-6, high=1e6) for name in parts

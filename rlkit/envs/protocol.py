@@ -130,13 +130,11 @@ class Task:
     score: Callable[[Sequence[Action]], object] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        if not callable(self.make):
-            raise ConfigError(_check.problem("Task.make", f"got {_check.shown(self.make)}", "a callable"))
+        _check.require(callable(self.make), "Task.make", self.make, "a callable")
         check_name("Task.name", self.name)
         if self.seed is not None:
             _check.integer("Task.seed", self.seed, low=0)
-        if not isinstance(self.settings, Settings):
-            raise ConfigError(_check.problem("Task.settings", f"got {_check.shown(self.settings)}", "Settings"))
+        _check.require(isinstance(self.settings, Settings), "Task.settings", self.settings, "Settings")
 
 
 @runtime_checkable
@@ -196,10 +194,8 @@ class Tasks(Sequence[Task]):
         settings: Settings | None = None,
         scores: Callable[[int], Callable[[Sequence[Action]], object]] | None = None,
     ) -> None:
-        if not callable(make):
-            raise ConfigError(_check.problem("Tasks.make", f"got {_check.shown(make)}", "a callable of an index"))
-        if isinstance(size, (str, bytes)):
-            raise ConfigError(_check.problem("Tasks.size", f"got {_check.shown(size)}", "an integer, or indices"))
+        _check.require(callable(make), "Tasks.make", make, "a callable of an index")
+        _check.require(not isinstance(size, (str, bytes)), "Tasks.size", size, "an integer, or indices")
         self._indices = size if isinstance(size, Sequence) else range(_check.integer("Tasks.size", size, low=1))
         self._make = make
         self._seeds = seeds

@@ -89,8 +89,7 @@ def _file(file: Path, where: str) -> list[Any]:
     if not rows:
         raise ConfigError(_check.problem(where, f"{file} is empty", "at least one row"))
     for i, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise DataError(_check.problem(f"{file}: row {i}", f"got {_check.shown(row)}", "a mapping"))
+        _check.require(isinstance(row, Mapping), f"{file}: row {i}", row, "a mapping", error=DataError)
     return rows
 
 

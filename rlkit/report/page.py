@@ -15,7 +15,7 @@ from rlkit import _check
 from rlkit._disk import replacing
 from rlkit._secrets import redact
 from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import CheckpointError, ConfigError
+from rlkit.errors import CheckpointError
 from rlkit.report import curves
 from rlkit.report.episodes import Episodes, chosen, texts
 from rlkit.report.packing import packed
@@ -61,8 +61,7 @@ def write(
     run = RunFolder(folder)
     _check.integer("max_trajectories", max_trajectories, low=1)
     _check.integer("max_bytes", max_bytes, low=1)
-    if out is not None and (not isinstance(out, (str, os.PathLike)) or not str(out)):
-        raise ConfigError(_check.problem("out", f"got {_check.shown(out)}", "the path of a file"))
+    _check.require(out is None or (isinstance(out, (str, os.PathLike)) and str(out)), "out", out, "the path of a file")
     path = run.path / "report.html" if out is None else Path(out)
     vocabulary = run.vocabulary()
     episodes = Episodes()

@@ -75,8 +75,7 @@ def async_rollouts(
 
     Source: bounded staleness, AReaL, arXiv:2505.24298; one step off, arXiv:2410.18252.
     """
-    if not isinstance(policy, TrainerBackend):
-        raise ConfigError(_check.problem("policy", f"got {_check.shown(policy)}", "a backend, as rlkit.connect gives"))
+    _check.require(isinstance(policy, TrainerBackend), "policy", policy, "a backend, as rlkit.connect gives")
     plan = planned(plan, options)
     if isinstance(tasks, TaskSource):
         number = _check.integer("size", size, low=1, why="tasks per step")
@@ -97,8 +96,7 @@ def async_rollouts(
         _check.integer("steps", steps, low=0)
     for name, value, low in (("start", start, 0), ("max_lag", max_lag, 0), ("interval", interval, 1)):
         _check.integer(name, value, low=low)
-    if play is not None and not callable(play):
-        raise ConfigError(_check.problem("play", f"got {_check.shown(play)}", "an async function"))
+    _check.require(play is None or callable(play), "play", play, "an async function")
 
     def simply(sampler: Sampler, batch: object, step: int) -> Awaitable[Rollouts]:
         return rollout(sampler, batch, step=step, plan=plan)

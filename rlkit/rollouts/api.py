@@ -200,8 +200,7 @@ def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
 
 def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
     """Return the plan with ``options`` in it."""
-    if plan is not None and not isinstance(plan, Plan):
-        raise ConfigError(_check.problem("plan", f"got {_check.shown(plan)}", "an rlkit.rollouts.Plan"))
+    _check.require(plan is None or isinstance(plan, Plan), "plan", plan, "an rlkit.rollouts.Plan")
     if plan is not None:
         return plan.with_options(**options)
     _check.options("rollout", Plan, options, kind="Plan")

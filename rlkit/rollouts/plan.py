@@ -110,9 +110,7 @@ class Plan:
         _check.flag("Plan.shared_start", self.shared_start)
         if self.progress is not None:
             _check.flag("Plan.progress", self.progress)
-        if not isinstance(self.params, SamplingParams):
-            what = f"got {_check.shown(self.params)}"
-            raise ConfigError(_check.problem("Plan.params", what, "rlkit.SamplingParams(...)"))
+        _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
             raise ConfigError(_check.problem("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat"))
         tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
@@ -126,11 +124,9 @@ class Plan:
 
     def _check_retry(self) -> None:
         expected = "a tuple of exception classes"
-        if not isinstance(self.retry, tuple):
-            raise ConfigError(_check.problem("Plan.retry", f"got {_check.shown(self.retry)}", expected))
+        _check.require(isinstance(self.retry, tuple), "Plan.retry", self.retry, expected)
         for i, kind in enumerate(self.retry):
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                raise ConfigError(_check.problem(f"Plan.retry[{i}]", f"got {_check.shown(kind)}", expected))
+            _check.require(isinstance(kind, type) and issubclass(kind, Exception), f"Plan.retry[{i}]", kind, expected)
 
     @property
     def settings(self) -> Settings:

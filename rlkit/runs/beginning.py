@@ -131,8 +131,7 @@ def _plain(config: Any) -> Any:
     from rlkit.tracking import masked
 
     plain_config = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
-    if not isinstance(plain_config, Mapping):
-        raise ConfigError(_check.problem("Run(config)", f"got {_check.shown(config)}", "a mapping or an attrs object"))
+    _check.require(isinstance(plain_config, Mapping), "Run(config)", config, "a mapping or an attrs object")
     return plain(masked(plain_config))
 
 

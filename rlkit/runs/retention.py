@@ -46,8 +46,7 @@ class Retention:
             _check.integer("Retention.every", self.every, low=1)
         _check.integer("Retention.best", self.best, low=0)
         _check.flag("Retention.lowest", self.lowest)
-        if self.metric is not None and not isinstance(self.metric, str):
-            raise ConfigError(_check.problem("Retention.metric", f"got {_check.shown(self.metric)}", "a name"))
+        _check.require(self.metric is None or isinstance(self.metric, str), "Retention.metric", self.metric, "a name")
         if self.best and not self.metric:
             raise ConfigError("Retention.best: which metric is it by? give metric=")
 

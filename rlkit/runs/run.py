@@ -93,8 +93,7 @@ class Run:
         trackers: Sequence[str | Tracker] = ("jsonl", "console"),
         grace: float = 3.0,
     ) -> None:
-        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
-            raise ConfigError(_check.problem("Run(folder)", f"got {_check.shown(folder)}", "a path"))
+        _check.require(isinstance(folder, (str, os.PathLike)) and str(folder), "Run(folder)", folder, "a path")
         if retention is not None and not isinstance(retention, Retention):
             what = f"got {_check.shown(retention)}"
             raise ConfigError(_check.problem("Run(retention)", what, "rlkit.Retention(...)"))

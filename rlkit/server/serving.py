@@ -60,8 +60,7 @@ def serve(
         raise ConfigError(
             "serve(key): expected a text of at least 12 characters that begins 'tml-'; clients insist on that"
         )
-    if not isinstance(host, str) or not host:
-        raise ConfigError(_check.problem("serve(host)", f"got {_check.shown(host)}", "a name or an address"))
+    _check.require(isinstance(host, str) and host, "serve(host)", host, "a name or an address")
     if key is None and not is_loopback(host):
         raise ConfigError(
             f"serve(host={host!r}) can be reached from other machines; give a key= (rlkit serve: in RLKIT_SERVER_KEY)"

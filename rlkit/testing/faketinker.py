@@ -157,8 +157,7 @@ class FakeTinker:
             ConfigError: one is no ``Fault``, or is of an endpoint that a service has not.
         """
         for fault in faults:
-            if not isinstance(fault, Fault):
-                raise ConfigError(_check.problem("inject", f"got {_check.shown(fault)}", "a Fault"))
+            _check.require(isinstance(fault, Fault), "inject", fault, "a Fault")
             if fault.endpoint not in ("*", *self.service.endpoints):
                 there = ", ".join(self.service.endpoints)
                 raise ConfigError(f"Fault.endpoint: the service has no {fault.endpoint!r}; it has: {there}")

@@ -52,8 +52,7 @@ def parse(
     Where: character 41, at 'add", "arguments": {x: 1}}</tool_call>'.
     Expected: <tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>.
     """
-    if not isinstance(text, str):
-        raise ConfigError(_check.problem("parse(text)", f"got {_check.shown(text)}", "a string"))
+    _check.require(isinstance(text, str), "parse(text)", text, "a string")
     known = parameters(tools or ())
     parsed: Parsed = formats.resolve(format)(str(text), known)
     return parsed if tools is None else _all_checked(parsed, known, text)

@@ -48,8 +48,7 @@ def schema(function: Callable[..., object]) -> dict[str, object]:
     {'type': 'integer', 'description': 'the second.', 'default': 0}
     """
     name = getattr(function, "__name__", "")
-    if not callable(function) or not name or name == "<lambda>":
-        raise ConfigError(_check.problem("tool", f"got {_check.shown(function)}", "a function with a name"))
+    _check.require(callable(function) and name and name != "<lambda>", "tool", function, "a function with a name")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:

@@ -17,7 +17,7 @@ from rlkit._disk import synced
 from rlkit._json import from_json, to_json
 from rlkit._secrets import masked, redact
 from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import CheckpointError, ConfigError
+from rlkit.errors import CheckpointError
 from rlkit.tracking import pertoken, values
 from rlkit.tracking.rewinding import record_of, rewound
 from rlkit.tracking.vocabulary import Vocabulary
@@ -66,8 +66,7 @@ class Jsonl:
     def __init__(
         self, folder: str | Path, *, tokenizer: Tokenizer | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
-            raise ConfigError(_check.problem("Jsonl(folder)", f"got {_check.shown(folder)}", "a path"))
+        _check.require(isinstance(folder, (str, os.PathLike)) and str(folder), "Jsonl(folder)", folder, "a path")
         self.folder = Path(folder)
         self._clock = clock
         self._synced: dict[str, int] = {}

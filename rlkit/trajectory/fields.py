@@ -42,8 +42,7 @@ def items(where: str, value: object, kind: type[T]) -> tuple[T, ...]:
         raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}"))
     listed = tuple(value)
     for i, item in enumerate(listed):
-        if not isinstance(item, kind):
-            raise DataError(_check.problem(f"{where}[{i}]", f"got {_check.shown(item)}", f"a {kind.__name__}"))
+        _check.require(isinstance(item, kind), f"{where}[{i}]", item, f"a {kind.__name__}", error=DataError)
     return listed
 
 
@@ -67,8 +66,7 @@ def several(value: object, total: float) -> tuple[float, ...]:
 
 def text(where: str, value: object) -> None:
     """Raise where it is no text."""
-    if not isinstance(value, str):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "text"))
+    _check.require(isinstance(value, str), where, value, "text", error=DataError)
 
 
 def numbers(where: str, value: Mapping[str, float]) -> None:

@@ -53,8 +53,7 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
     advantages on the last tokens, tool replies included.
     """
     _check.choice("split", split, ("raise", "allow"))
-    if not isinstance(trajectory, Trajectory):
-        raise DataError(_check.problem("trajectory", f"got {_check.shown(trajectory)}", "an rlkit Trajectory"))
+    _check.require(isinstance(trajectory, Trajectory), "trajectory", trajectory, "an rlkit Trajectory", error=DataError)
     taken = {"tokens", "mask", "inputs", "temperature", "truncated"} & inputs.keys()
     if taken:
         raise DataError(f"datums: {min(taken)!r} is the trajectory's own; it cannot be given")
@@ -120,8 +119,7 @@ def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | 
     where = f"datums({name})"
     count = len(turns)
     expected = f"a number, [{count}] (one per turn), or {count} arrays (one entry per action token)"
-    if isinstance(value, (str, bytes, Mapping)):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", expected))
+    _check.require(not isinstance(value, (str, bytes, Mapping)), where, value, expected, error=DataError)
     if isinstance(value, (list, tuple)) and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in value):
         if len(value) != count:
             raise DataError(_check.problem(where, f"has {len(value)} arrays", f"{count}", "one per turn"))

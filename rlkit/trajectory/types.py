@@ -48,8 +48,7 @@ class Turn:
     rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=keep)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.sample, Sample):
-            raise DataError(_check.problem("Turn.sample", f"got {_check.shown(self.sample)}", "an rlkit.Sample"))
+        _check.require(isinstance(self.sample, Sample), "Turn.sample", self.sample, "an rlkit.Sample", error=DataError)
         object.__setattr__(self, "reward", reward("Turn.reward", self.reward))
         if self.rewards is not None:
             object.__setattr__(self, "rewards", several(self.rewards, self.reward))
@@ -315,6 +314,5 @@ def checked_groups(groups: object) -> list[Group]:
         raise DataError(_check.problem("groups", f"got {_check.shown(groups)}", "groups"))
     listed = list(groups)
     for i, group in enumerate(listed):
-        if not isinstance(group, Group):
-            raise DataError(_check.problem(f"groups[{i}]", f"got {_check.shown(group)}", "a Group"))
+        _check.require(isinstance(group, Group), f"groups[{i}]", group, "a Group", error=DataError)
     return listed

@@ -64,8 +64,7 @@ class Session:
         options = ("base_url", "api_key", "project", "resend")
         if misplaced := [name for name in options if getattr(address, name) is not None]:
             raise ConfigError(f"{misplaced[0]}: goes with a connection of rlkit's own; client= has one already")
-        if not hasattr(client, "create_lora_training_client"):
-            raise ConfigError(_check.problem("client", f"got {_check.shown(client)}", "a tinker.ServiceClient"))
+        _check.require(hasattr(client, "create_lora_training_client"), "client", client, "a tinker.ServiceClient")
         connection.sdk()
         secrets.hide(os.environ.get("TINKER_API_KEY"))
         secrets.hide(getattr(client, "_api_key", None))

@@ -11,7 +11,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._calls import hinted
 from rlkit._forms import TokenIds
-from rlkit.errors import ArgumentError, ConfigError
+from rlkit.errors import ArgumentError
 
 __all__ = ["ByteTokenizer"]
 
@@ -33,8 +33,7 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """int64 [T]; special-token strings become control tokens only with ``special=True``."""
-        if not isinstance(text, str):
-            raise ConfigError(_check.problem("encode(text)", f"got {_check.shown(text)}", "a string"))
+        _check.require(isinstance(text, str), "encode(text)", text, "a string")
         ids: list[int] = []
         while text:
             cut = min((text.find(s) for s in _SPECIAL if special and s in text), default=len(text))
