@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 def problem(where: str, what: str, expected: str, why: str = "") -> str:
     """Format an error message: ``where: what; expected ... (why)``."""
-    return f"{where}: {what}; expected {expected}" + (f" ({why})" if why else "")
+    return str(RlkitError(where, what, expected, why))
 
 
 def require(
@@ -44,7 +44,7 @@ def require(
     rlkit.errors.ConfigError: Task.make: got 3 (int); expected a callable
     """
     if not good:
-        raise error(problem(where, f"got {shown(value)}", expected, why))
+        raise error(where, f"got {shown(value)}", expected, why)
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -71,7 +71,7 @@ def members(where: str, thing: object, protocol: type, hint: str = "") -> None:
     lacking = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(thing, name)]
     if lacking:
         what = f"got {shown(thing)}, which has no {', '.join(lacking)}"
-        raise ConfigError(problem(where, what, f"a {protocol.__name__}", hint))
+        raise ConfigError(where, what, f"a {protocol.__name__}", hint)
 
 
 def options(where: str, make: Callable[..., object], given: Mapping[str, Any], *, kind: str = "") -> None:
@@ -96,10 +96,10 @@ def integer(
     """``value`` as an int in [low, high]; booleans and floats are refused."""
     expected = "an integer" + _interval(low, high)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise error(problem(where, f"got {shown(value)}", expected, why))
+        raise error(where, f"got {shown(value)}", expected, why)
     number = int(value)
     if (low is not None and number < low) or (high is not None and number > high):
-        raise error(problem(where, f"got {number}", expected, why))
+        raise error(where, f"got {number}", expected, why)
     return number
 
 
@@ -121,7 +121,7 @@ def real(
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's scalars
         value = value.item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise error(problem(where, f"got {shown(value)}", expected, why))
+        raise error(where, f"got {shown(value)}", expected, why)
     number = float(value)
     inside = (
         math.isfinite(number)
@@ -131,7 +131,7 @@ def real(
         and (below is None or number < below)
     )
     if not inside:
-        raise error(problem(where, f"got {value}", expected, why))
+        raise error(where, f"got {value}", expected, why)
     return number
 
 
@@ -140,40 +140,40 @@ def temperature(where: str, value: object, *, zero: bool, error: type[RlkitError
     number = real(where, value, low=0.0, error=error)
     if (number == 0 and not zero) or (number != 0 and not 1e-3 <= number <= 1e3):
         expected = "a number in [0.001, 1000]" + (", or 0 for greedy" if zero else "")
-        raise error(problem(where, f"got {value}", expected))
+        raise error(where, f"got {value}", expected)
     return number
 
 
 def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) -> bool:
     """``value`` as a bool; 0, 1 and None are refused."""
     if not isinstance(value, (bool, np.bool_)):
-        raise error(problem(where, f"got {shown(value)}", "True or False"))
+        raise error(where, f"got {shown(value)}", "True or False")
     return bool(value)
 
 
 def choice(where: str, value: object, options: tuple[str, ...], *, error: type[RlkitError] = ConfigError) -> str:
     """``value`` as one of ``options``."""
     if not isinstance(value, str) or value not in options:
-        raise error(problem(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options))))
+        raise error(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options)))
     return value
 
 
 def token_ids(where: str, value: Any, *, vocab_size: int | None = None, low_length: int = 0) -> np.ndarray:
     """``value`` as a read-only int64 array [T] of non-negative ids; text, floats and booleans are refused."""
     if isinstance(value, (str, bytes)):
-        raise DataError(problem(where, f"got text {shown(value)}", "token ids", "encode it with the tokenizer"))
+        raise DataError(where, f"got text {shown(value)}", "token ids", "encode it with the tokenizer")
     array = as_array(where, value, "a 1-D sequence of token ids")
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(problem(where, f"got {shown(array)}", "a 1-D sequence of integers"))
+        raise DataError(where, f"got {shown(array)}", "a 1-D sequence of integers")
     if array.size < low_length:
-        raise DataError(problem(where, f"has length {array.size}", f"at least {low_length} token(s)"))
+        raise DataError(where, f"has length {array.size}", f"at least {low_length} token(s)")
     high = (vocab_size if vocab_size is not None else 2**63) - 1
     bad = np.flatnonzero((array < 0) | (array > high))
     if bad.size:
         bound = f"an id in [0, {high}]" if vocab_size is not None else "an id >= 0"
-        raise DataError(problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", bound, "the tokenizer has no such token"))
+        raise DataError(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", bound, "the tokenizer has no such token")
     return frozen(array.astype(np.int64))
 
 
@@ -181,25 +181,25 @@ def messages(where: str, value: object) -> list[Mapping[str, Any]]:
     """``value`` as a list of chat messages, mappings with at least a role and content (or tool calls)."""
     expected = 'a list of messages, such as [{"role": "user", "content": "..."}]'
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence) or not value:
-        raise DataError(problem(where, f"got {shown(value)}", expected))
+        raise DataError(where, f"got {shown(value)}", expected)
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise DataError(problem(f"{where}[{i}]", f"got {shown(message)}", "a mapping with a role", expected))
+            raise DataError(f"{where}[{i}]", f"got {shown(message)}", "a mapping with a role", expected)
         if "content" not in message and "tool_calls" not in message:
-            raise DataError(problem(f"{where}[{i}]", f"has no content, only {sorted(map(str, message))}", expected))
+            raise DataError(f"{where}[{i}]", f"has no content, only {sorted(map(str, message))}", expected)
     return list(value)
 
 
 def as_array(where: str, value: object, expected: str) -> np.ndarray:
     """``value`` as an array of numbers; ragged lists, None and objects are refused."""
     if value is None:
-        raise DataError(problem(where, "is None", expected))
+        raise DataError(where, "is None", expected)
     try:
         array = np.asarray(_of_tensors(value))
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(problem(where, f"got {shown(value)}", expected, str(error))) from error
+        raise DataError(where, f"got {shown(value)}", expected, str(error)) from error
     if array.dtype.kind not in "iufb":
-        raise DataError(problem(where, f"got {shown(value)}", expected))
+        raise DataError(where, f"got {shown(value)}", expected)
     return array
 
 

@@ -121,9 +121,8 @@ class Groups:
         if not alone.any():
             return advantages
         if singleton == "error":
-            name = self.rows.row_name(int(np.argmax(alone)))
             why = 'singleton="error"; "zero" gives it the advantage 0, "raw" its reward'
-            raise DataError(_check.problem(name, "has one scored reward", "at least two", why))
+            raise DataError(self.rows.row_name(int(np.argmax(alone))), "has one scored reward", "at least two", why)
         return np.where(self.rows.spread(alone), self.rewards if singleton == "raw" else 0.0, advantages)
 
     def where_scored(self, advantages: np.ndarray) -> np.ndarray:
@@ -174,5 +173,5 @@ def lengths_like(groups: Groups, lengths: RowsLike) -> np.ndarray:
         good = (flat >= 0) & (flat == np.floor(flat)) & (flat < 2**53)
     if not good.all():
         index = int(np.argmin(good))
-        raise DataError(_check.problem(groups.rows.name(index, "lengths"), f"is {flat[index]}", "an integer >= 0"))
+        raise DataError(groups.rows.name(index, "lengths"), f"is {flat[index]}", "an integer >= 0")
     return flat

@@ -20,13 +20,13 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None
     if stop is None:
         return None
     if isinstance(stop, (str, bytes)) or not isinstance(stop, (tuple, list)):
-        raise ConfigError(_check.problem(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)"))
+        raise ConfigError(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)")
     texts = tuple(x for x in stop if isinstance(x, str) and x)
     if len(texts) == len(stop):
         return texts
     for i, x in enumerate(stop):
         if isinstance(x, str):
-            raise ConfigError(_check.problem(f"{where}[{i}]", f"is {x!r}", expected))
+            raise ConfigError(f"{where}[{i}]", f"is {x!r}", expected)
         _check.integer(f"{where}[{i}]", x, low=0, why="strings and ids are not mixed")
     return tuple(int(x) for x in stop)
 
@@ -35,7 +35,7 @@ def _modules(names: tuple[str, ...] | list[str] | None) -> tuple[str, ...] | Non
     if names is None:
         return None
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise ConfigError(_check.problem("Lora.target_modules", _check.shown(names), "a tuple of module names"))
+        raise ConfigError("Lora.target_modules", _check.shown(names), "a tuple of module names")
     return tuple(names)
 
 

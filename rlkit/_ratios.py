@@ -18,7 +18,7 @@ def logprobs(where: str, value: Any, *, some: bool = True) -> _rows.Rows:
     """Finite logprobs of tokens: one sequence or several, which may be empty; ``some`` asks for at least one token."""
     rows = _rows.parse(where, value, empty=True)
     if some and rows.flat.size == 0:
-        raise DataError(_check.problem(where, "holds no tokens", "at least one"))
+        raise DataError(where, "holds no tokens", "at least one")
     check(rows, rows.flat, where)
     return rows
 
@@ -30,7 +30,7 @@ def check(rows: _rows.Rows, flat: np.ndarray, where: str, among: np.ndarray | No
     if high.any():
         index = int(np.argmax(high))
         why = f"a logprob is at most 0, but for rounding up to {HIGHEST}; is it a probability, or its sign reversed?"
-        raise DataError(_check.problem(rows.name(index, where), f"is {flat[index]}", "a logprob", why))
+        raise DataError(rows.name(index, where), f"is {flat[index]}", "a logprob", why)
 
 
 def log_ratios(

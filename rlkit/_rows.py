@@ -96,25 +96,24 @@ class Rows:
         if not good.all():
             index = int(np.argmin(good))
             expected = f"a number between -{LARGEST:g} and {LARGEST:g}" + (", or NaN for unscored" if nan else "")
-            raise DataError(_check.problem(self.name(index, where), f"is {flat[index]}", expected))
+            raise DataError(self.name(index, where), f"is {flat[index]}", expected)
 
     def require(self, where: str, flat: np.ndarray, good: np.ndarray, expected: str) -> None:
         """Raise for the first entry of ``flat`` [N], of the argument ``where``, that is not ``good``."""
         if not good.all():
             index = int(np.argmin(good))
-            raise DataError(_check.problem(self.name(index, where), f"is {flat[index]}", expected))
+            raise DataError(self.name(index, where), f"is {flat[index]}", expected)
 
     def like(self, where: str, value: RowsLike, *, boolean: bool = False) -> np.ndarray:
         """``value`` as a flat array, required to have the layout of these rows; its entries are not checked."""
         other = parse(where, value, boolean=boolean, empty=True)
         if (other.form == "one") != (self.form == "one") or other.lengths.size != self.lengths.size:
-            what = f"has {_layout(other)}"
-            raise DataError(_check.problem(where, what, _layout(self), f"shaped like {self.where}"))
+            raise DataError(where, f"has {_layout(other)}", _layout(self), f"shaped like {self.where}")
         wrong = np.flatnonzero(other.lengths != self.lengths)
         if wrong.size:
             row = int(wrong[0])
             name, what = other.row_name(row), f"has length {other.lengths[row]}"
-            raise DataError(_check.problem(name, what, f"{self.lengths[row]}", f"as long as {self.row_name(row)}"))
+            raise DataError(name, what, f"{self.lengths[row]}", f"as long as {self.row_name(row)}")
         return other.flat
 
 
@@ -150,8 +149,7 @@ def vector(where: str, value: Any, length: int | None = None, *, boolean: bool =
     """``value`` as a 1-D float64 (or bool) array, of ``length`` entries where that is given."""
     array = _numbers(where, value, boolean)
     if array.ndim != 1 or (length is not None and array.size != length):
-        expected = "a 1-D array" if length is None else f"({length},)"
-        raise DataError(_check.problem(where, f"has shape {array.shape}", expected, why))
+        raise DataError(where, f"has shape {array.shape}", "a 1-D array" if length is None else f"({length},)", why)
     return array
 
 
@@ -163,27 +161,25 @@ def is_one(value: Any) -> bool:
 def labels(where: str, value: Any, length: int, why: str = "one label per reward") -> tuple[np.ndarray, int]:
     """Labels [length] as codes 0, 1, ... in order of appearance, and how many different ones there are."""
     if isinstance(value, (str, bytes)) or not (hasattr(value, "__len__") or hasattr(value, "__array__")):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"{length} labels", why))
+        raise DataError(where, f"got {_check.shown(value)}", f"{length} labels", why)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (length,) and length:
         quick = _integer_codes(value)
         if quick is not None:
             return quick
     given = np.asarray(value).tolist() if hasattr(value, "__array__") else list(value)
     if len(given) != length:
-        raise DataError(_check.problem(where, f"has length {len(given)}", f"{length}", why))
+        raise DataError(where, f"has length {len(given)}", f"{length}", why)
     known: dict[Any, int] = {}
     try:
         codes = np.array([known.setdefault(label, len(known)) for label in given], np.int64)
     except TypeError as error:
         bad = next(i for i, label in enumerate(given) if not _hashable(label))
         what = f"is {_check.shown(given[bad])}"
-        raise DataError(_check.problem(f"{where}[{bad}]", what, "a hashable label, such as a string")) from error
+        raise DataError(f"{where}[{bad}]", what, "a hashable label, such as a string") from error
     for label in known:
         if label is None or label != label:  # noqa: PLR0124 - NaN, which would be a group of its own every time
             what = f"is {_check.shown(label)}"
-            raise DataError(
-                _check.problem(f"{where}[{given.index(label)}]", what, "a label, such as a string or number")
-            )
+            raise DataError(f"{where}[{given.index(label)}]", what, "a label, such as a string or number")
     return codes, len(known)
 
 
@@ -225,7 +221,7 @@ def _each(where: str, value: Any, boolean: bool) -> list[np.ndarray]:
         name = f"{where}[{i}]"
         array = _numbers(name, row, boolean)
         if array.ndim != 1:
-            raise DataError(_check.problem(name, f"has shape {array.shape}", "a 1-D array", f"{where} is {_FORMS}"))
+            raise DataError(name, f"has shape {array.shape}", "a 1-D array", f"{where} is {_FORMS}")
         rows.append(array)
     return rows
 
@@ -239,9 +235,9 @@ def _join(where: str, rows: list[np.ndarray], *, boolean: bool, empty: bool) -> 
 
 def _filled(rows: Rows, *, empty: bool) -> Rows:
     if rows.lengths.size == 0 or (not empty and rows.form == "one" and rows.flat.size == 0):
-        raise DataError(_check.problem(rows.where, "is empty", "at least one entry"))
+        raise DataError(rows.where, "is empty", "at least one entry")
     if not empty and (rows.lengths == 0).any():
-        raise DataError(_check.problem(rows.row_name(int(np.argmin(rows.lengths))), "is empty", "at least one entry"))
+        raise DataError(rows.row_name(int(np.argmin(rows.lengths))), "is empty", "at least one entry")
     return rows
 
 
@@ -257,10 +253,10 @@ def _numbers(where: str, value: Any, boolean: bool) -> np.ndarray:
         wrong = np.argwhere((array != 0) & (array != 1))
         if wrong.size:
             index = "".join(f"[{i}]" for i in wrong[0])
-            raise DataError(_check.problem(where + index, f"is {array[tuple(wrong[0])]}", "True or False"))
+            raise DataError(where + index, f"is {array[tuple(wrong[0])]}", "True or False")
         return array.astype(bool)
     if array.dtype.kind == "b":
-        raise DataError(_check.problem(where, "holds booleans", "numbers", "write 0.0 and 1.0"))
+        raise DataError(where, "holds booleans", "numbers", "write 0.0 and 1.0")
     return np.array(array, np.float64, order="C")
 
 
@@ -271,8 +267,7 @@ def _check_entries(where: str, value: Any, boolean: bool) -> None:
     )
     if any(map(wrong, set(map(type, value)))):
         i = next(i for i, entry in enumerate(value) if wrong(type(entry)))
-        expected = "True or False" if boolean else "a number"
-        raise DataError(_check.problem(f"{where}[{i}]", f"is {_check.shown(value[i])}", expected))
+        raise DataError(f"{where}[{i}]", f"is {_check.shown(value[i])}", "True or False" if boolean else "a number")
 
 
 def _layout(rows: Rows) -> str:

@@ -9,7 +9,6 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlkit import _check
 from rlkit._lazy import missing
 from rlkit.errors import ConfigError
 
@@ -31,7 +30,7 @@ def read(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> dict[
     settings = omega.OmegaConf.create({}) if path is None else _read(omega, Path(path))
     for text in overrides:
         if not isinstance(text, str) or "=" not in text or not re.fullmatch(r"[\w.\-/\[\]]+", text.partition("=")[0]):
-            raise ConfigError(_check.problem("override", f"is {cut(repr(text))}", "key.of.it=value"))
+            raise ConfigError("override", f"is {cut(repr(text))}", "key.of.it=value")
         key, _, assigned = text.partition("=")
         _shallow(key, text)
         try:

@@ -68,7 +68,7 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
     rlkit.errors.ConfigError: lora.rnak: there is no such setting; did you mean 'rank'? There are: rank
     """
     if not attrs.has(kind):
-        raise ConfigError(_check.problem("load(kind)", f"got {_check.shown(kind)}", "a class made with attrs"))
+        raise ConfigError("load(kind)", f"got {_check.shown(kind)}", "a class made with attrs")
     made: T = _structure(kind, _yaml.read(path, overrides), "")
     return made
 
@@ -144,7 +144,7 @@ def read_env(path: str | os.PathLike[str]) -> None:
 def _structure(kind: type[attrs.AttrsInstance], values: object, where: str) -> Any:
     """Make an instance of an attrs class from a mapping."""
     if not isinstance(values, Mapping):
-        raise ConfigError(_check.problem(where or "the settings", f"got {_check.shown(values)}", "a mapping"))
+        raise ConfigError(where or "the settings", f"got {_check.shown(values)}", "a mapping")
     fields = {field.name: field for field in attrs.fields(kind) if field.init}
     hints = _hints(kind)
     arguments: dict[str, object] = {}
@@ -185,31 +185,29 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             value = next((word for word in words if word in arguments), value)
         if value in arguments and not isinstance(value, bool):
             return value
-        raise ConfigError(
-            _check.problem(where, f"is {_yaml.cut(repr(value))}", "one of " + ", ".join(map(repr, arguments)))
-        )
+        raise ConfigError(where, f"is {_yaml.cut(repr(value))}", "one of " + ", ".join(map(repr, arguments)))
     if attrs.has(hint):
         return _structure(hint, value, where)
     if origin in (list, tuple, Sequence):
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(_check.problem(where, f"is {_check.shown(value)}", "a list"))
+            raise ConfigError(where, f"is {_check.shown(value)}", "a list")
         items = [_convert(arguments[0] if arguments else Any, item, f"{where}[{i}]") for i, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(_check.problem(where, f"is {_check.shown(value)}", "a mapping"))
+            raise ConfigError(where, f"is {_check.shown(value)}", "a mapping")
         item = arguments[1] if arguments else Any
         return {str(key): _convert(item, x, f"{where}.{key}") for key, x in value.items()}
     if hint is float and type(value) is int:
         try:
             return float(value)
         except OverflowError as error:
-            raise ConfigError(_check.problem(where, "is larger than any float", "a value of type float")) from error
+            raise ConfigError(where, "is larger than any float", "a value of type float") from error
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
-    raise ConfigError(_check.problem(where, f"is {_yaml.cut(repr(value))}", f"a value of type {_name(hint)}"))
+    raise ConfigError(where, f"is {_yaml.cut(repr(value))}", f"a value of type {_name(hint)}")
 
 
 def _plain(value: object) -> object:

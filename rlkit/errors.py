@@ -26,7 +26,19 @@ __all__ = [
 
 
 class RlkitError(Exception):
-    """Base of everything that rlkit raises."""
+    """Base of everything that rlkit raises.
+
+    Args:
+        where: the whole message, or the argument that is wrong.
+        what, expected, why: of that argument.
+
+    >>> print(DataError("rewards", "is None", "a number", "one per sample"))
+    rewards: is None; expected a number (one per sample)
+    """
+
+    def __init__(self, where: object = "", what: str = "", expected: str = "", why: str = "") -> None:
+        more = f"; expected {expected}" + (f" ({why})" if why else "")
+        super().__init__(f"{where}: {what}{more}" if what else where)
 
 
 class DataError(RlkitError, ValueError):

@@ -112,7 +112,7 @@ async def evaluate(
     n = _check.integer("n", n, low=1)
     ks = _tries(k, n)
     if _check.flag("greedy", greedy) and n > 1:
-        raise ConfigError(_check.problem("n", f"is {n}", "1", "greedy episodes of one task are all alike"))
+        raise ConfigError("n", f"is {n}", "1", "greedy episodes of one task are all alike")
     _check.real("success", success)
     _check.real("level", level, above=0.0, below=1.0)
     plan = planned(plan, options).with_options(n=n, min_n=1)

@@ -66,7 +66,7 @@ class Registry(dict[str, Any]):
         def add(implementation: F) -> F:
             if not (callable(implementation) or attrs.has(type(implementation))):
                 what = f"got {_check.shown(implementation)}"
-                raise ConfigError(_check.problem(f"{self.kind} {name!r}", what, "a function or a class"))
+                raise ConfigError(f"{self.kind} {name!r}", what, "a function or a class")
             there = dict.get(self, name, implementation)
             if there is not implementation and not _redefined(there, implementation):
                 raise ConfigError(f"a {self.kind} named {name!r} exists already; delete it from the registry first")

@@ -123,7 +123,7 @@ def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_step
     decay_steps = _check.integer("decay_steps", decay_steps, low=0)
     if warmup_steps + decay_steps > steps:
         what = f"is {decay_steps}, and warmup_steps {warmup_steps}"
-        raise ConfigError(_check.problem("decay_steps", what, f"together at most steps={steps}"))
+        raise ConfigError("decay_steps", what, f"together at most steps={steps}")
     if step >= steps:
         return end
     if step < warmup_steps:
@@ -152,9 +152,9 @@ def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) 
     edges = [_check.integer(f"boundaries[{i}]", edge, low=0) for i, edge in enumerate(_items("boundaries", boundaries))]
     levels = [_check.real(f"values[{i}]", value) for i, value in enumerate(_items("values", values))]
     if sorted(set(edges)) != edges:
-        raise ConfigError(_check.problem("boundaries", f"got {edges}", "steps that rise"))
+        raise ConfigError("boundaries", f"got {edges}", "steps that rise")
     if len(levels) != len(edges) + 1:
-        raise ConfigError(_check.problem("values", f"has length {len(levels)}", f"{len(edges) + 1}"))
+        raise ConfigError("values", f"has length {len(levels)}", f"{len(edges) + 1}")
     return levels[sum(step >= edge for edge in edges)]
 
 
@@ -214,7 +214,7 @@ def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
     families = [family for family in _EXPONENTS if isinstance(model, str) and family in model.lower()]
     if not families:
         expected = "a name that contains " + " or ".join(map(repr, _EXPONENTS))
-        raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", expected, "others were not measured"))
+        raise ConfigError("model", f"got {_check.shown(model)}", expected, "others were not measured")
     return 5e-5 * (10.0 if lora else 1.0) * math.pow(2000 / hidden_size, _EXPONENTS[families[0]])
 
 
@@ -222,7 +222,7 @@ def _items(where: str, value: object) -> Sequence[object]:
     """``value`` as a sequence of numbers, which are still to be checked."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
-        raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a list of numbers"))
+        raise ConfigError(where, f"got {_check.shown(value)}", "a list of numbers")
     return items
 
 

@@ -119,13 +119,11 @@ def from_record(record: object, *, where: str = "record") -> Group:
         DataError: naming the place, where the record is no group's, or of a newer version.
     """
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
-        raise DataError(_check.problem(where, "is not of this format", f"{FORMAT!r}"))
+        raise DataError(where, "is not of this format", f"{FORMAT!r}")
     version = record.get("version")
     if version not in (1, VERSION):
         what = f"is of version {version!r}"
-        raise DataError(
-            _check.problem(where, what, f"1 or {VERSION}", "an rlkit as new as the one that wrote it reads it")
-        )
+        raise DataError(where, what, f"1 or {VERSION}", "an rlkit as new as the one that wrote it reads it")
     try:
         return Group(
             [_read_trajectory(each, version) for each in record["trajectories"]],
@@ -232,5 +230,5 @@ def _no_constant(name: str) -> object:
 
 def _path(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError(_check.problem("path", f"got {_check.shown(path)}", "a path"))
+        raise ConfigError("path", f"got {_check.shown(path)}", "a path")
     return Path(path)

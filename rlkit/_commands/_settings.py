@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rlkit import _check
 from rlkit.errors import ConfigError
 
 __all__ = ["settings"]
@@ -27,7 +26,7 @@ def settings(option: str, texts: Sequence[str], taken: Collection[str] = ()) -> 
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ConfigError(_check.problem(option, f"is {text!r}", "KEY=VALUE"))
+            raise ConfigError(option, f"is {text!r}", "KEY=VALUE")
         if name in taken:
             raise ConfigError(f"{option} {text}: it has an option of its own, --{name}")
         try:

@@ -86,12 +86,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_paths(options: argparse.Namespace) -> None:
     """Raise ConfigError for a policy or a file of tasks that looks like a path and is not there."""
-    from rlkit import _check
     from rlkit.errors import ConfigError
 
     for path in options.tasks:
         if Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(path).exists():
-            raise ConfigError(_check.problem("TASKS", f"is {path!r}", "a file that exists"))
+            raise ConfigError("TASKS", f"is {path!r}", "a file that exists")
     policy = options.policy
     elsewhere = "://" in policy or options.backend != "local"
     if not elsewhere and policy != "smollm2-135m-instruct" and policy.count("/") != 1 and not Path(policy).exists():
@@ -110,9 +109,9 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     files = [path for path in options.tasks if Path(path).suffix]
     if options.reward is not None and not files:
         why = "generated tasks score themselves"
-        raise ConfigError(_check.problem("--reward", f"is {options.reward!r}", "a file of rows to score", why))
+        raise ConfigError("--reward", f"is {options.reward!r}", "a file of rows to score", why)
     if options.set and len(files) == len(options.tasks):
-        raise ConfigError(_check.problem("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are"))
+        raise ConfigError("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are")
     own = settings("--set", options.set)
     found: list[Task] = []
     for path in options.tasks:

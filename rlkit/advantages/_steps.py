@@ -102,5 +102,5 @@ def _per_row(where: str, value: RowsLike | float, rows: _rows.Rows) -> np.ndarra
     array = _rows.vector(where, value, count, why="one per trajectory")
     bad = np.flatnonzero(~(np.abs(array) <= _rows.LARGEST))
     if bad.size:
-        raise DataError(_check.problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", "a finite number"))
+        raise DataError(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", "a finite number")
     return array

@@ -54,9 +54,7 @@ def rec(
     if drop is not None:
         _check.choice("drop", drop, ("balance",))
     if (rng is not None) != (drop is not None) or (rng is not None and not isinstance(rng, np.random.Generator)):
-        raise ConfigError(
-            _check.problem("rng", f"got {_check.shown(rng)}", 'a numpy Generator with drop="balance" only')
-        )
+        raise ConfigError("rng", f"got {_check.shown(rng)}", 'a numpy Generator with drop="balance" only')
     groups = Groups.parse(rewards)
     kept = groups
     if rng is not None:

@@ -89,7 +89,7 @@ def length_adaptive_lambda(lengths: RowsLike, *, alpha: float = 0.05) -> np.ndar
     bad = np.flatnonzero(~((n > 0) & (n <= _rows.LARGEST)))
     if n.size == 0 or bad.size:
         where, what = ("lengths", "is empty") if n.size == 0 else (f"lengths[{bad[0]}]", f"is {n[bad[0]]}")
-        raise DataError(_check.problem(where, what, "finite numbers > 0"))
+        raise DataError(where, what, "finite numbers > 0")
     with np.errstate(over="ignore", divide="ignore"):
         return np.asarray(np.maximum(0.0, 1.0 - 1.0 / (alpha * n)))
 

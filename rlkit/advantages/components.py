@@ -74,7 +74,7 @@ def _components(rewards: Sequence[RowsLike]) -> list[Groups]:
     for c, component in enumerate(components):
         if not np.array_equal(component.rows.lengths, first.lengths) or component.rows.form != first.form:
             what = f"has groups of {component.rows.lengths.tolist()[:8]}"
-            raise DataError(_check.problem(f"rewards[{c}]", what, f"{first.lengths.tolist()[:8]}", "as in rewards[0]"))
+            raise DataError(f"rewards[{c}]", what, f"{first.lengths.tolist()[:8]}", "as in rewards[0]")
     return components
 
 
@@ -82,5 +82,5 @@ def _weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
     array = _rows.vector("weights", weights, count, why="one per component")
     bad = np.flatnonzero(~(np.abs(array) <= _rows.LARGEST))
     if bad.size:
-        raise DataError(_check.problem(f"weights[{bad[0]}]", f"is {array[bad[0]]}", "a finite number"))
+        raise DataError(f"weights[{bad[0]}]", f"is {array[bad[0]]}", "a finite number")
     return array

@@ -59,8 +59,7 @@ def step_wise_grpo(
     counts = groups.rows.like("steps", steps)
     bad = np.flatnonzero(~((counts >= 1) & (counts == np.floor(counts)) & (counts < 2**31)))
     if bad.size:
-        name = groups.rows.name(int(bad[0]), "steps")
-        raise DataError(_check.problem(name, f"is {counts[bad[0]]}", "an integer >= 1"))
+        raise DataError(groups.rows.name(int(bad[0]), "steps"), f"is {counts[bad[0]]}", "an integer >= 1")
     scored = grpo(rewards, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
     advantages = groups.rows.like("rewards", scored)
     if step_norm:
@@ -152,11 +151,10 @@ def hierarchical_grpo(rewards: RowsLike, roles: Labels, groups: Labels, *, singl
 def _states(rows: _rows.Rows, states: Any) -> list[Any]:
     expected = "one hashable state per step"
     if isinstance(states, (str, bytes)) or not hasattr(states, "__len__"):
-        raise DataError(_check.problem("states", f"got {_check.shown(states)}", expected))
+        raise DataError("states", f"got {_check.shown(states)}", expected)
     given = [states] if rows.form == "one" else list(states)
     if len(given) != rows.lengths.size:
-        what = f"has {len(given)} episodes"
-        raise DataError(_check.problem("states", what, f"{rows.lengths.size}", f"shaped like {rows.where}"))
+        raise DataError("states", f"has {len(given)} episodes", f"{rows.lengths.size}", f"shaped like {rows.where}")
     keys: list[Any] = []
     for row, (episode, length) in enumerate(zip(given, rows.lengths.tolist(), strict=True)):
         _rows.labels(rows.row_name(row, "states"), episode, length, why="one state per step")

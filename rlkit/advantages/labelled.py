@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlkit import _check, _rows
+from rlkit import _rows
 from rlkit._calls import answered
 from rlkit._forms import Labels, RowsLike
 from rlkit.advantages import baselines, group
@@ -56,7 +56,7 @@ def by_group(estimator: str | Callable[..., Any], rewards: RowsLike, groups: Lab
     _check_settings(estimator, function, settings)
     flat = _rows.vector("rewards", rewards)
     if flat.size == 0:
-        raise DataError(_check.problem("rewards", "is empty", "at least one reward"))
+        raise DataError("rewards", "is empty", "at least one reward")
     codes, count = _rows.labels("groups", groups, flat.size)
     apart = bool((codes[1:] < codes[:-1]).any())  # usually a group's rewards stand together already
     order = np.argsort(codes, kind="stable") if apart else slice(None)
@@ -78,8 +78,7 @@ def _by_list(estimator: object, function: Callable[..., Any], rows: _rows.Rows, 
     advantages = _rows.parse(f"{estimator!r}(...)", function(rows.restore(rows.flat), **settings))
     if not np.array_equal(advantages.lengths, rows.lengths):
         what, expected = (f"{x.lengths.tolist()[:8]}" for x in (advantages, rows))
-        why = "one advantage per reward"
-        raise DataError(_check.problem(f"{estimator!r}", f"returned rows of lengths {what}", expected, why))
+        raise DataError(f"{estimator!r}", f"returned rows of lengths {what}", expected, "one advantage per reward")
     return advantages.flat
 
 
@@ -91,7 +90,7 @@ def _check_settings(estimator: object, function: Callable[..., Any], settings: C
         return
     name = repr(estimator) if isinstance(estimator, str) else str(getattr(function, "__name__", "the estimator"))
     if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-        raise ConfigError(_check.problem("estimator", f"{name} takes no rewards", "a function of a list of groups"))
+        raise ConfigError("estimator", f"{name} takes no rewards", "a function of a list of groups")
     known = {p.name: p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     there = ", ".join(known) or "none"
     unknown = [key for key in settings if key not in known]

@@ -87,7 +87,7 @@ def optimal_token_baseline(
     alone = counts[cells] == 1
     if singleton == "error" and alone.any():
         name = rows.name(int(np.argmax(alone)))
-        raise DataError(_check.problem(name, "is the only one of its group at this place", "at least two samples"))
+        raise DataError(name, "is the only one of its group at this place", "at least two samples")
     lowest, highest = np.full(counts.size, np.inf), np.full(counts.size, -np.inf)
     np.minimum.at(lowest, cells, returns)
     np.maximum.at(highest, cells, returns)

@@ -62,7 +62,7 @@ def pass_at_k(
     _check.choice("scale", scale, ("group", "none"))
     _groups.settings(ddof=ddof, eps=eps, singleton=singleton)
     if (k is None) == (method == "analytic"):
-        raise ConfigError(_check.problem("k", f"got {_check.shown(k)}", 'an integer with method="analytic" only'))
+        raise ConfigError("k", f"got {_check.shown(k)}", 'an integer with method="analytic" only')
     groups = Groups.parse(rewards)
     if k is not None:
         k = _size(groups, k)
@@ -116,8 +116,7 @@ def _size(groups: Groups, k: int, low: int = 1) -> int:
     small = np.flatnonzero(groups.rows.lengths < k)
     if small.size:
         row = int(small[0])
-        what = f"has {groups.rows.lengths[row]} rewards"
-        raise DataError(_check.problem(groups.rows.row_name(row), what, f"at least k={k}"))
+        raise DataError(groups.rows.row_name(row), f"has {groups.rows.lengths[row]} rewards", f"at least k={k}")
     return k
 
 
@@ -136,7 +135,7 @@ def _analytic(groups: Groups, k: int) -> np.ndarray:
     bad = np.flatnonzero(groups.scored & (flat != 0) & (flat != 1))
     if bad.size:
         name, what = groups.rows.name(int(bad[0])), f"is {flat[bad[0]]}"
-        raise DataError(_check.problem(name, what, '0 or 1 with method="analytic"', '"max_second" and pkpo take any'))
+        raise DataError(name, what, '0 or 1 with method="analytic"', '"max_second" and pkpo take any')
     wrong = groups.sizes - groups.rows.sum(groups.rewards).astype(np.int64)
     kinds, kind = np.unique(np.stack([groups.sizes, wrong], axis=1), axis=0, return_inverse=True)
     values = np.array([_analytic_pair(n, w, k) for n, w in kinds.tolist()])[kind.ravel()]

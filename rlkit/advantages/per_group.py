@@ -53,7 +53,7 @@ def per_group(function: Callable[Concatenate[np.ndarray, P], object]) -> RowWise
             given = _check.as_array(where, function(group, *args, **kwargs), "one advantage per reward")
             if given.shape != group.shape:
                 what = f"gave an array of shape {given.shape}"
-                raise DataError(_check.problem(where, what, f"{group.shape}", "one advantage per reward"))
+                raise DataError(where, what, f"{group.shape}", "one advantage per reward")
             parts.append(given.astype(np.float64))
         return rows.restore(np.concatenate(parts))
 

@@ -49,8 +49,7 @@ class RunningBaseline:
     def __attrs_post_init__(self) -> None:
         self.decay = _check.real("decay", self.decay, low=0.0, high=1.0)
         if not isinstance(self.baselines, Mapping):
-            what = f"got {_check.shown(self.baselines)}"
-            raise ConfigError(_check.problem("baselines", what, "a mapping of roles to numbers"))
+            raise ConfigError("baselines", f"got {_check.shown(self.baselines)}", "a mapping of roles to numbers")
         self.baselines = {role: _number(f"baselines[{role!r}]", b) for role, b in self.baselines.items()}
 
     def update(self, rewards: RowsLike, roles: Labels | None = None) -> np.ndarray:
@@ -109,13 +108,13 @@ class RunningNormalization:
         if self.count == 0:
             seen = (self.mean, self.squares, self.lowest, self.highest)
             if seen != (0.0, 0.0, np.inf, -np.inf):
-                raise ConfigError(_check.problem("count", "is 0, and yet something was seen", "the fields as saved"))
+                raise ConfigError("count", "is 0, and yet something was seen", "the fields as saved")
             return
         self.lowest, self.highest = _number("lowest", self.lowest), _number("highest", self.highest)
         slack = 1e-9 * max(abs(self.lowest), abs(self.highest))  # a merged mean may be off in its last digits
         if not self.lowest - slack <= self.mean <= self.highest + slack:
             what = f"is {self.mean}, not between lowest={self.lowest} and highest={self.highest}"
-            raise ConfigError(_check.problem("mean", what, "the fields as saved"))
+            raise ConfigError("mean", what, "the fields as saved")
 
     def update(self, rewards: RowsLike) -> np.ndarray:
         """Advantages [N] of flat ``rewards`` [N]; unscored ones (NaN) get 0 and count nowhere."""

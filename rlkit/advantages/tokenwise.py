@@ -58,7 +58,7 @@ def reinforce_pp(
     if kl is not None:
         x -= kl_coef * steps.select("kl", kl)
     elif kl_coef != 0:
-        raise ConfigError(_check.problem("kl", "is missing", f"one estimate per token with kl_coef={kl_coef}"))
+        raise ConfigError("kl", "is missing", f"one estimate per token with kl_coef={kl_coef}")
     returns = _scan.reverse_scan(x, steps.factors(gamma), steps.starts)
     return steps.restore(_groups.whiten(returns, ddof, eps))
 

@@ -89,14 +89,14 @@ def token_weights(
 def _extra(name: str, value: object, mode: str, owner: str) -> None:
     if (value is None) == (mode == owner):
         what = "is missing" if value is None else f"was given with mode={mode!r}"
-        raise ConfigError(_check.problem(name, what, f'a value with mode="{owner}", and only there'))
+        raise ConfigError(name, what, f'a value with mode="{owner}", and only there')
 
 
 def _lengths(lengths: RowsLike) -> np.ndarray:
     n = _rows.vector("lengths", lengths)
     if n.size == 0:
-        raise DataError(_check.problem("lengths", "is empty", "at least one sequence"))
+        raise DataError("lengths", "is empty", "at least one sequence")
     bad = np.flatnonzero(~((n >= 0) & (n == np.floor(n)) & (n < 2**53)))
     if bad.size:
-        raise DataError(_check.problem(f"lengths[{bad[0]}]", f"is {n[bad[0]]}", "an integer >= 0"))
+        raise DataError(f"lengths[{bad[0]}]", f"is {n[bad[0]]}", "an integer >= 0")
     return n

@@ -92,7 +92,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
     if isinstance(path, (str, os.PathLike)) and (Path(path) / "checkpoints").is_dir():
         expected = "what save() returned; rlkit.runs.sampler opens a run's newest policy"
-        raise ConfigError(_check.problem("rlkit.sampler(path)", f"{path} is a run's folder", expected))
+        raise ConfigError("rlkit.sampler(path)", f"{path} is a run's folder", expected)
     make = _class_of(name)
     if isinstance(make, OpensSamplers):
         opened = make.open_sampler(model=model, path=path, **options)

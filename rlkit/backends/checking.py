@@ -44,8 +44,7 @@ class Start:
         _check.require(model is None or isinstance(model, (str, os.PathLike)), "model", model, "a name or None")
         _check.require(lora is None or isinstance(lora, Lora), "lora", lora, "rlkit.Lora(...) or None")
         if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not str(folder)):
-            expected = "a path, or None for rlkit-saves"
-            raise ConfigError(_check.problem("folder", f"got {_check.shown(folder)}", expected))
+            raise ConfigError("folder", f"got {_check.shown(folder)}", "a path, or None for rlkit-saves")
         return cls(init_from if resume_from is None else resume_from, resume_from is not None)
 
 
@@ -112,9 +111,8 @@ def _check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote)
     for i, datum in enumerate(data):
         for name in (*prepared.inputs, *prepared.optional):
             if name in datum.inputs and datum.inputs[name].ndim > 1:
-                what = f"has shape {datum.inputs[name].shape}"
-                where = f"data[{i}].inputs[{name!r}]"
-                raise DataError(_check.problem(where, what, "a number, or one per token", f"for {prepared.name!r}"))
+                what, where = f"has shape {datum.inputs[name].shape}", f"data[{i}].inputs[{name!r}]"
+                raise DataError(where, what, "a number, or one per token", f"for {prepared.name!r}")
     why_here = remote(prepared, data)
     if why_here:
         what = f"the loss {prepared.name!r} is computed in this process ({why_here}), which"
@@ -124,20 +122,18 @@ def _check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote)
 def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:
     """Return ``data`` as a non-empty list of datums that fit the model, or raise a DataError naming datum and token."""
     if isinstance(data, Datum) or not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-        raise DataError(_check.problem("data", f"got {_check.shown(data)}", "a list of Datum"))
+        raise DataError("data", f"got {_check.shown(data)}", "a list of Datum")
     if not data:
         raise DataError("data is empty; expected at least one Datum")
     for i, datum in enumerate(data):
         _check.require(isinstance(datum, Datum), f"data[{i}]", datum, "a Datum", error=DataError)
         if len(datum) > max_length:
-            raise DataError(_check.problem(f"data[{i}].tokens", f"has {len(datum)}", f"<= {max_length}", "the context"))
+            raise DataError(f"data[{i}].tokens", f"has {len(datum)}", f"<= {max_length}", "the context")
         _check.token_ids(f"data[{i}].tokens", datum.tokens, vocab_size=vocab_size)
         targets = datum.inputs.get("target_tokens")
         if targets is not None and (targets.ndim == 0 or targets.max() >= vocab_size or targets.min() < -1):
             where = f"data[{i}].inputs['target_tokens']"
-            raise DataError(
-                _check.problem(where, f"spans {_span(targets)}", f"ids in [0, {vocab_size}) or -1 for none")
-            )
+            raise DataError(where, f"spans {_span(targets)}", f"ids in [0, {vocab_size}) or -1 for none")
     return list(data)
 
 

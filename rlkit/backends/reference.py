@@ -50,10 +50,9 @@ def reference_logprobs(
     """
     if not callable(getattr(sampler, "logprobs", None)):
         what, expected = f"got {_check.shown(sampler)}", "a sampler, such as policy.base_sampler().result() gives"
-        raise ConfigError(_check.problem("reference_logprobs(sampler)", what, expected))
+        raise ConfigError("reference_logprobs(sampler)", what, expected)
     if isinstance(samples, (Sample, Datum, str)) or not isinstance(samples, Sequence):
-        what = f"got {_check.shown(samples)}"
-        raise DataError(_check.problem("reference_logprobs(samples)", what, "a list of samples or datums"))
+        raise DataError("reference_logprobs(samples)", f"got {_check.shown(samples)}", "a list of samples or datums")
     datums = [_datum(i, sample) for i, sample in enumerate(samples)]
     heads = [np.zeros(0, np.int64)] * len(datums) if prefixes is None else _prefixes(sampler, datums, prefixes)
     asked = [
@@ -67,14 +66,13 @@ def reference_logprobs(
 
 def _prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[object]) -> list[np.ndarray]:
     if isinstance(prefixes, (str, bytes)) or len(prefixes) != len(datums):
-        what, why = f"has {len(prefixes)}", "one per sample"
-        raise DataError(_check.problem("reference_logprobs(prefixes)", what, f"{len(datums)}", why))
+        raise DataError("reference_logprobs(prefixes)", f"has {len(prefixes)}", f"{len(datums)}", "one per sample")
     size = sampler.tokenizer.vocab_size
     heads = [_check.token_ids(f"prefixes[{i}]", prefix, vocab_size=size) for i, prefix in enumerate(prefixes)]
     for i, (head, datum) in enumerate(zip(heads, datums, strict=True)):
         if head.size + len(datum) > sampler.max_length:
             what = f"has {head.size} tokens, and the sample {len(datum)}"
-            raise DataError(_check.problem(f"prefixes[{i}]", what, f"together <= {sampler.max_length}", "the context"))
+            raise DataError(f"prefixes[{i}]", what, f"together <= {sampler.max_length}", "the context")
     return heads
 
 

@@ -89,13 +89,13 @@ class ControlText:
         if isinstance(value, (np.number, np.bool_)):
             return value.item()
         if depth >= _DEPTH:
-            raise DataError(_check.problem(where, f"is nested more than {_DEPTH} deep", "a flatter value"))
+            raise DataError(where, f"is nested more than {_DEPTH} deep", "a flatter value")
         if isinstance(value, Mapping):
             items = ((self._marked(str(k), pattern, where, 0), v) for k, v in value.items())
             return {k: self._marked(v, pattern, f"{where}[{k!r}]", depth + 1) for k, v in items}
         if isinstance(value, (list, tuple)):
             return [self._marked(item, pattern, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "text, or what JSON can hold"))
+        raise DataError(where, f"got {_check.shown(value)}", "text, or what JSON can hold")
 
     def _marked_text(self, text: str, pattern: re.Pattern[str] | None) -> str:
         text = _FOREIGN.sub("\ufffd", text)

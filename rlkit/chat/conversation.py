@@ -32,7 +32,7 @@ class Conversation:
 
     def __init__(self, chat: Chat, observation: Observation, tools: Sequence[Message] = ()) -> None:
         if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise DataError(_check.problem("tools", f"got {_check.shown(tools)}", "a sequence of function schemas"))
+            raise DataError("tools", f"got {_check.shown(tools)}", "a sequence of function schemas")
         self._chat = chat
         self.extends = False
         self.messages: list[Message] = []
@@ -84,7 +84,7 @@ class Conversation:
         extends = np.array_equal(prompt[: before.size], before)
         if self._as_tokens and not extends:
             what = "messages cannot be appended to these tokens, and token ids cannot be rendered anew"
-            raise DataError(_check.problem("conversation", what, "text or messages from the start"))
+            raise DataError("conversation", what, "text or messages from the start")
         self.prompt, self.extends = _check.frozen(prompt), extends
 
     def _begin_anew(self, action: Action, observation: Observation | None) -> None:
@@ -138,16 +138,16 @@ def _messages(observation: object) -> list[Message]:
         return [{"role": "user", "content": str(observation)}]
     if not isinstance(observation, Sequence) or isinstance(observation, (bytes, bytearray)):
         expected = "text, a list of messages, or an array of token ids"
-        raise DataError(_check.problem("observation", f"got {_check.shown(observation)}", expected))
+        raise DataError("observation", f"got {_check.shown(observation)}", expected)
     messages: list[Message] = []
     for i, message in enumerate(observation):
         where = f"observation[{i}]"
         _check.require(isinstance(message, Mapping), where, message, "a message: {'role', 'content'}", error=DataError)
         role = message.get("role")
         if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
-            raise DataError(_check.problem(f"{where}['role']", f"got {_check.shown(role)}", "a name such as 'user'"))
+            raise DataError(f"{where}['role']", f"got {_check.shown(role)}", "a name such as 'user'")
         if not isinstance(message.get("content"), (str, list, type(None))):
             shown = _check.shown(message["content"])
-            raise DataError(_check.problem(f"{where}['content']", f"got {shown}", "text, a list of parts, or None"))
+            raise DataError(f"{where}['content']", f"got {shown}", "text, a list of parts, or None")
         messages.append(dict(message))
     return messages

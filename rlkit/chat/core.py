@@ -96,7 +96,7 @@ class Chat:
         lacking = [name for name in ("encode", "decode", "eos_ids", "chat_template") if not hasattr(tokenizer, name)]
         if lacking:
             what = f"got {_check.shown(tokenizer)}, which lacks {lacking[0]}"
-            raise ConfigError(_check.problem("Chat(tokenizer)", what, "the policy's: policy.tokenizer"))
+            raise ConfigError("Chat(tokenizer)", what, "the policy's: policy.tokenizer")
         self.tokenizer = tokenizer
         self.system = system
         self.prefill = prefill
@@ -204,5 +204,5 @@ class Chat:
         if not known:
             what = "the template reads no enable_thinking" if self.template else "there is no template"
             expected = "a template with such a switch"
-            raise ConfigError(_check.problem("Chat.thinking", what, expected, "prefill can begin the turn instead"))
+            raise ConfigError("Chat.thinking", what, expected, "prefill can begin the turn instead")
         return dict.fromkeys(known, thinking)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlkit import _check
 from rlkit._interaction import Action, Message
 from rlkit.chat.control import PLACEHOLDER
 from rlkit.errors import DataError
@@ -86,7 +85,7 @@ class TemplatePrompts:
         parts = self._text([*messages[:turn], shown, *messages[turn + 1 :]]).split(PLACEHOLDER)
         if len(parts) != 2:
             what = f"the template shows the policy's turn {len(parts) - 1} times"
-            raise DataError(_check.problem("conversation", what, "once", "tokens cannot be appended to it"))
+            raise DataError("conversation", what, "once", "tokens cannot be appended to it")
         return parts[1]
 
     def _text(self, messages: Sequence[Message], *, head: bool = True) -> str:
@@ -95,7 +94,7 @@ class TemplatePrompts:
         texts = [message.get("content") for message in messages]
         if not all(isinstance(text, str) for text in texts):
             what = "a message has no text, and the model has no chat template"
-            raise DataError(_check.problem("observation", what, "messages with text"))
+            raise DataError("observation", what, "messages with text")
         return "".join(map(str, texts))
 
     def _encode(self, text: str, *, first: bool = False) -> np.ndarray:

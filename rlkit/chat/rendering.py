@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlkit import _check
 from rlkit._interaction import Action, Message
 from rlkit._lazy import missing
 from rlkit.backends.protocol import Tokenizer
@@ -234,7 +233,7 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
     if choice == "auto" and name not in MODEL_RENDERER_MAP:
         return None
     if choice == "default":
-        raise ConfigError(_check.problem("Chat.renderer", "is 'default'", "a family's renderer", _INSTEAD))
+        raise ConfigError("Chat.renderer", "is 'default'", "a family's renderer", _INSTEAD)
     try:
         if choice == "auto" or isinstance(choice, str):
             name = name if choice == "auto" else choice
@@ -254,7 +253,7 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
             )
             return None
         what = f"{choice if isinstance(choice, str) else type(choice).__name__!r} cannot be used ({where})"
-        raise ConfigError(_check.problem("Chat.renderer", what, "a renderer for this model", _INSTEAD)) from error
+        raise ConfigError("Chat.renderer", what, "a renderer for this model", _INSTEAD) from error
 
 
 _INSTEAD = "renderer=None uses the model's chat template"

@@ -107,12 +107,11 @@ def assign(
     _check.real("kl_coef", kl_coef, low=0.0)
     _check.real("entropy_coef", entropy_coef, low=0.0)
     if kl_coef > 0 and reference is None:
-        raise ConfigError(_check.problem("kl_coef", f"is {kl_coef}", "reference=", "the policy that the KL is to"))
+        raise ConfigError("kl_coef", f"is {kl_coef}", "reference=", "the policy that the KL is to")
     everyone = [t for group in groups for t in group.trajectories]
     for name, given in (("rewards", rewards), ("baseline", baseline), ("prefixes", prefixes), ("weights", weights)):
         if given is not None and not isinstance(given, str) and len(given) != len(everyone):
-            what = f"has {len(given)} entries"
-            raise DataError(_check.problem(name, what, f"{len(everyone)}", "one per trajectory"))
+            raise DataError(name, f"has {len(given)} entries", f"{len(everyone)}", "one per trajectory")
     per_token = [token_rewards(t) for t in everyone] if rewards is None else _own_rewards(rewards, everyone)
     scored = [level == "group" or bool(np.isfinite(r).all()) for r in per_token]
     used = [i for i, t in enumerate(everyone) if t.token_count and scored[i]]
@@ -145,7 +144,7 @@ def assign(
     if isinstance(estimate, tuple):
         if critic is None:
             why = "the estimator gives returns, which a critic is to predict"
-            raise ConfigError(_check.problem("critic", "is None", "a critic, or another estimator", why))
+            raise ConfigError("critic", "is None", "a critic, or another estimator", why)
         inputs |= {"returns": estimate[1], "old_values": known["values"]}
         estimate = advantages.rebn(estimate[0]) if normalize else estimate[0]
     if entropy_coef > 0:
@@ -176,7 +175,7 @@ def _own_rewards(rewards: Sequence[ArrayLike] | np.ndarray, trajectories: Sequen
 def _per_token(where: str, value: ArrayLike, count: int) -> np.ndarray:
     array = _check.as_array(where, value, "a number, or one per action token").astype(float)
     if array.shape not in ((), (count,)):
-        raise DataError(_check.problem(where, f"has shape {array.shape}", f"({count},)", "one per action token"))
+        raise DataError(where, f"has shape {array.shape}", f"({count},)", "one per action token")
     return array
 
 

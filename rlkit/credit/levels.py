@@ -90,8 +90,7 @@ def _per_token(estimator: Estimator, config: Mapping[str, Any], played: Played) 
         elif (
             name not in config and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         ):
-            argument = f"{_ARGUMENTS.get(name, name)}="
-            raise ConfigError(_check.problem("estimator", f"names {name!r}", argument, "it cannot do without"))
+            raise ConfigError("estimator", f"names {name!r}", f"{_ARGUMENTS.get(name, name)}=", "it cannot do without")
     estimate = estimator(**wanted, **config)
     for arrays in estimate if isinstance(estimate, tuple) else (estimate,):
         for array, trajectory in zip(arrays, played.trajectories, strict=True):
@@ -120,16 +119,14 @@ def _refuse_groups(estimator: Estimator, level: str) -> None:
     if "singleton" in inspect.signature(estimator).parameters:
         what = f"{getattr(estimator, '__name__', 'it')} compares the samples of a group"
         others = "step_wise_grpo, gigpo, discounted_returns" if level == "turn" else "gae, discounted_returns"
-        raise ConfigError(
-            _check.problem(f"level={level!r}", what, "level='group'", f"or an estimator such as {others}")
-        )
+        raise ConfigError(f"level={level!r}", what, "level='group'", f"or an estimator such as {others}")
 
 
 def _joined(arrays: object) -> np.ndarray:
     if isinstance(arrays, np.ndarray) and arrays.ndim == 2:
         return arrays.reshape(-1)
     if not isinstance(arrays, (list, tuple)) or not all(np.ndim(array) == 1 for array in arrays):
-        raise DataError(_check.problem("estimator", f"gave {_check.shown(arrays)}", "a list of arrays", _LISTS))
+        raise DataError("estimator", f"gave {_check.shown(arrays)}", "a list of arrays", _LISTS)
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
@@ -142,5 +139,5 @@ _LISTS = (
 def _fits(array: np.ndarray, count: int, each: str) -> np.ndarray:
     if array.shape != (count,):
         what = f"gave an array of shape {array.shape}"
-        raise DataError(_check.problem("estimator", what, f"({count},)", f"one advantage per {each}"))
+        raise DataError("estimator", what, f"({count},)", f"one advantage per {each}")
     return array

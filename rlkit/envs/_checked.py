@@ -31,7 +31,7 @@ def first_observation(value: object, *, where: str, max_chars: int) -> Observati
         value = value[0]
     found = observation(value, where=where, max_chars=max_chars)
     if len(found) == 0:
-        raise EnvError(_check.problem(f"{where}: observation", "is empty", "what the policy is to answer"))
+        raise EnvError(f"{where}: observation", "is empty", "what the policy is to answer")
     return found
 
 
@@ -43,17 +43,17 @@ def observation(value: object, *, where: str, max_chars: int) -> Observation:
     if isinstance(value, Mapping):
         value = [value]
     if _listed(value) and len(value) > max_chars:
-        raise EnvError(_check.problem(where, f"has {len(value)} entries", f"at most {max_chars}"))
+        raise EnvError(where, f"has {len(value)} entries", f"at most {max_chars}")
     if isinstance(value, np.ndarray) or (_listed(value) and value and not isinstance(value[0], Mapping)):
         try:
             tokens = _check.token_ids(where, value)
         except DataError as error:
             raise EnvError(str(error)) from error
         if tokens.size > max_chars:
-            raise EnvError(_check.problem(where, f"has {tokens.size} tokens", f"at most {max_chars}"))
+            raise EnvError(where, f"has {tokens.size} tokens", f"at most {max_chars}")
         return tokens
     if not _listed(value):
-        raise EnvError(_check.problem(where, f"got {shown(value)}", _FORMS))
+        raise EnvError(where, f"got {shown(value)}", _FORMS)
     copy = _Copy(where, max_chars)
     return tuple(_message(copy, f"{where}[{i}]", message) for i, message in enumerate(value))
 
@@ -63,12 +63,12 @@ def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
     if isinstance(value, tuple) and len(value) == 5:
         value = StepResult(*value)
     if not isinstance(value, StepResult):
-        raise EnvError(_check.problem(where, f"got {shown(value)}", "a StepResult"))
+        raise EnvError(where, f"got {shown(value)}", "a StepResult")
     terminated = _check.flag(f"{where}: terminated", value.terminated, error=EnvError)
     truncated = _check.flag(f"{where}: truncated", value.truncated, error=EnvError)
     info = {} if value.info is None else value.info
     if not isinstance(info, Mapping):
-        raise EnvError(_check.problem(f"{where}: info", f"got {shown(info)}", "a mapping"))
+        raise EnvError(f"{where}: info", f"got {shown(info)}", "a mapping")
     last = "" if (terminated or truncated) and value.observation is None else value.observation
     total, several = _rewards(value, where)
     return StepResult(
@@ -87,11 +87,11 @@ def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | 
     if given is None:
         return (0.0, ()) if value.reward is None else (reward(value.reward, where=where), None)
     if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
-        raise EnvError(_check.problem(f"{where}: rewards", f"got {shown(given)}", "a sequence of numbers"))
+        raise EnvError(f"{where}: rewards", f"got {shown(given)}", "a sequence of numbers")
     several = tuple(reward(x, where=f"{where}: rewards[{i}]") for i, x in enumerate(given) if x is not None)
     if value.reward not in (None, 0.0) and not np.isclose(reward(value.reward, where=where), sum(several)):
         what = f"is {shown(value.reward)}, and rewards add up to {sum(several):g}"
-        raise EnvError(_check.problem(f"{where}: reward", what, "their sum", "give rewards alone"))
+        raise EnvError(f"{where}: reward", what, "their sum", "give rewards alone")
     return float(sum(several)), several
 
 
@@ -103,20 +103,20 @@ def reward(value: object, *, where: str) -> float:
     try:
         value = float(value) if isinstance(value, (bool, int)) else value
     except OverflowError as error:
-        raise EnvError(_check.problem(where, "got an integer beyond all floats", "a finite number")) from error
+        raise EnvError(where, "got an integer beyond all floats", "a finite number") from error
     return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST, error=EnvError)
 
 
 def _message(copy: _Copy, where: str, value: object) -> dict[str, object]:
     if not isinstance(value, Mapping):
-        raise EnvError(_check.problem(where, f"got {shown(value)}", "a message", "the others are messages"))
+        raise EnvError(where, f"got {shown(value)}", "a message", "the others are messages")
     if not isinstance(value.get("role"), str) or not value["role"]:
-        raise EnvError(_check.problem(f"{where}['role']", f"got {shown(value.get('role'))}", "a role's name"))
+        raise EnvError(f"{where}['role']", f"got {shown(value.get('role'))}", "a role's name")
     if "content" not in value and "tool_calls" not in value:
-        raise EnvError(_check.problem(where, f"has the keys {sorted(map(str, value))}", "role and content"))
+        raise EnvError(where, f"has the keys {sorted(map(str, value))}", "role and content")
     content = value.get("content", "")
     if content is not None and not isinstance(content, (str, list, tuple)):
-        raise EnvError(_check.problem(f"{where}['content']", f"got {shown(content)}", "text or a list of parts"))
+        raise EnvError(f"{where}['content']", f"got {shown(content)}", "text or a list of parts")
     return cast("dict[str, object]", copy.of(value, where, 0))
 
 
@@ -142,7 +142,7 @@ class _Copy:
             return {self.text(str(k), where): self.of(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
         if depth < _DEEPEST and _listed(value):
             return [self.of(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
-        raise EnvError(_check.problem(where, f"got {shown(value)}", "what JSON can say, not too deep"))
+        raise EnvError(where, f"got {shown(value)}", "what JSON can say, not too deep")
 
     def text(self, value: str, where: str) -> str:
         self._count(len(value))
@@ -150,14 +150,14 @@ class _Copy:
             value.encode()
         except UnicodeEncodeError as error:
             what = f"has {value[error.start]!r} at {error.start}"
-            raise EnvError(_check.problem(where, what, "text that can be written in UTF-8")) from error
+            raise EnvError(where, what, "text that can be written in UTF-8") from error
         return str.__str__(value)
 
     def _count(self, chars: int) -> None:
         self._chars += chars
         if self._chars > self._max:
             what = f"has more than {self._max} characters"
-            raise EnvError(_check.problem(self._where, what, "no more than max_chars", "a flood would stop the run"))
+            raise EnvError(self._where, what, "no more than max_chars", "a flood would stop the run")
 
 
 def _listed(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:

@@ -124,7 +124,7 @@ async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None
     given = await call(task.score, list(actions), timeout=timeout, where=where)
     rewards = cast("Sequence[object]", given)  # or an array
     if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__len__") or len(rewards) != len(actions):
-        raise EnvError(_check.problem(where, f"got {shown(given)}", f"{len(actions)} rewards, one per episode"))
+        raise EnvError(where, f"got {shown(given)}", f"{len(actions)} rewards, one per episode")
     return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(rewards)]
 
 
@@ -210,7 +210,7 @@ class Guarded:
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 what = f"made {shown(env)}, which has no method {method!r}"
-                raise EnvError(_check.problem(self._where("make"), what, "an environment"))
+                raise EnvError(self._where("make"), what, "an environment")
 
     @classmethod
     async def opened(
@@ -254,7 +254,7 @@ class Guarded:
         """The function schemas that the environment offers; read after ``reset``."""
         tools = getattr(self.env, "tools", None) or ()
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
-            raise EnvError(_check.problem(self._where("tools"), f"got {shown(tools)}", "a list of schemas"))
+            raise EnvError(self._where("tools"), f"got {shown(tools)}", "a list of schemas")
         return tuple(tools)
 
     async def reset(self, seed: int, *, timeout: float | None = None) -> Observation:

@@ -62,9 +62,9 @@ def function(
             raise UnknownNameError(f"rlkit.envs.function: no split named {split!r}. There are: {known}")
         prompts = prompts[split]
     if isinstance(prompts, str) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
-        raise DataError(_check.problem("prompts", f"got {_check.shown(prompts)}", _FORMS))
+        raise DataError("prompts", f"got {_check.shown(prompts)}", _FORMS)
     if len(prompts) == 0:
-        raise DataError(_check.problem("prompts", "is empty", "at least one row"))
+        raise DataError("prompts", "is empty", "at least one row")
     _check.require(callable(reward), "reward", reward, "a function of the answer")
     _check.flag("group", group)
     fields = _fields(reward)
@@ -139,10 +139,10 @@ def _prompt(where: str, row: object) -> Observation:
     """Return the prompt of a row."""
     if isinstance(row, Mapping):
         if "prompt" not in row:
-            raise DataError(_check.problem(where, f"has only {sorted(map(str, row))}", "a field 'prompt'"))
+            raise DataError(where, f"has only {sorted(map(str, row))}", "a field 'prompt'")
         row, where = row["prompt"], f"{where}['prompt']"
     if isinstance(row, np.ndarray) and row.dtype.kind not in "iu":
-        raise DataError(_check.problem(where, f"got {_check.shown(row)}", "text, chat messages or token ids"))
+        raise DataError(where, f"got {_check.shown(row)}", "text, chat messages or token ids")
     try:
         return observation(row, where=where, max_chars=10**9)
     except EnvError as error:
@@ -164,7 +164,7 @@ def _fields(reward: Callable[..., object]) -> Callable[[str, object], dict[str, 
         for parameter in named:
             if parameter.default is parameter.empty and parameter.name not in given:
                 what = f"has no field {parameter.name!r}"
-                raise ConfigError(_check.problem(where, what, "all that the reward names", ", ".join(map(str, given))))
+                raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, given)))
         return {str(k): v for k, v in given.items() if every or k in {p.name for p in named}}
 
     return fields

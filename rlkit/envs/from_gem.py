@@ -116,7 +116,7 @@ def _wrapper(wrapper: object, tokenizer: object) -> Callable[[object], object]:
     found: Callable[[object], object] = factory.WRAPPER_FACTORY[wrapper]
     if wrapper in factory.TOKENIZER_REQUIRED:
         if tokenizer is None:
-            raise ConfigError(_check.problem("tokenizer", "is None", f"a tokenizer, for the wrapper {wrapper!r}"))
+            raise ConfigError("tokenizer", "is None", f"a tokenizer, for the wrapper {wrapper!r}")
         return functools.partial(found, tokenizer=tokenizer)  # type: ignore[call-arg]
     return found
 

@@ -103,13 +103,12 @@ class _Env:
 
     def _first(self, answer: object) -> Observation:
         if not isinstance(answer, tuple) or len(answer) != 2:
-            what = f"reset gave {type(answer).__name__}"
-            raise EnvError(_check.problem(f"environment {self._name!r}", what, "(observation, info)"))
+            raise EnvError(f"environment {self._name!r}", f"reset gave {type(answer).__name__}", "(observation, info)")
         return self._said(answer[0])
 
     def _next(self, answer: object) -> StepResult:
         if not isinstance(answer, tuple) or len(answer) != 5:
             what = f"step gave {type(answer).__name__}" + (f" of {len(answer)}" if isinstance(answer, tuple) else "")
-            raise EnvError(_check.problem(f"environment {self._name!r}", what, "five values"))
+            raise EnvError(f"environment {self._name!r}", what, "five values")
         observation, reward, terminated, truncated, info = answer
         return StepResult(self._said(observation), reward, terminated, truncated, info)

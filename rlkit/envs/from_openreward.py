@@ -83,7 +83,7 @@ def openreward(
     check_name("split", split)
     for label, mapping in (("secrets", secrets), ("env_overrides", env_overrides)):
         if mapping is not None and not (isinstance(mapping, Mapping) and all(isinstance(k, str) for k in mapping)):
-            raise ConfigError(_check.problem(label, f"is a {type(mapping).__name__}", "a mapping from names"))
+            raise ConfigError(label, f"is a {type(mapping).__name__}", "a mapping from names")
     _check_secrets(secrets or {})
     if "/" in name:
         api_key = api_key or os.environ.get("OPENREWARD_API_KEY")
@@ -158,7 +158,7 @@ async def _size(place: _Place, split: str) -> int:
             raise UnknownNameError(f"{place.where}: no split named {split!r}. There are: {', '.join(splits) or 'none'}")
         size = int(await environment.num_tasks(split))
     if size < 1:
-        raise ConfigError(_check.problem(f"{place.where}: split {split!r}", "has no tasks", "at least one"))
+        raise ConfigError(f"{place.where}: split {split!r}", "has no tasks", "at least one")
     return size
 
 
@@ -271,7 +271,7 @@ def _text(blocks: Any) -> str:
     """Return the text of content blocks."""
     for block in blocks:
         if block.type != "text":
-            raise EnvError(_check.problem("openreward", f"got a block of type {block.type!r}", "text blocks"))
+            raise EnvError("openreward", f"got a block of type {block.type!r}", "text blocks")
     return "\n".join(block.text for block in blocks)
 
 

@@ -76,7 +76,7 @@ def reasoning_gym(
     _check.integer("seed", seed, low=0)
     _check.choice("split", split, _splits.SPLITS)
     if not isinstance(template, str) or "{question}" not in template:
-        raise ConfigError(_check.problem("template", f"got {_check.shown(template)}", "text with {question} in it"))
+        raise ConfigError("template", f"got {_check.shown(template)}", "text with {question} in it")
     _check.require(extract is None or callable(extract), "extract", extract, "a function of a text")
     _check_known(name)
     shield(["reasoning_gym"])
@@ -151,7 +151,7 @@ class _Problems:
             if zlib.crc32(item["question"].encode()) % 4 in self._kinds:
                 return item
         where, what = f"rlkit.envs.reasoning_gym: {self._name!r}", f"no question for this split in {_TRIES} tries"
-        raise ConfigError(_check.problem(where, what, "a task with more questions"))
+        raise ConfigError(where, what, "a task with more questions")
 
     def score(self, answer: str | None, item: Any) -> float:
         """Return the generator's score."""

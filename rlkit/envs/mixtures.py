@@ -60,7 +60,7 @@ class Mixture(Sequence[Task]):
         for label, mapping in (("weights", weights), ("settings", settings)):
             if not isinstance(mapping, Mapping) or not mapping.keys() <= parts.keys():
                 what = f"has {', '.join(map(repr, sorted(set(mapping) - set(parts))))}"
-                raise ConfigError(_check.problem(label, what, "names of parts", ", ".join(parts)))
+                raise ConfigError(label, what, "names of parts", ", ".join(parts))
         for name, value in settings.items():
             _check.require(isinstance(value, Settings), f"settings[{name!r}]", value, "Settings")
         self.parts = dict(parts)

@@ -96,8 +96,7 @@ class Settings:
             if getattr(self, name) is not None:
                 _check.real(f"Settings.{name}", getattr(self, name))
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
-            what = "is given, and nonterminal_override too"
-            raise ConfigError(_check.problem("Settings.nonterminal_reward", what, "one of the two"))
+            raise ConfigError("Settings.nonterminal_reward", "is given, and nonterminal_override too", "one of the two")
 
     def over(self, defaults: Settings) -> Settings:
         """Return these settings, with ``defaults`` where they say nothing."""
@@ -259,5 +258,5 @@ class Tasks(Sequence[Task]):
 def check_name(where: str, value: object) -> str:
     """Return ``value`` as a name: a string that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(_check.problem(where, f"got {_check.shown(value)}", "a string that is not empty"))
+        raise ConfigError(where, f"got {_check.shown(value)}", "a string that is not empty")
     return value

@@ -72,7 +72,7 @@ def dynamic_sampling(
     if needed is not None:
         needed = _check.integer("needed", needed, low=1)
     elif fill:
-        raise ConfigError(_check.problem("needed", "is None", "a number with keep_when_insufficient=True"))
+        raise ConfigError("needed", "is None", "a number with keep_when_insufficient=True")
     groups = Groups.parse(rewards)
     keep = (groups.highest >= correct) & (groups.lowest < correct) & (groups.sizes > 0)
     if needed is not None:
@@ -103,6 +103,6 @@ def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) 
     """
     low, high = _check.real("low", low), _check.real("high", high)
     if low > high:
-        raise ConfigError(_check.problem("low", f"is {low}, above high={high}", "bounds that do not cross"))
+        raise ConfigError("low", f"is {low}, above high={high}", "bounds that do not cross")
     groups = Groups.parse(rewards)
     return select("difficulty_band", (groups.mean >= low) & (groups.mean <= high) & (groups.sizes > 0))

@@ -93,8 +93,7 @@ def failed(failures: Sequence[object]) -> Selection:
     keep = []
     for i, failure in enumerate(_items("failures", failures)):
         if failure is not None and not isinstance(failure, (bool, np.bool_, BaseException)):
-            what = f"is {_check.shown(failure)}"
-            raise DataError(_check.problem(f"failures[{i}]", what, "None, True, False or an exception"))
+            raise DataError(f"failures[{i}]", f"is {_check.shown(failure)}", "None, True, False or an exception")
         keep.append(failure is None or failure is False or (isinstance(failure, np.bool_) and not failure))
     return select("failed", np.array(keep, bool))
 
@@ -123,7 +122,7 @@ def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
     newer = np.flatnonzero(lag < 0)
     if newer.size:
         i = int(newer[0])
-        raise DataError(_check.problem(f"versions[{i}]", f"is {current - lag[i]:.0f}", f"at most current={current}"))
+        raise DataError(f"versions[{i}]", f"is {current - lag[i]:.0f}", f"at most current={current}")
     return select("stale", lag <= max_lag)
 
 
@@ -147,7 +146,7 @@ def unscored(rewards: RowsLike) -> Selection:
 
 def _items(where: str, value: Any) -> Sequence[object]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "a sequence with one entry per sample"))
+        raise DataError(where, f"got {_check.shown(value)}", "a sequence with one entry per sample")
     items: Sequence[object] = value
     return items
 
@@ -156,5 +155,5 @@ def _counts(where: str, value: object) -> np.ndarray:
     array = _rows.vector(where, value)
     bad = np.flatnonzero(~((array >= 0) & (array <= _rows.LARGEST)))
     if bad.size:
-        raise DataError(_check.problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", "a number >= 0"))
+        raise DataError(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", "a number >= 0")
     return array

@@ -21,17 +21,17 @@ def _flags(keep: object) -> np.ndarray:
     array = _check.as_array("keep", keep, _MASK)
     array = array.astype(bool) if array.shape == (0,) else array  # an empty list has no dtype of its own
     if array.ndim != 1 or array.dtype.kind != "b":
-        raise DataError(_check.problem("keep", f"got {_check.shown(array)}", _MASK, "indices are no mask"))
+        raise DataError("keep", f"got {_check.shown(array)}", _MASK, "indices are no mask")
     return _check.frozen(array)
 
 
 def _counts(dropped: object) -> Mapping[str, int]:
     if not isinstance(dropped, Mapping):
-        raise DataError(_check.problem("dropped", f"got {_check.shown(dropped)}", "filter names with counts"))
+        raise DataError("dropped", f"got {_check.shown(dropped)}", "filter names with counts")
     counts = {}
     for name, number in dropped.items():
         if not isinstance(name, str):
-            raise DataError(_check.problem("dropped", f"has the key {_check.shown(name)}", "names of filters"))
+            raise DataError("dropped", f"has the key {_check.shown(name)}", "names of filters")
         counts[name] = _check.integer(f"dropped[{name!r}]", number, low=0, error=DataError)
     return MappingProxyType(counts)
 
@@ -85,7 +85,7 @@ class Selection:
             return NotImplemented
         if other.keep.size != self.keep.size:
             what = f"have {self.keep.size} and {other.keep.size} entries"
-            raise DataError(_check.problem("selections", what, "as many", "join groups with groups"))
+            raise DataError("selections", what, "as many", "join groups with groups")
         dropped = dict(self.dropped)
         for name, number in other.dropped.items():
             dropped[name] = dropped.get(name, 0) + number

@@ -113,7 +113,7 @@ def _plus(
     own = _parameters(title, function)
     if isinstance(coef, str):
         if not coef.isidentifier():
-            raise ConfigError(_check.problem("coef", f"got {coef!r}", "a number, or the name of a datum input"))
+            raise ConfigError("coef", f"got {coef!r}", "a number, or the name of a datum input")
         taken = {p.name for p in own if p.kind is not p.KEYWORD_ONLY} | {"weights", "reference_logprobs", "entropy"}
         if coef in taken:
             raise ConfigError(

@@ -52,7 +52,7 @@ def traceable(
     """
     if not isinstance(prepared, PreparedLoss):
         what = f"got {_check.shown(prepared)}"
-        raise ConfigError(_check.problem("prepared", what, "a PreparedLoss, which losses.prepare(loss) gives"))
+        raise ConfigError("prepared", what, "a PreparedLoss, which losses.prepare(loss) gives")
     if prepared.level != "datum":
         raise UnsupportedError(
             f"the loss {prepared.name!r} is of level {prepared.level!r}; a traced loss is called on one datum at a time"

@@ -40,11 +40,11 @@ def group_informativeness(rewards: RowsLike, *, low: float = 0.0, high: float = 
     """
     low, high = _check.real("low", low), _check.real("high", high)
     if low >= high:
-        raise ConfigError(_check.problem("low", f"is {low}", f"less than high={high}"))
+        raise ConfigError("low", f"is {low}", f"less than high={high}")
     groups = Groups.parse(rewards)
     some = groups.sizes > 0
     if not some.any():
-        raise DataError(_check.problem("rewards", "has no scored reward", "at least one"))
+        raise DataError("rewards", "has no scored reward", "at least one")
     parts = {"zero": groups.constant, "too_easy": groups.lowest >= high, "too_hard": groups.highest <= low}
     return {name: float(part[some].mean()) for name, part in parts.items()}
 
@@ -92,7 +92,7 @@ def pass_at_k(n: object, c: object, k: int) -> float | np.ndarray:
     for name, array, low_bound, high_bound in (("n", sizes, k, np.inf), ("c", right, 0, sizes)):
         bad = np.flatnonzero(~((array >= low_bound) & (array <= high_bound) & (array == np.floor(array))))
         if bad.size:
-            raise DataError(_check.problem(f"{name}[{bad[0]}]", f"is {array[bad[0]]}", "integers, 0 <= c <= n, k <= n"))
+            raise DataError(f"{name}[{bad[0]}]", f"is {array[bad[0]]}", "integers, 0 <= c <= n, k <= n")
     left = np.maximum(sizes - right, 0.0)
     miss = np.ones(sizes.size)
     for i in range(k):

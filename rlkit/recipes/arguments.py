@@ -94,7 +94,7 @@ def expert_ratio(settings: Algorithm) -> float:
     name = args.pop("sft_dataset_name", None)
     if name is not None and not isinstance(name, str):
         where = "algorithm.sample_strategy_args.sft_dataset_name"
-        raise ConfigError(_check.problem(where, f"is {name!r}", "a name in auxiliary_buffers"))
+        raise ConfigError(where, f"is {name!r}", "a name in auxiliary_buffers")
     if args:
         unknown = next(iter(args))
         known = _check.near(unknown, ["expert_data_ratio"])

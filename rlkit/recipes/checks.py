@@ -32,7 +32,7 @@ def numbers(settings: Settings) -> None:
     for where in ("project", "group", "name"):
         path = Path(getattr(settings, where))
         if path.is_absolute() or ".." in path.parts:
-            raise ConfigError(_check.problem(where, f"is {str(path)!r}", "a name below checkpoint_root_dir"))
+            raise ConfigError(where, f"is {str(path)!r}", "a name below checkpoint_root_dir")
     optimizer, trainer, sync, buffer = (
         settings.algorithm.optimizer,
         settings.trainer,
@@ -56,19 +56,17 @@ def numbers(settings: Settings) -> None:
     _check.real("algorithm.optimizer.min_lr_ratio", optimizer.min_lr_ratio, low=0.0, high=1.0)
     _check.real("algorithm.optimizer.lr_warmup_steps_ratio", optimizer.lr_warmup_steps_ratio, low=0.0, high=1.0)
     if len(optimizer.betas) != 2:
-        raise ConfigError(_check.problem("algorithm.optimizer.betas", f"has {len(optimizer.betas)} entries", "two"))
+        raise ConfigError("algorithm.optimizer.betas", f"has {len(optimizer.betas)} entries", "two")
     for name in ("explorer_sync_interval", "trainer_sync_interval"):
         if getattr(sync, name) not in (None, sync.sync_interval):
             what = f"is {getattr(sync, name)}"
-            raise ConfigError(_check.problem(f"synchronizer.{name}", what, f"sync_interval, {sync.sync_interval}"))
+            raise ConfigError(f"synchronizer.{name}", what, f"sync_interval, {sync.sync_interval}")
     if None not in (buffer.total_steps, trainer.total_steps) and buffer.total_steps != trainer.total_steps:
         what = f"is {trainer.total_steps}"
-        raise ConfigError(_check.problem("trainer.total_steps", what, f"buffer.total_steps, {buffer.total_steps}"))
+        raise ConfigError("trainer.total_steps", what, f"buffer.total_steps, {buffer.total_steps}")
     if optimizer.clip_grad is not None and trainer.grad_clip not in (1.0, optimizer.clip_grad):
         what = f"is {optimizer.clip_grad}"
-        raise ConfigError(
-            _check.problem("algorithm.optimizer.clip_grad", what, f"trainer.grad_clip, {trainer.grad_clip}")
-        )
+        raise ConfigError("algorithm.optimizer.clip_grad", what, f"trainer.grad_clip, {trainer.grad_clip}")
 
 
 def needs(settings: Settings, method: Method, mode: str, policy: PolicyOptions) -> None:
@@ -83,10 +81,10 @@ def needs(settings: Settings, method: Method, mode: str, policy: PolicyOptions) 
             logger.info("without effect here: %s (%s has no %s)", key, algorithm.algorithm_type, need)
     if "teacher" in method.recipe.needs and mode not in ("explore", "bench") and not teachers:
         why = f"{algorithm.algorithm_type} learns from it"
-        raise ConfigError(_check.problem("explorer.auxiliary_models", "is empty", "a teacher", why))
+        raise ConfigError("explorer.auxiliary_models", "is empty", "a teacher", why)
     if algorithm.entropy_loss_fn == "exact" and policy.backend == "tinker":
         why = "a Tinker service gives no whole distributions; default is the sampled estimate"
-        raise ConfigError(_check.problem("algorithm.entropy_loss_fn", "is 'exact'", "default", why))
+        raise ConfigError("algorithm.entropy_loss_fn", "is 'exact'", "default", why)
 
 
 def truncation(taskset: Taskset | None, params: SamplingParams) -> SamplingParams:
@@ -109,11 +107,11 @@ def sampling(settings: Settings, method: Method, mode: str, backend: str, params
         if (temperature == 0 or params.top_p < 1 or params.top_k > 0) and "sampling_logprobs" in method.inputs:
             what = f"is {temperature}, top_p {params.top_p}, top_k {params.top_k}"
             why = f"the loss {method.recipe.loss} compares with the policy that sampled"
-            raise ConfigError(_check.problem(key, what, "sampling from the whole distribution", why))
+            raise ConfigError(key, what, "sampling from the whole distribution", why)
         tempered = temperature != 1 and "off_temperature" not in settings.options
         if tempered and mode == "both" and backend == "tinker":
             expected, why = "1, or options.off_temperature=rescore", "a Tinker service trains at temperature 1"
-            raise ConfigError(_check.problem(key, f"is {temperature}", expected, why))
+            raise ConfigError(key, f"is {temperature}", expected, why)
 
 
 def staleness(algorithm: Algorithm, sync: Synchronizer) -> None:
@@ -123,7 +121,7 @@ def staleness(algorithm: Algorithm, sync: Synchronizer) -> None:
         where, most = "algorithm.sample_strategy_args.max_staleness", sync.sync_offset + sync.sync_interval - 1
         if _check.real(where, args["max_staleness"], low=0.0) < most:
             what, why = f"is {args['max_staleness']}", "synchronizer makes batches as old as that"
-            raise ConfigError(_check.problem(where, what, f"at least {most}", why))
+            raise ConfigError(where, what, f"at least {most}", why)
 
 
 def model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -> None:
@@ -134,23 +132,20 @@ def model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -> None:
     folder = Path(path).expanduser() if isinstance(path, str) else None
     if name == "local" and isinstance(path, str) and folder is not None:
         if folder.is_dir() and not (folder / "config.json").is_file():
-            what = f"the directory {path!r} has no config.json"
-            raise ConfigError(_check.problem("model.model_path", what, "a saved model"))
+            raise ConfigError("model.model_path", f"the directory {path!r} has no config.json", "a saved model")
         if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            expected = "a directory that exists, or a hub id"
-            raise ConfigError(_check.problem("model.model_path", f"is {path!r}", expected))
+            raise ConfigError("model.model_path", f"is {path!r}", "a directory that exists, or a hub id")
     text = chat.template
     if text is None and name == "toy":
         text = ByteTokenizer.chat_template
     elif text is None and folder is not None:
         text = _own_template(folder)
     if chat.thinking and text is not None and not {"enable_thinking", "thinking"} & Template(text).names:
-        expected = "a template that has the switch"
         why = "this one reads no enable_thinking, so that it cannot be switched on"
-        raise ConfigError(_check.problem("model.enable_thinking", "is True", expected, why))
+        raise ConfigError("model.enable_thinking", "is True", "a template that has the switch", why)
     length = settings.model.max_model_len
     if length is not None and length < 2:
-        raise ConfigError(_check.problem("model.max_model_len", f"is {length}", "at least 2"))
+        raise ConfigError("model.max_model_len", f"is {length}", "at least 2")
 
 
 def _own_template(folder: Path) -> str | None:
@@ -172,8 +167,7 @@ def tracker(monitor: Monitor) -> None:
     package = getattr(kind, "package", None)
     if package is not None and importlib.util.find_spec(package) is None:
         what = f"is {monitor.monitor_type!r}, whose package {package} is not installed"
-        expected = f"null, or {_install.command(kind.extra)}"
-        raise ConfigError(_check.problem("monitor.monitor_type", what, expected))
+        raise ConfigError("monitor.monitor_type", what, f"null, or {_install.command(kind.extra)}")
     if monitor.monitor_args is not None:
         try:
             inspect.signature(kind).bind(**monitor.monitor_args)
@@ -198,8 +192,7 @@ def critic(rate: float | None, config: Mapping[str, object]) -> tuple[float | No
     if own_rate is not None:
         number = _check.real(f"{where}critic.optim.lr", own_rate, low=0.0)
         if rate not in (None, number):
-            what = f"is {number}"
-            raise ConfigError(_check.problem(f"{where}critic.optim.lr", what, f"algorithm.critic_lr, {rate}"))
+            raise ConfigError(f"{where}critic.optim.lr", f"is {number}", f"algorithm.critic_lr, {rate}")
         rate = number
     return rate, {} if clip is None else {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
 
@@ -220,4 +213,4 @@ def forms(name: str, given: Sequence[Format]) -> None:
             if getattr(form, key) != getattr(given[0], key):
                 what = f"is {getattr(given[0], key)!r} in one place and {getattr(form, key)!r} in another"
                 why = "task sets and rows are rendered in one way; put what differs into the prompts"
-                raise ConfigError(_check.problem(f"{name}: format.{key}", what, "one for all", why))
+                raise ConfigError(f"{name}: format.{key}", what, "one for all", why)

@@ -104,7 +104,7 @@ def build_job(settings: Settings) -> Job:
     _say(keys.check(settings))
     mode = {"colocate": "both"}.get(settings.mode, settings.mode)
     if mode == "serve":
-        raise ConfigError(_check.problem("mode", "is 'serve'", "both, explore, train or bench", "rlkit serve serves"))
+        raise ConfigError("mode", "is 'serve'", "both, explore, train or bench", "rlkit serve serves")
     method, buffer, algorithm = resolve(settings.algorithm), settings.buffer, settings.algorithm
     _say(method.unused)
     for text in differences.notes(algorithm, method):
@@ -120,12 +120,9 @@ def build_job(settings: Settings) -> Job:
     plan = make_plan(settings, method.recipe.repeat_times)
     held_out = environments.held_out_tasks(buffer, plan.params)
     if mode == "bench" and not held_out:
-        where, expected = "buffer.explorer_input.eval_tasksets", "what to evaluate on in mode bench"
-        raise ConfigError(_check.problem(where, "is empty", expected))
+        raise ConfigError("buffer.explorer_input.eval_tasksets", "is empty", "what to evaluate on in mode bench")
     if mode == "explore" and not method.recipe.rolls_out:
-        why = "it plays no episodes"
-        expected = f"a mode that {algorithm.algorithm_type} has"
-        raise ConfigError(_check.problem("mode", "is 'explore'", expected, why))
+        raise ConfigError("mode", "is 'explore'", f"a mode that {algorithm.algorithm_type} has", "it plays no episodes")
     plays = method.recipe.rolls_out and mode not in ("bench", "train")
     source = environments.training_tasks(buffer) if plays else None
     learnt = _learnt(settings, method) if mode not in ("explore", "bench") else Learnt()
@@ -210,12 +207,12 @@ def make_plan(settings: Settings, n: int) -> Plan:
 def _stored(buffer: Experience | None) -> Sequence[Group]:
     where = "buffer.trainer_input.experience_buffer.path"
     if buffer is None or not buffer.path:
-        raise ConfigError(_check.problem(where, "is not given", "a run's trajectories.jsonl", "mode is train"))
+        raise ConfigError(where, "is not given", "a run's trajectories.jsonl", "mode is train")
     if not Path(buffer.path).is_file():
-        raise ConfigError(_check.problem(where, f"is {buffer.path!r}", "a file that exists"))
+        raise ConfigError(where, f"is {buffer.path!r}", "a file that exists")
     groups = list(storage.read(buffer.path))
     if not groups:
-        raise ConfigError(_check.problem(where, f"{buffer.path} holds no groups", "at least one"))
+        raise ConfigError(where, f"{buffer.path} holds no groups", "at least one")
     return groups
 
 
@@ -231,10 +228,10 @@ def _learnt(settings: Settings, method: Method) -> Learnt:
         where, known = "buffer.trainer_input.auxiliary_buffers", inputs.auxiliary_buffers
         named = (settings.algorithm.sample_strategy_args or {}).get("sft_dataset_name")
         if named is None and len(known) != 1:
-            raise ConfigError(_check.problem(where, f"has {len(known)} entries", "one, the demonstrations", name))
+            raise ConfigError(where, f"has {len(known)} entries", "one, the demonstrations", name)
         if named is not None and named not in known:
             what = f"has no {named!r}, which sft_dataset_name names"
-            raise ConfigError(_check.problem(where, what, f"one that is there: {', '.join(known) or 'none is'}"))
+            raise ConfigError(where, what, f"one that is there: {', '.join(known) or 'none is'}")
         key = next(iter(known)) if named is None else str(named)
         where, experience = f"{where}.{key}", known[key]
     learnt = rows.read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)

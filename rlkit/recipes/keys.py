@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import attrs
 
-from rlkit import _check
 from rlkit.errors import ConfigError
 
 __all__ = ["TABLE", "check", "table", "with_keys"]
@@ -65,7 +64,7 @@ def check(settings: attrs.AttrsInstance, where: str = "") -> list[str]:
         value, key = getattr(settings, field.name), where + field.name
         kind = field.metadata.get(_KIND)
         if kind == "refused" and _on(value):
-            raise ConfigError(_check.problem(key, f"is {value!r}", "nothing here", field.metadata[_WHY]))
+            raise ConfigError(key, f"is {value!r}", "nothing here", field.metadata[_WHY])
         if kind == "without effect" and value is not None:
             without_effect.append(f"{key} ({field.metadata[_WHY]})")
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import attrs
 
 import rlkit
-from rlkit import _check, backends
+from rlkit import backends
 from rlkit.backends.protocol import Sampler, Tokenizer, TrainerBackend
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.chat import Chat
@@ -116,7 +116,7 @@ class TeacherOptions:
         if problem:
             teacher.close()
             text = "the teacher scores the policy's tokens, so both need one tokenizer"
-            raise ConfigError(_check.problem(where, problem, "the policy's tokenizer", text))
+            raise ConfigError(where, problem, "the policy's tokenizer", text)
         return teacher
 
 
@@ -131,12 +131,10 @@ def policy_options(settings: Settings) -> PolicyOptions:
     if name not in backends.registry:
         backends.registry[name]  # raises, unless a package has it
     if settings.backend not in (None, "tinker") and model.tinker.enable:
-        what = f"is {settings.backend!r}"
-        raise ConfigError(_check.problem("backend", what, "tinker, or nothing", "model.tinker.enable is true"))
+        raise ConfigError("backend", f"is {settings.backend!r}", "tinker, or nothing", "model.tinker.enable is true")
     path = model.tinker.base_model if name == "tinker" and model.tinker.base_model else model.model_path
     if path is None and name != "toy":
-        expected = "a directory, a hub id, or a service's name"
-        raise ConfigError(_check.problem("model.model_path", "is not given", expected))
+        raise ConfigError("model.model_path", "is not given", "a directory, a hub id, or a service's name")
     options: dict[str, Any] = {} if path is None else {"model": path}
     options |= _of_tinker(model) if name == "tinker" else {"lora": lora(model)}
     if engine.dtype is not None and name == "local":
@@ -164,14 +162,12 @@ def lora(model: Model) -> Lora:
     """
     adapters = model.lora_configs or ()
     if len(adapters) > 1:
-        what = f"has {len(adapters)} entries"
-        raise ConfigError(_check.problem("model.lora_configs", what, "one", "one adapter trains"))
+        raise ConfigError("model.lora_configs", f"has {len(adapters)} entries", "one", "one adapter trains")
     if not adapters:
         return Lora()
     names = adapters[0].target_modules
     if isinstance(names, str) and names != "all-linear":
-        expected = "all-linear, or a list of names"
-        raise ConfigError(_check.problem("model.lora_configs[0].target_modules", f"is {names!r}", expected))
+        raise ConfigError("model.lora_configs[0].target_modules", f"is {names!r}", "all-linear, or a list of names")
     modules = None if isinstance(names, str) else tuple(names)
     return Lora(rank=adapters[0].lora_rank, alpha=adapters[0].lora_alpha, target_modules=modules)
 
@@ -189,9 +185,8 @@ def critic_options(
     if path == "toy" or (path is None and policy.backend == "toy"):
         return CriticOptions("toy", {}, rate, loss, warmup)
     if path is None and policy.backend != "local":
-        expected = "a model that this machine runs, or toy"
-        why = "the backend has no critics"
-        raise ConfigError(_check.problem("model.critic_model_path", "is not given", expected, why))
+        expected, why = "a model that this machine runs, or toy", "the backend has no critics"
+        raise ConfigError("model.critic_model_path", "is not given", expected, why)
     shared = {key: value for key, value in policy.options.items() if key in ("device", "micro_batch_tokens")}
     options = {"model": path or model.model_path, "lora": lora(model), **shared}
     if dtype is not None:
@@ -228,6 +223,5 @@ def stage_path(where: str, path: str | None, stages: Mapping[str, str]) -> str |
         return path
     name = path.removeprefix("stage:")
     if name not in stages:
-        expected = "an earlier stage: " + (", ".join(stages) or "none is")
-        raise ConfigError(_check.problem(where, f"is {path!r}", expected))
+        raise ConfigError(where, f"is {path!r}", "an earlier stage: " + (", ".join(stages) or "none is"))
     return stages[name]

@@ -93,7 +93,7 @@ def _passed(where: str, name: str, value: object, unused: list[str]) -> bool:
         return False
     neutral, why = _ARGUMENTS["neutral"][name].get("value"), _ARGUMENTS["neutral"][name]["why"]
     if value != neutral:
-        raise ConfigError(_check.problem(f"algorithm.{where}.{name}", f"is {value!r}", f"{neutral!r}", why))
+        raise ConfigError(f"algorithm.{where}.{name}", f"is {value!r}", f"{neutral!r}", why)
     return True
 
 

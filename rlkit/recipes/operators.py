@@ -45,7 +45,7 @@ class Operators:
             where = f"data_processor.experience_pipeline.operators[{i}]"
             name = operator.name
             if name in _REFUSED:
-                raise ConfigError(_check.problem(f"{where}.name", f"is {name!r}", "another operator", _REFUSED[name]))
+                raise ConfigError(f"{where}.name", f"is {name!r}", "another operator", _REFUSED[name])
             if name in _UNUSED:
                 unused.append(f"{where} ({_UNUSED[name]})")
                 continue

@@ -36,7 +36,7 @@ def read(
         DataError: a row is no mapping.
     """
     if not path:
-        raise ConfigError(_check.problem(where, "is not given", "a file, a folder, or a data set's name"))
+        raise ConfigError(where, "is not given", "a file, a folder, or a data set's name")
     place = Path(path)
     if place.is_dir():
         files = _of_split(place, split, subset, where)
@@ -46,10 +46,10 @@ def read(
             expected = (
                 "a file that ends in " + ", ".join(_KINDS) + ", a folder, or a data set's name such as openai/gsm8k"
             )
-            raise ConfigError(_check.problem(where, f"is {path!r}", expected))
+            raise ConfigError(where, f"is {path!r}", expected)
         return _hub(path, split, subset, where)
     if not place.is_file():
-        raise ConfigError(_check.problem(where, f"is {path!r}", "a file that exists"))
+        raise ConfigError(where, f"is {path!r}", "a file that exists")
     rows = _file(place, where)
     if any("split" in row for row in rows):
         chosen = [row for row in rows if row.get("split", "train") == split]
@@ -59,7 +59,7 @@ def read(
         return rows
     known = sorted({str(row["split"]) for row in rows if "split" in row}) or ["train"]
     why = "what is held out needs a file, a folder or a field of its own"
-    raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", f"is {split!r}", " or ".join(known), why))
+    raise ConfigError(f"{where.rpartition('.')[0]}.split", f"is {split!r}", " or ".join(known), why)
 
 
 def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
@@ -70,9 +70,8 @@ def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[
     of_split = [file for file in files if _named(file, split)]
     if not of_split:
         names = ", ".join(file.name for file in files[:8]) or "no such files"
-        what = f"the folder {str(inner)!r} has {names}"
-        expected = f"{split}.jsonl, or .json or .parquet"
-        raise ConfigError(_check.problem(f"{where.rpartition('.')[0]}.split", what, expected))
+        what, expected = f"the folder {str(inner)!r} has {names}", f"{split}.jsonl, or .json or .parquet"
+        raise ConfigError(f"{where.rpartition('.')[0]}.split", what, expected)
     return of_split
 
 
@@ -87,7 +86,7 @@ def _file(file: Path, where: str) -> list[Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {file} cannot be read: {error}") from error
     if not rows:
-        raise ConfigError(_check.problem(where, f"{file} is empty", "at least one row"))
+        raise ConfigError(where, f"{file} is empty", "at least one row")
     for i, row in enumerate(rows):
         _check.require(isinstance(row, Mapping), f"{file}: row {i}", row, "a mapping", error=DataError)
     return rows
@@ -105,7 +104,7 @@ def field(row: Mapping[str, Any], key: str, where: str) -> Any:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
     if value is None:
-        raise DataError(_check.problem(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}"))
+        raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}")
     return value
 
 

@@ -51,7 +51,7 @@ def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args
                 raise ConfigError(f"{where}.{key}: {name} has no such setting{_check.near(key, settings)}")
     for key, parameter in settings.items():
         if parameter.default is parameter.empty and key not in args:
-            raise ConfigError(_check.problem(f"{where}.{key}", "is not given", f"a setting that {name} needs"))
+            raise ConfigError(f"{where}.{key}", "is not given", f"a setting that {name} needs")
     return functools.partial(_scored, function, dict(args))
 
 
@@ -164,7 +164,7 @@ def _countdown_reward(action: str, answer: object) -> float:
     task = json.loads(answer) if isinstance(answer, str) else answer
     if not isinstance(task, Mapping) or not {"target", "numbers"} <= task.keys():
         what = f"is {_check.shown(answer)}"
-        raise DataError(_check.problem("countdown_reward: the answer", what, "a mapping with target and numbers"))
+        raise DataError("countdown_reward: the answer", what, "a mapping with target and numbers")
     tagged = re.findall(r"<answer>(.*?)</answer>", action.rpartition("\n")[2])
     if not tagged:
         return 0.0

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import attrs
 
 import rlkit
-from rlkit import _check, tracking
+from rlkit import tracking
 from rlkit.errors import ConfigError
 from rlkit.recipes import models
 from rlkit.recipes.job import Job, build_job
@@ -100,8 +100,7 @@ def _stages(settings: Settings) -> list[tuple[str, Settings]]:
     stages: list[tuple[str, Settings]] = []
     for i, stage in enumerate(settings.stages):
         if not stage.stage_name or stage.stage_name in [name for name, _ in stages]:
-            what = f"is {stage.stage_name!r}"
-            raise ConfigError(_check.problem(f"stages[{i}].stage_name", what, "a name that no other stage has"))
+            raise ConfigError(f"stages[{i}].stage_name", f"is {stage.stage_name!r}", "a name that no other stage has")
         sections = ("mode", "algorithm", "buffer", "explorer", "trainer", "init_from", "data_processor")
         changed = {name: getattr(stage, name) for name in sections if getattr(stage, name) is not None}
         if i and "init_from" not in changed:
@@ -124,7 +123,7 @@ def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], tra
     there = records(job.folder, verify=False) if job.folder.exists() else []
     if there and not job.resumes:
         what = f"is false, and {job.folder} holds a run"
-        raise ConfigError(_check.problem("continue_from_checkpoint", what, "true, or another name"))
+        raise ConfigError("continue_from_checkpoint", what, "true, or another name")
     done = [record for record in records(job.folder) if record.step >= job.total] if there else []
     if done:
         changed = beginning.changes(job.folder, job.config)

@@ -37,18 +37,18 @@ def training_tasks(buffer: Buffer) -> TaskSource:
     inputs = buffer.explorer_input
     if (inputs.taskset is None) == (not inputs.tasksets):
         what = "has neither taskset nor tasksets" if inputs.taskset is None else "has both taskset and tasksets"
-        raise ConfigError(_check.problem("buffer.explorer_input", what, "one of them"))
+        raise ConfigError("buffer.explorer_input", what, "one of them")
     if inputs.taskset is not None:
         return make_tasks(inputs.taskset, inputs, "buffer.explorer_input.taskset")
     parts = {}
     for i, each in enumerate(inputs.tasksets):
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
-            raise ConfigError(_check.problem(f"{where}.name", f"is {each.name!r}", "a name that no other has"))
+            raise ConfigError(f"{where}.name", f"is {each.name!r}", "a name that no other has")
         for name, neutral in (("top_p", 1.0), ("top_k", -1)):
             if getattr(each.rollout_args, name) not in (None, neutral):
                 what, why = f"is {getattr(each.rollout_args, name)}", f"model.{name} is for all"
-                raise ConfigError(_check.problem(f"{where}.rollout_args.{name}", what, "null", why))
+                raise ConfigError(f"{where}.rollout_args.{name}", what, "null", why)
         parts[each.name] = make_tasks(each, inputs, where)
     return envs.mixture(parts)
 
@@ -86,9 +86,8 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     taskset = attrs.evolve(taskset, default_workflow_type=kind, default_reward_fn_type=reward)
     why = foreign(kind, environments) if kind not in environments else None
     if why is not None:
-        what = f"is {kind!r}"
-        expected = "a name of rlkit.recipes.environments, where yours can be registered"
-        raise ConfigError(_check.problem(f"{where}.default_workflow_type", what, expected, why))
+        what, expected = f"is {kind!r}", "a name of rlkit.recipes.environments, where yours can be registered"
+        raise ConfigError(f"{where}.default_workflow_type", what, expected, why)
     make = environments[kind]
     try:
         tasks: Tasks = make(taskset)
@@ -98,7 +97,7 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
             f"{where}{text}" if text.startswith((".path", ".split", ".subset")) else _at(where, text)
         ) from error
     if not isinstance(tasks, Tasks):
-        raise ConfigError(_check.problem(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks"))
+        raise ConfigError(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks")
     sampling = taskset.rollout_args
     wanted = Settings(temperature=sampling.temperature, max_tokens=sampling.max_tokens)
     if wanted != Settings():
@@ -130,7 +129,7 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
         function = known[_check.choice("workflow_args.extract", extract, tuple(known))]
         args["extract"] = functools.partial(_as_text, function)
     if not taskset.path:
-        raise ConfigError(_check.problem("path", "is not given", "a generator's name, such as gsm_symbolic"))
+        raise ConfigError("path", "is not given", "a generator's name, such as gsm_symbolic")
     tasks = envs.reasoning_gym(taskset.path, split=taskset.split, **args)
     tasks.name = taskset.name
     return tasks

@@ -65,9 +65,9 @@ def _math_boxed(taskset: Taskset) -> Tasks:
     plain = _check.flag("workflow_args.use_base", args.pop("use_base", False))
     if plain and not taskset.format.raw:
         why = "the prompts of a base model are sent without a template, in each task set"
-        raise ConfigError(_check.problem("format.raw", "is false", "true with use_base", why))
+        raise ConfigError("format.raw", "is false", "true with use_base", why)
     if plain and taskset.format.system_prompt is not None:
-        raise ConfigError(_check.problem("format.system_prompt", "is given", "nothing with use_base"))
+        raise ConfigError("format.system_prompt", "is given", "nothing with use_base")
     reward_args = {"with_think": think, "format_score_coef": args.pop("format_score_coef", 0.1)}
     _nothing_left(args)
     reward = taskset.default_reward_fn_type or "math_boxed_reward"
@@ -154,7 +154,7 @@ def _nothing(action: str) -> float:  # noqa: ARG001
 
 def _nothing_left(args: Mapping[str, Any]) -> None:
     for key in args:
-        raise ConfigError(_check.problem(f"workflow_args.{key}", "is given", "settings that the workflow has"))
+        raise ConfigError(f"workflow_args.{key}", "is given", "settings that the workflow has")
 
 
 WORKFLOWS: Mapping[str, Callable[[Taskset], Tasks]] = {

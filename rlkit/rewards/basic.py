@@ -81,11 +81,11 @@ def clamp(rewards: RowsLike, *, low: float | None = None, high: float | None = N
     Source: none needed. Peers: every library has it.
     """
     if low is None and high is None:
-        raise ConfigError(_check.problem("low", "is None, and so is high", "at least one bound"))
+        raise ConfigError("low", "is None, and so is high", "at least one bound")
     low = None if low is None else _check.real("low", low)
     high = None if high is None else _check.real("high", high)
     if low is not None and high is not None and low > high:
-        raise ConfigError(_check.problem("low", f"is {low}, above high={high}", "bounds that do not cross"))
+        raise ConfigError("low", f"is {low}, above high={high}", "bounds that do not cross")
     rows = _parse(rewards)
     return rows.restore(np.clip(rows.flat, low, high))
 
@@ -117,8 +117,7 @@ def nonterminal_reward(rewards: RowsLike, finished: Any, *, value: float = 0.0) 
     one = rows.form == "one"
     flags = _rows.parse("finished", [finished] if one else finished, boolean=True)
     if flags.form != "one" or flags.flat.size != rows.lengths.size:
-        what = f"has {flags.flat.size} entries"
-        raise DataError(_check.problem("finished", what, f"{rows.lengths.size}", "one per trajectory"))
+        raise DataError("finished", f"has {flags.flat.size} entries", f"{rows.lengths.size}", "one per trajectory")
     parts = np.split(rows.flat, rows.ends[:-1])
     joined = [part if end else np.append(part, value) for part, end in zip(parts, flags.flat, strict=True)]
     return joined[0] if one else joined
@@ -195,7 +194,7 @@ def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float |
     missing = np.flatnonzero(~known & ~np.isnan(rows.flat))
     if default is None and missing.size:
         where, what = rows.name(int(missing[0])), f"is {rows.flat[missing[0]]}"
-        raise DataError(_check.problem(where, what, f"one of {keys.tolist()[:8]}", "default= takes any other"))
+        raise DataError(where, what, f"one of {keys.tolist()[:8]}", "default= takes any other")
     other = np.nan if default is None else _check.real("default", default)
     return rows.restore(np.where(known, values[index], np.where(np.isnan(rows.flat), np.nan, other)))
 
@@ -237,7 +236,7 @@ def _parse(rewards: RowsLike) -> _rows.Rows:
 
 def _table(table: object) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(table, Mapping) or not table:
-        raise ConfigError(_check.problem("table", f"got {_check.shown(table)}", "a mapping that is not empty"))
+        raise ConfigError("table", f"got {_check.shown(table)}", "a mapping that is not empty")
     pairs = sorted((_check.real("table key", key), _value(key, value)) for key, value in table.items())
     return np.array([key for key, _ in pairs]), np.array([value for _, value in pairs])
 

@@ -172,9 +172,7 @@ def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) 
 
 def _ends(where: str, value: object) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ConfigError(
-            _check.problem(where, f"got {_check.shown(value)}", "two numbers, at length 0 and at the limit")
-        )
+        raise ConfigError(where, f"got {_check.shown(value)}", "two numbers, at length 0 and at the limit")
     return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
 
 

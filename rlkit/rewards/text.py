@@ -73,12 +73,12 @@ def think_format(
     """
     opened = _check.flag("opened", opened)
     if len(tags) != 2 or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags):
-        raise ConfigError(_check.problem("tags", f"got {_check.shown(tags)}", "two texts, how a block begins and ends"))
+        raise ConfigError("tags", f"got {_check.shown(tags)}", "two texts, how a block begins and ends")
     begin, end = tags
     found = []
     for i, text in enumerate(_each("texts", texts, "one text per answer")):
         if not isinstance(text, str):
-            raise DataError(_check.problem(f"texts[{i}]", f"is {_check.shown(text)}", "a text"))
+            raise DataError(f"texts[{i}]", f"is {_check.shown(text)}", "a text")
         begins = opened or text.startswith(begin)
         found.append(float(begins and text.count(begin) == (not opened) and end in text))
     return np.array(found)
@@ -87,7 +87,7 @@ def think_format(
 def _each(where: str, value: Any, expected: str) -> list[Any]:
     rows = [] if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") else list(value)
     if not rows or not all(hasattr(row, "__len__") for row in rows):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"a list of at least one: {expected}"))
+        raise DataError(where, f"got {_check.shown(value)}", f"a list of at least one: {expected}")
     return rows
 
 

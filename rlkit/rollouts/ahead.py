@@ -87,11 +87,10 @@ def async_rollouts(
         batches: Callable[[int], Any] = draw
     elif callable(tasks) and not isinstance(tasks, type):
         if size is not None:
-            raise ConfigError(_check.problem("size", f"is {size}", "None", "the function of the step decides"))
+            raise ConfigError("size", f"is {size}", "None", "the function of the step decides")
         batches = tasks
     else:
-        expected = "a set of tasks, or a function of the step"
-        raise ConfigError(_check.problem("tasks", f"got {_check.shown(tasks)}", expected))
+        raise ConfigError("tasks", f"got {_check.shown(tasks)}", "a set of tasks, or a function of the step")
     if steps is not None:
         _check.integer("steps", steps, low=0)
     for name, value, low in (("start", start, 0), ("max_lag", max_lag, 0), ("interval", interval, 1)):

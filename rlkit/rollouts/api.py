@@ -96,7 +96,7 @@ def stream(sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None 
     plan = planned(plan, options)
     if not isinstance(sampler, Sampler):
         what = f"got {_check.shown(sampler)}"
-        raise ConfigError(_check.problem("sampler", what, "a sampler", "policy.sampler().result(), not the policy"))
+        raise ConfigError("sampler", what, "a sampler", "policy.sampler().result(), not the policy")
     counters = Counters()
     return Stream(Runner(sampler, listed(tasks), plan, step, counters), counters)
 
@@ -213,15 +213,14 @@ def listed(tasks: object) -> Iterable[Task]:
         tasks = [tasks]
     if hasattr(tasks, "batch") and not isinstance(tasks, Sequence):
         what = f"got {_check.shown(tasks)}, which has no end"
-        raise ConfigError(_check.problem("tasks", what, "tasks", "tasks.batch(step, size) draws some"))
+        raise ConfigError("tasks", what, "tasks", "tasks.batch(step, size) draws some")
     if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
         if not tasks:
-            raise ConfigError(_check.problem("tasks", "is empty", "at least one task"))
+            raise ConfigError("tasks", "is empty", "at least one task")
         return [_task(f"tasks[{i}]", task) for i, task in enumerate(tasks)]
     if isinstance(tasks, Iterable) and not isinstance(tasks, (str, bytes, Mapping)):
         return _each(tasks)
-    expected = "tasks, or a callable that makes an environment"
-    raise ConfigError(_check.problem("tasks", f"got {_check.shown(tasks)}", expected))
+    raise ConfigError("tasks", f"got {_check.shown(tasks)}", "tasks, or a callable that makes an environment")
 
 
 def _each(tasks: Iterable[Any]) -> Iterator[Task]:
@@ -233,7 +232,7 @@ def _task(where: str, task: object) -> Task:
     if isinstance(task, Task):
         return task
     if not callable(task):
-        raise ConfigError(_check.problem(where, f"got {_check.shown(task)}", "a Task, or what makes an environment"))
+        raise ConfigError(where, f"got {_check.shown(task)}", "a Task, or what makes an environment")
     make: Callable[[], Any] = task
     name = getattr(task, "__name__", "env")
     return Task(make, name if name.isidentifier() else "env")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, DataError, RlkitError
@@ -178,7 +177,7 @@ class Asker:
             for name, value in wanted.items():
                 if getattr(sample, name) != value:
                     what = f"has {name}={getattr(sample, name)}"
-                    raise BackendError(_check.problem("rollout: a sample of the sampler", what, f"{value}", "as asked"))
+                    raise BackendError("rollout: a sample of the sampler", what, f"{value}", "as asked")
         return list(samples)
 
     def _submit(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> _Held:

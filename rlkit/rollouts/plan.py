@@ -112,11 +112,10 @@ class Plan:
             _check.flag("Plan.progress", self.progress)
         _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
-            raise ConfigError(_check.problem("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat"))
+            raise ConfigError("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat")
         tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
         if not all(isinstance(name, str) and isinstance(tag, (str, bool, int, float)) for name, tag in tags):
-            what = f"got {_check.shown(self.tags)}"
-            raise ConfigError(_check.problem("Plan.tags", what, "names with text, numbers or bools"))
+            raise ConfigError("Plan.tags", f"got {_check.shown(self.tags)}", "names with text, numbers or bools")
         self._check_retry()
         if self.progress and importlib.util.find_spec("rich") is None:
             raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_install.command('rollouts')}")

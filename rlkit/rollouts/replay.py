@@ -78,8 +78,7 @@ class Replay:
         current = _check.integer("current", current, low=0)
         for i, group in enumerate(self._groups):
             if group.version > current:
-                what = f"is of version {group.version}"
-                raise DataError(_check.problem(f"groups[{i}]", what, f"at most current={current}"))
+                raise DataError(f"groups[{i}]", f"is of version {group.version}", f"at most current={current}")
         kept = [group for group in self._groups if current - group.version <= self.max_age]
         dropped = len(self._groups) - len(kept)
         self._groups.clear()

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import attrs
 
-from rlkit import _check
 from rlkit.backends.protocol import Sampler
 from rlkit.envs import Settings, Task
 from rlkit.envs.calling import call
@@ -71,7 +70,7 @@ class Runner:
 
     def __init__(self, sampler: Sampler, tasks: Iterable[Task], plan: Plan, step: int, counters: Counters) -> None:
         if plan.share < 1.0 and not isinstance(tasks, Sequence):
-            raise ConfigError(_check.problem("Plan.share", f"is {plan.share}", "1.0", "the number of tasks is unknown"))
+            raise ConfigError("Plan.share", f"is {plan.share}", "1.0", "the number of tasks is unknown")
         self._tasks = tasks
         self._plan = plan
         self._step = step

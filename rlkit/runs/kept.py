@@ -27,9 +27,8 @@ class Kept:
         if check_name("keep(name)", name) in self.objects:
             if self.objects[name] is kept:
                 return kept
-            why = "in a notebook, open the run again to define it anew"
-            what = f"got {_check.shown(name)}"
-            raise ConfigError(_check.problem("keep(name)", what, "a name that is not taken", why))
+            why, what = "in a notebook, open the run again to define it anew", f"got {_check.shown(name)}"
+            raise ConfigError("keep(name)", what, "a name that is not taken", why)
         capture(name, kept)
         if record is not None:
             if name in record.kept:
@@ -68,5 +67,5 @@ def check_name(where: str, name: object) -> str:
         ConfigError: it is something else.
     """
     if not isinstance(name, str) or not name or name.encode("utf-8", "replace").decode() != name:
-        raise ConfigError(_check.problem(where, f"got {_check.shown(name)}", "a name: text that is not empty"))
+        raise ConfigError(where, f"got {_check.shown(name)}", "a name: text that is not empty")
     return name

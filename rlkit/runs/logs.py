@@ -33,8 +33,7 @@ class Logs:
         from rlkit import tracking
 
         if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-            what = f"got {_check.shown(trackers)}"
-            raise ConfigError(_check.problem("Run(trackers)", what, "a sequence of names and trackers"))
+            raise ConfigError("Run(trackers)", f"got {_check.shown(trackers)}", "a sequence of names and trackers")
         self.trackers: list[Any] = [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
         self.rewind(record)
         self._several = tracking.Several(self.trackers) if self.trackers else None
@@ -42,8 +41,7 @@ class Logs:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Hand numbers on."""
         if not isinstance(metrics, Mapping):
-            what = f"got {_check.shown(metrics)}"
-            raise DataError(_check.problem("log(metrics)", what, "a mapping from names to numbers"))
+            raise DataError("log(metrics)", f"got {_check.shown(metrics)}", "a mapping from names to numbers")
         if self._several is not None:
             self._several.log(metrics, step)
 

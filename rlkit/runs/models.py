@@ -96,7 +96,7 @@ class Models:
         for role, model in policies.items():
             if not callable(getattr(model, "save", None)):
                 what = f"got {_check.shown(model)}"
-                raise ConfigError(_check.problem(f"checkpoint({role})", what, "a policy, such as connect gives"))
+                raise ConfigError(f"checkpoint({role})", what, "a policy, such as connect gives")
         remedy = (
             "connect the policy with run.connect(...) instead of rlkit.connect(...), or give it: run.checkpoint(policy)"
         )

@@ -66,7 +66,7 @@ def serve(
             f"serve(host={host!r}) can be reached from other machines; give a key= (rlkit serve: in RLKIT_SERVER_KEY)"
         )
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
-        raise ConfigError(_check.problem("serve(names)", f"got {_check.shown(names)}", "a list of texts"))
+        raise ConfigError("serve(names)", f"got {_check.shown(names)}", "a list of texts")
     own, options = _options(backend, options)
     names = tuple(names or _names(backend, model))
     made = _models(backend, model, folder, own)
@@ -108,7 +108,7 @@ def _models(
     if isinstance(backend, type) or not callable(backend):
         expected = "a backend's name, or a function that makes one backend for each client: "
         expected += "functools.partial(rlkit.connect, ...)"
-        raise ConfigError(_check.problem("serve(backend)", f"got {_check.shown(backend)}", expected))
+        raise ConfigError("serve(backend)", f"got {_check.shown(backend)}", expected)
     return BackendModels(backend)
 
 

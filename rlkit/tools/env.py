@@ -63,7 +63,7 @@ class ToolEnv:
         if not isinstance(functions, Sequence) or not functions or not callable(reward):
             wrong = not isinstance(functions, Sequence) or not functions
             what = f"functions are {_check.shown(functions)}" if wrong else f"the reward is {_check.shown(reward)}"
-            raise ConfigError(_check.problem("ToolEnv", what, "functions and a reward that can be called"))
+            raise ConfigError("ToolEnv", what, "functions and a reward that can be called")
         self.tools: list[Mapping[str, object]] = [schema(function) for function in functions]
         parameters(self.tools)  # no name twice
         formats.resolve(format)

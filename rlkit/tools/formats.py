@@ -89,8 +89,7 @@ def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, 
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name or name in found:
-            expected = "a function schema with a name of its own"
-            raise ConfigError(_check.problem(f"tools[{i}]", f"got {_check.shown(tool)}", expected))
+            raise ConfigError(f"tools[{i}]", f"got {_check.shown(tool)}", "a function schema with a name of its own")
         found[name] = function.get("parameters") or {}
         check_schema(found[name], f"tools[{i}]")
     return found

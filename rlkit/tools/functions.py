@@ -59,9 +59,9 @@ def schema(function: Callable[..., object]) -> dict[str, object]:
     for parameter in inspect.signature(function).parameters.values():
         where = f"tool {name}: parameter {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(_check.problem(where, f"is {parameter.kind.description}", "one that is passed by name"))
+            raise ConfigError(where, f"is {parameter.kind.description}", "one that is passed by name")
         if parameter.name not in hints:
-            raise ConfigError(_check.problem(where, "has no type hint", "one", "the model is told what to write"))
+            raise ConfigError(where, "has no type hint", "one", "the model is told what to write")
         made = _of_hint(hints[parameter.name], where)
         if parameter.name in arguments:
             made.setdefault("description", arguments[parameter.name])
@@ -91,7 +91,7 @@ def describe(tools: Sequence[Mapping[str, object]], format: str = "hermes") -> s
     To call one, write {"name": "<tool>", "arguments": {...}}; for several calls, a list of such objects.
     """
     if format not in _WRITTEN:
-        raise ConfigError(_check.problem("format", f"got {format!r}", "one of " + ", ".join(_WRITTEN)))
+        raise ConfigError("format", f"got {format!r}", "one of " + ", ".join(_WRITTEN))
     lines = [json.dumps(tool, ensure_ascii=False, default=str) for tool in tools]
     return "\n".join(["You can call these tools:", *lines, _WRITTEN[format]])
 
@@ -141,7 +141,7 @@ def _of_hint(hint: Any, where: str) -> dict[str, Any]:
         properties = {key: _of_hint(value, f"{where}.{key}") for key, value in fields.items()}
         return {"type": "object", "properties": properties, "required": sorted(hint.__required_keys__)}
     expected = "a type that JSON can express"
-    raise ConfigError(_check.problem(where, f"has the type {hint!r}", expected, "write its schema by hand instead"))
+    raise ConfigError(where, f"has the type {hint!r}", expected, "write its schema by hand instead")
 
 
 def _documented(doc: str) -> tuple[str, dict[str, str]]:

@@ -40,14 +40,13 @@ def _entries(name: str, value: Any, groups: Sequence[Group]) -> list[Any]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != len(trajectories):
         what = f"has {len(value)} entries" if hasattr(value, "__len__") else f"got {_check.shown(value)}"
-        raise DataError(_check.problem(name, what, f"{len(trajectories)}", "one per trajectory, over all groups"))
+        raise DataError(name, what, f"{len(trajectories)}", "one per trajectory, over all groups")
     found: list[Any] = []
     for i, (entry, trajectory) in enumerate(zip(value, trajectories, strict=True)):
         array = _check.as_array(f"{name}[{i}]", entry, "a number, or one per token")
         if array.shape not in ((), (trajectory.token_count,)):
-            what = f"has shape {array.shape}"
-            expected = f"a number, or shape ({trajectory.token_count},)"
-            raise DataError(_check.problem(f"{name}[{i}]", what, expected, "one per token of the policy's"))
+            what, expected = f"has shape {array.shape}", f"a number, or shape ({trajectory.token_count},)"
+            raise DataError(f"{name}[{i}]", what, expected, "one per token of the policy's")
         numbers = np.asarray(array, np.float64).round(6)
         found.append([to_json(x) for x in numbers.tolist()] if numbers.ndim else to_json(float(numbers)))
     return found

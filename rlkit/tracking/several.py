@@ -51,10 +51,9 @@ class Several:
         trackers = list(trackers) if isinstance(trackers, Iterable) else [trackers]
         for i, tracker in enumerate(trackers):
             if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-                what = f"got {_check.shown(tracker)}"
-                raise ConfigError(_check.problem(f"trackers[{i}]", what, "log, log_trajectories and close"))
+                raise ConfigError(f"trackers[{i}]", f"got {_check.shown(tracker)}", "log, log_trajectories and close")
         if not trackers:
-            raise ConfigError(_check.problem("trackers", "is empty", "at least one"))
+            raise ConfigError("trackers", "is empty", "at least one")
         _check.integer("capacity", capacity, low=1)
         self._timeout = _check.real("timeout", timeout, low=0.0, why="seconds")
         self._deliveries: list[Delivery[Tracker]] = []

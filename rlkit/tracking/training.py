@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlkit import _check, metrics
+from rlkit import metrics
 from rlkit.errors import DataError
 from rlkit.types import Datum, ForwardBackwardOutput
 
@@ -45,7 +45,7 @@ def train_metrics(
     """
     if len(data) != len(output.logprobs):
         what = f"has {len(data)} datums, and the output {len(output.logprobs)}"
-        raise DataError(_check.problem("data", what, "the batch that the output is of"))
+        raise DataError("data", what, "the batch that the output is of")
     given = {**output.metrics, **(update or {})}
     found = {}
     for key in sorted(given):  # "x:mean" before "x:sum": where there are both, the sum keeps its ending
@@ -59,7 +59,7 @@ def train_metrics(
     for i, (datum, logprobs) in enumerate(pairs):
         if datum.mask.sum() != logprobs.size:
             what = f"has {int(datum.mask.sum())} tokens of the policy's, the output {logprobs.size}"
-            raise DataError(_check.problem(f"data[{i}]", what, "the batch that the output is of"))
+            raise DataError(f"data[{i}]", what, "the batch that the output is of")
     trainer = [logprobs for _, logprobs in pairs]
     sampling = [datum.select(datum.inputs["sampling_logprobs"]) for datum, _ in pairs]
     two: dict[str, Any] = {"trainer_logprobs": trainer, "sampling_logprobs": sampling}

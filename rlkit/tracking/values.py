@@ -27,13 +27,11 @@ def checked(metrics: object, step: object, where: str = "log") -> tuple[dict[str
     """
     step = _check.integer(f"{where}(step)", step, low=0)
     if not isinstance(metrics, Mapping):
-        raise DataError(
-            _check.problem(f"{where}(metrics)", f"got {_check.shown(metrics)}", "a mapping of names to numbers")
-        )
+        raise DataError(f"{where}(metrics)", f"got {_check.shown(metrics)}", "a mapping of names to numbers")
     found = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise DataError(_check.problem(f"{where}(metrics)", f"has the key {_check.shown(name)}", "non-empty names"))
+            raise DataError(f"{where}(metrics)", f"has the key {_check.shown(name)}", "non-empty names")
         found[redact(name)] = number(f"{where}(metrics)[{redact(name)!r}]", value)
     return found, step
 
@@ -47,7 +45,7 @@ def number(where: str, value: Any) -> float:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's, without importing torch
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise DataError(_check.problem(where, f"got {redact(_check.shown(value))}", "a number"))
+        raise DataError(where, f"got {redact(_check.shown(value))}", "a number")
     return _float(value)
 
 

@@ -41,8 +41,7 @@ class Vocabulary:
 
     def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
-            what = f"got {_check.shown(tokenizer)}"
-            raise ConfigError(_check.problem("tokenizer", what, "the policy's: policy.tokenizer"))
+            raise ConfigError("tokenizer", f"got {_check.shown(tokenizer)}", "the policy's: policy.tokenizer")
         self._path = path
         self._tokenizer = tokenizer
         self._texts: dict[str, str] = {} if path is None else read_vocabulary(path)

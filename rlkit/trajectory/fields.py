@@ -39,7 +39,7 @@ def reduced(record: attrs.AttrsInstance) -> tuple[Callable[[], object], tuple[()
 def items(where: str, value: object, kind: type[T]) -> tuple[T, ...]:
     """Return a sequence of one class as a tuple."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}"))
+        raise DataError(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}")
     listed = tuple(value)
     for i, item in enumerate(listed):
         _check.require(isinstance(item, kind), f"{where}[{i}]", item, f"a {kind.__name__}", error=DataError)
@@ -56,11 +56,11 @@ def reward(where: str, value: object) -> float:
 def several(value: object, total: float) -> tuple[float, ...]:
     """Return the rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise DataError(_check.problem("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers"))
+        raise DataError("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers")
     rewards = tuple(reward(f"Turn.rewards[{i}]", each) for i, each in enumerate(value))
     if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
         what = f"is {total:g}, and rewards add up to {sum(rewards):g}"
-        raise DataError(_check.problem("Turn.reward", what, "their sum", "give rewards alone"))
+        raise DataError("Turn.reward", what, "their sum", "give rewards alone")
     return rewards
 
 
@@ -81,11 +81,9 @@ def tags(where: str, value: Mapping[str, object]) -> None:
     _names(where, value)
     for name, tag in value.items():
         if not isinstance(tag, (str, bool, int, float)):
-            raise DataError(
-                _check.problem(f"{where}[{name!r}]", f"got {_check.shown(tag)}", "text, a number or a bool")
-            )
+            raise DataError(f"{where}[{name!r}]", f"got {_check.shown(tag)}", "text, a number or a bool")
 
 
 def _names(where: str, value: object) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise DataError(_check.problem(where, f"got {_check.shown(value)}", "a mapping with names as keys"))
+        raise DataError(where, f"got {_check.shown(value)}", "a mapping with names as keys")

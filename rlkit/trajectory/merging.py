@@ -122,7 +122,7 @@ def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | 
     _check.require(not isinstance(value, (str, bytes, Mapping)), where, value, expected, error=DataError)
     if isinstance(value, (list, tuple)) and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in value):
         if len(value) != count:
-            raise DataError(_check.problem(where, f"has {len(value)} arrays", f"{count}", "one per turn"))
+            raise DataError(where, f"has {len(value)} arrays", f"{count}", "one per turn")
         return [_tokens_of(f"{where}[{i}]", x, turn) for i, (x, turn) in enumerate(zip(value, turns, strict=True))]
     array = _check.as_array(where, value, expected)
     if array.ndim >= 2 and array.shape[0] == count:
@@ -132,7 +132,7 @@ def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | 
         return [np.full(turn.tokens.size, x) for x, turn in zip(array, turns, strict=True)]
     if array.ndim:
         hint = "a flat array of tokens is cut by trajectory.per_turn(x)"
-        raise DataError(_check.problem(where, f"has shape {array.shape}", expected, hint))
+        raise DataError(where, f"has shape {array.shape}", expected, hint)
     _finite(where, array)
     return [np.full(turn.tokens.size, array) for turn in turns] if name == "advantages" else array
 
@@ -141,7 +141,7 @@ def _tokens_of(where: str, value: object, turn: Turn) -> np.ndarray:
     array = _check.as_array(where, value, f"[{turn.tokens.size}]")
     if array.ndim not in (1, 2) or array.shape[0] != turn.tokens.size:
         what, expected = f"has shape {array.shape}", f"({turn.tokens.size},)"
-        raise DataError(_check.problem(where, what, expected, "one entry per token of this turn's action"))
+        raise DataError(where, what, expected, "one entry per token of this turn's action")
     _finite(where, array)
     return array
 
@@ -150,4 +150,4 @@ def _finite(where: str, array: np.ndarray) -> None:
     bad = np.argwhere(~np.isfinite(array))
     if bad.size or (array.ndim == 0 and not np.isfinite(array)):
         index = "".join(f"[{i}]" for i in bad[0])
-        raise DataError(_check.problem(where + index, f"is {array[tuple(bad[0])]}", "a finite number"))
+        raise DataError(where + index, f"is {array[tuple(bad[0])]}", "a finite number")

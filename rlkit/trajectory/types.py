@@ -147,8 +147,7 @@ class Trajectory:
             if getattr(self, name) is not None:
                 _check.real(f"Trajectory.{name}", getattr(self, name), error=DataError)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
-            what = "is given, and nonterminal_override too"
-            raise DataError(_check.problem("Trajectory.nonterminal_reward", what, "one of the two"))
+            raise DataError("Trajectory.nonterminal_reward", "is given, and nonterminal_override too", "one of the two")
         numbers("Trajectory.metrics", self.metrics)
         tags("Trajectory.tags", self.tags)
         object.__setattr__(self, "messages", items("Trajectory.messages", self.messages, Mapping))
@@ -198,7 +197,7 @@ class Trajectory:
         array = _check.as_array("per_turn(values)", values, "one entry per action token")
         if array.ndim == 0 or array.shape[0] != self.token_count:
             expected = f"length {self.token_count}"
-            raise DataError(_check.problem("per_turn(values)", _check.shown(array), expected, "one per action token"))
+            raise DataError("per_turn(values)", _check.shown(array), expected, "one per action token")
         return np.split(array, np.cumsum([turn.tokens.size for turn in self.turns])[:-1])
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
@@ -277,7 +276,7 @@ class Group:
         samples = items("Group.of_samples(samples)", samples, Sample)
         if len(rewards) != len(samples):
             what = f"has {len(rewards)} entries"
-            raise DataError(_check.problem("Group.of_samples(rewards)", what, f"{len(samples)}", "one per sample"))
+            raise DataError("Group.of_samples(rewards)", what, f"{len(samples)}", "one per sample")
         return cls([Trajectory([Turn(s, r)], terminated=True) for s, r in zip(samples, rewards, strict=True)])
 
     @property
@@ -311,7 +310,7 @@ def checked_groups(groups: object) -> list[Group]:
     """
     groups = [groups] if isinstance(groups, Group) else groups
     if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
-        raise DataError(_check.problem("groups", f"got {_check.shown(groups)}", "groups"))
+        raise DataError("groups", f"got {_check.shown(groups)}", "groups")
     listed = list(groups)
     for i, group in enumerate(listed):
         _check.require(isinstance(group, Group), f"groups[{i}]", group, "a Group", error=DataError)

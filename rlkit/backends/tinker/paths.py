@@ -33,7 +33,7 @@ def check_label(name: object) -> str:
     """Return a label that a saved state's name can begin with, or raise a ConfigError."""
     label = saves.check_label(name)
     if len(label) > _LABEL:
-        raise ConfigError(_check.problem("save(name)", f"has {len(label)} characters", f"at most {_LABEL}"))
+        raise ConfigError("save(name)", f"has {len(label)} characters", f"at most {_LABEL}")
     return label
 
 
@@ -55,7 +55,7 @@ def checked_path(where: str, path: object, *, kind: str = "weights") -> str:
         CheckpointError: it is no path of the service, or one of the other kind.
     """
     if not isinstance(path, str) or not path:
-        raise ConfigError(_check.problem(where, f"got {_check.shown(path)}", "the path that save() returned"))
+        raise ConfigError(where, f"got {_check.shown(path)}", "the path that save() returned")
     found = _PATH.fullmatch(path)
     if found is None:
         raise CheckpointError(
