@@ -14,9 +14,10 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn, Self, TypeAlias
+from typing import TypeAlias
 
 from rlkit import _check
+from rlkit._resource import Resource
 from rlkit.errors import ConfigError
 from rlkit.tracking.delivery import QueuedDelivery
 from rlkit.trajectory import Group, Trajectory
@@ -32,7 +33,7 @@ _Event: TypeAlias = dict[str, object]
 _Post: TypeAlias = Callable[[Mapping[str, object], float], None]
 
 
-class OpenRewardUpload:
+class OpenRewardUpload(Resource):
     """Uploads trajectories in a thread of its own, over a queue of limited length. A tracker and a context manager.
 
     ``submit`` returns at once. What does not fit into the queue, and what cannot be sent after some attempts, is left
@@ -113,17 +114,8 @@ class OpenRewardUpload:
         self._delivery.wait(deadline)
         self._delivery.receiver.closing.set()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"OpenRewardUpload({self.run!r}, {self.metrics})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an upload holds a key and a thread; it is not pickled")
 
 
 class _Client:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit._resource import Resource
 from rlkit.backends.checking import Checked, Remote, checked_call
 from rlkit.backends.protocol import Config, LossLike, Tokenizer
 from rlkit.backends.queue import CallQueue, Job, Sent
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BaseTrainer"]
 
 
-class BaseTrainer(ABC):
+class BaseTrainer(Resource):
     """The training calls of ``TrainerBackend`` and ``Critic``, over hooks.
 
     Attributes:
@@ -32,6 +33,7 @@ class BaseTrainer(ABC):
     max_length: int
     version: int
     about: str = ""
+    _instead: ClassVar[str] = "save it, and connect with resume_from= where it is wanted"
     _name: str  # of the backend, for messages
     _queue: CallQueue
     _wanted: ClassVar[Sequence[str]] = ()  # what there is for ``want``
@@ -124,20 +126,8 @@ class BaseTrainer(ABC):
             self._name, data, loss, config, want, self._wanted, size, longest, drivers=drivers, remote=remote
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         if not hasattr(self, "_queue"):  # in a traceback that shows locals
             return f"<{type(self).__name__} not connected>"
         known = [self.about, f"version {self.version}", "closed" if self._queue.closed else ""]
         return f"<{type(self).__name__} {', '.join(filter(None, known))}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} holds a thread or a connection, and cannot be pickled or copied; save it, and "
-            "connect with resume_from= where it is wanted"
-        )

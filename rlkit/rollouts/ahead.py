@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self, TypeAlias
 
 from rlkit import _check, storage
+from rlkit._resource import Resource
 from rlkit.backends.protocol import Sampler, TrainerBackend
 from rlkit.envs import Task, TaskSource
 from rlkit.errors import ConfigError
@@ -104,7 +105,7 @@ def async_rollouts(
     return AsyncRollouts(policy, batches, play or simply, start=start, end=end, max_lag=max_lag, interval=interval)
 
 
-class AsyncRollouts:
+class AsyncRollouts(Resource):
     """Batches in the order of steps; see ``async_rollouts``."""
 
     def __init__(
@@ -179,12 +180,6 @@ class AsyncRollouts:
         self._finalizer()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     async def __aenter__(self) -> Self:
         return self

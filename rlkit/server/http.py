@@ -9,10 +9,10 @@ import ipaddress
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Self
 
 import attrs
 
+from rlkit._resource import Resource
 from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError, Response
 from rlkit.server.service import Service
@@ -32,7 +32,7 @@ _LARGE = 256 * 2**10  # bodies above it are read in another thread, so that shor
 _LEFT_OPEN = ("/client/config", "/telemetry")  # the SDK uses connections of their own for these, and forgets them
 
 
-class Server:
+class Server(Resource):
     """A service that listens. A context manager; ``close`` finishes what was accepted.
 
     Attributes:
@@ -68,12 +68,6 @@ class Server:
         self.service.close()
         asyncio.run_coroutine_threadsafe(self._drained(), self._loop).result()
         self._end_loop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     async def _listen(self, host: str, port: int) -> asyncio.Server:
         return await asyncio.start_server(self._connected, host, port, limit=_HEAD_LIMIT, backlog=512)

@@ -9,9 +9,9 @@ import logging
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from rlkit import _check
+from rlkit._resource import Resource
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.errors import BackendError, RlkitError
@@ -32,7 +32,7 @@ _ENDPOINTS = [e for part in (sessions, training, sampling, external, storage) fo
 _PREFIX = "/api/v1/"
 
 
-class Service:
+class Service(Resource):
     """The Tinker API over models of any kind.
 
     ``handle`` never waits: a request that takes longer is accepted, and its result retrieved. A transport that has
@@ -226,12 +226,6 @@ class Service:
             run.worker.close()
         self._state.pool.shutdown(wait=True, cancel_futures=True)
         self._state.models.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     @property
     def has_keys(self) -> bool:

@@ -6,9 +6,9 @@ import copy
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
 
 from rlkit import _check
+from rlkit._resource import Resource
 from rlkit.errors import ConfigError
 from rlkit.tracking import pertoken, values
 from rlkit.tracking.delivery import Delivery, QueuedDelivery
@@ -19,7 +19,7 @@ from rlkit.trajectory.types import checked_groups
 __all__ = ["Several"]
 
 
-class Several:
+class Several(Resource):
     """Hands everything on to several trackers; a tracker itself, and a context manager.
 
     Once it is made, none of its methods raises, and none waits: a tracker that is not ``inline`` gets its calls in a
@@ -118,12 +118,6 @@ class Several:
             delivery.end()
         for delivery in self._deliveries:
             delivery.wait(ends)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _refuse(self, error: Exception) -> None:
         for delivery in self._deliveries:

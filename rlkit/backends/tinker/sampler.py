@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit._forms import TokenIds
+from rlkit._resource import Resource
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.queue import Inner
 from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request, checked_targets
@@ -32,7 +33,7 @@ _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, s
 
 
 @hinted("sampler")
-class TinkerSampler:
+class TinkerSampler(Resource):
     """A snapshot, or the base model: the protocol over the SDK's sampling client, with a deadline for each request.
 
     It also has ``top_logprobs`` (``TopK``) and ``target_logprobs`` (``TargetLogprobs``).
@@ -154,17 +155,8 @@ class TinkerSampler:
         """Refuse later calls; the service forgets the snapshot with the session."""
         self._closed = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<TinkerSampler version {self.version}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a TinkerSampler holds a connection and cannot be pickled; connect in each process")
 
     def _stop(self, params: SamplingParams) -> list[str] | list[int] | None:
         """Return the service's stop list, which takes the place of the end tokens; rlkit's are in addition to them."""

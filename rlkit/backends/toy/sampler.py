@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike
 from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit._forms import TokenIds
+from rlkit._resource import Resource
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
 from rlkit.backends.toy.drawing import drawn
@@ -23,8 +23,10 @@ __all__ = ["ToySampler"]
 
 
 @hinted("sampler")
-class ToySampler:
+class ToySampler(Resource):
     """A frozen toy policy."""
+
+    _instead = "open one in each process: rlkit.sampler('toy', path=...)"
 
     def __init__(
         self,
@@ -96,20 +98,8 @@ class ToySampler:
         """Frees the snapshot."""
         self._weights = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<ToySampler version {self.version}{', closed' if self._weights is None else ''}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a ToySampler belongs to its backend, and cannot be pickled or copied; open one in each process: "
-            "rlkit.sampler('toy', path=...)"
-        )
 
     def _open(self) -> np.ndarray:
         if self._weights is None:
