@@ -9,205 +9,164 @@ _BOUNDS = (
 )
 _KL = "add a KL with rlkit.losses.with_kl(loss, coef=...), or to the rewards with rlkit.advantages.kl_penalty"
 _GROUP = "a group is a row of the rewards: give them as [prompts, samples], or use rlkit.advantages.by_group"
-_N = "n belongs to the call: sampler.sample(prompt, params, n=8)"
-_SAMPLING = "give it in params=rlkit.SamplingParams(...)"
-_ADAM = "it belongs to each step: policy.optim_step(rlkit.Adam(learning_rate=...))"
-_LORA = "write lora=rlkit.Lora(rank=..., alpha=...)"
 
-ALIASES: Mapping[str, Mapping[str, str]] = {
+_Answers = Mapping[str, str]  # answer -> the names that get it
+
+
+def _by_name(answers: _Answers) -> dict[str, str]:
+    return {name: answer for answer, names in answers.items() for name in names.split()}
+
+
+_ARGUMENTS: Mapping[str, _Answers] = {
     "Adam": {
-        "lr": "learning_rate",
-        "betas": "write beta1= and beta2=",
-        "epsilon": "eps",
-        "max_grad_norm": "grad_clip_norm",
-        "max_norm": "grad_clip_norm",
-        "grad_clip": "grad_clip_norm",
-        "clip_grad": "grad_clip_norm",
-        "clip_grad_norm": "grad_clip_norm",
-        "gradient_clip_norm": "grad_clip_norm",
-        "wd": "weight_decay",
+        "learning_rate": "lr",
+        "write beta1= and beta2=": "betas",
+        "eps": "epsilon",
+        "grad_clip_norm": "max_grad_norm max_norm grad_clip clip_grad clip_grad_norm gradient_clip_norm",
+        "weight_decay": "wd",
     },
     "SamplingParams": {
-        "max_new_tokens": "max_tokens",
-        "max_length": "max_tokens",
-        "max_completion_length": "max_tokens",
-        "max_completion_tokens": "max_tokens",
-        "max_response_tokens": "max_tokens",
-        "n": _N,
-        "num_generations": _N,
-        "num_return_sequences": _N,
-        "num_samples": _N,
-        "seed": "a seed belongs to the call: sampler.sample(prompt, params, seed=0)",
-        "do_sample": "temperature=0 is greedy, anything above samples",
-        "stop_strings": "stop",
-        "stop_sequences": "stop",
-        "stop_token_ids": "stop",
-        "eos_token_id": "the model's end tokens stop by themselves; stop= names further ones",
-        "logprobs": "every sample has its logprobs",
+        "max_tokens": "max_new_tokens max_length max_completion_length max_completion_tokens max_response_tokens",
+        "n belongs to the call: sampler.sample(prompt, params, n=8)": (
+            "n num_generations num_return_sequences num_samples"
+        ),
+        "a seed belongs to the call: sampler.sample(prompt, params, seed=0)": "seed",
+        "temperature=0 is greedy, anything above samples": "do_sample",
+        "stop": "stop_strings stop_sequences stop_token_ids",
+        "the model's end tokens stop by themselves; stop= names further ones": "eos_token_id",
+        "every sample has its logprobs": "logprobs",
     },
     "Lora": {
-        "r": "rank",
-        "lora_r": "rank",
-        "lora_rank": "rank",
-        "lora_alpha": "alpha",
-        "lora_dropout": "there is no dropout here",
-        "dropout": "there is no dropout here",
-        "modules": "target_modules",
-        "lora_target_modules": "target_modules",
+        "rank": "r lora_r lora_rank",
+        "alpha": "lora_alpha",
+        "there is no dropout here": "lora_dropout dropout",
+        "target_modules": "modules lora_target_modules",
     },
     "StepResult": {
-        "done": "write terminated= (it came to an end of its own) or truncated= (it was cut off)",
-        "obs": "observation",
+        "write terminated= (it came to an end of its own) or truncated= (it was cut off)": "done",
+        "observation": "obs",
     },
     "Plan": {
-        "num_generations": "n",
-        "group_size": "n",
-        "num_samples": "n",
-        "max_steps": "max_turns",
-        "sampling_params": "params",
-        **dict.fromkeys(("temperature", "max_tokens", "max_new_tokens", "top_p", "top_k", "stop"), _SAMPLING),
+        "n": "num_generations group_size num_samples",
+        "max_turns": "max_steps",
+        "params": "sampling_params",
+        "give it in params=rlkit.SamplingParams(...)": "temperature max_tokens max_new_tokens top_p top_k stop",
     },
     "connect": {
-        "model_name": "model",
-        "model_id": "model",
-        "base_model": "model",
-        "model_path": "model",
-        "model_name_or_path": "model",
-        "pretrained_model_name_or_path": "model",
-        "peft_config": "lora",
-        "lora_config": "lora",
-        "torch_dtype": "dtype",
-        "max_seq_length": "max_length",
-        "output_dir": "folder",
-        "save_dir": "folder",
-        "checkpoint": "resume_from",
-        "lr": _ADAM,
-        "learning_rate": _ADAM,
-        **dict.fromkeys(("r", "rank", "lora_rank", "lora_r", "lora_alpha", "alpha"), _LORA),
+        "model": "model_name model_id base_model model_path model_name_or_path pretrained_model_name_or_path",
+        "lora": "peft_config lora_config",
+        "dtype": "torch_dtype",
+        "max_length": "max_seq_length",
+        "folder": "output_dir save_dir",
+        "resume_from": "checkpoint",
+        "it belongs to each step: policy.optim_step(rlkit.Adam(learning_rate=...))": "lr learning_rate",
+        "write lora=rlkit.Lora(rank=..., alpha=...)": "r rank lora_rank lora_r lora_alpha alpha",
     },
     "estimators": {
-        "epsilon": "eps",
-        "group_size": _GROUP,
-        "num_generations": _GROUP,
-        "n": _GROUP,
-        "scale_rewards": "scale",
-        "normalize": "scale",
-        "norm_adv_by_std_in_grpo": "scale",
-        "discount": "gamma",
-        "lmbda": "lam",
-        "lambda_": "lam",
-        "gae_lambda": "lam",
-        "last_value": "bootstrap_value",
-        "next_value": "bootstrap_value",
-        "reward": "rewards",
-        "beta": _KL,
-        "kl_coef": _KL,
+        "eps": "epsilon",
+        _GROUP: "group_size num_generations n",
+        "scale": "scale_rewards normalize norm_adv_by_std_in_grpo",
+        "gamma": "discount",
+        "lam": "lmbda lambda_ gae_lambda",
+        "bootstrap_value": "last_value next_value",
+        "rewards": "reward",
+        _KL: "beta kl_coef",
     },
     "losses": {
-        **dict.fromkeys(
-            (
-                *("clip_eps", "eps_clip", "epsilon", "epsilon_low", "epsilon_high", "clip_epsilon", "eps_low"),
-                *("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_range", "cliprange", "eps_high"),
-            ),
-            _BOUNDS,
+        _BOUNDS: (
+            "clip_eps eps_clip epsilon epsilon_low epsilon_high clip_epsilon eps_low clip_ratio clip_ratio_low "
+            "clip_ratio_high clip_range cliprange eps_high"
         ),
-        "delta": "dual_clip",
-        "clip_ratio_c": "dual_clip",
-        **dict.fromkeys(("beta", "kl_coef", "kl_beta", "kl_loss_coef"), _KL),
-        **dict.fromkeys(
-            ("entropy_coef", "entropy_coeff", "ent_coef"),
-            "add an entropy with rlkit.losses.with_entropy(loss, coef=...)",
-        ),
-        "loss_agg_mode": "give the datums weights=, which rlkit.advantages.token_weights computes",
+        "dual_clip": "delta clip_ratio_c",
+        _KL: "beta kl_coef kl_beta kl_loss_coef",
+        "add an entropy with rlkit.losses.with_entropy(loss, coef=...)": "entropy_coef entropy_coeff ent_coef",
+        "give the datums weights=, which rlkit.advantages.token_weights computes": "loss_agg_mode",
+    },
+    "assign": {
+        "estimator": "adv_estimator advantage_estimator advantage",
+        "kl_coef": "beta kl_beta kl_loss_coef kl_ctrl",
+        "kl_estimator": "kl_penalty kl_loss_type",
+        "reference": "ref ref_policy ref_model reference_policy ref_worker",
+        "rewards": "reward token_level_rewards token_level_scores",
+        "weights": "loss_agg_mode",
+        "settings of the estimator go into config={...}": "gamma lam eps norm_adv_by_std_in_grpo scale num_repeat",
+    },
+    "sample": {
+        "it belongs to the params: rlkit.SamplingParams(...)": "max_tokens max_new_tokens temperature top_p top_k stop",
+        "n": "num_samples num_return_sequences num_generations",
+        "params": "sampling_params",
+    },
+    "forward_backward": {"loss": "loss_fn", "config": "loss_fn_config", "data": "datums batch"},
+    "optim_step": {
+        "params": "adam_params",
+        "write optim_step(rlkit.Adam(learning_rate=...))": "lr learning_rate",
     },
 }
 
-
-_FREEZE = "sampling is a frozen policy's: policy.sampler().result().sample(prompt, params, n=8)"
-_DECODE = "policy.tokenizer.decode(sample.tokens)"
-_OUTPUT = "output.metrics['loss:sum']"
-_TRAINER: Mapping[str, str] = {
-    **dict.fromkeys(("model", "parameters", "state_dict", "train", "eval"), "save(name) writes the weights"),
-    **dict.fromkeys(("backward", "train_step"), "call forward_backward(data, loss), then optim_step(rlkit.Adam())"),
-    **dict.fromkeys(("step", "zero_grad", "optimizer"), "call optim_step(rlkit.Adam()), which clears the gradient"),
+_TRAINER: _Answers = {
+    "save(name) writes the weights": "model parameters state_dict train eval",
+    "call forward_backward(data, loss), then optim_step(rlkit.Adam())": "backward train_step",
+    "call optim_step(rlkit.Adam()), which clears the gradient": "step zero_grad optimizer",
 }
 
-ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+_MEMBERS: Mapping[str, _Answers] = {
     "sample": {
-        **dict.fromkeys(("text", "completion", "response", "content"), f"its text is {_DECODE}"),
-        **dict.fromkeys(("token_ids", "completion_ids", "ids"), "they are sample.tokens"),
-        "prompt_ids": "they are sample.prompt",
-        "finish_reason": "it is sample.stop_reason",
-        **dict.fromkeys(("log_probs", "logprob"), "they are sample.logprobs"),
+        "its text is policy.tokenizer.decode(sample.tokens)": "text completion response content",
+        "they are sample.tokens": "token_ids completion_ids ids",
+        "they are sample.prompt": "prompt_ids",
+        "it is sample.stop_reason": "finish_reason",
+        "they are sample.logprobs": "log_probs logprob",
     },
     "output": {
-        "loss": f"it is {_OUTPUT}, a sum over tokens",
-        "log_probs": "they are output.logprobs, and output.selected for the policy's own tokens",
+        "it is output.metrics['loss:sum'], a sum over tokens": "loss",
+        "they are output.logprobs, and output.selected for the policy's own tokens": "log_probs",
     },
-    "critic": {
-        **_TRAINER,
-        **dict.fromkeys(("sampler", "base_sampler", "sample"), "a critic has values; sample from the policy"),
-    },
+    "critic": {**_TRAINER, "a critic has values; sample from the policy": "sampler base_sampler sample"},
     "policy": {
         **_TRAINER,
-        **dict.fromkeys(("sample", "generate", "chat"), _FREEZE),
-        "save_pretrained": "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it",
-        "push_to_hub": "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it",
-        **dict.fromkeys(("encode", "decode"), "call policy.tokenizer.encode and policy.tokenizer.decode"),
+        "sampling is a frozen policy's: policy.sampler().result().sample(prompt, params, n=8)": "sample generate chat",
+        "save(name) returns a path; `rlkit checkpoints RUN --export FOLDER` makes an adapter of it": (
+            "save_pretrained push_to_hub"
+        ),
+        "call policy.tokenizer.encode and policy.tokenizer.decode": "encode decode",
     },
     "sampler": {
-        **dict.fromkeys(("generate", "chat", "completions"), "call sample(prompt, params, n=8)"),
-        **dict.fromkeys(("forward_backward", "optim_step", "save"), "a sampler is frozen; train the policy it is of"),
+        "call sample(prompt, params, n=8)": "generate chat completions",
+        "a sampler is frozen; train the policy it is of": "forward_backward optim_step save",
     },
     "tokenizer": {
-        "batch_decode": "decode one at a time: [tokenizer.decode(s.tokens) for s in samples]",
-        "batch_encode": "encode one at a time: [tokenizer.encode(text) for text in texts]",
-        "encode_plus": "call encode(text)",
-        **dict.fromkeys(("eos_token_id", "pad_token_id"), "the end tokens are tokenizer.eos_ids; nothing is padded"),
-        "convert_ids_to_tokens": "call decode([token], skip_special=False) for each",
-        "convert_tokens_to_ids": "call encode(text, special=True)",
+        "decode one at a time: [tokenizer.decode(s.tokens) for s in samples]": "batch_decode",
+        "encode one at a time: [tokenizer.encode(text) for text in texts]": "batch_encode",
+        "call encode(text)": "encode_plus",
+        "the end tokens are tokenizer.eos_ids; nothing is padded": "eos_token_id pad_token_id",
+        "call decode([token], skip_special=False) for each": "convert_ids_to_tokens",
+        "call encode(text, special=True)": "convert_tokens_to_ids",
     },
 }
 
-CALLS: Mapping[str, Mapping[str, str]] = {
-    "sample": {
-        **dict.fromkeys(
-            ("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "stop"),
-            "it belongs to the params: rlkit.SamplingParams(...)",
-        ),
-        **dict.fromkeys(("num_samples", "num_return_sequences", "num_generations"), "n"),
-        "sampling_params": "params",
-    },
-    "forward_backward": {
-        "loss_fn": "loss",
-        "loss_fn_config": "config",
-        **dict.fromkeys(("datums", "batch"), "data"),
-    },
-    "optim_step": {
-        "adam_params": "params",
-        **dict.fromkeys(("lr", "learning_rate"), "write optim_step(rlkit.Adam(learning_rate=...))"),
-    },
+_INPUTS: _Answers = {  # of losses
+    "reference_logprobs": "ref_logprobs ref_logps ref_log_prob reference_logps",
+    "sampling_logprobs": "old_logps old_log_prob old_log_probs",
+    "logprobs": "logps log_prob log_probs",
+    "a loss is called with the policy's own tokens alone, so there is nothing to mask": (
+        "mask loss_mask response_mask completion_mask"
+    ),
+    "weights": "weight",
+    "advantages": "advantage",
 }
 
-
-_OWN_TOKENS = "a loss is called with the policy's own tokens alone, so there is nothing to mask"
-
-INPUTS: Mapping[str, str] = {  # of losses
-    **dict.fromkeys(("ref_logprobs", "ref_logps", "ref_log_prob", "reference_logps"), "reference_logprobs"),
-    **dict.fromkeys(("old_logps", "old_log_prob", "old_log_probs"), "sampling_logprobs"),
-    **dict.fromkeys(("logps", "log_prob", "log_probs"), "logprobs"),
-    **dict.fromkeys(("mask", "loss_mask", "response_mask", "completion_mask"), _OWN_TOKENS),
-    "weight": "weights",
-    "advantage": "advantages",
-}
+VALUES = _by_name({"k1": "kl", "k2": "mse", "k3": "low_var_kl"})  # of estimators of a KL
+ALIASES = {kind: _by_name(answers) for kind, answers in _ARGUMENTS.items()}
+ATTRIBUTES = {kind: _by_name(answers) for kind, answers in _MEMBERS.items()}
+INPUTS = _by_name(_INPUTS)
 
 
 def answer(kind: str, name: str, known: Container[str]) -> str:
     """Return a hint about ``name``, "" without one; a hint that is itself a name must be among the ``known``."""
-    found = (ALIASES.get(kind) or CALLS.get(kind, {})).get(name, "")
-    if found.isidentifier():
-        return f"; write {found}=" if found in known else ""
-    return f"; {found}" if found else ""
+    hint = ALIASES.get(kind, {}).get(name, "")
+    if hint.isidentifier():
+        return f"; write {hint}=" if hint in known else ""
+    return f"; {hint}" if hint else ""
 
 
 def input_hint(name: str) -> str:

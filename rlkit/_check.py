@@ -69,8 +69,8 @@ def members(where: str, thing: object, protocol: type, hint: str = "") -> None:
     rlkit.errors.ConfigError: connect(x): got 3 (int), which has no grow; expected a Growing
     """
     lacking = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(thing, name)]
-    if lacking:
-        what = f"got {shown(thing)}, which has no {', '.join(lacking)}"
+    if lacking or isinstance(thing, type):
+        what = f"got {shown(thing)}, which " + (f"has no {', '.join(lacking)}" if lacking else "is a class")
         raise ConfigError(where, what, f"a {protocol.__name__}", hint)
 
 
@@ -152,9 +152,16 @@ def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) ->
 
 
 def choice(where: str, value: object, options: tuple[str, ...], *, error: type[RlkitError] = ConfigError) -> str:
-    """``value`` as one of ``options``."""
+    """``value`` as one of ``options``.
+
+    >>> choice("kl_estimator", "low_var_kl", ("k1", "k3"))
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: kl_estimator: got 'low_var_kl' (str); expected one of 'k1', 'k3' (here it is 'k3')
+    """
     if not isinstance(value, str) or value not in options:
-        raise error(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options)))
+        known = _aliases.VALUES.get(value) if isinstance(value, str) else None
+        why = f"here it is {known!r}" if known in options else ""
+        raise error(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options)), why)
     return value
 
 

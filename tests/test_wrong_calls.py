@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import advantages, envs, losses
+from rlkit import advantages, credit, envs, losses
 from rlkit.errors import ArgumentError, ConfigError, RlkitError
 from rlkit.rollouts import Plan
 
@@ -68,6 +68,15 @@ NAMES = [
     (lambda: advantages.gae([1.0], values=[0.0], discount=0.9), "write gamma="),
     (lambda: advantages.jsd([-1.0], [-1.0]), "by name only: teacher_logprobs="),
     (lambda: advantages.rloo([1.0, 0.0], beta=0.1), "rlkit.losses.with_kl"),
+    (lambda: credit.assign([], beta=0.1), "write kl_coef="),
+    (lambda: credit.assign([], ref_policy=None), "write reference="),
+    (lambda: credit.assign([], gamma=0.9), "config={...}"),
+    (
+        lambda: advantages.kl_penalty(
+            sampling_logprobs=[-1.0], reference_logprobs=[-1.0], coef=0.1, estimator="low_var_kl"
+        ),
+        "here it is 'k3'",
+    ),
     (lambda: envs.Settings(max_turn=3), "did you mean 'max_turns'"),
     (lambda: envs.StepResult(done=True), "write terminated="),
     (lambda: Plan(num_generations=4), "write n="),

@@ -187,6 +187,8 @@ def test_what_belongs_to_own_sampling_is_refused_beside_an_engine(policy, tiny):
             rlkit.connect("local", model=tiny("llama"), sampler=policy.engine, **option)
     with pytest.raises(rlkit.ConfigError, match="has no .*load_adapter.*expected a SamplingEngine"):
         rlkit.connect("local", model=tiny("llama"), sampler=policy.base_sampler().result())
+    with pytest.raises(rlkit.ConfigError, match="which is a class; expected a SamplingEngine"):
+        rlkit.connect("local", model=tiny("llama"), sampler=type(policy.engine))
     with pytest.raises(rlkit.UnsupportedError, match="sampler="):
         policy.saved_sampler(policy.save("x").result())
     assert policy.capabilities()["batch_invariant"] is False
