@@ -378,13 +378,13 @@ def test_the_command(tmp_path):
         try:
             url = process.stdout.readline().split()[-1]
             service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-            training = service.create_lora_training_client("toy").result(timeout=30)
-            training.forward_backward([datum([1, 2, 3], weights=1.0)], "cross_entropy").result(timeout=30)
-            training.optim_step(types.AdamParams()).result(timeout=30)
-            path = training.save_state("a").result(timeout=30).path
-            service.close("success").result(timeout=30)
+            training = service.create_lora_training_client("toy").result(timeout=120)
+            training.forward_backward([datum([1, 2, 3], weights=1.0)], "cross_entropy").result(timeout=120)
+            training.optim_step(types.AdamParams()).result(timeout=120)
+            path = training.save_state("a").result(timeout=120).path
+            service.close("success").result(timeout=120)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=20) == 0
+            assert process.wait(timeout=120) == 0
             assert process.stderr.read() == ""
         finally:
             process.kill()
