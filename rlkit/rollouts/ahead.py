@@ -78,6 +78,7 @@ def async_rollouts(
     """
     _check.require(isinstance(policy, TrainerBackend), "policy", policy, "a backend, as rlkit.connect gives")
     plan = planned(plan, options)
+    order: dict[str, object] = {}
     if isinstance(tasks, TaskSource):
         number = _check.integer("size", size, low=1, why="tasks per step")
         source, seed = tasks, plan.seed
@@ -86,6 +87,7 @@ def async_rollouts(
             return source.batch(step, number, seed=seed)
 
         batches: Callable[[int], Any] = draw
+        order = {"size": number, "tasks": len(tasks)}
     elif callable(tasks) and not isinstance(tasks, type):
         if size is not None:
             raise ConfigError("size", f"is {size}", "None", "the function of the step decides")
@@ -102,7 +104,8 @@ def async_rollouts(
         return rollout(sampler, batch, step=step, plan=plan)
 
     end = None if steps is None else start + steps
-    return AsyncRollouts(policy, batches, play or simply, start=start, end=end, max_lag=max_lag, interval=interval)
+    play = play or simply
+    return AsyncRollouts(policy, batches, play, start=start, end=end, max_lag=max_lag, interval=interval, order=order)
 
 
 class AsyncRollouts(Resource):
@@ -118,8 +121,10 @@ class AsyncRollouts(Resource):
         end: int | None,
         max_lag: int,
         interval: int,
+        order: dict[str, object],
     ) -> None:
         self._policy = policy
+        self._order = order  # what the order of the tasks depends on, beside the seed
         self._batches = batches
         self._play = play
         self._next = start
@@ -163,12 +168,22 @@ class AsyncRollouts(Resource):
 
     def state(self) -> dict[str, dict[str, object]]:
         """Return the batches that were begun and not yet asked for; they are waited for."""
-        return {str(step): _record(running.result()) for step, running in self._running.items()}
+        under_way = {str(step): _record(running.result()) for step, running in self._running.items()}
+        return {"order": self._order, **under_way}
 
     def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Become what ``state`` was taken from; the snapshots are not kept, so the next batch takes a fresh one."""
+        """Become what ``state`` was taken from; the snapshots are not kept, so the next batch takes a fresh one.
+
+        Raises:
+            ConfigError: it is of another number of tasks, or of another size of batches, and so of another order.
+        """
+        order = dict(state.get("order", self._order))
+        if order != self._order:
+            raise ConfigError("async_rollouts", f"has {self._order}", f"{order}, as the run began with")
         self._running.clear()
         for step, record in state.items():
+            if step == "order":
+                continue
             groups = [storage.from_record(group) for group in record["groups"]]
             done: concurrent.futures.Future[Rollouts] = concurrent.futures.Future()
             done.set_result(Rollouts(groups, {name: float(value) for name, value in record["metrics"].items()}))

@@ -219,6 +219,23 @@ def test_it_is_resumed_exactly(cut, tmp_path):
     assert same(parts, whole)
 
 
+@pytest.mark.parametrize("other", [{"size": 3}, {"tasks": TASKS[:2]}])
+def test_another_order_of_tasks_is_refused(policy, other):
+    """A run that goes on with another size, or another number of tasks, would repeat some tasks and miss others."""
+
+    def made(tasks=TASKS, size=2):
+        return async_rollouts(policy, tasks, size=size, steps=2, **OPTIONS)
+
+    with made() as before, made() as same_again, made(**other) as changed:
+        next(before)
+        state = before.state()
+        same_again.restore(state)
+        with pytest.raises(rlkit.ConfigError, match="as the run began with"):
+            changed.restore(state)
+        del state["order"]  # a checkpoint from before it was noted
+        changed.restore(state)
+
+
 def test_starts_later(policy):
     with async_rollouts(policy, TASKS, size=2, steps=2, start=7, **OPTIONS) as batches:
         assert [group.step for groups in batches for group in groups] == [7, 7, 8, 8]
