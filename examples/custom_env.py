@@ -15,7 +15,7 @@ import numpy as np
 import rlkit
 from rlkit import credit
 from rlkit.chat import Chat
-from rlkit.envs import Action, Mixture, Settings, StepResult, Tasks, function, mixture
+from rlkit.envs import Action, Mixture, StepResult, Tasks, TaskSettings, function, mixture
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import Plan, rollout_sync
 
@@ -56,7 +56,9 @@ def tasks(split: str) -> Mixture:
     mazes = Tasks(lambda _: Slow(), 64, name="maze", split=split, seeds=lambda index: first + index)
     rows = [{"prompt": f"Which way? {sign}", "letter": letter} for sign, letter in WAYS.items()]
     questions = function(rows, lambda text, letter: float(text.startswith(letter)), name="question")
-    return mixture({"maze": mazes, "question": questions}, weights={"maze": 3}, settings={"question": Settings(n=4)})
+    return mixture(
+        {"maze": mazes, "question": questions}, weights={"maze": 3}, settings={"question": TaskSettings(n=4)}
+    )
 
 
 def train(steps: int) -> tuple[list[float], rlkit.evaluation.Evaluation]:

@@ -176,7 +176,7 @@ def tasks_of(s: Settings) -> envs.Mixture:
     """The tasks of all environments and splits, each as often as it has tasks. Asks the servers."""
     parts: dict[str, Any] = {}
     for name, e in s.environments.items():
-        settings = envs.Settings(
+        settings = envs.TaskSettings(
             n=e.num_rollouts,
             min_n=e.num_rollouts - e.max_failing_rollouts,
             temperature=e.temperature,

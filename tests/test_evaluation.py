@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit import BackendError, ConfigError, SamplingParams
-from rlkit.envs import Settings, StepResult, Task, Tasks
+from rlkit.envs import StepResult, Task, Tasks, TaskSettings
 from rlkit.evaluation import evaluate, evaluate_sync, interval, score
 from tests.rollouts.parts import Counted, RandomSampler
 
@@ -71,7 +71,7 @@ def test_the_same_seed_gives_the_same_scores():
 def test_greedy_has_temperature_0():
     """Above what a task wants, and once per task."""
     sampler = RandomSampler()
-    own = Tasks(Coin, 3, name="coin", settings=Settings(n=5, min_n=2, temperature=0.7))
+    own = Tasks(Coin, 3, name="coin", settings=TaskSettings(n=5, min_n=2, temperature=0.7))
     found = asyncio.run(evaluate(sampler, own, greedy=True, params=PARAMS))
     assert {params.temperature for _, params, *_ in sampler.requests} == {0.0}
     assert found.scores["coin"].episodes == 3

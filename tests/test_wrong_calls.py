@@ -77,7 +77,7 @@ NAMES = [
         ),
         "here it is 'k3'",
     ),
-    (lambda: envs.Settings(max_turn=3), "did you mean 'max_turns'"),
+    (lambda: envs.TaskSettings(max_turn=3), "did you mean 'max_turns'"),
     (lambda: envs.StepResult(done=True), "write terminated="),
     (lambda: Plan(num_generations=4), "write n="),
     (lambda: Plan(temperature=1.0), "params=rlkit.SamplingParams(...)"),

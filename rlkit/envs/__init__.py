@@ -8,7 +8,7 @@ from rlkit.envs.from_gymnasium import gymnasium
 from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
 from rlkit.envs.mixtures import Mixture, mixture
-from rlkit.envs.protocol import Action, Env, Message, Observation, Settings, StepResult, Task, Tasks, TaskSource
+from rlkit.envs.protocol import Action, Env, Message, Observation, StepResult, Task, Tasks, TaskSettings, TaskSource
 
 __all__ = [
     "Action",
@@ -16,9 +16,9 @@ __all__ = [
     "Message",
     "Mixture",
     "Observation",
-    "Settings",
     "StepResult",
     "Task",
+    "TaskSettings",
     "TaskSource",
     "Tasks",
     "function",
@@ -28,6 +28,8 @@ __all__ = [
     "openreward",
     "reasoning_gym",
 ]
+
+Settings = TaskSettings  # its older name
 
 for _name in ("Action", "StepResult", "function", "gem", "gymnasium", "mixture", "openreward", "reasoning_gym"):
     globals()[_name].__module__ = __name__  # where users import them from

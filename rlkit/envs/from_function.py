@@ -13,7 +13,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit.envs._checked import observation
-from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks
+from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings
 from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
 
 __all__ = ["function"]
@@ -29,7 +29,7 @@ def function(
     split: str = "train",
     group: bool = False,
     name: str = "function",
-    settings: Settings | None = None,
+    settings: TaskSettings | None = None,
 ) -> Tasks:
     """Tasks of one turn each: a prompt is answered, and a function scores the answer.
 

@@ -12,7 +12,7 @@ from rlkit import _check
 from rlkit.envs import _splits
 from rlkit.envs._extras import package
 from rlkit.envs._streams import Stream, shield
-from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks, check_name
+from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, UnknownNameError
 
 __all__ = ["gem"]
@@ -33,7 +33,7 @@ def gem(
     split: str = "train",
     dataset_split: str | None = None,
     name: str | None = None,
-    settings: Settings | None = None,
+    settings: TaskSettings | None = None,
     **options: object,
 ) -> Tasks:
     """Tasks of one of GEM's environments, each with its own seed.

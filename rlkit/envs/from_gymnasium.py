@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit.envs import _splits
-from rlkit.envs.protocol import Action, Observation, Settings, StepResult, Tasks
+from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings
 from rlkit.errors import EnvError
 
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ def gymnasium(
     name: str = "gymnasium",
     action: Callable[[Action], object] = str,
     text: Callable[[object], object] | None = None,
-    settings: Settings | None = None,
+    settings: TaskSettings | None = None,
 ) -> Tasks:
     """Tasks of an environment with gymnasium's methods, each with its own seed.
 

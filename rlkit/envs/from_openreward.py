@@ -17,7 +17,7 @@ from rlkit import _check, _install
 from rlkit._calls import answered
 from rlkit.envs import calling
 from rlkit.envs._extras import package
-from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
+from rlkit.envs.protocol import Action, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, RlkitError, UnknownNameError
 
 __all__ = ["openreward"]
@@ -39,7 +39,7 @@ def openreward(
     env_overrides: Mapping[str, str] | None = None,
     format: str = "hermes",  # noqa: A002
     reminder: str | None = None,
-    settings: Settings | None = None,
+    settings: TaskSettings | None = None,
     timeout: float = 60.0,
 ) -> Tasks:
     """Return the tasks of one split of an environment that an OpenReward server holds; ask it how many there are.

@@ -18,7 +18,7 @@ from rlkit import _check, _install
 from rlkit.envs import _splits
 from rlkit.envs._extras import package
 from rlkit.envs._streams import Stream, shield
-from rlkit.envs.protocol import Action, Settings, StepResult, Tasks, check_name
+from rlkit.envs.protocol import Action, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError
 
 __all__ = ["reasoning_gym"]
@@ -37,7 +37,7 @@ def reasoning_gym(
     split: str = "train",
     template: str = "{question}",
     extract: Callable[[str], str | None] | None = None,
-    settings: Settings | None = None,
+    settings: TaskSettings | None = None,
     **config: object,
 ) -> Tasks:
     """Tasks of one of reasoning-gym's generators; one turn each.

@@ -9,7 +9,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit.envs.protocol import Settings, Task, TaskSource, check_name
+from rlkit.envs.protocol import Task, TaskSettings, TaskSource, check_name
 from rlkit.errors import ConfigError
 
 __all__ = ["Mixture", "mixture"]
@@ -20,7 +20,7 @@ def mixture(
     parts: Mapping[str, TaskSource],
     *,
     weights: Mapping[str, float] | None = None,
-    settings: Mapping[str, Settings] | None = None,
+    settings: Mapping[str, TaskSettings] | None = None,
 ) -> Mixture:
     """Several environments, drawn from in proportion to their weights.
 
@@ -40,7 +40,7 @@ def mixture(
 
     >>> from rlkit.envs import function
     >>> sums, jokes = function(["1 + 1 =", "2 + 2 ="], len), function(["Knock, knock."], len)
-    >>> both = mixture({"sums": sums, "jokes": jokes}, weights={"sums": 2}, settings={"jokes": Settings(n=16)})
+    >>> both = mixture({"sums": sums, "jokes": jokes}, weights={"sums": 2}, settings={"jokes": TaskSettings(n=16)})
     >>> [task.name for task in both.batch(0, 6)]
     ['sums', 'jokes', 'sums', 'sums', 'jokes', 'sums']
     """
@@ -51,7 +51,7 @@ class Mixture(Sequence[Task]):
     """What ``mixture`` makes. As a sequence it is the tasks of all parts, one part after the other."""
 
     def __init__(
-        self, parts: Mapping[str, TaskSource], weights: Mapping[str, float], settings: Mapping[str, Settings]
+        self, parts: Mapping[str, TaskSource], weights: Mapping[str, float], settings: Mapping[str, TaskSettings]
     ) -> None:
         _check.require(isinstance(parts, Mapping) and parts, "parts", parts, "a mapping from names to tasks")
         for name, part in parts.items():
@@ -62,12 +62,12 @@ class Mixture(Sequence[Task]):
                 what = f"has {', '.join(map(repr, sorted(set(mapping) - set(parts))))}"
                 raise ConfigError(label, what, "names of parts", ", ".join(parts))
         for name, value in settings.items():
-            _check.require(isinstance(value, Settings), f"settings[{name!r}]", value, "Settings")
+            _check.require(isinstance(value, TaskSettings), f"settings[{name!r}]", value, "TaskSettings")
         self.parts = dict(parts)
         self.weights = {
             name: _check.real(f"weights[{name!r}]", weights.get(name, 1.0), low=1e-6, high=1e6) for name in parts
         }
-        self.settings = {name: settings.get(name, Settings()) for name in parts}
+        self.settings = {name: settings.get(name, TaskSettings()) for name in parts}
         self.name = "mixture"
 
     def at(self, position: int, *, seed: int = 0) -> Task:

@@ -19,7 +19,7 @@ from rlkit._interaction import Action, Message, Observation, StepResult
 from rlkit._shuffle import epoch_places
 from rlkit.errors import ConfigError
 
-__all__ = ["Action", "Env", "Message", "Observation", "Settings", "StepResult", "Task", "TaskSource", "Tasks"]
+__all__ = ["Action", "Env", "Message", "Observation", "StepResult", "Task", "TaskSettings", "TaskSource", "Tasks"]
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "last")
 _ENDS = ("nonterminal_reward", "nonterminal_override")
@@ -45,7 +45,7 @@ class Env(Protocol):
 
 @answered
 @attrs.frozen
-class Settings:
+class TaskSettings:
     """How the episodes of an environment are played and scored; None leaves it to the rollout.
 
     Attributes:
@@ -65,7 +65,7 @@ class Settings:
     Raises:
         ConfigError: a value is out of range.
 
-    >>> Settings(n=8).over(Settings(n=4, max_turns=5)).max_turns
+    >>> TaskSettings(n=8).over(TaskSettings(n=4, max_turns=5)).max_turns
     5
     """
 
@@ -83,22 +83,24 @@ class Settings:
     def __attrs_post_init__(self) -> None:
         for name in ("n", "min_n", "max_tokens", "max_turns", "max_total_tokens"):
             if getattr(self, name) is not None:
-                _check.integer(f"Settings.{name}", getattr(self, name), low=1)
+                _check.integer(f"TaskSettings.{name}", getattr(self, name), low=1)
         if self.n is not None and self.min_n is not None:
-            _check.integer("Settings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
+            _check.integer("TaskSettings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
         if self.temperature is not None:
-            _check.temperature("Settings.temperature", self.temperature, zero=True)
+            _check.temperature("TaskSettings.temperature", self.temperature, zero=True)
         if self.deadline is not None:
-            _check.real("Settings.deadline", self.deadline, above=0.0, why="seconds")
+            _check.real("TaskSettings.deadline", self.deadline, above=0.0, why="seconds")
         if self.reduction is not None:
-            _check.choice("Settings.reduction", self.reduction, _REDUCTIONS)
+            _check.choice("TaskSettings.reduction", self.reduction, _REDUCTIONS)
         for name in _ENDS:
             if getattr(self, name) is not None:
-                _check.real(f"Settings.{name}", getattr(self, name))
+                _check.real(f"TaskSettings.{name}", getattr(self, name))
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
-            raise ConfigError("Settings.nonterminal_reward", "is given, and nonterminal_override too", "one of the two")
+            raise ConfigError(
+                "TaskSettings.nonterminal_reward", "is given, and nonterminal_override too", "one of the two"
+            )
 
-    def over(self, defaults: Settings) -> Settings:
+    def over(self, defaults: TaskSettings) -> TaskSettings:
         """Return these settings, with ``defaults`` where they say nothing."""
         own = attrs.asdict(self, filter=lambda _, value: value is not None)
         if own.keys() & set(_ENDS):  # one of the two, so not the other of the defaults
@@ -125,7 +127,7 @@ class Task:
     name: str = "env"
     index: int | None = None
     seed: int | None = None
-    settings: Settings = attrs.field(factory=Settings)
+    settings: TaskSettings = attrs.field(factory=TaskSettings)
     score: Callable[[Sequence[Action]], object] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -133,7 +135,7 @@ class Task:
         check_name("Task.name", self.name)
         if self.seed is not None:
             _check.integer("Task.seed", self.seed, low=0)
-        _check.require(isinstance(self.settings, Settings), "Task.settings", self.settings, "Settings")
+        _check.require(isinstance(self.settings, TaskSettings), "Task.settings", self.settings, "TaskSettings")
 
 
 @runtime_checkable
@@ -190,7 +192,7 @@ class Tasks(Sequence[Task]):
         name: str = "env",
         split: str = "train",
         seeds: Callable[[int], int] | None = None,
-        settings: Settings | None = None,
+        settings: TaskSettings | None = None,
         scores: Callable[[int], Callable[[Sequence[Action]], object]] | None = None,
     ) -> None:
         _check.require(callable(make), "Tasks.make", make, "a callable of an index")
@@ -201,7 +203,7 @@ class Tasks(Sequence[Task]):
         self._scores = scores
         self.name = check_name("Tasks.name", name)
         self.split = check_name("Tasks.split", split)
-        self.settings = Settings() if settings is None else settings
+        self.settings = TaskSettings() if settings is None else settings
 
     def __len__(self) -> int:
         return len(self._indices)

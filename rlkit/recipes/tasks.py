@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from rlkit import _check, answers, envs
-from rlkit.envs import Settings, Tasks, TaskSource
+from rlkit.envs import Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError
 from rlkit.recipes.inputs import Buffer, ExplorerInput, Taskset
 from rlkit.recipes.scoring import rewards
@@ -99,8 +99,8 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
     if not isinstance(tasks, Tasks):
         raise ConfigError(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks")
     sampling = taskset.rollout_args
-    wanted = Settings(temperature=sampling.temperature, max_tokens=sampling.max_tokens)
-    if wanted != Settings():
+    wanted = TaskSettings(temperature=sampling.temperature, max_tokens=sampling.max_tokens)
+    if wanted != TaskSettings():
         tasks.settings = tasks.settings.over(wanted)
     if taskset.max_tasks is not None:
         tasks = tasks[: _check.integer(f"{where}.max_tasks", taskset.max_tasks, low=1)]

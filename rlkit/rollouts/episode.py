@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlkit.envs import Observation, Settings, Task
+from rlkit.envs import Observation, Task, TaskSettings
 from rlkit.envs.calling import Guarded, call
 from rlkit.errors import DataError, EnvTimeout
 from rlkit.rollouts import seeds
@@ -73,7 +73,7 @@ class Episode:
     """
 
     def __init__(
-        self, shared: Shared, task: Task, settings: Settings, group: int, member: int, start: Start | None
+        self, shared: Shared, task: Task, settings: TaskSettings, group: int, member: int, start: Start | None
     ) -> None:
         self._shared = shared
         self._task = task

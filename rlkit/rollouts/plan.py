@@ -10,7 +10,7 @@ import attrs
 
 from rlkit import _check, _install
 from rlkit._calls import answered
-from rlkit.envs import Settings
+from rlkit.envs import TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
 from rlkit.trajectory.fields import read_only
 from rlkit.types import SamplingParams
@@ -128,9 +128,9 @@ class Plan:
             _check.require(isinstance(kind, type) and issubclass(kind, Exception), f"Plan.retry[{i}]", kind, expected)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> TaskSettings:
         """What a task may have otherwise, as a task's settings are written; ``min_n`` depends on the task's n."""
-        return Settings(
+        return TaskSettings(
             n=self.n,
             temperature=self.params.temperature,
             max_tokens=self.params.max_tokens,

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 import attrs
 
 from rlkit.backends.protocol import Sampler
-from rlkit.envs import Settings, Task
+from rlkit.envs import Task, TaskSettings
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts import seeds
@@ -38,7 +38,7 @@ class _Gathering:
 
     number: int
     task: Task
-    settings: Settings
+    settings: TaskSettings
     start: Start | None
     refills: int
     wanted: int  # how many trajectories make it worth keeping

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -577,6 +578,41 @@ def test_what_is_called_sees_the_callers_context():
         return await call(variable.get), await call(read), await call(lambda: read())
 
     assert asyncio.run(scene()) == ("here", "here", "here")
+
+
+def test_plain_calls_run_in_threads_that_differ():
+    """What belongs to the thread that made it, such as a connection of sqlite3, has to be opened for all threads."""
+
+    class Stored:
+        def reset(self, seed):
+            self.connection = sqlite3.connect(":memory:", check_same_thread=False)
+            self.thread = threading.get_ident()
+            return "Say something."
+
+        def step(self, action):
+            self.connection.execute("create table said (text)")
+            self.connection.execute("insert into said values (?)", (action,))
+            (count,) = self.connection.execute("select count(*) from said").fetchone()
+            return StepResult(reward=float(count), terminated=True, info={"moved": threading.get_ident() != self.thread})
+
+        def close(self):
+            self.connection.close()
+
+    async def scene():
+        env = await Guarded.opened(Task(Stored, "stored"))
+        await env.reset(0)
+        gate = threading.Event()
+        others = [asyncio.create_task(call(gate.wait)) for _ in range(64)]  # they take the threads that are idle
+        await asyncio.sleep(0)
+        result = await env.step(Action("something"))
+        gate.set()
+        await asyncio.gather(*others)
+        return result, await env.close()
+
+    result, error = asyncio.run(scene())
+    assert error is None
+    assert result.reward == 1.0
+    assert result.info["moved"]
 
 
 def test_what_environments_share_outlives_a_rollout():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.envs import Action, Settings, StepResult, Task, function
+from rlkit.envs import Action, StepResult, Task, TaskSettings, function
 from rlkit.envs.calling import Guarded, scores
 
 
@@ -132,7 +132,7 @@ def test_rows_that_are_read_when_they_are_asked_for():
             return {"prompt": f"row {index}"}
 
     rows = Rows()
-    tasks = function(rows, len, name="rows", settings=Settings(n=2))
+    tasks = function(rows, len, name="rows", settings=TaskSettings(n=2))
     assert rows.read == [0]
     assert played(tasks[998])[0] == "row 998"
     assert (tasks[3].name, tasks[3].settings.n) == ("rows", 2)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.envs import Action, Settings, gem
+from rlkit.envs import Action, TaskSettings, gem
 from rlkit.envs.calling import Guarded
 
 package = pytest.importorskip("gem", reason="gem-llm is not installed")
@@ -157,7 +157,7 @@ def test_sets_of_problems_are_the_splits_own():
 
 def test_what_is_said():
     """The first observation and the next ones, with GEM's own suffix; success is worth 1."""
-    task = gem(GUESS, name="guess", settings=Settings(max_turns=4))[0]
+    task = gem(GUESS, name="guess", settings=TaskSettings(max_turns=4))[0]
     env = task.make()
     first = env.reset(task.seed)
     assert first.startswith("You are playing Guess The Number.")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.envs import Action, Settings, StepResult, gymnasium
+from rlkit.envs import Action, StepResult, TaskSettings, gymnasium
 from rlkit.envs.calling import Guarded
 
 
@@ -59,7 +59,7 @@ def played(task, *actions):
 
 @pytest.mark.parametrize("kind", [Countdown, Later])
 def test_an_episode(kind):
-    task = gymnasium(kind, name="countdown", settings=Settings(max_turns=9))[4]
+    task = gymnasium(kind, name="countdown", settings=TaskSettings(max_turns=9))[4]
     first, (), env = played(task)
     assert env.closed
     start = int(first.removeprefix("From ").removesuffix("."))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.envs import Mixture, Settings, Task, Tasks, TaskSource, function, mixture
+from rlkit.envs import Mixture, Task, Tasks, TaskSettings, TaskSource, function, mixture
 
 
 def tasks(size, name="plain", **options):
@@ -86,14 +86,14 @@ def test_each_task_once_per_pass_of_its_part():
 
 
 def test_settings_stand_above_the_tasks_own():
-    part = tasks(2, settings=Settings(n=4, temperature=0.5, max_turns=3))
+    part = tasks(2, settings=TaskSettings(n=4, temperature=0.5, max_turns=3))
     both = mixture(
         {"a": part, "b": tasks(2)},
-        settings={"a": Settings(n=16, reduction="max"), "b": Settings(deadline=9.0, nonterminal_reward=-1.0)},
+        settings={"a": TaskSettings(n=16, reduction="max"), "b": TaskSettings(deadline=9.0, nonterminal_reward=-1.0)},
     )
     found = {task.name: task.settings for task in both.batch(0, 2)}
-    assert found["a"] == Settings(n=16, temperature=0.5, max_turns=3, reduction="max")
-    assert found["b"] == Settings(deadline=9.0, nonterminal_reward=-1.0)
+    assert found["a"] == TaskSettings(n=16, temperature=0.5, max_turns=3, reduction="max")
+    assert found["b"] == TaskSettings(deadline=9.0, nonterminal_reward=-1.0)
 
 
 def test_a_task_is_otherwise_as_it_was():
@@ -107,20 +107,20 @@ def test_a_task_is_otherwise_as_it_was():
 
 def test_mixtures_of_mixtures():
     """Names tell them apart, weights multiply, settings of the outer stand above."""
-    inner = mixture({"x": tasks(3), "y": tasks(3)}, weights={"x": 3}, settings={"x": Settings(n=2, max_turns=5)})
-    outer = mixture({"z": tasks(3), "in": inner}, settings={"in": Settings(n=8)})
+    inner = mixture({"x": tasks(3), "y": tasks(3)}, weights={"x": 3}, settings={"x": TaskSettings(n=2, max_turns=5)})
+    outer = mixture({"z": tasks(3), "in": inner}, settings={"in": TaskSettings(n=8)})
     found = collections.Counter(names(outer.batch(0, 80)))
     assert found == {"z": 40, "in/x": 30, "in/y": 10}
     (settings,) = {task.settings for task in outer.batch(0, 8) if task.name == "in/x"}
-    assert settings == Settings(n=8, max_turns=5)
+    assert settings == TaskSettings(n=8, max_turns=5)
 
 
 def test_as_a_sequence():
     """All tasks, one part after the other: to evaluate on everything."""
-    both = mixture({"a": tasks(2), "b": tasks(3)}, settings={"b": Settings(n=1)})
+    both = mixture({"a": tasks(2), "b": tasks(3)}, settings={"b": TaskSettings(n=1)})
     assert len(both) == 5
     assert [(task.name, task.index) for task in both] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]
-    assert identity(both[-1]) == identity(both[4]) == ("b", 2, None, Settings(n=1))
+    assert identity(both[-1]) == identity(both[4]) == ("b", 2, None, TaskSettings(n=1))
     assert [task.index for task in both[1:3]] == [1, 0]
     for index in (5, -6):
         with pytest.raises(IndexError, match="there are 5"):
@@ -141,7 +141,7 @@ def test_as_a_sequence():
         ({"a": tasks(2)}, {"weights": {"b": 1.0}}, "weights: has 'b'"),
         ({"a": tasks(2)}, {"weights": {"a": 0.0}}, r"weights\['a'\]"),
         ({"a": tasks(2)}, {"weights": {"a": float("nan")}}, r"weights\['a'\]"),
-        ({"a": tasks(2)}, {"settings": {"b": Settings()}}, "settings: has 'b'"),
+        ({"a": tasks(2)}, {"settings": {"b": TaskSettings()}}, "settings: has 'b'"),
         ({"a": tasks(2)}, {"settings": {"a": {"n": 3}}}, r"settings\['a'\]"),
     ],
 )

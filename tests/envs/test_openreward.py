@@ -16,7 +16,7 @@ import time
 import pytest
 
 import rlkit
-from rlkit.envs import Action, Settings, calling, openreward
+from rlkit.envs import Action, TaskSettings, calling, openreward
 from rlkit.envs.calling import Guarded
 
 pytest.importorskip("openreward", reason="openreward is not installed: pip install 'rlkit-lm[openreward]'")
@@ -60,7 +60,7 @@ def contents(result):
 
 
 def test_splits_and_their_sizes(url):
-    tasks = openreward("sums", base_url=url, settings=Settings(n=4))
+    tasks = openreward("sums", base_url=url, settings=TaskSettings(n=4))
     assert (len(tasks), tasks.name, tasks.split, tasks[0].settings.n) == (10, "sums", "train", 4)
     assert len(openreward("sums", base_url=url, split="test")) == 3
     with pytest.raises(rlkit.UnknownNameError, match="no split named 'dev'. There are: train, test, empty"):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.envs import Action, Env, Settings, StepResult, Task, Tasks, TaskSource
+from rlkit.envs import Action, Env, StepResult, Task, Tasks, TaskSettings, TaskSource
 
 
 class Nothing:
@@ -33,6 +33,12 @@ def tasks(size, **options):
 
 def indices(batch):
     return [task.index for task in batch]
+
+
+def test_the_older_name_of_task_settings():
+    from rlkit import envs
+
+    assert envs.Settings is TaskSettings
 
 
 def test_an_action_is_its_text():
@@ -100,18 +106,18 @@ def test_step_results_share_no_info():
 )
 def test_settings_out_of_range(name, value):
     with pytest.raises(rlkit.ConfigError, match=rf"Settings\.{name}"):
-        Settings(**{name: value})
+        TaskSettings(**{name: value})
 
 
 def test_settings_that_contradict_each_other():
     with pytest.raises(rlkit.ConfigError, match="min_n"):
-        Settings(n=2, min_n=3)
+        TaskSettings(n=2, min_n=3)
 
 
 def test_settings_over_others():
     """What is set wins, 0 included; what is None does not."""
-    over = Settings(n=4, temperature=0.0).over(Settings(n=8, temperature=1.0, deadline=3.0))
-    assert over == Settings(n=4, temperature=0.0, deadline=3.0)
+    over = TaskSettings(n=4, temperature=0.0).over(TaskSettings(n=8, temperature=1.0, deadline=3.0))
+    assert over == TaskSettings(n=4, temperature=0.0, deadline=3.0)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +140,11 @@ def test_tasks_that_are_none(options, what):
 
 def test_a_task_knows_where_it_is_from():
     made = []
-    some = Tasks(lambda i: made.append(i) or Nothing(), 5, name="some", seeds=lambda i: 100 + i, settings=Settings(n=2))
+    some = Tasks(
+        lambda i: made.append(i) or Nothing(), 5, name="some", seeds=lambda i: 100 + i, settings=TaskSettings(n=2)
+    )
     task = some[-1]
-    assert (task.name, task.index, task.seed, task.settings) == ("some", 4, 104, Settings(n=2))
+    assert (task.name, task.index, task.seed, task.settings) == ("some", 4, 104, TaskSettings(n=2))
     assert made == []
     task.make()
     task.make()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.envs import Action, Settings, reasoning_gym
+from rlkit.envs import Action, TaskSettings, reasoning_gym
 from rlkit.envs.calling import Guarded
 
 pytest.importorskip("reasoning_gym")
@@ -160,7 +160,7 @@ def test_template_and_extraction():
         size=3,
         template="Q: {question}\nOnly {the} number.\nA:",
         extract=lambda text: text.rpartition(" ")[2],
-        settings=Settings(max_tokens=8),
+        settings=TaskSettings(max_tokens=8),
         **SMALL,
     )
     env = tasks[0].make()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import rlkit
-from rlkit.envs import Action, Settings, StepResult, Task, function, gymnasium
+from rlkit.envs import Action, StepResult, Task, TaskSettings, function, gymnasium
 from rlkit.envs.calling import Guarded
 from rlkit.errors import BackendError, EnvError
 from rlkit.rollouts import rollout_sync
@@ -80,13 +80,13 @@ def test_a_cut_episode(sampler, end, reduction, expected):
     cut = env(PEEK, PEEK, OPEN)
     (group,) = rollout_sync(sampler, cut, n=2, params=PARAMS, max_turns=2, reduction=reduction, **end)
     assert group.rewards.tolist() == pytest.approx([expected] * 2)
-    task = Task(cut, settings=Settings(**end))
+    task = Task(cut, settings=TaskSettings(**end))
     others = (
         {"nonterminal_override": 7.0} if "nonterminal_reward" in end else {"nonterminal_reward": 7.0} if end else {}
     )
     (group,) = rollout_sync(sampler, task, n=2, params=PARAMS, max_turns=2, reduction=reduction, **others)
     assert group.rewards.tolist() == pytest.approx([expected] * 2), "of the two the task's own stands"
-    whole = rollout_sync(sampler, Task(env(PEEK), settings=Settings(**end)), n=2, params=PARAMS)
+    whole = rollout_sync(sampler, Task(env(PEEK), settings=TaskSettings(**end)), n=2, params=PARAMS)
     assert whole[0].rewards.tolist() == [0.3, 0.3]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import rlkit
 from rlkit import BackendError, BackendTimeout, ConfigError, EnvBusy, Future, SamplingParams
-from rlkit.envs import Settings, StepResult, Task, Tasks
+from rlkit.envs import StepResult, Task, Tasks, TaskSettings
 from rlkit.rollouts import Plan, asking, rollout, rollout_sync, stream
 from tests.rollouts.parts import Counted, CountedAsync, RandomSampler, all_closed, reset_counts
 
@@ -137,7 +137,7 @@ def test_the_same_seed_gives_the_same_episodes_whatever_arrives_first():
 
 
 def test_a_task_may_have_its_own_seed_and_settings():
-    own = Settings(
+    own = TaskSettings(
         n=3, temperature=0.5, max_tokens=2, max_turns=1, reduction="last", nonterminal_override=-5.0, deadline=9.0
     )
     sampler = RandomSampler()
@@ -153,9 +153,9 @@ def test_a_task_may_have_its_own_seed_and_settings():
 
 def test_min_n_is_never_more_than_n():
     """A task with a smaller group is kept whole; a task's own min_n stands above the plan's."""
-    tasks = [Task(Counted, "one", settings=Settings(n=1)), Task(Counted, "two")]
+    tasks = [Task(Counted, "one", settings=TaskSettings(n=1)), Task(Counted, "two")]
     assert [len(group) for group in run(tasks, n=4, min_n=4)] == [1, 4]
-    failing = Task(Flaking, "flaking", settings=Settings(min_n=1))
+    failing = Task(Flaking, "flaking", settings=TaskSettings(min_n=1))
     assert len(run([Counted, failing], n=2, min_n=2, concurrency=1)[1].failures) == 1
 
 

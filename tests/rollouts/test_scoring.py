@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import rlkit
-from rlkit.envs import Settings, StepResult, Task, function, mixture
+from rlkit.envs import StepResult, Task, TaskSettings, function, mixture
 from rlkit.rollouts import rollout, rollout_sync
 
 PARAMS = rlkit.SamplingParams(max_tokens=5)
@@ -93,7 +93,7 @@ def test_a_score_that_raises_where_nothing_is_left(sampler):
 
 def test_a_score_that_hangs(sampler):
     gate = threading.Event()
-    task = function(["p"], lambda actions: gate.wait(), group=True, settings=Settings(n=2))[0]
+    task = function(["p"], lambda actions: gate.wait(), group=True, settings=TaskSettings(n=2))[0]
     try:
         with pytest.raises(rlkit.BackendError, match="2 timeout in score"):
             rollout_sync(sampler, task, params=PARAMS, progress=False, call_timeout=0.5)
