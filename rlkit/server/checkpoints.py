@@ -251,11 +251,7 @@ def _lora(item: Mapping[str, Any]) -> Lora:
 
 
 def checked_ttl(ttl: int | None) -> float | None:
-    """When a state saved now expires.
-
-    Raises:
-        ApiError: 400, outside of 1 hour to 10 years.
-    """
+    """When a state saved now expires. Raises ApiError: 400, outside of 1 hour to 10 years."""
     if ttl is None:
         return None
     if not 3600 <= ttl <= 10 * 366 * 86400:

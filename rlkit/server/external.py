@@ -7,12 +7,11 @@ import hashlib
 import hmac
 import time
 import urllib.parse
-from collections.abc import Callable
 
-from rlkit.server.requests import ApiError, Request, Response
-from rlkit.server.state import Endpoints, ServerState
+from rlkit.server.requests import ApiError, Fields, Request, Response
+from rlkit.server.state import Endpoints, ServerState, TrainingRun
 from rlkit.server.storage import saved
-from rlkit.server.training import submitted
+from rlkit.server.training import Job, of_model
 
 __all__ = ["endpoints", "signed"]
 
@@ -21,27 +20,13 @@ _SECONDS = 3600  # that an address is good for
 _FILES = "/api/v1/external_weights/"
 
 
-@endpoints.post("save_weights_external")
-def save_weights_external(state: ServerState, request: Request) -> Response:
+@of_model(endpoints, "save_weights_external")
+def save_weights_external(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
     """Save a model's adapter to be downloaded."""
-    fields = request.fields()
-    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
-
-    def prepare() -> Callable[[], Response]:
-        if fields.items("age_encryption_recipients", None):
-            raise ApiError(
-                400, "age_encryption_recipients: this server does not encrypt; the files stay on its machine"
-            )
-        save = saved(state, run, fields, "external_weights", fields.text("path"))
-
-        def job() -> Response:
-            path = save()
-            state.done("save_weights_external", run.model_id, seq_id)
-            return Response.json({"path": path, "type": "save_weights_external"})
-
-        return job
-
-    return submitted(state, run, "save_weights_external", seq_id, prepare)
+    if fields.items("age_encryption_recipients", None):
+        raise ApiError(400, "age_encryption_recipients: this server does not encrypt; the files stay on its machine")
+    save = saved(state, run, fields, "external_weights", fields.text("path"))
+    return lambda: {"path": save(), "type": "save_weights_external"}
 
 
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints/external_weights/{name}/external_weights_urls")

@@ -94,11 +94,7 @@ class Graph:
 
 
 def read_loss(fields: Fields) -> Loss:
-    """Return the loss of a create_custom_loss request.
-
-    Raises:
-        ApiError: 400 or 422, naming what is not allowed.
-    """
+    """Return the loss of a create_custom_loss request. Raises ApiError: 400 or 422, naming what is not allowed."""
     ranks: dict[str, int] = {}
     for i, item in enumerate(fields.items("inputs")):
         given = Fields(f"create_custom_loss.inputs[{i}]", item if isinstance(item, dict) else {})

@@ -68,11 +68,7 @@ class Request:
     body: bytes
 
     def fields(self) -> Fields:
-        """Return the body's JSON object.
-
-        Raises:
-            ApiError: 422, it is something else.
-        """
+        """Return the body's JSON object. Raises ApiError: 422, it is something else."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError) as error:

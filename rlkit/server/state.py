@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import re
 import secrets
 import threading
@@ -71,11 +72,7 @@ class TrainingRun:
     unloaded: bool = False
 
     def ready(self) -> BackendModel:
-        """Return the model.
-
-        Raises:
-            ApiError: 400, making it failed.
-        """
+        """Return the model. Raises ApiError: 400, making it failed."""
         if self.model is None:
             raise ApiError(400, f"model {self.model_id!r} could not be made; its first request says why")
         return self.model
@@ -148,11 +145,7 @@ class ServerState:
     answers: dict[str, Response] = attrs.field(factory=dict)  # by idempotency key
 
     def session(self, session_id: str) -> ClientSession:
-        """Return the session of that id.
-
-        Raises:
-            ApiError: 404, there is none; 410, it was finished.
-        """
+        """Return the session of that id. Raises ApiError: 404, there is none; 410, it was finished."""
         session = self.sessions.get(session_id)
         if session is None:
             raise ApiError(404, f"session {session_id!r} is unknown")
@@ -195,11 +188,7 @@ class ServerState:
             self.samplers.pop(sampler.sampler_id, None)
 
     def base(self, name: str) -> str:
-        """``name``, if this service has that base model.
-
-        Raises:
-            ApiError: 400, it has others.
-        """
+        """``name``, if this service has that base model. Raises ApiError: 400, it has others."""
         if name not in self.names:
             raise ApiError(400, f"base_model {name!r} is unknown; this server has: {', '.join(self.names)}")
         return name
@@ -245,22 +234,20 @@ class Endpoints:
     def __init__(self) -> None:
         self.all: list[Endpoint] = []
 
-    def add(self, method: str, path: str) -> Callable[[Handler], Handler]:
-        """Decorate ``handler(state, request, **parts)``.
+    def add(self, method: str, path: str, name: str = "") -> Callable[[Handler], Handler]:
+        """Decorate ``handler(state, request, **parts)``, whose own name is the endpoint's unless there is another.
 
         ``{part}`` in ``path`` is anything without a slash, ``{part:path}`` anything at all.
         """
         pattern = re.compile("/api/v1/" + re.sub(r"\{(\w+)(:path)?\}", _part, path))
 
         def added(handler: Handler) -> Handler:
-            self.all.append(Endpoint(method, pattern, handler.__name__, handler))
+            self.all.append(Endpoint(method, pattern, name or handler.__name__, handler))
             return handler
 
         return added
 
-    def post(self, path: str) -> Callable[[Handler], Handler]:
-        """Add a POST endpoint."""
-        return self.add("POST", path)
+    post = functools.partialmethod(add, "POST")
 
     @staticmethod
     def find(endpoints: list[Endpoint], request: Request) -> tuple[Endpoint, dict[str, str]]:

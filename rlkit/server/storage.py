@@ -11,64 +11,39 @@ from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.sampling import new_sampler
 from rlkit.server.sessions import checked_optimizer, metadata_of, new_run, page
 from rlkit.server.state import Endpoints, ServerState, TrainingRun
-from rlkit.server.training import submitted
+from rlkit.server.training import Job, of_model, queued
 
 __all__ = ["endpoints", "saved"]
 
 endpoints = Endpoints()
 
 
-@endpoints.post("save_weights")
-def save_weights(state: ServerState, request: Request) -> Response:
+@of_model(endpoints, "save_weights")
+def save_weights(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
     """Save a model with its optimizer."""
-    fields = request.fields()
-    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
-
-    def prepare() -> Callable[[], Response]:
-        name = fields.text("path", f"{seq_id or 0:06d}")
-        save = saved(state, run, fields, "weights", name, overwrite=fields.flag("overwrite", False))
-
-        def job() -> Response:
-            path = save()
-            state.done("save_weights", run.model_id, seq_id)
-            return Response.json({"path": path, "type": "save_weights"})
-
-        return job
-
-    return submitted(state, run, "save_weights", seq_id, prepare)
+    name = fields.text("path", f"{fields.integer('seq_id', None) or 0:06d}")
+    save = saved(state, run, fields, "weights", name, overwrite=fields.flag("overwrite", False))
+    return lambda: {"path": save(), "type": "save_weights"}
 
 
-@endpoints.post("save_weights_for_sampler")
-def save_weights_for_sampler(state: ServerState, request: Request) -> Response:
+@of_model(endpoints, "save_weights_for_sampler")
+def save_weights_for_sampler(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
     """Save a model to sample from: under a name, or for one sampler of this session."""
-    fields = request.fields()
-    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+    name = fields.text("path", None)
+    if name is not None:
+        save = saved(state, run, fields, "sampler_weights", name)
+        return lambda: {"type": "save_weights_for_sampler", "path": save()}
+    number = fields.integer("sampling_session_seq_id", low=0)
 
-    def prepare() -> Callable[[], Response]:
-        name = fields.text("path", None)
-        if name is not None:
-            save = saved(state, run, fields, "sampler_weights", name)
-            number = None
-        else:
-            number = fields.integer("sampling_session_seq_id", low=0)
+    def job() -> dict[str, object]:
+        snapshot = run.ready().snapshot()
+        sampler_id = f"{run.model_id.split(':train:')[0]}:sample:{number}"
+        new_sampler(state, sampler_id, run.base_model, None, lambda: snapshot, again=False)
+        state.samplers[sampler_id].snapshot()  # counted from now on
+        state.trim()
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-        def job() -> Response:
-            found: dict[str, object] = {"type": "save_weights_for_sampler"}
-            if number is None:
-                found["path"] = save()
-            else:
-                snapshot = run.ready().snapshot()
-                sampler_id = f"{run.model_id.split(':train:')[0]}:sample:{number}"
-                new_sampler(state, sampler_id, run.base_model, None, lambda: snapshot, again=False)
-                state.samplers[sampler_id].snapshot()  # counted from now on
-                state.trim()
-                found["sampling_session_id"] = sampler_id
-            state.done("save_weights_for_sampler", run.model_id, seq_id)
-            return Response.json(found)
-
-        return job
-
-    return submitted(state, run, "save_weights_for_sampler", seq_id, prepare)
+    return job
 
 
 @endpoints.post("load_weights")
@@ -76,7 +51,7 @@ def load_weights(state: ServerState, request: Request) -> Response:
     """Make a model from a saved one, or load another state into a model that is there."""
     fields = request.fields()
     if fields.get("model_id") is not None:
-        return _loaded_over(state, fields)
+        return queued(state, fields, "load_weights", _loaded_over)
     session = state.session(fields.text("session_id"))
     number = fields.integer("model_seq_id", low=0)
     key = ("create_model", session.session_id, number)
@@ -97,22 +72,16 @@ def load_weights(state: ServerState, request: Request) -> Response:
     return Response.json(entry.accepted)
 
 
-def _loaded_over(state: ServerState, fields: Fields) -> Response:
-    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+def _loaded_over(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
+    found, optimizer = _found(state, fields), fields.flag("optimizer")
 
-    def prepare() -> Callable[[], Response]:
-        found, optimizer = _found(state, fields), fields.flag("optimizer")
+    def job() -> dict[str, object]:
+        old, run.model = run.model, state.models.load(found.handle, optimizer=optimizer)
+        if old is not None:
+            old.close()
+        return {"path": found.path, "model_id": run.model_id, "type": "load_weights"}
 
-        def job() -> Response:
-            old, run.model = run.model, state.models.load(found.handle, optimizer=optimizer)
-            if old is not None:
-                old.close()
-            state.done("load_weights", run.model_id, seq_id)
-            return Response.json({"path": found.path, "model_id": run.model_id, "type": "load_weights"})
-
-        return job
-
-    return submitted(state, run, "load_weights", seq_id, prepare)
+    return job
 
 
 @endpoints.post("weights_info")

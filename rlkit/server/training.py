@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from rlkit.server.requests import ApiError, Fields, Request, Response
 from rlkit.server.state import Endpoints, ServerState, TrainingRun
 from rlkit.types import Adam
 
-__all__ = ["endpoints", "submitted"]
+__all__ = ["Job", "endpoints", "of_model", "queued"]
 
+Job: TypeAlias = Callable[[], Mapping[str, object]]
+Check: TypeAlias = Callable[[ServerState, TrainingRun, Fields], Job]
 endpoints = Endpoints()
 _ADAM = Adam(eps=1e-12)  # the API's defaults
 
@@ -55,6 +57,34 @@ def submitted(
     return Response.json(entry.accepted)
 
 
+def queued(state: ServerState, fields: Fields, operation: str, check: Check) -> Response:
+    """Accept a request whose job, which ``check`` returns, is carried out in the model's order; it answers JSON."""
+    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
+
+    def prepare() -> Callable[[], Response]:
+        job = check(state, run, fields)
+
+        def carried_out() -> Response:
+            answer = job()
+            state.done(operation, run.model_id, seq_id)
+            return Response.json(answer)
+
+        return carried_out
+
+    return submitted(state, run, operation, seq_id, prepare)
+
+
+def of_model(endpoints: Endpoints, operation: str) -> Callable[[Check], Check]:
+    """Decorate the check of a request of a model in training, which is POSTed to ``operation``. See ``queued``."""
+
+    def add(check: Check) -> Check:
+        answer = endpoints.add("POST", operation, operation)
+        answer(lambda state, request: queued(state, request.fields(), operation, check))
+        return check
+
+    return add
+
+
 @endpoints.post("forward_backward")
 def forward_backward(state: ServerState, request: Request) -> Response:
     """Logprobs, the loss, and unless ``forward_only`` its gradient, which is added to what is there."""
@@ -78,23 +108,11 @@ def forward_backward(state: ServerState, request: Request) -> Response:
     return submitted(state, run, operation, call.seq_id or None, prepare)
 
 
-@endpoints.post("optim_step")
-def optim_step(state: ServerState, request: Request) -> Response:
+@of_model(endpoints, "optim_step")
+def optim_step(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
     """One step of AdamW."""
-    fields = request.fields()
-    run, seq_id = state.run(fields.text("model_id")), fields.integer("seq_id", None, low=0)
-
-    def prepare() -> Callable[[], Response]:
-        params = _adam(fields)
-
-        def job() -> Response:
-            metrics = run.ready().step(params)
-            state.done("optim_step", run.model_id, seq_id)
-            return Response.json({"metrics": dict(metrics)})
-
-        return job
-
-    return submitted(state, run, "optim_step", seq_id, prepare)
+    params = _adam(fields)
+    return lambda: {"metrics": dict(run.ready().step(params))}
 
 
 @endpoints.post("create_custom_loss")

@@ -68,11 +68,7 @@ class ForwardBackward:
     data: Sequence[Any]  # messages, decoded by ``datum``
 
     def datum(self, index: int) -> WireDatum:
-        """Decode datum ``index``.
-
-        Raises:
-            ApiError: 400, naming the datum and the field.
-        """
+        """Decode datum ``index``. Raises ApiError: 400, naming the datum and the field."""
         message, where = self.data[index], f"data[{index}]"
         parts = []
         for chunk in message.model_input:
@@ -89,11 +85,7 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Return the training call in ``body``.
-
-    Raises:
-        ApiError: 422, it is none.
-    """
+    """Return the training call in ``body``. Raises ApiError: 422, it is none."""
     decode_error = importlib.import_module("google.protobuf.message").DecodeError
     message = messages().ForwardBackwardRequest()
     try:
