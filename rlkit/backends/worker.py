@@ -55,11 +55,7 @@ class Worker:
         weakref.finalize(self, self._state.end).atexit = False
 
     def submit(self, job: Callable[[], T | Generator[None, None, T]]) -> concurrent.futures.Future[T]:
-        """Queue ``job`` behind what was submitted before.
-
-        Raises:
-            BackendError: in a process that was forked off.
-        """
+        """Queue ``job`` behind what was submitted before. Raises BackendError: in a process that was forked off."""
         self.check_process()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._state.changed:

@@ -93,11 +93,7 @@ class ModelRenderer:
         self.ends = frozenset(map(int, renderer.get_stop_token_ids()))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], *, head: bool = True) -> np.ndarray:
-        """Render marked messages: int64 [T].
-
-        Raises:
-            DataError: the renderer refuses them.
-        """
+        """Render marked messages: int64 [T]. Raises DataError: the renderer refuses them."""
         try:
             ids = self._renderer.render_ids(
                 self._ready(messages), tools=self._ready(tools) or None, add_generation_prompt=head

@@ -121,11 +121,7 @@ class TeacherOptions:
 
 
 def policy_options(settings: Settings) -> PolicyOptions:
-    """Return the policy that the settings describe.
-
-    Raises:
-        ConfigError: settings contradict each other.
-    """
+    """Return the policy that the settings describe. Raises ConfigError: settings contradict each other."""
     model, engine = settings.model, settings.explorer.rollout_model
     name = settings.backend or ("tinker" if model.tinker.enable else "local")
     if name not in backends.registry:
@@ -195,11 +191,7 @@ def critic_options(
 
 
 def chat_options(model: Model, engine: RolloutModel, form: Format) -> ChatOptions:
-    """Return how prompts of this form are rendered.
-
-    Raises:
-        ConfigError: the template's file cannot be read.
-    """
+    """Return how prompts of this form are rendered. Raises ConfigError: the template's file cannot be read."""
     template = form.chat_template or model.custom_chat_template or engine.chat_template
     if form.raw:
         template = _PLAIN
@@ -214,11 +206,7 @@ def chat_options(model: Model, engine: RolloutModel, form: Format) -> ChatOption
 
 
 def stage_path(where: str, path: str | None, stages: Mapping[str, str]) -> str | None:
-    """Return a path; of an earlier stage where it says so.
-
-    Raises:
-        ConfigError: there is no such stage before.
-    """
+    """Return a path; of an earlier stage where it says so. Raises ConfigError: there is no such stage before."""
     if path is None or not path.startswith("stage:"):
         return path
     name = path.removeprefix("stage:")

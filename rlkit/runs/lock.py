@@ -93,11 +93,7 @@ class Lock:
 
 
 def _make_way(path: Path) -> None:
-    """Remove the file of a process that is gone.
-
-    Raises:
-        ConfigError: it is not known to be gone.
-    """
+    """Remove the file of a process that is gone. Raises ConfigError: it is not known to be gone."""
     try:
         found = path.read_text("utf-8", errors="replace")
     except FileNotFoundError:

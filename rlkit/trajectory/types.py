@@ -303,11 +303,7 @@ class Group:
 
 
 def checked_groups(groups: object) -> list[Group]:
-    """Return the groups as a list; one group is a list of one.
-
-    Raises:
-        DataError: something else than groups.
-    """
+    """Return the groups as a list; one group is a list of one. Raises DataError: something else than groups."""
     groups = [groups] if isinstance(groups, Group) else groups
     if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
         raise DataError("groups", f"got {_check.shown(groups)}", "groups")

@@ -33,11 +33,7 @@ _TOKENIZER = 120.0  # and for reading a tokenizer, which may be downloaded
 
 
 def sdk() -> ModuleType:
-    """Return the package tinker.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the package tinker. Raises ConfigError: it is not installed."""
     try:
         return importlib.import_module("tinker")
     except ImportError as error:
