@@ -14,8 +14,8 @@ from rlkit.tools.types import Malformed, Parsed, ToolCall
 MOST = 128  # calls in one text; what comes after is not looked at, so that a flood costs nothing
 
 
-class NotJson(ValueError):
-    """With the position at which the text stops being JSON."""
+class Unreadable(ValueError):
+    """With the position at which the text stops being a call."""
 
     def __init__(self, problem: str, position: int) -> None:
         super().__init__(problem)
@@ -26,19 +26,25 @@ def json_at(text: str, start: int) -> tuple[object, int]:
     """Return (the JSON value that begins at ``start``, the position behind it); never more work than reading it once.
 
     Raises:
-        NotJson: there is none.
+        Unreadable: there is none.
     """
-    while text[start : start + 1].isspace():
-        start += 1
+    start = skip(text, start)
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise NotJson(f"the JSON is not valid: {error.msg}", error.pos) from None
+        raise Unreadable(f"the JSON is not valid: {error.msg}", error.pos) from None
     except ValueError as error:  # a number: not finite, or of thousands of digits
-        raise NotJson(f"the JSON is not valid: {error}", start) from None
+        raise Unreadable(f"the JSON is not valid: {error}", start) from None
     except RecursionError:
-        raise NotJson("the JSON is nested too deeply", start) from None
+        raise Unreadable("the JSON is nested too deeply", start) from None
     return value, int(end)
+
+
+def skip(text: str, at: int) -> int:
+    """Return where the white space that begins at ``at`` ends."""
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
 
 
 def _finite(text: str) -> float:
@@ -92,7 +98,7 @@ class Findings:
             try:
                 arguments, end = json_at(arguments, 0)
                 arguments = None if value[key][end:].strip() else arguments
-            except NotJson:
+            except Unreadable:
                 arguments = None
         if not isinstance(arguments, Mapping):
             return self.wrong(f'"{key}" is {kind(value[key])}, not an object', position, name=name)

@@ -12,7 +12,7 @@ from rlkit import _check
 from rlkit._interaction import Action
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
-from rlkit.tools._reading import Findings, NotJson, behind, json_at
+from rlkit.tools._reading import Findings, Unreadable, behind, json_at, skip
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 from rlkit.tools.validation import check_schema, problems
 
@@ -126,17 +126,14 @@ def hermes(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # n
         body = opened + len(start)
         try:
             value, at = json_at(text, body)
-        except NotJson as error:
+        except Unreadable as error:
             found.wrong(str(error), error.position)
             at = behind(text, body)
             continue
-        while text[at : at + 1].isspace():
-            at += 1
-        if text.startswith(end, at):
+        at = skip(text, at)
+        if text.startswith(end, at) or at == len(text):  # the tag may be a stop string
             found.call_of(value, opened)
-            at += len(end)
-        elif at == len(text):  # the tag was a stop string
-            found.call_of(value, opened)
+            at = min(at + len(end), len(text))
         else:
             found.wrong(f"{end} is missing behind the JSON", at)
             at = behind(text, at)
@@ -158,7 +155,7 @@ def json_calls(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed: 
         found.keep(at, match.start())
         try:
             value, end = json_at(text, match.start())
-        except NotJson as error:
+        except Unreadable as error:
             found.wrong(str(error), error.position)
             at = max(error.position, match.end())
             continue

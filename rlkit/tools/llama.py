@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlkit.tools._reading import Findings, NotJson, json_at
-from rlkit.tools.pythonic import NotACall, calls_at
+from rlkit.tools._reading import Findings, Unreadable, json_at, skip
+from rlkit.tools.pythonic import calls_at
 from rlkit.tools.types import Parsed
 
 __all__ = ["llama"]
@@ -28,8 +28,7 @@ def llama(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # no
     ends = _ENDS.search(text, max(len(text) - 100, 0))
     stop = ends.start() if ends else len(text)
     tag = text.find(_TAG, 0, stop)
-    at = 0 if tag < 0 else tag + len(_TAG)
-    at = _skip(text, at)
+    at = skip(text, 0 if tag < 0 else tag + len(_TAG))
     tagged = tag >= 0
     python = _WORD.match(text, at) is not None or (tagged and text[at : at + 1].isidentifier())
     if not python and not tagged and not _names_a_tool(text, at):
@@ -38,10 +37,7 @@ def llama(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # no
     if not python and not text.startswith(("{", "["), at):
         found.wrong(f"behind {_TAG} stands no call", at)
         return found.parsed(None)
-    if python:
-        at = _pythonic(text, at, found)
-    else:
-        at = _objects(text, at, stop, found)
+    at = _pythonic(text, at, found) if python else _objects(text, at, stop, found)
     rest = text[at:stop].strip() if at < stop else ""
     if rest and not found.errors:
         found.wrong("there is text behind the calls", at)
@@ -53,7 +49,7 @@ def _objects(text: str, at: int, stop: int, found: Findings) -> int:
         begin = at
         try:
             value, at = json_at(text, at)
-        except NotJson as error:
+        except Unreadable as error:
             found.wrong(str(error), error.position)
             return stop
         for item in value if isinstance(value, list) else [value]:
@@ -67,7 +63,7 @@ def _objects(text: str, at: int, stop: int, found: Findings) -> int:
 def _pythonic(text: str, at: int, found: Findings) -> int:
     try:
         calls, end = calls_at(text, at)
-    except NotACall as error:
+    except Unreadable as error:
         found.wrong(str(error), error.position)
         return len(text)
     for name, arguments, position in calls:
@@ -82,13 +78,7 @@ def _names_a_tool(text: str, at: int) -> bool:
         return False
     try:
         value, _ = json_at(text, at)
-    except NotJson:
+    except Unreadable:
         return True
     first = value[0] if isinstance(value, list) else value
     return isinstance(first, Mapping) and ("name" in first or "function" in first)
-
-
-def _skip(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at

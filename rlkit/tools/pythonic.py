@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-__all__ = ["NotACall", "calls_at"]
+from rlkit.tools._reading import Unreadable
+
+__all__ = ["calls_at"]
 
 _DEPTH = 64
 _TOKEN = re.compile(  # each string is read in one pass, whatever is missing at its end
@@ -22,14 +24,6 @@ _ESCAPES = "\n\\'\"abfnrtvxNuU0"
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
-class NotACall(ValueError):
-    """With the position at which the text stops being calls."""
-
-    def __init__(self, problem: str, position: int) -> None:
-        super().__init__(problem)
-        self.position = position
-
-
 def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, object], int]], int]:
     """((name, arguments, position) of each call, the position behind them) of ``[f(x=1), g()]`` or one bare call.
 
@@ -37,7 +31,7 @@ def calls_at(text: str, start: int) -> tuple[list[tuple[str, dict[str, object], 
     ([('add', {'x': 1, 'y': [2, 'a']}, 1), ('now', {}, 23)], 29)
 
     Raises:
-        NotACall: anything that is not a name with keyword arguments that are literals.
+        Unreadable: anything that is not a name with keyword arguments that are literals.
     """
     reader = _Reader(text, start)
     if not reader.takes("["):
@@ -68,12 +62,12 @@ class _Reader:
 
     def needs(self, mark: str, where: str) -> None:
         if not self.takes(mark):
-            raise NotACall(f"{mark!r} is missing {where}", self.at)
+            raise Unreadable(f"{mark!r} is missing {where}", self.at)
 
     def name(self, what: str) -> tuple[str, int]:
         token = self.peek()
         if token is None or token["name"] is None:
-            raise NotACall(f"{what} is missing", self.at)
+            raise Unreadable(f"{what} is missing", self.at)
         self.at = token.end()
         return token["name"], token.start("name")
 
@@ -89,20 +83,20 @@ class _Reader:
             begin = self.at
             token = self.peek()
             if token is None or token["name"] is None:
-                raise NotACall("arguments need names: tool(argument=value)", begin)
+                raise Unreadable("arguments need names: tool(argument=value)", begin)
             key, _ = self.name("the name of an argument")
             self.needs("=", f"behind the argument {key}")
             if key in arguments:
-                raise NotACall(f"the argument {key} comes twice", begin)
+                raise Unreadable(f"the argument {key} comes twice", begin)
             arguments[key] = self.value(0)
         return name.removesuffix(".call"), arguments, position
 
     def value(self, depth: int) -> object:
         begin, token = self.at, self.peek()
         if depth > _DEPTH:
-            raise NotACall("the value is nested too deeply", begin)
+            raise Unreadable("the value is nested too deeply", begin)
         if token is None:
-            raise NotACall("a value is missing, or is no literal", begin)
+            raise Unreadable("a value is missing, or is no literal", begin)
         self.at = token.end()
         if token["string"] is not None or token["number"] is not None:
             return _literal(token["string"] or token["number"], begin)
@@ -114,7 +108,7 @@ class _Reader:
             return self.items(")", depth)
         if token["mark"] == "{":
             return self.entries(depth)
-        raise NotACall(f"{token[0].strip()[:20]!r} is no literal value", begin)
+        raise Unreadable(f"{token[0].strip()[:20]!r} is no literal value", begin)
 
     def items(self, closing: str, depth: int) -> list[object]:
         found: list[object] = []
@@ -136,7 +130,7 @@ class _Reader:
             begin = self.at
             key = self.value(depth + 1)
             if not isinstance(key, str):
-                raise NotACall("a key of a dictionary is no string", begin)
+                raise Unreadable("a key of a dictionary is no string", begin)
             self.needs(":", f"behind the key {key[:20]!r}")
             found[key] = self.value(depth + 1)
         return found
@@ -151,4 +145,4 @@ def _literal(text: str, position: int) -> object:
         value = None
     if isinstance(value, (str, int)) or (isinstance(value, float) and abs(value) != float("inf")):
         return value
-    raise NotACall(f"{text[:20]!r} is no literal value", position)
+    raise Unreadable(f"{text[:20]!r} is no literal value", position)

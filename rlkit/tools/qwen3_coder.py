@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlkit.tools._reading import Findings, NotJson, behind, json_at
+from rlkit.tools._reading import Findings, Unreadable, behind, json_at
 from rlkit.tools.types import Parsed
 
 __all__ = ["qwen3_coder"]
@@ -78,7 +78,7 @@ def _value(text: str, schema: object) -> Any:
         return written == "True"
     try:
         value, end = json_at(written, 0)
-    except NotJson:
+    except Unreadable:
         return text
     return value if end == len(written) else text
 
