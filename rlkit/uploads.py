@@ -96,14 +96,7 @@ class OpenRewardUpload(Resource):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Do nothing: numbers are not uploaded."""
 
-    def log_trajectories(
-        self,
-        groups: Iterable[Group],
-        step: int,  # noqa: ARG002  # a group has its own
-        *,
-        advantages: Sequence[object] | None = None,  # noqa: ARG002
-        trainer_logprobs: Sequence[object] | None = None,  # noqa: ARG002
-    ) -> None:
+    def log_trajectories(self, groups: Iterable[Group], step: int, **_: Sequence[object] | None) -> None:  # noqa: ARG002
         """Queue the trajectories, as ``submit`` does."""
         self.submit(groups)
 

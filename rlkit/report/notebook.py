@@ -77,14 +77,7 @@ class Live:
         if time.monotonic() - self._drawn >= self._every:
             self._draw()
 
-    def log_trajectories(
-        self,
-        groups: Iterable[Group],
-        step: int,
-        *,
-        advantages: Sequence[object] | None = None,
-        trainer_logprobs: Sequence[object] | None = None,
-    ) -> None:
+    def log_trajectories(self, groups: Iterable[Group], step: int, **_: Sequence[object] | None) -> None:
         """Nothing: trajectories are looked at on the run page."""
 
     def rewind(self, step: int) -> None:

@@ -13,31 +13,9 @@ from rlkit.errors import ConfigError
 
 __all__ = ["Fault", "Faults", "Kind"]
 
-Kind: TypeAlias = Literal[
-    "400",
-    "401",
-    "402",
-    "403",
-    "404",
-    "408",
-    "409",
-    "410",
-    "422",
-    "429",
-    "500",
-    "502",
-    "503",
-    "reset",
-    "timeout",
-    "slow",
-    "bad_json",
-    "empty",
-    "lost",
-    "redirect",
-    "opfail",
-    "paused_capacity",
-    "paused_rate_limit",
-]
+_Status: TypeAlias = Literal["400", "401", "402", "403", "404", "408", "409", "410", "422", "429", "500", "502", "503"]
+_Wire: TypeAlias = Literal["reset", "timeout", "slow", "bad_json", "empty", "lost", "redirect"]
+Kind: TypeAlias = Literal[_Status, _Wire, "opfail", "paused_capacity", "paused_rate_limit"]
 _KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
 
 

@@ -83,14 +83,7 @@ class Console:
         self._rows += 1
         self._print([str(step), *(_short(value) for value in cells.values())], None)
 
-    def log_trajectories(
-        self,
-        groups: Iterable[Group],
-        step: int,
-        *,
-        advantages: Sequence[object] | None = None,  # noqa: ARG002
-        trainer_logprobs: Sequence[object] | None = None,  # noqa: ARG002
-    ) -> None:
+    def log_trajectories(self, groups: Iterable[Group], step: int, **_: Sequence[object] | None) -> None:
         """Nothing: trajectories are looked at on the run page."""
         checked_groups(groups)
         _check.integer("step", step, low=0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from pathlib import Path
-from typing import Self
 
 from rlkit.tracking.service import COLUMNS, ServiceTracker
 
@@ -47,11 +45,6 @@ class Mlflow(ServiceTracker):
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._experiment, self._name, self._id, self._uri = experiment, name, id, uri
-
-    @classmethod
-    def for_run(cls, folder: Path) -> Self:
-        """As a run in ``folder`` has it: under the folder's name."""
-        return cls(name=folder.resolve().name)
 
     def _open(self) -> object:
         from mlflow import MlflowClient

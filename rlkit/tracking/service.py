@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from rlkit import _check, _install
 from rlkit._secrets import masked, redact
@@ -46,20 +47,19 @@ class ServiceTracker(ABC):
         self._run: Any = None
         self._closed = False
 
+    @classmethod
+    def for_run(cls, folder: Path) -> Self:
+        """As a run in ``folder`` has it: under the folder's name."""
+        make: Callable[..., Self] = cls
+        return make(name=folder.resolve().name)
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the numbers of a step."""
         found, step = values.checked(metrics, step)
         if found:
             self._log(self._opened(), found, step)
 
-    def log_trajectories(
-        self,
-        groups: Iterable[Group],
-        step: int,
-        *,
-        advantages: Sequence[object] | None = None,  # noqa: ARG002  # of the run page
-        trainer_logprobs: Sequence[object] | None = None,  # noqa: ARG002
-    ) -> None:
+    def log_trajectories(self, groups: Iterable[Group], step: int, **_: Sequence[object] | None) -> None:
         """Send some trajectories as text."""
         rows = examples(checked_groups(groups), _check.integer("step", step, low=0), self._most)
         if rows:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rlkit.tracking.service import COLUMNS, ServiceTracker
 
@@ -39,11 +38,6 @@ class Trackio(ServiceTracker):
     ) -> None:
         super().__init__(config=config, trajectories=trajectories)
         self._options = {"project": project, "name": name, "resume": resume, "space_id": space}
-
-    @classmethod
-    def for_run(cls, folder: Path) -> Self:
-        """As a run in ``folder`` has it: under the folder's name."""
-        return cls(name=folder.resolve().name)
 
     def _open(self) -> object:
         import trackio
