@@ -593,7 +593,9 @@ def test_plain_calls_run_in_threads_that_differ():
             self.connection.execute("create table said (text)")
             self.connection.execute("insert into said values (?)", (action,))
             (count,) = self.connection.execute("select count(*) from said").fetchone()
-            return StepResult(reward=float(count), terminated=True, info={"moved": threading.get_ident() != self.thread})
+            return StepResult(
+                reward=float(count), terminated=True, info={"moved": threading.get_ident() != self.thread}
+            )
 
         def close(self):
             self.connection.close()
