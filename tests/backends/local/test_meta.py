@@ -91,7 +91,7 @@ def bases(tiny, tmp_path_factory):
     return meta.meta_base(tiny("qwen3")), meta.meta_base(str(folder))
 
 
-@pytest.mark.parametrize(("merge", "budget"), [(True, 20), (False, 28)])
+@pytest.mark.parametrize(("merge", "budget"), [(True, 18), (False, 26)])
 def test_decoding_is_few_launches(bases, masked, merge, budget):
     """Norms, products, rotation, the KV cache, attention, the gated unit: of one layer, with adapters and without."""
     number, kinds = layers(lambda base: decoded(base, merge=merge), *bases)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from rlkit.backends.local.gemm import mixed
 from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
 from rlkit.errors import BackendError
 
@@ -91,6 +92,8 @@ class LoraLinear:
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[N, in] -> [N, out], and x A^T for ``gradients``; ``residual`` [N, out] is added."""
+        if residual is not None and self._adds_in_float32(x, residual):
+            return self._onto(residual, x)
         if self.merged is not None:
             y = matmul(x, self.merged)
             y = y if self.bias is None else y.add_(self.bias)
@@ -104,6 +107,18 @@ class LoraLinear:
         if low is not None and self.b is not None:
             y.addmm_(low, self.b.t())
         return (y if fits or residual is None else residual + y), low
+
+    def _adds_in_float32(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
+        wide = x.dtype == torch.bfloat16 and residual.dtype == torch.float32 and self.bias is None
+        return wide and mixed.works(x.device)
+
+    def _onto(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add all to a residual in float32, where a product can do that."""
+        weight = self.weight if self.merged is None else self.merged
+        assert isinstance(weight, torch.Tensor), "weights are prepacked on CPUs alone"  # noqa: S101
+        y = mixed.add_product(residual, x, weight.t())
+        low = None if self.merged is not None else self.low(x)
+        return (y if low is None or self.b is None else mixed.add_product(y, low, self.b.t())), low
 
     def low(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return x A^T alone."""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from rlkit.backends.local.gemm import mkl
+from rlkit.backends.local.gemm import mixed, mkl
 
 __all__ = ["Prepacked", "Weight", "matmul", "prepack"]
 
@@ -54,8 +54,12 @@ def prepack(weight: torch.Tensor, place: Weight | None = None) -> Weight:
 
 
 def matmul(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Return x W^T."""
-    return weight(x) if isinstance(weight, Prepacked) else x @ weight.t()
+    """Return x W^T; in float32 where x is, also with a weight in bfloat16."""
+    if isinstance(weight, Prepacked):
+        return weight(x)
+    if x.dtype == torch.float32 and weight.dtype == torch.bfloat16:
+        return mixed.wide_matmul(x, weight)
+    return x @ weight.t()
 
 
 def _onednn(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rlkit.backends.local.gemm import mixed
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.device import device_of, to_device
 from rlkit.backends.local.model.hub import located, model_path
@@ -73,10 +74,13 @@ class Base:
 
     @cached_property
     def head(self) -> torch.Tensor:
-        """The output embedding [V, hidden] in float32 at least; made once, as it takes as long as 100 rows' logits."""
+        """The output embedding [V, hidden] in float32 at least, or in bfloat16 where products with it are in float32.
+
+        A copy is made once, as it takes as long as 100 rows' logits.
+        """
         model: Any = self.model
-        weight: torch.Tensor = model.get_output_embeddings().weight
-        return upcast(weight.detach())
+        weight: torch.Tensor = model.get_output_embeddings().weight.detach()
+        return weight if weight.dtype == torch.bfloat16 and mixed.works(weight.device) else upcast(weight)
 
     @property
     def plain(self) -> bool:

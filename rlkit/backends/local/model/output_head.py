@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address
+from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address, upcast
 from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
 
 __all__ = ["KEPT", "Unembedding", "read_in_chunks", "read_logits"]
@@ -27,7 +27,7 @@ class Unembedding:
     """The output embedding without a bias, and its LoRA.
 
     Args:
-        weight: [V, hidden], in float32 at least.
+        weight: [V, hidden], in float32 at least, or as ``mixed.wide_matmul`` takes it.
         pair: (A [r, hidden], B [V, r]) of its adapter, if it has one.
         scale: of the adapter.
     """
@@ -61,7 +61,7 @@ class Unembedding:
         place, self.merged = self.merged if copied else None, None
         merged = self.weight
         if pair is not None:
-            merged = torch.addmm(merged, pair[1].float(), pair[0].float(), alpha=scale)
+            merged = torch.addmm(upcast(merged), pair[1].float(), pair[0].float(), alpha=scale)
         self.merged, self._merged_base = prepack(merged, place), pair is None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Unembedding:
         rows = min(CHUNK, ids.numel())
         if self._buffer is None or self._buffer.shape[0] < rows:
             self._buffer = None  # reused, as page-faulting a fresh one costs more than the softmax
-            self._buffer = self.weight.new_empty(rows, self.weight.shape[0])
+            self._buffer = upcast(hidden.new_empty(rows, self.weight.shape[0]))
         out: torch.Tensor = _Logprobs.apply(hidden, *pair, self.weight, self._scale, ids, temperatures, self._buffer)
         return out
 
@@ -119,7 +119,7 @@ class _Logprobs(torch.autograd.Function):
             )
             if not any(ctx.needs_input_grad[:3]):
                 continue
-            slope[part] = weight[ids[part]] - (p @ weight).div_(total)
+            slope[part] = weight[ids[part]] - matmul(p, weight.t()).div_(total)
             if low_slope is not None and a is not None and b is not None:
                 low_slope[part] = (b[ids[part]] - (p @ b).div_(total)) * scale
                 slope[part] += low_slope[part] @ a
@@ -161,7 +161,10 @@ def _softmax(
     temperatures: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the logprobs [n] of ``ids``, and in ``buffer`` the probabilities [n, V], up to their sums [n, 1]."""
-    logits = torch.mm(hidden, weight.t(), out=buffer[: ids.numel()])
+    if weight.dtype == hidden.dtype:
+        logits = torch.mm(hidden, weight.t(), out=buffer[: ids.numel()])
+    else:
+        logits = matmul(hidden, weight)
     if a is not None and b is not None:
         logits.addmm_(hidden @ a.t(), b.t(), alpha=scale)
     if temperatures is not None:

@@ -22,6 +22,7 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import LlamaForward
@@ -103,7 +104,7 @@ class CudaGraphs:
         if addresses != self._addresses or rows > self._out.shape[0]:
             self.clear()
             head = self._base.head
-            self._out, self._addresses = head.new_empty(rows, head.shape[0]), addresses
+            self._out, self._addresses = upcast(head.new_empty(rows, head.shape[0])), addresses
         values = np.zeros((2, rows), np.int64)  # the rows that are added write to the first key of free slots
         values[:, :n] = tokens, positions
         graph = self._graphs.get((rows, keys))

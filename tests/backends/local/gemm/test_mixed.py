@@ -1,0 +1,96 @@
+"""Products in float32 of weights in bfloat16, with a stand-in for the products that a CPU lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rlkit.backends.local.gemm import mixed, prepacked  # noqa: E402
+from rlkit.backends.local.gemm.lora_linear import LoraLinear  # noqa: E402
+from rlkit.backends.local.model.output_head import Unembedding  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """What a GPU does: both factors in bfloat16, the sum in float32."""
+
+    def product(x, w):
+        assert x.dtype == w.dtype == torch.bfloat16
+        return x.float() @ w.float()
+
+    def add_product(y, x, w):
+        assert y.dtype == torch.float32
+        return y + product(x, w)
+
+    monkeypatch.setattr(mixed, "product", product)
+    monkeypatch.setattr(mixed, "add_product", add_product)
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_three_products_are_one_in_float32(products, rows):
+    """As near to float64 as the product in float32 is, and one in bfloat16 is 1,000 times as far; with its gradient."""
+    x, weight = random(rows, 300).requires_grad_(), random(70, 300, dtype=torch.bfloat16)
+    exact = x.detach().double() @ weight.double().t()
+    y = prepacked.matmul(x, weight)
+    assert y.dtype == torch.float32
+    rounded = x.detach().to(torch.bfloat16).double() @ weight.double().t()
+    error, far = ((found.double() - exact).norm() / exact.norm() for found in (y, rounded))
+    assert 1000 * error < far
+    grad = random(rows, 70)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    assert torch.allclose(dx, grad @ weight.float(), atol=2e-5)
+
+
+def test_the_head_keeps_no_copy_in_float32(products):
+    """Logprobs and their gradients by the weight in bfloat16 are those by its copy in float32."""
+    weight, hidden, ids = random(90, 24, dtype=torch.bfloat16), random(7, 24), torch.arange(7)
+    results = []
+    for matrix in (weight.float(), weight):
+        x, a, b = hidden.clone().requires_grad_(), random(3, 24).requires_grad_(), random(90, 3).requires_grad_()
+        head = Unembedding(matrix, (a, b), 0.5)
+        logprobs = head.logprobs(x, ids, None)
+        results.append([logprobs, *torch.autograd.grad(logprobs.sum(), [x, a, b]), head.logits(hidden)])
+        head.load((a, b), 0.5, merge=True)
+        results[-1].append(head.logits(hidden))
+    for expected, found in zip(*results, strict=True):
+        assert torch.allclose(expected, found, atol=3e-6 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_residual_is_added_to_in_float32(products, monkeypatch, merge):
+    """Where a GPU can: the sum is not rounded to bfloat16 in between."""
+    monkeypatch.setattr(mixed, "works", lambda _: True)
+    monkeypatch.setattr("rlkit.backends.local.gemm.lora_linear.prepack", lambda weight, place=None: weight)
+    x, residual = random(5, 16, dtype=torch.bfloat16), random(5, 12)
+    weight, pair = random(12, 16, dtype=torch.bfloat16), (random(2, 16), random(12, 2))
+    linear = LoraLinear(weight, None, [12], [pair], 0.5)
+    (linear.merge if merge else linear.prepare)()
+    y, low = linear(x, residual)
+    assert y.dtype == torch.float32
+    assert (low is None) == merge
+    exact = residual + x.float() @ (weight.float() + 0.5 * pair[1] @ pair[0]).t()
+    assert (y - exact).norm() < 0.01 * exact.norm()
+
+
+def test_what_a_device_cannot_multiply_so_is_found_out(monkeypatch, products):
+    """It raises, or it is wrong; a CPU is not asked."""
+    mixed._right.cache_clear()
+    assert mixed._right(CPU)
+    assert not mixed.works(CPU)
+    right = mixed.product
+
+    def missing(*_):
+        raise NotImplementedError
+
+    for function in (missing, lambda x, w: right(x, w).bfloat16().float()):
+        monkeypatch.setattr(mixed, "product", function)
+        mixed._right.cache_clear()
+        assert not mixed._right(CPU)
+    mixed._right.cache_clear()
