@@ -114,15 +114,15 @@ FAMILIES = {
     "llama, rope dynamic": Family("llama", {"rope_parameters": DYNAMIC}, "own"),
     "llama, rope longrope": Family("llama", _longrope(), "own"),
     "mistral": Family("mistral", {"sliding_window": None}, "own"),
-    "mistral, window": Family("mistral", {"sliding_window": WINDOW}, "slots"),
+    "mistral, window": Family("mistral", {"sliding_window": WINDOW}, "own"),
     "mistral, window beyond the context": Family("mistral", {"sliding_window": 2 * LENGTH}, "own"),
     "qwen2": Family("qwen2", path="own"),
     "qwen2, window": Family(
-        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "slots"
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "own"
     ),
     "qwen3": Family("qwen3", {"tie_word_embeddings": True}, "own"),
     "qwen3, window": Family(
-        "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "slots"
+        "qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "own"
     ),
     "ministral3": Family(
         "ministral3", {"sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}

@@ -177,15 +177,16 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
 @torch.no_grad()
 def _llama_agrees(model: Any, probe: Probe) -> bool:
     """Return whether ``Llama`` gives the logits that the model's own forward gives."""
-    if not is_llama(model) or any(layer_windows(model.config) or [True]):
+    if not is_llama(model) or layer_windows(model.config) is None:
         return False
     expected = logits_at(model, probe.tokens[None], probe.places)
     fuse_layers(model)
     llama = Llama(model, {}, 0.0)
     n = probe.tokens.size
-    attention = TreeAttention([Segment(0, n)], llama.heads, llama.key_heads)
+    runs = [Segment(0, n)]
+    attentions = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
     tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
-    hidden = llama.hidden(tokens, positions, attention, places)
+    hidden = llama.hidden(tokens, positions, attentions, places)
     logits = Unembedding(upcast(model.get_output_embeddings().weight)).logits(hidden)
     return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 

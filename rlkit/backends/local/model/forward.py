@@ -6,7 +6,7 @@ and a step over the KV cache; each gives its tokens in the form that either forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -30,8 +30,8 @@ __all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight
 class Inputs(Protocol):
     """The tokens of one forward."""
 
-    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
-        """Return tokens [N], positions [N], how they see one another, and the places [n] whose output is wanted."""
+    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[Attention], torch.Tensor]:
+        """Return tokens [N], positions [N], how they see one another in each layer, and the places [n] of outputs."""
 
     def for_library(
         self, device: torch.device, masks: LayerMasks, *, trees: bool

@@ -11,6 +11,7 @@ from torch import nn
 from rlkit.backends.local.gemm.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
 from rlkit.backends.local.model.decoder_layer import Attention, Layer, run_layer
 from rlkit.backends.local.model.fused_layer import layer_class
+from rlkit.backends.local.model.windows import layer_windows
 
 __all__ = ["Llama", "fuse_layers", "is_llama"]
 
@@ -41,6 +42,9 @@ class Llama:
         model: a transformers model after ``fuse_layers``; its tensors are used, not copied.
         adapter: the adapters of its modules.
         scale: of the adapters.
+
+    Attributes:
+        windows: of each layer, None for one whose tokens see all that are before them.
     """
 
     def __init__(self, model: Any, adapter: Adapter, scale: float) -> None:
@@ -48,6 +52,7 @@ class Llama:
         self._model = model.model
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.windows = layer_windows(config) or [None] * config.num_hidden_layers
         self.layers: list[Layer] = []
         layer_kind = layer_class(model.device, model.dtype)
         self._names: list[list[str]] = []  # of the modules of each product
@@ -97,13 +102,16 @@ class Llama:
             linear.merge()
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, index: torch.Tensor
+        self, tokens: torch.Tensor, positions: torch.Tensor, attentions: Sequence[Attention], index: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens [N] at ``positions`` [N] -> the last hidden states [n, hidden] at ``index`` [n], at least float32."""
+        """Tokens [N] at ``positions`` [N] -> the last hidden states [n, hidden] at ``index`` [n], at least float32.
+
+        ``attentions`` says for each layer how the tokens see one another.
+        """
         x = upcast(self._model.embed_tokens(tokens))
         cos, sin = self._model.rotary_emb(x, positions[None])  # [1, N, D], the second half as the first
         rope = self.layers[0].rope_tables(cos[0], sin[0])
-        for layer in self.layers:
+        for layer, attention in zip(self.layers, attentions, strict=True):
             x = run_layer(x, layer, rope, attention)
         return nn.functional.rms_norm(x[index], (x.shape[-1],), self._last_norm, self._eps)
 

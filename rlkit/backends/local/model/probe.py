@@ -24,8 +24,8 @@ READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for
 _SLOTS = """
 apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3
 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe
-hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo
-olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3
+olmoe opt phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 stablelm starcoder2
 """
 SLOTS = frozenset(_SLOTS.split())
 WHOLE = frozenset({"bamba", "minimax", "recurrent_gemma"})

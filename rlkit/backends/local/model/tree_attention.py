@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.gemm.lora_linear import upcast
+from rlkit.backends.local.model.windows import Window
 
 __all__ = ["Segment", "TreeAttention", "spans", "visible"]
 
 SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
+QUERIES = 128  # at once at least where there is a window
 
 
 @attrs.frozen
@@ -40,8 +42,17 @@ class Segment:
         return sum(s.stop - s.start for s in self.before)
 
 
-def visible(runs: Sequence[Segment], length: int) -> np.ndarray:
-    """Return which of ``length`` places each one sees, bool [N, N].
+def positions(runs: Sequence[Segment]) -> np.ndarray:
+    """Return the position of each place in its own sequence, int64 [N].
+
+    >>> positions([Segment(0, 3), Segment(3, 5, (slice(0, 2),))])
+    array([0, 1, 2, 2, 3])
+    """
+    return np.concatenate([np.arange(run.start, run.start + run.end - run.begin) for run in runs])
+
+
+def visible(runs: Sequence[Segment], length: int, window: Window | None = None) -> np.ndarray:
+    """Return which of ``length`` places each one sees, bool [N, N], in layers with this window.
 
     >>> visible([Segment(0, 2), Segment(2, 3, (slice(0, 1),))], 3).astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
@@ -51,6 +62,9 @@ def visible(runs: Sequence[Segment], length: int) -> np.ndarray:
         for before in run.before:
             seen[run.begin : run.end, before] = True
         seen[run.begin : run.end, run.begin : run.end] = np.tri(run.end - run.begin, dtype=bool)
+    if window is not None:
+        at = positions(runs)
+        seen &= at >= window.first(at)[:, None]
     return seen
 
 
@@ -98,13 +112,14 @@ class TreeAttention:
         runs: of the micro-batch.
         heads: of the queries.
         key_heads: of keys and values; ``heads // key_heads`` query heads read the same one.
+        window: of the layers that it is for; keys before the windows of all queries at once are left out.
     """
 
-    def __init__(self, runs: Sequence[Segment], heads: int, key_heads: int) -> None:
-        self._runs = runs
+    def __init__(self, runs: Sequence[Segment], heads: int, key_heads: int, window: Window | None = None) -> None:
+        self._runs, self._window = runs, window
         self._key_heads = key_heads
         self._group = heads // key_heads
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -146,19 +161,42 @@ class TreeAttention:
         for run in self._runs:
             start, length = run.start, run.end - run.begin
             step = max(1, SCORES // (self._key_heads * self._group * (start + length)))
+            if self._window is not None:  # of more queries at once most keys are outside of the windows of most
+                step = min(step, max(self._window.size, QUERIES))
             for first in range(run.begin, run.end, step):
                 last = min(first + step, run.end)
-                places = [*run.before, slice(run.begin, last)]
+                position = start + first - run.begin
+                low, least = self._lowest(position, position + last - first - 1)
+                places = _without(low, [*run.before, slice(run.begin, last)])
                 rows = slice(first * self._group, last * self._group)
                 scores = q[:, rows] @ _at(k, places).transpose(1, 2)
-                scores[:, :, start + first - run.begin :] += self._mask(last - first, q.device)
+                if least > 0:
+                    scores += self._mask_of_window(position, last - first, low, q.device)
+                else:
+                    scores[:, :, position:] += self._mask(last - first, q.device)
                 yield rows, torch.softmax(scores, dim=-1), places
+
+    def _lowest(self, *positions: int) -> tuple[int, ...]:
+        """Return the first position that is seen from each."""
+        return tuple(0 if self._window is None else max(0, self._window.first(position)) for position in positions)
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
         """[length G, length]: -inf at keys behind the query."""
         key = (length, self._group)
         if key not in self._masks:
             mask = torch.full((length, length), -torch.inf, device=device).triu(1)
+            self._masks[key] = mask.repeat_interleave(self._group, dim=0)
+        return self._masks[key]
+
+    def _mask_of_window(self, position: int, length: int, low: int, device: torch.device) -> torch.Tensor:
+        """[length G, S], of queries at ``position``.. and keys at ``low``..: -inf at keys that are not seen."""
+        assert self._window is not None  # noqa: S101
+        key = (position, length, low)
+        if key not in self._masks:
+            queries = torch.arange(position, position + length, device=device)[:, None]
+            keys = torch.arange(low, position + length, device=device)
+            hidden = (keys > queries) | (keys < self._window.first(queries))
+            mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
             self._masks[key] = mask.repeat_interleave(self._group, dim=0)
         return self._masks[key]
 
@@ -173,6 +211,21 @@ class TreeAttention:
         heads, rows, width = x.shape
         n = rows // self._group
         return x.view(heads, n, self._group * width).transpose(0, 1).reshape(n, heads * self._group * width)
+
+
+def _without(count: int, places: Sequence[slice]) -> list[slice]:
+    """Return ``places`` without the first ``count``.
+
+    >>> _without(3, [slice(0, 2), slice(5, 9)])
+    [slice(6, 9, None)]
+    """
+    rest = []
+    for s in places:
+        skipped = min(count, s.stop - s.start)
+        count -= skipped
+        if s.start + skipped < s.stop:
+            rest.append(slice(s.start + skipped, s.stop))
+    return rest
 
 
 def _at(x: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:

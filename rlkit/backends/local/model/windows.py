@@ -71,17 +71,20 @@ def layer_types(config: object) -> Sequence[str]:
     return getattr(config, "layer_types", None) or [every] * getattr(config, "num_hidden_layers", 1)
 
 
-def narrowed(mask: torch.Tensor, window: Window | None, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def narrowed(
+    mask: torch.Tensor, window: Window | None, queries: torch.Tensor, keys: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return ``mask`` without the keys that lie before the window of their query.
 
     Args:
         mask: [B, 1, T, S], bool, True where a key is seen; or numbers that are added to the scores.
         window: of the layers that it is for; None changes nothing.
         queries: positions [B, T].
-        keys: positions [S].
+        keys: positions [S]; None is 0, 1, ...
     """
     if window is None:
         return mask
+    keys = torch.arange(mask.shape[3], device=mask.device) if keys is None else keys
     hidden = keys < window.first(queries)[:, None, :, None]
     return mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
 
@@ -101,7 +104,7 @@ class LayerMasks:
         self._added = dtype if getattr(config, "_attn_implementation", None) == "eager" else None
 
     def of(
-        self, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+        self, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Return ``narrowed`` for every type of layer; one mask where all layers have the same."""
         if self._added is not None and mask.dtype == torch.bool:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.model.windows import LayerMasks
+from rlkit.backends.local.model.windows import LayerMasks, narrowed
 from rlkit.backends.local.sampling.attention_tiles import KEYS, LENGTHS, Tile, tile_of
 from rlkit.backends.local.sampling.kv_cache import KVCache
 
@@ -189,32 +189,29 @@ AttentionInterface.register(ATTENTION, matmul_attention)
 
 
 class CachedAttention:
-    """Attention of tokens [B, T] over the KV cache, layer after layer, as ``Llama`` calls it: by matrix products on a
-    CPU, by torch's kernel elsewhere.
+    """Attention of tokens [B, T] over the KV cache in one layer, as ``Llama`` calls it.
 
     Args:
         kv_cache: told by ``KVCache.at`` where these tokens are.
-        mask: what ``KVCache.at`` returned.
+        layer: its number.
+        mask: [B, 1, T, S], added to the scores: by matrix products on a CPU, by torch's kernel elsewhere.
         shape: (B, T), padding included.
         shared: which of the B rows begin alike.
     """
 
     def __init__(
-        self, kv_cache: KVCache, mask: torch.Tensor, shape: Sequence[int], shared: SharedPrefix | None = None
+        self, kv_cache: KVCache, layer: int, mask: torch.Tensor, shape: Sequence[int], shared: SharedPrefix | None
     ) -> None:
-        self._kv_cache, self._mask, self._shape, self._shared = kv_cache, mask, shape, shared
+        self._kv_cache, self._layer, self._mask, self._shape, self._shared = kv_cache, layer, mask, shape, shared
         self._matmul = mask.device.type == "cpu"
-        self._layer = 0
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
         """From q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
         q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         keys, values = self._kv_cache.update(k, v, self._layer)
-        self._layer += 1
         if self._matmul:
             out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
         else:
-            self._mask = self._mask.to(q.dtype)  # of all layers, by the first
             out = sdpa_attention(q, keys, values, self._mask)
         return out.flatten(0, 1).flatten(1), ()
 
@@ -241,20 +238,25 @@ class CachedTokens:
     index: torch.Tensor
     shared: SharedPrefix | None = None
 
-    def for_llama(self, _: Llama) -> tuple[torch.Tensor, torch.Tensor, CachedAttention, torch.Tensor]:
+    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[CachedAttention], torch.Tensor]:
         """See ``Inputs.for_llama``."""
-        attention = CachedAttention(self.kv_cache, self.mask, self.tokens.shape, self.shared)
-        return self.tokens.flatten(), self.positions.flatten(), attention, self.index
+        mask, queries = self.mask, self.positions[: self.mask.shape[0]]
+        mask = mask if mask.device.type == "cpu" else mask.to(llama.dtype)  # as torch's kernel wants it
+        masks = {window: narrowed(mask, window, queries) for window in set(llama.windows)}
+        attentions = [
+            CachedAttention(self.kv_cache, layer, masks[window], self.tokens.shape, self.shared)
+            for layer, window in enumerate(llama.windows)
+        ]
+        return self.tokens.flatten(), self.positions.flatten(), attentions, self.index
 
     def for_library(
         self,
-        device: torch.device,
+        device: torch.device,  # noqa: ARG002
         masks: LayerMasks,
         *,
         trees: bool,  # noqa: ARG002
     ) -> tuple[dict[str, Any], torch.Tensor]:
         """See ``Inputs.for_library``."""
-        keys = torch.arange(self.mask.shape[3], device=device)
-        mask = masks.of(self.mask, self.positions[: self.mask.shape[0]], keys)
+        mask = masks.of(self.mask, self.positions[: self.mask.shape[0]])
         arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
         return {**arguments, "past_key_values": self.kv_cache, "use_cache": True}, self.index

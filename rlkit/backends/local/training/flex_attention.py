@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.device import to_device
-from rlkit.backends.local.model.tree_attention import Segment, TreeAttention, spans, visible
+from rlkit.backends.local.model.tree_attention import Segment, TreeAttention, positions, spans, visible
+from rlkit.backends.local.model.windows import Window
 
 __all__ = ["FlexAttention", "KernelAttention", "MaskedAttention", "gpu_attention", "tree_attention"]
 
@@ -74,17 +76,24 @@ class FlexAttention(KernelAttention):
     Args:
         runs: of the micro-batch.
         device: where q, k and v are.
+        window: of the layers that it is for.
         compiled: False computes the same slowly, on any device, without gradients on a CPU.
     """
 
-    def __init__(self, runs: Sequence[Segment], device: torch.device, *, compiled: bool = True) -> None:
+    def __init__(
+        self, runs: Sequence[Segment], device: torch.device, window: Window | None = None, *, compiled: bool = True
+    ) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
         enter, leave = (to_device(x, device) for x in spans(runs))
 
+        at = positions(runs)
+        first = to_device(np.zeros_like(at) if window is None else window.first(at), device)
+        position = to_device(at, device)
+
         def seen(_: torch.Tensor, __: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            below = (enter[key] <= enter[query]) & (enter[query] < leave[key])
-            return below & (key <= query)
+            below = (enter[key] <= enter[query]) & (enter[query] < leave[key]) & (key <= query)
+            return below if window is None else below & (position[key] >= first[query])
 
         # Compiled, it compares block by block; else all pairs are in memory, several times.
         length, options = enter.numel(), {"device": str(device), "_compile": compiled}
@@ -96,21 +105,33 @@ class FlexAttention(KernelAttention):
 
 
 def tree_attention(
-    runs: Sequence[Segment], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    runs: Sequence[Segment],
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: Window | None = None,
 ) -> Attention:
     """Return attention over a prefix tree: run by run on a CPU; on a GPU what works, the better kernel first."""
     if device.type == "cpu":
-        return TreeAttention(runs, heads, key_heads)
-    return gpu_attention(runs, heads, key_heads, head_dim, dtype, device)
+        return TreeAttention(runs, heads, key_heads, window)
+    return gpu_attention(runs, heads, key_heads, head_dim, dtype, device, window)
 
 
 def gpu_attention(
-    runs: Sequence[Segment], heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    runs: Sequence[Segment],
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: Window | None = None,
 ) -> KernelAttention:
     """Return ``FlexAttention`` where it works, else ``MaskedAttention``."""
     if _flex_works(device, dtype, heads, key_heads, head_dim):
-        return FlexAttention(runs, device)
-    return MaskedAttention(to_device(visible(runs, runs[-1].end), device))
+        return FlexAttention(runs, device, window)
+    return MaskedAttention(to_device(visible(runs, runs[-1].end, window), device))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch
 from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.model.tree_attention import Segment, visible
+from rlkit.backends.local.model.tree_attention import Segment, positions, visible
 from rlkit.backends.local.model.windows import LayerMasks
 from rlkit.backends.local.training.flex_attention import tree_attention
 from rlkit.backends.local.training.partition import LOOK_BACK, cuts, in_common, row_costs, tree_costs
@@ -45,11 +45,12 @@ class MicroBatch:
     runs: list[Segment]
     index: np.ndarray
 
-    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Attention, torch.Tensor]:
+    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[Attention], torch.Tensor]:
         """See ``Inputs.for_llama``."""
-        attention = tree_attention(self.runs, llama.heads, llama.key_heads, llama.head_dim, llama.dtype, llama.device)
+        heads, device = (llama.heads, llama.key_heads, llama.head_dim), llama.device
+        by_window = {w: tree_attention(self.runs, *heads, llama.dtype, device, w) for w in set(llama.windows)}
         tokens, positions, index = (to_device(x, llama.device) for x in (self.tokens, self.positions, self.index))
-        return tokens, positions, attention, index
+        return tokens, positions, [by_window[window] for window in llama.windows], index
 
     def for_library(
         self, device: torch.device, masks: LayerMasks, *, trees: bool
@@ -60,9 +61,9 @@ class MicroBatch:
             return {"input_ids": tokens, "use_cache": False}, index
         seen = visible(self.runs, self.tokens.size)
         arrays = self.tokens[None], self.positions[None], seen[None, None], self.index
-        tokens, positions, mask, index = (to_device(x, device) for x in arrays)
-        arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-        return {**arguments, "attention_mask": masks.of(mask, positions, positions[0])}, index
+        tokens, at, mask, index = (to_device(x, device) for x in arrays)
+        arguments = {"input_ids": tokens, "position_ids": at, "use_cache": False}
+        return {**arguments, "attention_mask": masks.of(mask, at, at[0])}, index
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
@@ -130,9 +131,8 @@ class _Filling:
 
     def done(self, data: Sequence[Datum]) -> MicroBatch:
         index = [self.places[i][np.flatnonzero(data[i].mask) - 1] for i in self.members]
-        positions = [np.arange(run.start, run.start + run.end - run.begin) for run in self.runs]
         tokens = np.concatenate(self.parts).astype(np.int64)
-        return MicroBatch(self.members, tokens, np.concatenate(positions), self.runs, np.concatenate(index))
+        return MicroBatch(self.members, tokens, positions(self.runs), self.runs, np.concatenate(index))
 
 
 def _slices(places: np.ndarray) -> tuple[slice, ...]:

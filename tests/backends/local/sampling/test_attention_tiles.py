@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from rlkit.backends.local.model.windows import Window, narrowed  # noqa: E402
 from rlkit.backends.local.sampling import attention_tiles as tiles  # noqa: E402
 from rlkit.backends.local.sampling import kv_attention as attention  # noqa: E402
 from rlkit.backends.local.sampling.attention_tiles import KEYS, LENGTHS, Tile, tile_of  # noqa: E402
@@ -78,8 +79,9 @@ def test_it_is_measured_once_for_each_number_of_threads(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 8), (9, 3, 64), (4, 4, 16), (8, 2, 96), (1, 1, 64)])
+@pytest.mark.parametrize("window", [None, 40, 300])
 @pytest.mark.usefixtures("threads")
-def test_a_token_is_alike_in_any_company(shape):
+def test_a_token_is_alike_in_any_company(shape, window):
     """Other values than the measured ones: alone, among other queries, with more keys, more rows, shared beginnings."""
     heads, key_heads, width = shape
     generator = torch.Generator().manual_seed(1)
@@ -89,15 +91,17 @@ def test_a_token_is_alike_in_any_company(shape):
 
     size = 2 * KEYS + 5 * LENGTHS
     queries, keys, values = random(1, heads, size), random(4, key_heads, size), random(4, key_heads, size)
+    sinks = None if window is None else torch.randn(heads, generator=generator)
     keys[:, :, :KEYS], values[:, :, :KEYS] = keys[:1, :, :KEYS], values[:1, :, :KEYS]  # they begin alike
 
     def computed(first, count, longest, rows, shared=None):
-        hidden = torch.arange(longest) > torch.arange(first, first + count)[:, None]
+        places = torch.arange(first, first + count)
+        hidden = torch.arange(longest) > places[:, None]
         mask = torch.zeros(rows, 1, *hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+        mask = narrowed(mask, None if window is None else Window(window), places[None])
         query = queries[:, :, first : first + count].expand(rows, -1, -1, -1)
-        out, _ = matmul_attention(
-            None, query, keys[:rows, :, :longest], values[:rows, :, :longest], mask, shared=shared
-        )
+        options = {"s_aux": sinks, "shared": shared}
+        out, _ = matmul_attention(None, query, keys[:rows, :, :longest], values[:rows, :, :longest], mask, **options)
         return out[0]
 
     whole = computed(0, size, size, 1)
@@ -109,3 +113,16 @@ def test_a_token_is_alike_in_any_company(shape):
             assert torch.equal(computed(place, 1, longest, 4, together), whole[place : place + 1])
         count = min(7, size - place)
         assert torch.equal(computed(place, count, size, 2), whole[place : place + count])
+
+
+def test_sinks_take_their_share():
+    """As one more score in the softmax of each query, whose weight is thrown away; against float64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 8, generator=generator) for h, n in ((6, 3), (2, 32), (2, 32)))
+    sinks, mask = torch.randn(6, generator=generator), torch.randn(2, 1, 3, 32, generator=generator)
+    found, _ = matmul_attention(None, q, k, v, mask, s_aux=sinks)
+    keys, values = (x.double().repeat_interleave(3, dim=1) for x in (k, v))
+    scores = q.double() @ keys.transpose(-1, -2) / 8**0.5 + mask.double()
+    every = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 3, 1)], dim=-1)
+    expected = every.softmax(-1)[..., :-1] @ values
+    assert torch.allclose(found.double(), expected.transpose(1, 2), atol=1e-6)

@@ -70,11 +70,12 @@ def sampled(policy, rng):
     return [s.tokens.tolist() for s in found], np.concatenate([s.logprobs for s in found] + [scores.result()])
 
 
-def test_recorded_steps_sample_what_others_do(tiny, recorder):
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_recorded_steps_sample_what_others_do(tiny, recorder, kind):
     """Tokens and logprobs, over several requests and snapshots; steps are replayed more often than recorded."""
     results = []
     for recorded in (True, False):
-        policy = connect(tiny("llama"))
+        policy = connect(tiny(kind))
         if not recorded:
             policy.sampler().result().logprobs([5, 6]).result()
             white_box.decoder(policy).graphs = None

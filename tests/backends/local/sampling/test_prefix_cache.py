@@ -31,7 +31,7 @@ def connect(model, **options):
     return rlkit.connect("local", model=model, lora=rlkit.Lora(rank=4), seed=0, device="cpu", **options)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2", "mistral", "gemma2"])
 def pair(tiny, request):
     """A sampler that keeps prefixes, one that keeps none, and the first one's decoder."""
     policies = [connect(tiny(request.param)), connect(tiny(request.param), prefix_mb=0)]

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 from rlkit.backends.local.model import tree_attention as tree  # noqa: E402
 from rlkit.backends.local.model.base import DTYPES  # noqa: E402
+from rlkit.backends.local.model.windows import Window  # noqa: E402
 from rlkit.backends.local.training import flex_attention as kernels  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
@@ -103,13 +104,13 @@ def double(monkeypatch):
     monkeypatch.setitem(DTYPES, "float64", torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2"])
 def test_shared_prefixes_change_no_number(tiny, kind, double):
     """Outputs, loss and gradient are those of the library's forward on every datum by itself."""
     rng = np.random.default_rng(0)
     options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": 90, "dtype": "float64"}
     policy = rlkit.connect("local", model=tiny(kind), **options)
-    assert policy.base.llama == (kind != "gpt2")
+    assert policy.base.llama == (kind not in ("gpt2", "gemma2"))
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
@@ -130,11 +131,13 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
     policy.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_gradients_in_float32(tiny, kind):
-    """The own gradient is the library's to 1e-5 of its norm."""
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("budget", [1024, 24])
+def test_gradients_in_float32(tiny, kind, budget):
+    """Of micro-batches that are shorter than some datums or longer than all: the library's to 1e-5 of its norm."""
     rng = np.random.default_rng(3)
-    policy = rlkit.connect("local", model=tiny(kind), lora=rlkit.Lora(rank=4), seed=0, device="cpu")
+    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": budget}
+    policy = rlkit.connect("local", model=tiny(kind), **options)
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
@@ -177,9 +180,12 @@ def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
     policy.close()
 
 
-@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from([200, 3000, 2**22]))
-@settings(max_examples=15, deadline=None)
-def test_tree_attention_is_masked_attention(seed, heads, scores):
+WINDOWS = st.sampled_from([None, Window(1), Window(3), Window(10), Window(60), Window(4, chunks=True)])
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from([200, 3000, 2**22]), WINDOWS)
+@settings(max_examples=40, deadline=None)
+def test_tree_attention_is_masked_attention(seed, heads, scores, window):
     """On random trees, in blocks of any size: the attention over all pairs with a mask, and its gradients."""
     rng = np.random.default_rng(seed)
     (batch,) = pack(random_tree(rng), 10**6)
@@ -188,9 +194,10 @@ def test_tree_attention_is_masked_attention(seed, heads, scores):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "SCORES", scores)
+        patch.setattr(tree, "QUERIES", int(rng.integers(1, 20)))
         for attention in (
-            tree.TreeAttention(batch.runs, *heads),
-            kernels.MaskedAttention(torch.from_numpy(visible(batch))),
+            tree.TreeAttention(batch.runs, *heads, window),
+            kernels.MaskedAttention(torch.from_numpy(visible(batch, window))),
         ):
             out, saved = attention.forward(q, k, v)
             found.append([out, *attention.backward(grad, saved)])
@@ -198,10 +205,23 @@ def test_tree_attention_is_masked_attention(seed, heads, scores):
         assert torch.allclose(a, b, atol=1e-12)
 
 
-@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+@given(st.integers(0, 2**32), WINDOWS)
+@settings(max_examples=20, deadline=None)
+def test_windows_hold_in_every_sequence(seed, window):
+    """Each place of a tree sees those of its own sequence that the window has, from its position there."""
+    (batch,) = pack(random_tree(np.random.default_rng(seed)), 10**6)
+    within, every = visible(batch, window), visible(batch)
+    for place, at in enumerate(batch.positions):
+        seen = np.flatnonzero(within[place])
+        size = at + 1 if window is None else at % window.size + 1 if window.chunks else min(at + 1, window.size)
+        assert every[place, seen].all()
+        assert sorted(batch.positions[seen]) == list(range(at + 1 - size, at + 1))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), WINDOWS)
 @settings(max_examples=25, deadline=None)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_sees_what_masked_attention_sees(seed, heads):
+def test_flex_attention_sees_what_masked_attention_sees(seed, heads, window):
     """On random trees; not compiled, forward alone, which is what a CPU can do."""
     rng = np.random.default_rng(seed)
     (batch,) = pack(random_tree(rng), 10**6)
@@ -210,8 +230,8 @@ def test_flex_attention_sees_what_masked_attention_sees(seed, heads):
     seen = (begins <= begins[:, None]) & (begins[:, None] < ends) & (places <= places[:, None])
     assert np.array_equal(seen, visible(batch))
     q, k, v = (torch.from_numpy(rng.normal(size=(batch.tokens.size, h, 16))) for h in (heads[0], heads[1], heads[1]))
-    flex = kernels.FlexAttention(batch.runs, torch.device("cpu"), compiled=False)
-    expected = kernels.MaskedAttention(torch.from_numpy(visible(batch))).forward(q, k, v)[0]
+    flex = kernels.FlexAttention(batch.runs, torch.device("cpu"), window, compiled=False)
+    expected = kernels.MaskedAttention(torch.from_numpy(visible(batch, window))).forward(q, k, v)[0]
     assert torch.allclose(flex.forward(q, k, v)[0], expected, atol=1e-12)
 
 
@@ -255,9 +275,9 @@ def test_without_a_working_compiler_attention_is_masked(monkeypatch):
     kernels._flex_works.cache_clear()
 
 
-def visible(batch):
+def visible(batch, window=None):
     """Which places each one sees, bool [N, N]."""
-    return tree.visible(batch.runs, batch.tokens.size)
+    return tree.visible(batch.runs, batch.tokens.size, window)
 
 
 def relative(a, b):
