@@ -12,8 +12,9 @@ BEGIN, END = "<!-- families -->", "<!-- end -->"
 PATHS = {
     "own": "rlkit's own forward; slots and tree",
     "slots": "the library's modules; slots and tree",
-    "cache": "the library's forward and cache",
-    "whole": "the library's forward, again for every token",
+    "cache": "the library's forward and cache; in batches",
+    "request": "the library's forward and cache; one request at a time",
+    "whole": "the library's forward, again for every token; in batches",
     "refused": "refused",
 }
 

@@ -20,7 +20,7 @@ class Family:
     Attributes:
         model_type: transformers' name of it.
         settings: of its config, beside ``SHAPE``.
-        path: by which it is computed: "own" (rlkit's forward), "slots", "cache" or "whole", or "refused".
+        path: by which it is computed: "own" (rlkit's forward), "slots", "cache", "request", "whole" or "refused".
         tree: whether sequences share what they begin with in training.
         note: why, or what gets no adapter.
         without: what of ``SHAPE`` its config does not take.
@@ -222,14 +222,14 @@ FAMILIES = {
             "intermediate_size_mlp": 48,
         }
         | {"no_rope_layer_interval": 2, "floor_scale": 16},
-        "cache",
+        "request",
         NO_EXPERTS,
     ),
     "llama4_text, chunks beyond the context": Family(
         "llama4_text",
         {"num_local_experts": 4, "attention_chunk_size": 2 * LENGTH, "interleave_moe_layer_step": 2, "floor_scale": 16}
         | {"no_rope_layer_interval": 2, "intermediate_size_mlp": 48},
-        "cache",
+        "request",
         NO_EXPERTS,
     ),
     "glm4_moe": Family("glm4_moe", SHARED, note=NAMES),
@@ -264,11 +264,11 @@ FAMILIES = {
         | {"ssm_state_size": 8, "n_groups": 1, "chunk_size": 16},
         "cache",
     ),
-    "bamba": Family("bamba", {**MAMBA, "attn_layer_indices": [1]}, "whole"),
+    "bamba": Family("bamba", {**MAMBA, "attn_layer_indices": [1]}, "cache"),
     "minimax": Family(
         "minimax",
         {"num_local_experts": 4, "block_size": 16, "layer_types": ["linear_attention", "full_attention"]},
-        "whole",
+        "cache",
         NO_EXPERTS,
     ),
     "jamba": Family(

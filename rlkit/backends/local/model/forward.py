@@ -171,7 +171,7 @@ class LibraryForward:
         return [*weights, *self._low_rank], [head.weight, *self._low_rank]
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
-        return self._hidden_at(*inputs.for_library(self._device, self._masks, trees=self.trees))
+        return self.hidden_at(*inputs.for_library(self._device, self._masks, trees=self.trees))
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
         return self._logits_at(*inputs.for_library(self._device, self._masks, trees=self.trees))
@@ -180,16 +180,17 @@ class LibraryForward:
         self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         tokens = wanted["logprobs"]
-        if tokens is None or tokens.numel() * self._config.vocab_size <= KEPT or not self._head_splits(tokens[:8]):
+        if tokens is None or tokens.numel() * self._config.vocab_size <= KEPT or not self.head_splits(tokens[:8]):
             return read_logits(self.logits(inputs), wanted, temperatures)
-        return read_in_chunks(self._head, self.hidden(inputs), wanted, temperatures)
+        return read_in_chunks(self.head, self.hidden(inputs), wanted, temperatures)
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = self.model.get_output_embeddings().weight.device
         return device
 
-    def _hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+    def hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states [n, hidden] at the flat ``index`` of the model's tokens."""
         with hidden_to_keep(self.model, index) as kept:
             self.model(**arguments)
         return kept[0]
@@ -199,7 +200,7 @@ class LibraryForward:
             logits: torch.Tensor = self.model(**arguments).logits[0]
         return logits
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V], with the scale or cap that some architectures apply."""
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         scale = getattr(self._config, "logit_scale", None)
@@ -210,12 +211,12 @@ class LibraryForward:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     @torch.no_grad()
-    def _head_splits(self, tokens: torch.Tensor) -> bool:
-        """Return whether ``_head`` is all that this architecture does after its last hidden state; tried once."""
+    def head_splits(self, tokens: torch.Tensor) -> bool:
+        """Return whether ``head`` is all that this architecture does after its last hidden state; tried once."""
         if self.splits is None:
             arguments = {"input_ids": tokens[None], "use_cache": False}
             index = torch.arange(tokens.numel(), device=tokens.device)
-            expected, split = self._logits_at(arguments, index), self._head(self._hidden_at(arguments, index))
+            expected, split = self._logits_at(arguments, index), self.head(self.hidden_at(arguments, index))
             self.splits = torch.allclose(split, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
         return self.splits
 

@@ -14,13 +14,24 @@ from transformers.pytorch_utils import Conv1D
 from rlkit.backends.local.model.lengths import thresholds
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 
-__all__ = ["FAILURES", "SLOTS", "WHOLE", "Probe", "called_linears", "causal", "logits_at", "probe_of"]
+__all__ = [
+    "BATCHED",
+    "FAILURES",
+    "NOT_CONTINUED",
+    "SLOTS",
+    "WHOLE",
+    "Probe",
+    "called_linears",
+    "causal",
+    "logits_at",
+    "probe_of",
+]
 
 SHORT = 9
 BUDGET = {"cpu": 10**12, "other": 10**14}  # operations of a forward at most: ten seconds of two cores
 READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for tokens one by one: ten seconds too
 # In bfloat16 a small difference looks like rounding. Only these, which test_families.py shows to agree in float32,
-# are computed in slots and as a tree there, and the last ones without their cache.
+# are computed in slots and as a tree there, or in batches with the library's cache; and the last ones without it.
 _SLOTS = """
 apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3
 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe
@@ -28,7 +39,13 @@ hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 mixtral modernbert-decoder
 olmoe opt phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 stablelm starcoder2
 """
 SLOTS = frozenset(_SLOTS.split())
-WHOLE = frozenset({"bamba", "minimax", "recurrent_gemma"})
+_BATCHED = """
+bamba bloom falcon falcon_h1 gpt_neo granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 minimax mpt nemotron_h
+qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+"""
+BATCHED = frozenset(_BATCHED.split())
+NOT_CONTINUED = frozenset({"jamba", "mamba"})  # by several tokens at once
+WHOLE = frozenset({"recurrent_gemma"})
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
 
 
@@ -39,6 +56,7 @@ class Probe:
     Attributes:
         tokens: int64 [N], ordinary ones of the vocabulary.
         places: of logits that are compared: the first ones, those around each threshold, and the last ones.
+        ends: lengths at which something may change, as far as N goes beyond them.
         beyond: whether N is beyond every length at which the config says that something may change; longer ones are
             left out where they would take more than ``BUDGET``.
         steps: how many of the first tokens are decoded one by one.
@@ -47,6 +65,7 @@ class Probe:
 
     tokens: np.ndarray
     places: np.ndarray
+    ends: list[int]
     beyond: bool
     steps: int
     exact: bool
@@ -79,7 +98,9 @@ def probe_of(model: Any, special: set[int], longest: int) -> Probe:
     tokens = np.random.default_rng(0).choice(ordinary if ordinary.size else np.arange(size), length)
     around = [range(end - 1, end + 3) for end in within]
     places = sorted({x for r in [range(SHORT), *around, range(length - 4, length)] for x in r if 0 <= x < length})
-    return Probe(tokens, np.array(places), within == ends, min(max(steps, 4), 64), model.dtype != torch.bfloat16)
+    return Probe(
+        tokens, np.array(places), within, within == ends, min(max(steps, 4), 64), model.dtype != torch.bfloat16
+    )
 
 
 def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:

@@ -21,6 +21,7 @@ from rlkit.backends.local.sampling.kv_attention import CachedTokens, SharedPrefi
 from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
+from rlkit.backends.local.sampling.shared_lru import Together
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.sampling import rounded_up
 
@@ -69,7 +70,7 @@ class ContinuousBatching(Decoder):
         prefix_bytes: int,
         *,
         merge: bool,
-        beside: list[PrefixCache] | None = None,
+        beside: Together | None = None,
         graphs: Callable[[KVCache], CudaGraphs] | None = None,
         row_multiple: int = 0,
     ) -> None:
@@ -80,7 +81,8 @@ class ContinuousBatching(Decoder):
         self._max_tokens = MAX_ROWS[0] if base.device.type == "cpu" else TOKENS
         # Of the layers' products, and of the output embedding's; 0 where nothing is promised.
         self._row_multiple, self._head_row_multiple = row_multiple, 0
-        self._prefix_bytes, self._beside = prefix_bytes, [] if beside is None else beside
+        self._prefix_bytes = prefix_bytes
+        self._beside: Together = [] if beside is None else beside
         self.prefix_cache = PrefixCache(prefix_bytes, self._beside)
         self._on_forgotten: weakref.finalize[[], Snapshot] | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
@@ -26,7 +25,7 @@ class Decoder(ABC):
         mixes: whether rows of several requests are decoded together.
     """
 
-    mixes: ClassVar[bool]
+    mixes: bool
 
     def __init__(self, forward: Forward, *, merge: bool) -> None:
         self.rows: list[SampleRow] = []

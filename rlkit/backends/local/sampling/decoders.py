@@ -12,14 +12,16 @@ import torch
 
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import LibraryForward, LlamaForward
-from rlkit.backends.local.model.probe import FAILURES, WHOLE, logits_at
+from rlkit.backends.local.model.probe import BATCHED, FAILURES, NOT_CONTINUED, WHOLE, logits_at
+from rlkit.backends.local.sampling.cache_probe import cache_agrees, parts_agree, rows_agree
 from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching
 from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs
 from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.kv_attention import ATTENTION
 from rlkit.backends.local.sampling.kv_cache import KVCache
-from rlkit.backends.local.sampling.prefix_cache import PrefixCache
-from rlkit.backends.local.sampling.static_batching import StaticBatching
+from rlkit.backends.local.sampling.library_batching import LibraryBatching
+from rlkit.backends.local.sampling.library_decoder import LibraryDecoder
+from rlkit.backends.local.sampling.shared_lru import Together
 
 __all__ = ["decoder_for"]
 
@@ -27,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def decoder_for(
-    base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: list[PrefixCache] | None = None
+    base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: Together | None = None
 ) -> Decoder:
     """Return ``ContinuousBatching`` where it computes what the library computes on the base's probe.
 
@@ -58,19 +60,25 @@ def _decoder_for(
         base.known["way"] = _way(base)
     if base.known["way"] == "slots":
         return ContinuousBatching(LibraryForward(base.tree(ATTENTION)), base, prefix_bytes, merge=merge, beside=beside)
-    return StaticBatching(base, merge=merge, cached=base.known["way"] == "cache")
+    if base.known["way"] == "whole":
+        return LibraryDecoder(base, merge=merge)
+    mixes, continues = base.known["way"] == "cache", base.known["continues"]
+    return LibraryBatching(base, prefix_bytes, merge=merge, beside=beside, mixes=mixes, continues=continues)
 
 
 def _way(base: Base) -> str:
-    """How the library's modules are decoded: in "slots", with the model's own "cache", or "whole" for each token.
+    """How the library's modules are decoded: the first of these which gives the logits of the model's own forward.
 
-    That is the first of the three which gives the logits of the model's own forward.
+    In "slots"; with the library's "cache"; with that, one "request" at a time; or "whole" for each token.
     """
     if base.plain and _slots_agree(base):
         return "slots"
     model: Any = base.model
-    rounds = not base.probe.exact and model.config.get_text_config().model_type in WHOLE
-    return "cache" if not rounds and _cache_agrees(base) else "whole"
+    kind, exact = model.config.get_text_config().model_type, base.probe.exact
+    if (kind in WHOLE and not exact) or not cache_agrees(base):
+        return "whole"
+    base.known["continues"] = (exact or kind in BATCHED - NOT_CONTINUED) and parts_agree(base)
+    return "cache" if (exact or kind in BATCHED) and rows_agree(base) else "request"
 
 
 @torch.no_grad()
@@ -92,22 +100,3 @@ def _slots_agree(base: Base) -> bool:
         return base.probe.agrees(torch.cat([whole, split, unequal, longer]), expected)
     except FAILURES:
         return False
-
-
-@torch.no_grad()
-def _cache_agrees(base: Base) -> bool:
-    """For two rows, a token at a time."""
-    tokens, n = base.probe.tokens, base.probe.tokens.size
-    both = torch.from_numpy(np.stack([tokens, tokens])).to(base.device)
-    decoder = StaticBatching(base, merge=False, cached=True)
-    try:
-        for first, last in {(5, min(n, 5 + base.probe.steps)), (n - 4, n)}:
-            decoded = [decoder.logits(both[:, :first])]
-            decoded += [decoder.logits(both[:, t : t + 1]) for t in range(first, last)]
-            decoder.abandon()
-            expected = logits_at(base.model, tokens[None], np.arange(first - 1, last).repeat(2))
-            if not base.probe.agrees(torch.cat(decoded), expected, slack=10 if base.probe.exact else 1):
-                return False
-    except FAILURES:
-        return False
-    return True

@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.export import save_merged  # noqa: E402
-from rlkit.backends.local.model.probe import SLOTS, WHOLE  # noqa: E402
+from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, SLOTS, WHOLE  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
 RIGHT = [name for name, family in FAMILIES.items() if family.path != "refused"]
@@ -116,6 +116,7 @@ def test_path(made):
     """It is computed by the path that docs/models.md names, up to the context that its positions allow."""
     base = made.policy.base
     assert ("own" if base.llama else base.known["way"]) == made.family.path
+    assert base.known.get("continues", True) == (made.family.model_type not in NOT_CONTINUED)
     assert base.max_length == (48 if "longrope" in str(made.family.settings) else LENGTH) or base.max_length == 2**20
 
 
@@ -155,7 +156,7 @@ def step(policy, data):
 
 @pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt_neo", "mpt", "llama4_text, chunks beyond the context", "gemma2"]
+    "name", ["llama", "gpt2", "gpt_neo", "mpt", "llama4_text, chunks beyond the context", "gemma2", "mamba"]
 )
 def test_path_in_bfloat16(name, tmp_path):
     """Rounding hides no difference of a path, and is none."""
@@ -169,7 +170,7 @@ def test_path_in_bfloat16(name, tmp_path):
 
 def test_what_is_known_in_bfloat16():
     """It is what the table shows in float32."""
-    for path, known in {"slots": SLOTS, "whole": WHOLE}.items():
+    for path, known in {"slots": SLOTS, "cache": BATCHED, "whole": WHOLE}.items():
         assert known == {family.model_type for family in FAMILIES.values() if family.path == path}
 
 

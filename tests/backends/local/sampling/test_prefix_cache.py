@@ -83,7 +83,7 @@ def test_reuse_changes_nothing(pair, rounds, blocks):
             found = future.result()
             assert bits(found) == bits(cold.sample(prompt, params, n=n, seed=seed).result())
             known += [np.concatenate([prompt, sample.tokens]) for sample in found]
-        assert sum(block.nbytes for block in decoder.prefix_cache.blocks.values()) <= blocks * size
+        assert sum(block.nbytes for block in decoder.prefix_cache.entries.values()) <= blocks * size
 
 
 def per_token(slots):

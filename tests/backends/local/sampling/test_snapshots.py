@@ -61,7 +61,7 @@ def test_taking_turns_loads_nothing(tiny, kind, merge, monkeypatch):
             assert bits(sampler.sample(PROMPT, PARAMS, seed=1).result()) == sampled
             assert np.array_equal(sampler.logprobs(PROMPT).result(), scored)
             if kind != "mistral":
-                assert white_box.decoder(policy).prefix_cache.blocks
+                assert white_box.decoder(policy).prefix_cache.entries
         assert len(loads) == len(samplers)
         assert len({sampled[0][2] for sampled, _ in first}) == len(samplers)
 
@@ -121,7 +121,7 @@ def test_prefixes_share_one_bound(tiny):
             futures = [sampler.sample(prompt, PARAMS) for prompt in rng.integers(3, 200, (60, 100))]
             assert all(future.result() for future in futures)
             caches = [decoder.prefix_cache for decoder in white_box.decoders(policy)]
-            sizes = [sum(block.nbytes for block in cache.blocks.values()) for cache in caches]
+            sizes = [sum(block.nbytes for block in cache.entries.values()) for cache in caches]
             assert sizes == [cache.size for cache in caches]
             assert sum(sizes) <= 10**6
         assert sizes[-1] > 10**6 / 2
