@@ -47,9 +47,7 @@ def decoder_for(
     return decoder
 
 
-def _decoder_for(
-    base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: list[PrefixCache] | None
-) -> Decoder:
+def _decoder_for(base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, beside: Together | None) -> Decoder:
     if base.llama:
         forward = LlamaForward(base)
         graphs: Callable[[KVCache], CudaGraphs] | None = None
