@@ -6,7 +6,7 @@ and a step over the KV cache; each gives its tokens in the form that either forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
-from rlkit.backends.local.model.output_head import KEPT, Unembedding, read_in_chunks, read_logits
+from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, read_in_chunks, read_logits
 from rlkit.backends.local.model.windows import LayerMasks
 
 __all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight"]
@@ -183,6 +183,16 @@ class LibraryForward:
         if tokens is None or tokens.numel() * self._config.vocab_size <= KEPT or not self.head_splits(tokens[:8]):
             return read_logits(self.logits(inputs), wanted, temperatures)
         return read_in_chunks(self.head, self.hidden(inputs), wanted, temperatures)
+
+    def logits_in_parts(self, inputs: Inputs) -> Iterator[torch.Tensor]:
+        """Yield ``logits(inputs)``, ``CHUNK`` rows at a time where they are many."""
+        arguments, index = inputs.for_library(self._device, self._masks, trees=self.trees)
+        few = index.numel() * self._config.vocab_size <= KEPT
+        if few or not self.head_splits(arguments["input_ids"].flatten()[:8]):
+            yield self._logits_at(arguments, index)
+            return
+        for hidden in self.hidden_at(arguments, index).split(CHUNK):
+            yield self.head(hidden)
 
     @property
     def _device(self) -> torch.device:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address, upcast
 from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
 
-__all__ = ["KEPT", "Unembedding", "read_in_chunks", "read_logits"]
+__all__ = ["CHUNK", "KEPT", "Unembedding", "read_in_chunks", "read_logits"]
 
 CHUNK = 256  # rows of logits at once
 KEPT = 2**26  # numbers [n, V] that are simply kept: 256 MB in float32, cheaper than computing them twice

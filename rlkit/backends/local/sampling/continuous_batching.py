@@ -21,8 +21,10 @@ from rlkit.backends.local.sampling.kv_attention import CachedTokens, SharedPrefi
 from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
+from rlkit.backends.local.sampling.scoring import TREE_TOKENS, score_batches, score_tree
 from rlkit.backends.local.sampling.shared_lru import Together
 from rlkit.backends.local.sampling.snapshots import Snapshot
+from rlkit.backends.local.sampling.tree_cache import TreeCache
 from rlkit.backends.sampling import rounded_up
 
 __all__ = ["ContinuousBatching"]
@@ -172,16 +174,14 @@ class ContinuousBatching(Decoder):
         return bool(torch.equal(*logits))
 
     def score(self, requests: Sequence[ScoreRequest]) -> Iterator[None]:
-        for request in requests:
-            tokens = request.tokens
-            for start in range(0, tokens.size - 1, self._max_tokens):
-                end = min(start + self._max_tokens, tokens.size - 1)
-                index = np.arange(end - start)
-                logits = self._logits(tokens[None, start:end], len(self.rows), start + index[None], index)
-                request.read(start + 1, logits)
-            self._tidy()
-            request.finish()
-            yield
+        def compute(tokens: np.ndarray, starts: np.ndarray, index: np.ndarray, cache: TreeCache) -> torch.Tensor:
+            return self._logits(tokens, 0, starts[:, None], index, kv_cache=cache)
+
+        def shape(rows: int, length: int) -> tuple[int, int]:
+            return _padded_shape(rows, length, self._row_multiple)
+
+        for batch in score_batches(requests, TREE_TOKENS):
+            yield from score_tree(batch, compute, self._max_tokens, shape)
 
     def abandon(self) -> list[SampleRow]:
         rows, self.rows = self.rows, []
@@ -252,8 +252,10 @@ class ContinuousBatching(Decoder):
         positions: np.ndarray,
         index: np.ndarray,
         shared: SharedPrefix | None = None,
+        kv_cache: KVCache | None = None,
     ) -> torch.Tensor:
         """Return logits [n, V] at the flat ``index`` of ``tokens`` [B, T], at ``positions`` of slots ``first``.."""
+        kv_cache = self.kv_cache if kv_cache is None else kv_cache
         device = self._base.device
         rows, length = tokens.shape
         high, wide = _padded_shape(rows, length, self._row_multiple)
@@ -262,13 +264,13 @@ class ContinuousBatching(Decoder):
         at = np.zeros((high, wide), np.int64)
         at[:rows] = positions[:, :1] + np.arange(wide)
         at = np.minimum(at, self._base.max_length - 1)
-        self.kv_cache.reserve(first + rows, int(at.max()) + 1)
+        kv_cache.reserve(first + rows, int(at.max()) + 1)
         where = np.zeros(rounded_up(index.size, padding_unit(index.size, self._head_row_multiple)), np.int64)
         where[: index.size] = index // length * wide + index % length
         places = to_device(at, device)
-        mask = self.kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
+        mask = kv_cache.at(first, places[:rows], int(at[:rows].max()) + 1)
         padded, wanted = to_device(ids, device), to_device(where, device)
-        return self.forward.logits(CachedTokens(padded, places, mask, self.kv_cache, wanted, shared))[: index.size]
+        return self.forward.logits(CachedTokens(padded, places, mask, kv_cache, wanted, shared))[: index.size]
 
     def _extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:
         """Draw a token for each of ``rows``, the last ones in their slots, and let those that ended go."""

@@ -10,7 +10,14 @@ from transformers.cache_utils import Cache
 from rlkit.backends.local.sampling.attention_tiles import LENGTHS
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "causal_mask"]
+
+
+def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return what is added to the scores of queries at ``positions`` [B, T]: [B, 1, T, keys], lowest behind each."""
+    hidden = torch.arange(keys, device=positions.device) > positions[:, None, :, None]
+    mask = torch.zeros(hidden.shape, device=positions.device)
+    return mask.masked_fill_(hidden, torch.finfo(torch.float32).min)
 
 
 class KVCache(Cache):
@@ -56,9 +63,7 @@ class KVCache(Cache):
         rows = torch.arange(first, first + positions.shape[0], device=positions.device)[:, None]
         self._slots, self._places = slice(first, first + positions.shape[0]), (rows, positions)
         self._read = rounded_up(longest, LENGTHS)
-        hidden = torch.arange(self._read, device=positions.device) > positions[:, None, :, None]
-        mask = torch.zeros(hidden.shape, device=positions.device)
-        return mask.masked_fill_(hidden, torch.finfo(torch.float32).min)
+        return causal_mask(positions, self._read)
 
     @property
     def addresses(self) -> tuple[int, ...]:

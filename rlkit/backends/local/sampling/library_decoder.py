@@ -13,6 +13,7 @@ from rlkit.backends.local.model.forward import LibraryForward
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
+from rlkit.backends.local.sampling.scoring import score_batches, score_rows
 
 __all__ = ["TOKENS", "LibraryDecoder"]
 
@@ -52,21 +53,8 @@ class LibraryDecoder(Decoder):
         return False  # how products are added depends on how many rows there are
 
     def score(self, requests: Sequence[ScoreRequest]) -> Iterator[None]:
-        waiting = sorted(requests, key=lambda request: request.tokens.size)
-        while waiting:
-            longest = waiting[-1].tokens.size
-            part, waiting = waiting[-max(1, TOKENS // longest) :], waiting[: -max(1, TOKENS // longest)]
-            tokens = np.zeros((len(part), longest), np.int64)  # what stands behind a row's last token changes nothing
-            for padded, request in zip(tokens, part, strict=True):
-                padded[: request.tokens.size] = request.tokens
-            for first, logits in self._scored(tokens):
-                for row, request in enumerate(part):
-                    begin, end = max(0, row * longest - first), (row * longest + request.tokens.size - 1) - first
-                    if begin < min(end, len(logits)):
-                        request.read(first + begin - row * longest + 1, logits[begin : min(end, len(logits))])
-            for request in part:
-                request.finish()
-            yield
+        for batch in score_batches(requests, TOKENS, share=False):
+            yield from score_rows(batch, self.forward.logits_in_parts)
 
     def abandon(self) -> list[SampleRow]:
         rows, self.rows = self.rows, []
@@ -96,16 +84,6 @@ class LibraryDecoder(Decoder):
         with logits_to_keep(self.model, places):
             logits: torch.Tensor = self.model(input_ids=ids, **arguments).logits
         return logits[0]
-
-    def _scored(self, tokens: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield logits [n, V] of the flat ``tokens`` [B, T], and the first one's place, some at a time."""
-        ids = torch.from_numpy(tokens).to(self.base.device)
-        if not self.forward.head_splits(ids[0, :8]):
-            yield 0, self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
-            return
-        hidden = self.forward.hidden_at({"input_ids": ids, "use_cache": False}, torch.arange(ids.numel()))
-        for first in range(0, len(hidden), TOKENS // 8):
-            yield first, self.forward.head(hidden[first : first + TOKENS // 8])
 
     def _whole(self, rows: Sequence[SampleRow]) -> torch.Tensor:
         """Return logits [B, V] behind the last tokens of ``rows``."""

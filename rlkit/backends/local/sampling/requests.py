@@ -45,14 +45,13 @@ class ScoreRequest:
         """Drop it; from any thread, at any time."""
         self.dropped = True
 
-    def read(self, first: int, logits: torch.Tensor) -> None:
-        """Take in the logits [n, V] of the tokens from ``first`` on."""
-        part = slice(first, first + len(logits))
-        logprobs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+    def read(self, places: np.ndarray, logprobs: torch.Tensor, rows: np.ndarray) -> None:
+        """Take in what is known of the tokens at ``places`` [m]: rows [m] of the logprobs [n, V] behind others."""
+        where = torch.from_numpy(rows).to(logprobs.device)[:, None]
         if self.top:
-            self.ids[part] = logprobs.topk(self.ids.shape[1]).indices.cpu().numpy()
-        ids = torch.from_numpy(self.ids[part].copy()).to(logits.device)  # the text may be read-only
-        self.logprobs[part] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0).cpu().numpy()
+            self.ids[places] = logprobs[where[:, 0]].topk(self.ids.shape[1]).indices.cpu().numpy()
+        ids = torch.from_numpy(self.ids[places]).to(logprobs.device)
+        self.logprobs[places] = logprobs[where, ids.clamp(min=0)].masked_fill(ids < 0, 0.0).cpu().numpy()
 
     def finish(self) -> None:
         """Complete it, if it was not given up."""
