@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -26,7 +26,7 @@ from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
 from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, called_linears, causal, logits_at, probe_of
 from rlkit.backends.local.model.tree_attention import Segment, TreeAttention
-from rlkit.backends.local.model.windows import layer_windows
+from rlkit.backends.local.model.windows import layer_windows, shorten
 from rlkit.backends.transformers_tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
 
@@ -71,6 +71,13 @@ class Base:
         if attention is not None:
             config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
         return tree.eval()
+
+    def trial(self, attention: str | None = None) -> nn.Module:
+        """Return a ``tree`` for comparisons on the probe, whose windows are not longer than that says."""
+        tree: Any = self.tree(attention)
+        if self.probe.window is not None:
+            shorten(tree.config.get_text_config(), self.probe.window)
+        return cast("nn.Module", tree)
 
     @cached_property
     def head(self) -> torch.Tensor:
@@ -170,17 +177,19 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
             f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
             "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
         )
-    llama = _llama_agrees(model, probe)
-    return Base(path, model, tokenizer, max_length, device, probe, llama, linear)
+    base = Base(path, model, tokenizer, max_length, device, probe, False, linear)
+    return attrs.evolve(base, llama=is_llama(model) and _llama_agrees(base))
 
 
 @torch.no_grad()
-def _llama_agrees(model: Any, probe: Probe) -> bool:
+def _llama_agrees(base: Base) -> bool:
     """Return whether ``Llama`` gives the logits that the model's own forward gives."""
-    if not is_llama(model) or layer_windows(model.config) is None:
+    windows, probe = layer_windows(base.model.config), base.probe
+    if windows is None or (any(windows) and not probe.beyond):
         return False
+    fuse_layers(base.model)
+    model: Any = base.trial()
     expected = logits_at(model, probe.tokens[None], probe.places)
-    fuse_layers(model)
     llama = Llama(model, {}, 0.0)
     n = probe.tokens.size
     runs = [Segment(0, n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.model.lengths import thresholds
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
+from rlkit.backends.local.model.windows import layer_windows, shorten
 
 __all__ = [
     "BATCHED",
@@ -27,7 +29,7 @@ __all__ = [
     "probe_of",
 ]
 
-SHORT = 9
+SHORT, WINDOW = 9, 15
 BUDGET = {"cpu": 10**12, "other": 10**14}  # operations of a forward at most: ten seconds of two cores
 READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for tokens one by one: ten seconds too
 # In bfloat16 a small difference looks like rounding. Only these, which test_families.py shows to agree in float32,
@@ -59,6 +61,9 @@ class Probe:
         ends: lengths at which something may change, as far as N goes beyond them.
         beyond: whether N is beyond every length at which the config says that something may change; longer ones are
             left out where they would take more than ``BUDGET``.
+        window: size that windows have in comparisons (``Base.trial``), where those of the model are too long to be
+            tried; or None. Code is the same for windows of any size, and where the library has the size from
+            elsewhere than rlkit, logits differ.
         steps: how many of the first tokens are decoded one by one.
         exact: whether the model is computed in float32 at least.
     """
@@ -67,6 +72,7 @@ class Probe:
     places: np.ndarray
     ends: list[int]
     beyond: bool
+    window: int | None
     steps: int
     exact: bool
 
@@ -88,19 +94,25 @@ def probe_of(model: Any, special: set[int], longest: int) -> Probe:
     """
     size = model.get_input_embeddings().weight.shape[0]
     ordinary = np.setdiff1d(np.arange(size), np.array(sorted(special), np.int64))
-    ends = thresholds(model.config.get_text_config(), longest)
+    config = model.config.get_text_config()
+    ends = thresholds(config, longest)
     operations = 2 * sum(p.numel() for p in model.parameters())
     size_in_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     kind = "cpu" if model.device.type == "cpu" else "other"
     budget, steps = BUDGET[kind], READ[kind] // size_in_bytes
     within = [end for end in ends if operations * (end + SHORT) <= budget]
-    length = min(max([0, *within]) + SHORT, longest)
+    windows = {window.size for window in layer_windows(config) or () if window is not None}
+    window, others = None, config
+    if not windows <= set(within):
+        window, others = WINDOW, copy.deepcopy(config)
+        shorten(others, WINDOW)
+    beyond = all(end in within or end == window for end in thresholds(others, longest))
+    length = min(max([*within, window or 0, 0]) + SHORT, longest)
     tokens = np.random.default_rng(0).choice(ordinary if ordinary.size else np.arange(size), length)
-    around = [range(end - 1, end + 3) for end in within]
+    around = [range(end - 1, end + 3) for end in [*within, window or 0]]
     places = sorted({x for r in [range(SHORT), *around, range(length - 4, length)] for x in r if 0 <= x < length})
-    return Probe(
-        tokens, np.array(places), within, within == ends, min(max(steps, 4), 64), model.dtype != torch.bfloat16
-    )
+    steps = min(max(steps, 4), 64)
+    return Probe(tokens, np.array(places), within, beyond, window, steps, model.dtype != torch.bfloat16)
 
 
 def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:

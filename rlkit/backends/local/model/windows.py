@@ -15,7 +15,7 @@ import torch
 
 from rlkit.backends.local.model.lengths import context
 
-__all__ = ["LayerMasks", "Window", "layer_windows", "narrowed"]
+__all__ = ["LayerMasks", "Window", "layer_windows", "narrowed", "shorten"]
 
 Places = TypeVar("Places", int, np.ndarray, torch.Tensor)
 
@@ -63,6 +63,13 @@ def layer_windows(config: object) -> list[Window | None] | None:
     }
     layers = layer_types(config)
     return [kinds[kind] for kind in layers] if kinds.keys() >= set(layers) else None
+
+
+def shorten(config: object, size: int) -> None:
+    """Let windows and chunks have at most ``size`` tokens."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None):
+            setattr(config, name, min(getattr(config, name), size))
 
 
 def layer_types(config: object) -> Sequence[str]:

@@ -86,9 +86,9 @@ def _slots_agree(base: Base) -> bool:
     half = n // 2
     where = np.array([n - 1, n - 1, n - 3, 4, 3, n - 2, 5, 4])
     # Rows are padded to multiples of 4, as on some processors.
-    decoder = ContinuousBatching(LibraryForward(base.tree(ATTENTION)), base, 0, merge=False, row_multiple=4)
+    decoder = ContinuousBatching(LibraryForward(base.trial(ATTENTION)), base, 0, merge=False, row_multiple=4)
     try:
-        expected = logits_at(base.model, tokens[None], where)
+        expected = logits_at(base.trial(), tokens[None], where)
         whole = decoder.prefill(0, [tokens], [0])
         decoder.prefill(1, [tokens[:half]], [0])
         split = decoder.prefill(1, [tokens[half:]], [half])

@@ -39,7 +39,7 @@ def _trees_agree(base: Base) -> bool:
     for sequence in (tokens, np.concatenate([tokens[:half], tokens[: half - 2]]), tokens[1:]):
         mask = np.isin(np.arange(sequence.size + 1), places + 1)
         data.append(Datum(np.append(sequence, 0), mask))
-    forward = LibraryForward(base.model, trees=True)
+    forward = LibraryForward(base.trial(), trees=True)
     (batch,) = pack(data, 4 * tokens.size)
     try:
         together = forward.logits(batch)

@@ -1,0 +1,105 @@
+"""Sliding windows and chunks: seen by the probe, at their own length or shortened, and right beyond it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import rlkit
+from tests.models.families import FAMILIES, WINDOW, build
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from rlkit.backends.local.model import probe, windows  # noqa: E402
+from rlkit.backends.local.model.windows import Window, layer_windows  # noqa: E402
+
+LIBRARY = ["gemma3_text", "phi3, window"]
+OWN = ["mistral, window", "qwen3, window"]
+
+
+@pytest.fixture(params=["whole", "shortened"])
+def tried(request, monkeypatch):
+    """Whether the probe can be longer than the windows, or has shorter ones."""
+    if request.param == "shortened":
+        monkeypatch.setitem(probe.BUDGET, "cpu", 0)
+    return request.param
+
+
+def connect(name, folder):
+    return rlkit.connect("local", model=build(FAMILIES[name], folder), lora=rlkit.Lora(rank=2), seed=0, device="cpu")
+
+
+def path_of(policy):
+    """The way that it is decoded, and whether it is trained in trees."""
+    policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=1)).result()
+    return ("own", True) if policy.base.llama else (policy.base.known["way"], policy.base.known["trees"])
+
+
+@pytest.mark.parametrize("name", [*OWN, *LIBRARY])
+def test_numbers_beyond_the_window(name, tried, tmp_path):
+    """However it was tried: those of the library, for rows behind one prompt that is longer than the window."""
+    with connect(name, tmp_path) as policy:
+        assert path_of(policy) == ("own" if name in OWN else "slots", True)
+        assert (policy.base.probe.tokens.size > WINDOW) == (policy.base.probe.window is None) == (tried == "whole")
+        assert policy.base.model.config.sliding_window == WINDOW  # as it was
+        rng = np.random.default_rng(0)
+        prompt, params = rng.integers(3, 290, 2 * WINDOW), rlkit.SamplingParams(max_tokens=2 * WINDOW - 1, stop=())
+        sampler = policy.sampler().result()
+        futures = [sampler.sample(prompt[:n], params, n=2, seed=n) for n in (3, WINDOW, 2 * WINDOW)]
+        samples = [sample for future in futures for sample in future.result()]
+        found = policy.forward([sample.datum(1.0) for sample in samples]).result().selected
+        model = transformers.AutoModelForCausalLM.from_pretrained(policy.base.path).eval()
+        for sample, logprobs in zip(samples, found, strict=True):
+            tokens = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens]))
+            with torch.no_grad():
+                every = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+            expected = every.gather(1, tokens[1:, None])[sample.prompt.size - 1 :, 0].numpy()
+            assert np.abs(sample.logprobs - expected).max() < 1e-4
+            assert np.abs(logprobs - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [*OWN, *LIBRARY])
+@pytest.mark.parametrize("wrong", ["shorter by one", "longer by one", "chunks", "none"])
+@pytest.mark.usefixtures("tried")
+def test_a_wrong_window_is_seen(name, wrong, tmp_path, monkeypatch):
+    """Then the path is not taken."""
+    change = {
+        "shorter by one": lambda window, positions: positions - window.size + 2,
+        "longer by one": lambda window, positions: positions - window.size,
+        "chunks": lambda window, positions: positions // window.size * window.size,
+        "none": lambda window, positions: positions * 0,
+    }
+    monkeypatch.setattr(windows.Window, "first", change[wrong])
+    with connect(name, tmp_path) as policy:
+        assert path_of(policy) == ("cache", False)
+
+
+def test_a_threshold_that_cannot_be_tried_leaves_the_librarys_way(tmp_path, monkeypatch):
+    """A shortened window says nothing of other lengths that the config names, of the same size or not."""
+    monkeypatch.setitem(probe.BUDGET, "cpu", 0)
+    before = transformers.Gemma3TextConfig.to_dict
+    for other in (WINDOW, WINDOW + 9):
+        monkeypatch.setattr(
+            transformers.Gemma3TextConfig, "to_dict", lambda self, other=other: before(self) | {"block_size": other}
+        )
+        with connect("gemma3_text", tmp_path / str(other)) as policy:
+            assert not policy.base.probe.beyond
+            assert path_of(policy) == ("cache", False)
+
+
+def test_windows_of_configs():
+    """As the config says, for the layers that it says; layers of other kinds make none of it."""
+    made = transformers.AutoConfig.for_model
+    shape = {"num_hidden_layers": 3, "max_position_embeddings": 64}
+    assert layer_windows(made("mistral", sliding_window=8, **shape)) == [Window(8)] * 3
+    assert layer_windows(made("mistral", sliding_window=64, **shape)) == [None] * 3
+    assert layer_windows(made("mistral", sliding_window=None, **shape)) == [None] * 3
+    assert layer_windows(made("qwen2", sliding_window=8, use_sliding_window=False, **shape)) == [None] * 3
+    qwen = made("qwen3", sliding_window=8, use_sliding_window=True, max_window_layers=1, **shape)
+    assert layer_windows(qwen) == [None, Window(8), Window(8)]
+    llama4 = made("llama4_text", attention_chunk_size=8, no_rope_layer_interval=2, **shape)
+    assert set(layer_windows(llama4)) == {Window(8, chunks=True), None}
+    assert layer_windows(made("gpt2")) == [None] * 12
+    assert layer_windows(made("lfm2", layer_types=["conv", "full_attention"], num_hidden_layers=2)) is None
