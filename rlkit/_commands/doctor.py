@@ -1,4 +1,8 @@
-"""Say what is installed, which device there is, and whether a Tinker key works."""
+"""Say what is installed, which device there is, and whether a Tinker key works.
+
+With --device the local backend checks itself there: its numbers against transformers and peft, its speed, its memory
+and the parts of the device's limits, in at most ten minutes. The report names no host and no folder and may be sent in.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ import importlib.util
 import os
 import platform
 import sys
+from pathlib import Path
+
+from rlkit._lazy import missing
+from rlkit.errors import ConfigError
 
 __all__ = ["add_options", "run"]
 
@@ -30,11 +38,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit doctor``."""
     parser.add_argument("--offline", action="store_true", help="asks no service")
     parser.add_argument("--deadline", type=float, default=20.0, help="seconds that the service may take (default: 20)")
+    parser.add_argument("--device", help="checks the local backend there: cpu, cuda, cuda:1, mps")
+    parser.add_argument("--out", metavar="FILE", help="writes the self-check's report there, as JSON")
+    parser.add_argument("--shape", help="of the model whose speed is measured: tiny, 0.6B, 7B (default: by device)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the self-check (default: 10)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a key is set and does not work, else 0."""
+    """1 where a key is set and does not work, or a device computes something wrong, else 0."""
     import rlkit
+
+    if options.device is not None:
+        return _check_device(options)
+    for name in ("out", "shape"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is of the self-check: give --device")
 
     print(f"rlkit {rlkit.__version__}, Python {platform.python_version()} ({sys.executable})")
     for extra, packages in EXTRAS.items():
@@ -48,6 +66,24 @@ def run(options: argparse.Namespace) -> int:
         print(f"{'Tinker':13} a key or an address is set; not asked")
         return 0
     return _tinker(options.deadline)
+
+
+def _check_device(options: argparse.Namespace) -> int:
+    for package in (*EXTRAS["torch"], *EXTRAS["local"]):
+        if importlib.util.find_spec(package) is None:
+            raise missing("rlkit doctor --device", package, "local")
+    from rlkit._selfcheck import self_check
+
+    report = self_check(
+        options.device,
+        shape=options.shape,
+        minutes=options.minutes,
+        say=lambda text: print(f"... {text}", file=sys.stderr, flush=True),
+    )
+    print(report.text())
+    if options.out is not None:
+        Path(options.out).write_text(report.json(), "utf-8")
+    return 0 if report.right else 1
 
 
 def _version(name: str) -> str:

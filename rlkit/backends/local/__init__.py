@@ -30,6 +30,7 @@ from rlkit.backends.local.model.defaults import default_dtype, default_max_rows,
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.model.untried import warn_untried
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
@@ -124,6 +125,7 @@ class LocalBackend(InProcessBackend):
         place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
         dtype = dtype or str(resumed.get("dtype") or default_dtype(place))
         self.base = base = load_base(model, dtype, place)
+        warn_untried(place)
         self._lora = lora
         self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
         forward = training_forward(self._peft, base, lora.alpha / lora.rank)

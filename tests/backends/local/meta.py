@@ -6,8 +6,8 @@ import copy
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlkit._selfcheck.launches import Launches
 from rlkit.backends.local.model import fused_layer
 from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.llama import fuse_layers
@@ -15,12 +15,6 @@ from rlkit.backends.local.sampling import kv_attention
 from rlkit.backends.local.training import flex_attention
 
 META = torch.device("meta")
-# Views, and memory that is not written: nothing is launched for them.
-_FREE = """
-view _unsafe_view _reshape_alias t transpose permute expand slice select split split_with_sizes unsqueeze squeeze
-as_strided detach alias empty empty_like new_empty empty_strided new_empty_strided unbind unfold diagonal
-"""
-FREE = frozenset(_FREE.split())
 WAITS = frozenset({"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"})  # for what the device computed
 
 _library = torch.library.Library("rlkit_tests", "DEF")
@@ -96,23 +90,15 @@ def meta_base(folder, dtype="bfloat16"):
     return attrs.evolve(base, model=model, device=META, llama=True, known={})
 
 
-class Watch(TorchDispatchMode):
-    """Counts launches, and refuses what waits for the device, or mixes it with the CPU."""
+class Watch(Launches):
+    """Refuses what waits for the device, or mixes it with the CPU."""
 
     def __init__(self):
-        super().__init__()
-        self.launched = []
+        super().__init__(META)
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = operation._schema.name.partition("::")[2]
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        there = any(x.device == META for x in tensors)
-        assert not (there and name in WAITS), f"{name} waits for the device"
-        assert not (there and kwargs.get("device") == torch.device("cpu")), f"{name} brings something to the CPU"
-        # A number that is on the CPU is an argument of the kernel.
-        mixed = {str(x.device) for x in tensors if x.ndim} if name not in ("copy_", "_to_copy") else set()
-        assert len(mixed) < 2, f"{name} mixes {mixed}"
-        if there and name not in FREE:
-            self.launched.append(name)
-        return operation(*args, **kwargs)
+    def look(self, name, tensors, kwargs):
+        assert name not in WAITS, f"{name} waits for the device"
+        assert kwargs.get("device") != torch.device("cpu"), f"{name} brings something to the CPU"
+        if name not in ("copy_", "_to_copy"):  # from the CPU; a number there is an argument of the kernel
+            devices = {str(x.device) for x in tensors if x.ndim}
+            assert len(devices) < 2, f"{name} mixes {devices}"

@@ -1,0 +1,85 @@
+"""The self-check of a device: does the local backend compute the right numbers there, how fast, in how much memory."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlkit._selfcheck import launches, models, numbers, speed
+from rlkit._selfcheck.report import Check, Report, machine, scrubbed
+from rlkit.backends.local.model.defaults import default_dtype
+from rlkit.backends.local.model.device import device_of, free_bytes
+from rlkit.backends.local.model.untried import note_tried, silence
+
+__all__ = ["Check", "Report", "self_check"]
+
+ROOM = 10 * 10**9  # free bytes of a GPU for the model of 0.6B
+
+
+def self_check(
+    device: str | None = None,
+    *,
+    shape: str | None = None,
+    minutes: float = 10.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Check the local backend on a device. Where all numbers are right, ``connect`` no longer warns of that device.
+
+    Args:
+        device: its name; None is a GPU where there is one.
+        shape: of the model whose speed is measured, a key of ``models.SHAPES``; None: as large as the device allows.
+        minutes: after which nothing more is begun.
+        say: is told what is done next.
+
+    Raises:
+        ConfigError: no such device or shape.
+    """
+    place, began = device_of(device), time.monotonic()
+    if shape is not None:
+        models.check_shape(shape)
+    else:
+        shape = "0.6B" if place.type != "cpu" and (free_bytes(place) or 0) > ROOM else "tiny"
+    report = Report(machine(place), shape)
+    silence(place)
+
+    def time_left() -> bool:
+        return time.monotonic() - began < 60 * minutes
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        small = models.build("tiny", folder / "tiny")
+        for dtype in dict.fromkeys(("float32", default_dtype(place))):
+            for title, check in numbers.checks():
+                if not time_left():
+                    report.checks.append(Check(f"{title}, {dtype}", None, None, "left out: out of time"))
+                    continue
+                say(f"{title}, {dtype}")
+                report.checks.append(_tried(f"{title}, {dtype}", lambda: check(small, folder, str(place), dtype)))  # noqa: B023
+        parts: list[tuple[str, Callable[[], dict[str, object]]]] = [
+            ("roofline", lambda: speed.roofline(place)),
+            ("launches", lambda: launches.of_a_layer(folder, place)),
+            ("speed", lambda: speed.measured(models.build(shape, folder / "measured"), place, report.parts, time_left)),
+        ]
+        for title, part in parts:
+            if not time_left():
+                report.parts[title] = {"left out": "out of time"}
+                continue
+            say(title)
+            try:
+                report.parts[title] = part()
+            except Exception as error:  # noqa: BLE001  # a report says what failed, whatever it was
+                report.parts[title] = {"failed": scrubbed(f"{type(error).__name__}: {error}")}
+    report.seconds = time.monotonic() - began
+    if report.right:
+        note_tried(place)
+    return report
+
+
+def _tried(name: str, check: Callable[[], tuple[float, float]]) -> Check:
+    try:
+        value, bound = check()
+    except Exception as error:  # noqa: BLE001  # as above
+        return Check(name, None, None, scrubbed(f"{type(error).__name__}: {error}"), failed=True)
+    return Check(name, value, bound)

@@ -1,0 +1,116 @@
+"""``rlkit doctor --device``: what it finds, what it leaves out, and that a wrong number is one."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import socket
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from rlkit import _selfcheck  # noqa: E402
+from rlkit._selfcheck import numbers  # noqa: E402
+from rlkit._selfcheck.report import scrubbed  # noqa: E402
+from rlkit.backends.local.model import untried  # noqa: E402
+from rlkit.cli import main  # noqa: E402
+
+
+def test_a_cpu_passes(tmp_path, capsys, monkeypatch):
+    """Numbers, speed, launches and parts of the limits are in the report; whose machine it is is not."""
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "report.json"
+    assert main(["doctor", "--device", "cpu", "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("\nok ") == len(numbers.checks())
+    assert "all numbers are right" in told.out
+    report = json.loads(out.read_text("utf-8"))
+    assert report["right"]
+    assert report["parts"]["launches"]["training"] > report["parts"]["launches"]["decoding"] > 10
+    assert report["parts"]["speed"]["decoding 8 rows"]["tokens per second"] > 0
+    assert 0 < report["parts"]["speed"]["training"]["of the products' limit"] < 1
+    for text in (told.out, out.read_text("utf-8")):
+        assert str(tmp_path) not in text
+        assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
+        assert f"/{getpass.getuser()}/" not in text
+    assert list((tmp_path / "cache" / "devices").iterdir())
+
+
+def test_bfloat16_is_held_to_its_rounding(tmp_path):
+    """What a GPU computes by default, here on a CPU."""
+    model = _selfcheck.models.build("tiny", tmp_path / "model")
+    for title, check in numbers.checks():
+        if "transformers" in title or "peft" in title or "samples against" in title:
+            value, bound = check(model, tmp_path, "cpu", "bfloat16")
+            assert value <= bound, title
+
+
+def test_wrong_numbers_are_told(tmp_path, capsys, monkeypatch):
+    """A check that fails, one that raises and one that there was no time for: exit status 1, and nothing is noted."""
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "cache"))
+
+    def raises(*_):
+        raise OSError(f"{tmp_path} does not compute")
+
+    found = [("right", lambda *_: (0.0, 1.0)), ("wrong", lambda *_: (2.0, 1.0)), ("broken", raises)]
+    monkeypatch.setattr(numbers, "checks", lambda: found)
+    for name in ("roofline", "measured"):
+        monkeypatch.setattr(_selfcheck.speed, name, raises)
+    monkeypatch.setattr(_selfcheck.launches, "of_a_layer", lambda *_: {})
+    assert main(["doctor", "--device", "cpu"]) == 1
+    told = capsys.readouterr().out
+    assert "ok     right" in told
+    assert "WRONG  wrong, float32: 2 (at most 1)" in told
+    assert "WRONG  broken, float32: OSError: <path> does not compute" in told
+    assert "roofline: failed: OSError: <path> does not compute" in told
+    assert main(["doctor", "--device", "cpu", "--minutes", "0"]) == 1
+    assert "-      right, float32: left out" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_difference_is_found(tmp_path, monkeypatch):
+    """The check of logprobs, with a trainer that is off by a thousandth."""
+    model = _selfcheck.models.build("tiny", tmp_path / "model")
+    right = numbers._plain_logprobs
+    monkeypatch.setattr(numbers, "_plain_logprobs", lambda *arguments: right(*arguments) + 0.001)
+    for title, check in numbers.checks():
+        if title.startswith("logprobs of the trainer"):
+            value, bound = check(model, tmp_path, "cpu", "float32")
+            assert bound < value == pytest.approx(0.001, rel=0.01)
+
+
+def test_options_of_the_self_check(capsys):
+    """A shape that there is none, and a file for a report without a self-check."""
+    assert main(["doctor", "--device", "cpu", "--shape", "9B"]) == 2
+    assert "one of tiny, 0.6B, 7B" in capsys.readouterr().err
+    assert main(["doctor", "--out", "x.json"]) == 2
+    assert "give --device" in capsys.readouterr().err
+    assert main(["doctor", "--device", "tpu9"]) == 2
+
+
+def test_a_device_that_was_not_checked_is_told_once(tmp_path, monkeypatch):
+    """By ``connect``, with the command; never after the check has passed, and never for a CPU."""
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))
+    device = torch.device("mps", 0)
+    monkeypatch.setattr(untried, "_warned", set())
+    with pytest.warns(UserWarning, match="rlkit doctor --device mps:0"):
+        untried.warn_untried(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        untried.warn_untried(device)
+        untried.note_tried(device)
+        monkeypatch.setattr(untried, "_warned", set())
+        untried.warn_untried(device)
+        untried.warn_untried(torch.device("cpu"))
+
+
+def test_texts_are_scrubbed():
+    """Folders of every system, and the host's name."""
+    assert scrubbed(r"no C:\Users\me\x.bin nor /home/me/x: all") == "no <path> nor <path>: all"
+    assert scrubbed(f"on {socket.gethostname()}!") == "on <name>!"
+    assert np.all([len(scrubbed("x" * n)) <= 500 for n in (10, 5000)])
