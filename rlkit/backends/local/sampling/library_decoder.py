@@ -12,6 +12,7 @@ from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import LibraryForward
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.sampling.decoder import Decoder
+from rlkit.backends.local.sampling.recurrent_step import take_steps
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
 from rlkit.backends.local.sampling.scoring import score_batches, score_rows
 
@@ -34,6 +35,8 @@ class LibraryDecoder(Decoder):
         self.forward: LibraryForward
         super().__init__(LibraryForward(base.tree()), merge=merge)
         self.base, self.model = base, self.forward.model
+        if base.device.type == "cpu":
+            take_steps(self.model)
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         rows = []
