@@ -56,10 +56,10 @@ def connect(name: str, **options: object) -> TrainerBackend:
             - resume_from: a saved path, weights and optimizer.
             - init_from: a saved path, weights only; the adapter's shape comes from there.
 
-            "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, max_rows, prefix_mb,
-            cuda_graphs and sampler too: see ``help(rlkit.backends.local.LocalBackend)``. "tinker" takes base_url,
-            api_key, project, client, tokenizer, max_length, deadline, off_temperature, server_losses, ttl, metadata,
-            resend and optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
+            "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, offload_folder,
+            max_rows, prefix_mb, cuda_graphs and sampler too: see ``help(rlkit.backends.local.LocalBackend)``. "tinker"
+            takes base_url, api_key, project, client, tokenizer, max_length, deadline, off_temperature, server_losses,
+            ttl, metadata, resend and optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
 
     Raises:
         UnknownNameError: no such backend.

@@ -43,6 +43,7 @@ class LocalOptions(Options, total=False):
     device: str | None
     merge: bool | Literal["auto"]
     micro_batch_tokens: int | None
+    offload_folder: str | Path | None
     max_rows: int | None
     prefix_mb: int
     cuda_graphs: bool | None

@@ -29,6 +29,7 @@ from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import with_adapter
 from rlkit.backends.local.training.forward import training_forward
+from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import entropy_of
@@ -56,7 +57,7 @@ class LocalCritic(InProcessCritic):
         folder: where ``save`` writes, ``rlkit-saves`` by default.
         resume_from: a saved path: weights, optimizer and version.
         init_from: a saved path: weights only.
-        dtype, device, micro_batch_tokens: as for the local backend.
+        dtype, device, micro_batch_tokens, offload_folder: as for the local backend.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, the model cannot be loaded, or its
@@ -77,10 +78,12 @@ class LocalCritic(InProcessCritic):
         dtype: str | None = None,
         device: str | None = None,
         micro_batch_tokens: int | None = None,
+        offload_folder: str | Path | None = None,
     ) -> None:
         start = Start.of("critic", model, lora, folder, resume_from, init_from)
         if micro_batch_tokens is not None:
             _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
+        rows_in = existing_folder(offload_folder)
         saved = saves.read(start.path, backend="local-critic") if start.path is not None else None
         if model is None and saved is not None:
             model = saved[1].get("model")
@@ -99,7 +102,7 @@ class LocalCritic(InProcessCritic):
         self._settings = {"model": located(model), "dtype": dtype, "micro_batch_tokens": micro_batch_tokens}
         peft = with_adapter(base, lora, adapter_seed(lora, entropy_of(seed)), fresh=saved is None)
         peft.value_head = _value_head(peft, base.device)
-        forward = training_forward(peft, base, lora.alpha / lora.rank)
+        forward = training_forward(peft, base, lora.alpha / lora.rank, micro_batch_tokens, rows_in)
         self._trainer = LocalTrainer(peft, base.device, micro_batch_tokens, forward, peft.value_head)
         version = 0
         if saved is not None:

@@ -36,6 +36,7 @@ from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
 from rlkit.backends.local.training.forward import training_forward
+from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import Sampler
@@ -68,8 +69,11 @@ class LocalBackend(InProcessBackend):
         device: "cpu", "cuda", ...; None is "cuda" where there is one.
         merge: sample with the adapter merged into a copy of its modules (True), added to their outputs (False), or
             merged for float32 models under 2 GB ("auto"). Merging into bfloat16 loses most of a small step.
-        micro_batch_tokens: tokens computed at once in training; bounds the memory. None is that of the run with
-            ``resume_from``, else 1,024 on a CPU, and what 40 % of the free memory hold on a GPU, 16,384 at most.
+        micro_batch_tokens: tokens computed at once in training; a datum of more is computed in parts. None is that of
+            the run with ``resume_from``, else 1,024 on a CPU, and what 40 % of the free memory hold on a GPU, 16,384
+            at most.
+        offload_folder: an existing one, where datums of more than eight times as many tokens keep what goes into each
+            layer while they are computed on a CPU, in a file without a name; None keeps it in memory.
         max_rows: completions of one snapshot decoded at once at most; None is 256 on a GPU of CUDA and 64 elsewhere.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
             begin like them are continued, as the turns of an episode do; 0 for none.
@@ -96,6 +100,7 @@ class LocalBackend(InProcessBackend):
         device: str | None = None,
         merge: bool | Literal["auto"] = "auto",
         micro_batch_tokens: int | None = None,
+        offload_folder: str | Path | None = None,
         max_rows: int | None = None,
         prefix_mb: int = 512,
         cuda_graphs: bool | None = None,
@@ -105,6 +110,7 @@ class LocalBackend(InProcessBackend):
         for name, value in (("micro_batch_tokens", micro_batch_tokens), ("max_rows", max_rows)):
             if value is not None:
                 _check.integer(name, value, low=1)
+        rows_in = existing_folder(offload_folder)
         _check.integer("prefix_mb", prefix_mb, low=0)
         if cuda_graphs is not None:
             _check.flag("cuda_graphs", cuda_graphs)
@@ -128,10 +134,10 @@ class LocalBackend(InProcessBackend):
         warn_untried(place)
         self._lora = lora
         self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
-        forward = training_forward(self._peft, base, lora.alpha / lora.rank)
         micro_batch_tokens = int(
             micro_batch_tokens or resumed.get("micro_batch_tokens") or micro_batch_tokens_for(base)
         )
+        forward = training_forward(self._peft, base, lora.alpha / lora.rank, micro_batch_tokens, rows_in)
         self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
         self._seeds = SeedStream(entropy)
         small = base.nbytes < _MERGED_UNDER and dtype == "float32"

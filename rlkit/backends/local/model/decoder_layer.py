@@ -6,6 +6,7 @@ the attention's output, and the two inputs of the gated product; the rest is rec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import attrs
@@ -67,7 +68,7 @@ class Layer:
         qkv, projected = self.project(x)
         attended, saved = attention.forward(*self.heads_of(qkv, rope))
         inner = self.up_to_down(x, attended)
-        out, low_down = self.down(_swiglu(inner[3]), inner[1])
+        out, low_down = self.output(inner)
         return out, [x, *projected, *saved, attended, *inner, low_down]
 
     def backward(
@@ -117,6 +118,11 @@ class Layer:
         middle, low_out = self.out(attended, x)
         n, scale = self.norm(middle, self.post_attention_norm)
         return [low_out, middle, scale, *self.gate_up(n)]
+
+    def output(self, inner: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the layer's output from what ``up_to_down`` gave, and x A^T of the last product."""
+        _, middle, _, gate_up, _ = inner
+        return self.down(_swiglu(gate_up), middle)
 
     def backward_to_attention(
         self, grad: torch.Tensor, attended: torch.Tensor, saved: list[Any]

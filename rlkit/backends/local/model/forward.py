@@ -24,7 +24,7 @@ from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_
 from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, read_in_chunks, read_logits
 from rlkit.backends.local.model.windows import LayerMasks
 
-__all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight"]
+__all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight", "read_values"]
 
 
 class Inputs(Protocol):
@@ -46,6 +46,10 @@ class Forward(Protocol):
     def trees(self) -> bool:
         """Whether sequences of a micro-batch may share the tokens that they begin with."""
 
+    @property
+    def chunked(self) -> bool:
+        """Whether a micro-batch of more tokens than the budget is computed in parts."""
+
     def prepare(self) -> None:
         """Read the trained adapter as it is now."""
 
@@ -55,8 +59,8 @@ class Forward(Protocol):
     def weights(self) -> tuple[list[Weight], list[Weight]]:
         """[out, in] of every product of the layers, and of the output embedding."""
 
-    def hidden(self, inputs: Inputs) -> torch.Tensor:
-        """Return the last hidden states [n, hidden], which the output embedding reads."""
+    def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
+        """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
         """Return logits [n, V]."""
@@ -79,7 +83,7 @@ class LlamaForward:
         addresses: of the weights that ``load`` made; on a GPU they stay from adapter to adapter.
     """
 
-    trees = True
+    trees, chunked = True, False
 
     def __init__(self, base: Base, adapter: Adapter | None = None, scale: float = 0.0) -> None:
         self._base, self._adapter, self._scale = base, adapter or {}, scale
@@ -105,8 +109,8 @@ class LlamaForward:
     def weights(self) -> tuple[list[Weight], list[Weight]]:
         return [x for linear in self._llama.linears for x in linear.weights], self._head.weights
 
-    def hidden(self, inputs: Inputs) -> torch.Tensor:
-        return self._llama.hidden(*inputs.for_llama(self._llama))
+    def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
+        return read_values(self.hidden(inputs), head)
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
         return self._head.logits(self.hidden(inputs))
@@ -114,7 +118,16 @@ class LlamaForward:
     def outputs(
         self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        hidden, ids = self.hidden(inputs), wanted["logprobs"]
+        return self._read(self.hidden(inputs), wanted, temperatures)
+
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """Return the last hidden states [n, hidden], which the output embedding reads."""
+        return self._llama.hidden(*inputs.for_llama(self._llama))
+
+    def _read(
+        self, hidden: torch.Tensor, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        ids = wanted["logprobs"]
         if len(wanted) == 1 and ids is not None:
             return {"logprobs": self._head.logprobs(hidden, ids, temperatures)}
         return read_in_chunks(self._head.logits, hidden, wanted, temperatures)
@@ -131,6 +144,8 @@ class LibraryForward:
         model: a causal language model: peft's, which trains its adapter, or a tree of modules for ``load`` alone.
         trees: whether the architecture does as a mask and positions say.
     """
+
+    chunked = False
 
     def __init__(self, model: Any, *, trees: bool = False) -> None:
         self.model, self.trees = model, trees
@@ -170,7 +185,11 @@ class LibraryForward:
         weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
         return [*weights, *self._low_rank], [head.weight, *self._low_rank]
 
+    def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
+        return read_values(self.hidden(inputs), head)
+
     def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """Return the last hidden states [n, hidden], which the output embedding reads."""
         return self.hidden_at(*inputs.for_library(self._device, self._masks, trees=self.trees))
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
@@ -229,6 +248,12 @@ class LibraryForward:
             expected, split = self._logits_at(arguments, index), self.head(self.hidden_at(arguments, index))
             self.splits = torch.allclose(split, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
         return self.splits
+
+
+def read_values(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    """Return the values [n] that ``head`` reads off ``hidden`` [n, hidden]."""
+    values: torch.Tensor = head(hidden.float())[:, 0]
+    return values
 
 
 def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

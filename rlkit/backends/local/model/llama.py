@@ -108,12 +108,23 @@ class Llama:
 
         ``attentions`` says for each layer how the tokens see one another.
         """
-        x = upcast(self._model.embed_tokens(tokens))
-        cos, sin = self._model.rotary_emb(x, positions[None])  # [1, N, D], the second half as the first
-        rope = self.layers[0].rope_tables(cos[0], sin[0])
+        x, rope = self.embed(tokens), self.rope(positions)
         for layer, attention in zip(self.layers, attentions, strict=True):
             x = run_layer(x, layer, rope, attention)
-        return nn.functional.rms_norm(x[index], (x.shape[-1],), self._last_norm, self._eps)
+        return self.last_norm(x[index])
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [N] -> the residual stream [N, hidden] before the first layer, at least float32."""
+        return upcast(self._model.embed_tokens(tokens))
+
+    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layers' tables of RoPE at ``positions`` [N]."""
+        cos, sin = self._model.rotary_emb(self._last_norm, positions[None])  # [1, N, D], the second half as the first
+        return self.layers[0].rope_tables(cos[0], sin[0])
+
+    def last_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of the residual stream behind the last layer, [n, hidden]."""
+        return nn.functional.rms_norm(x, (x.shape[-1],), self._last_norm, self._eps)
 
     def _fused(self, prefix: str, parent: nn.Module, names: Sequence[str]) -> LoraLinear:
         modules = [getattr(parent, name) for name in names]

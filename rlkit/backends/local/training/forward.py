@@ -2,32 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import numpy as np
 import torch
+from torch import nn
 
+from rlkit.backends.local.gemm.lora_linear import Adapter
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.forward import Forward, LibraryForward, LlamaForward
+from rlkit.backends.local.model.forward import Forward, Inputs, LibraryForward, LlamaForward, read_values
 from rlkit.backends.local.model.lora import adapter_of
 from rlkit.backends.local.model.probe import FAILURES
-from rlkit.backends.local.training.micro_batches import pack
+from rlkit.backends.local.training.chunked_attention import ChunkedAttention
+from rlkit.backends.local.training.long_micro_batch import LongMicroBatch, Read, outputs_in_chunks
+from rlkit.backends.local.training.micro_batches import MicroBatch, pack
+from rlkit.backends.local.training.rows import Storage
 from rlkit.types import Datum
 
-__all__ = ["training_forward"]
+__all__ = ["ChunkedLlamaForward", "training_forward"]
+
+# Micro-batches' worth of inputs of layers that stay on the device: a micro-batch that is computed at once keeps about
+# ten times as much of a token and layer (see decoder_layer.py), so up to here it is that one which takes most memory.
+STAY = 8
 
 
-def training_forward(model: object, base: Base, scale: float) -> Forward:
+def training_forward(model: object, base: Base, scale: float, budget: int, folder: Path | None = None) -> Forward:
     """Return rlkit's own forward where it computes what the library's does, else the library's.
 
     Args:
         model: the peft model.
         base: what it adapts.
         scale: of its adapters.
+        budget: tokens computed at once.
+        folder: where long micro-batches keep what a CPU's memory should not hold; None for nowhere.
     """
     if base.llama:
-        return LlamaForward(base, adapter_of(model), scale)
+        return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
     if "trees" not in base.known:
         base.known["trees"] = base.plain and _trees_agree(base)
     return LibraryForward(model, trees=base.known["trees"])
+
+
+class ChunkedLlamaForward(LlamaForward):
+    """rlkit's own forward, of micro-batches of any length.
+
+    Args:
+        base, adapter, scale: see ``LlamaForward``.
+        budget: tokens computed at once; see ``LongMicroBatch`` for micro-batches of more.
+        folder: see ``training_forward``.
+    """
+
+    chunked = True
+
+    def __init__(self, base: Base, adapter: Adapter, scale: float, budget: int, folder: Path | None) -> None:
+        super().__init__(base, adapter, scale)
+        self._budget, self._folder = budget, folder
+
+    def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
+        if not self._is_long(inputs):
+            return super().values(inputs, head)
+
+        def read(hidden: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"values": read_values(hidden, head)}
+
+        return self._in_chunks(inputs, read, list(head.parameters()))["values"]
+
+    def outputs(
+        self, inputs: Inputs, wanted: Mapping[str, torch.Tensor | None], temperatures: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        if not self._is_long(inputs):
+            return super().outputs(inputs, wanted, temperatures)
+
+        def read(hidden: torch.Tensor, which: torch.Tensor) -> dict[str, torch.Tensor]:
+            some = {name: None if ids is None else ids[which] for name, ids in wanted.items()}
+            return self._read(hidden, some, None if temperatures is None else temperatures[which])
+
+        return self._in_chunks(inputs, read, [x for x in (self._head.a, self._head.b) if x is not None])
+
+    def _is_long(self, inputs: Inputs) -> bool:
+        return isinstance(inputs, MicroBatch) and inputs.tokens.size > self._budget
+
+    def _in_chunks(self, inputs: Inputs, read: Read, head: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert isinstance(inputs, MicroBatch)  # noqa: S101
+        llama, size = self._llama, inputs.tokens.size
+        storage = Storage(size, llama.device, away=size > STAY * self._budget, folder=self._folder)
+        heads = llama.heads, llama.key_heads
+        by_window = {w: ChunkedAttention(inputs.runs, inputs.positions, *heads, w) for w in set(llama.windows)}
+        attentions = [by_window[window] for window in llama.windows]
+        return outputs_in_chunks(LongMicroBatch(llama, inputs, self._budget, attentions, storage, read, head))
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from rlkit.types import Datum
 
 __all__ = ["MicroBatch", "pack"]
 
+LONGER = 2.0  # a prompt is computed again for each further batch of its group: at most about half of the work then
+
 
 @attrs.frozen(eq=False)
 class MicroBatch:
@@ -74,7 +76,9 @@ class MicroBatch:
         return tokens.reshape(len(lengths), -1), places[self.index]
 
 
-def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True) -> list[MicroBatch]:
+def pack(
+    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True, chunked: bool = False
+) -> list[MicroBatch]:
     """Return batches of at most ``budget`` tokens of all datums with a masked-in token.
 
     Args:
@@ -83,6 +87,8 @@ def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool
         pairs: datums 2k and 2k + 1 stay in one batch, in that order.
         share: compute what sequences have in common once. Otherwise every datum is a run by itself, and the padding
             of ``MicroBatch.rows`` counts.
+        chunked: a batch of more than the budget is computed in parts. So a unit longer than that may have others beside
+            it, with which it shares tokens: ``LONGER`` times its own at most, since some is kept of every token.
     """
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
@@ -96,7 +102,7 @@ def pack(data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool
     firsts = np.cumsum([0, *map(len, chosen)])
     costs = tree_costs(members, firsts) if share else row_costs(members, firsts)
     batches = []
-    for part in cuts(len(chosen), costs, budget):
+    for part in cuts(len(chosen), costs, budget, LONGER if chunked else 1.0):
         batch = _Filling(share)
         for i in (i for unit in chosen[part] for i in unit):
             batch.take(i, read)

@@ -15,13 +15,14 @@ LOOK_BACK = 4  # in sorted order what a datum has most in common with is the one
 Costs: TypeAlias = Callable[[int, int], np.ndarray]  # first unit, budget -> tokens with one unit, two, ...; enough
 
 
-def cuts(units: int, costs: Costs, budget: int) -> list[slice]:
+def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[slice]:
     """Return where to begin a new batch, so that the fewest tokens are computed in all.
 
     Args:
         units: of datums, in an order that is kept.
         costs: of batches that begin with a unit.
         budget: tokens of a batch, if it is more than one unit.
+        longer: a batch whose first unit has more than those by itself may have so many times as many as that.
 
     >>> cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 16)
     [slice(0, 1, None), slice(1, 4, None)]
@@ -31,7 +32,9 @@ def cuts(units: int, costs: Costs, budget: int) -> list[slice]:
     come_from = np.zeros(units + 1, int)
     for i in range(units):
         cost = costs(i, budget)
-        cost = cost[: max(1, np.searchsorted(cost, budget, "right"))]
+        limit = max(budget, int(longer * cost[0])) if cost[0] > budget else budget
+        cost = costs(i, limit) if limit > budget else cost
+        cost = cost[: max(1, np.searchsorted(cost, limit, "right"))]
         ends = np.arange(i + 1, i + 1 + cost.size)
         total = best[i] + cost + budget / BATCHES
         better = ends[total < best[ends]]

@@ -112,7 +112,7 @@ class LocalTrainer:
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
         self.forward.prepare()
-        batches = pack(data, self._budget, pairs=pairs, share=self.forward.trees)
+        batches = pack(data, self._budget, pairs=pairs, share=self.forward.trees, chunked=self.forward.chunked)
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
             for batch in batches:
@@ -146,12 +146,13 @@ class LocalTrainer:
         """Say what a micro-batch is made of, and what to do where it does not fit."""
         number = next(i for i, other in enumerate(batches, 1) if other is batch)
         size = f"{batch.tokens.size} tokens computed, {batch.index.size} of them trained on"
-        if len(batch.members) > 1:
-            whose = f"of datums {min(batch.members)} to {max(batch.members)}"
-            remedy = f"lower micro_batch_tokens ({self._budget})"
-        else:
-            whose = f"of datum {batch.members[0]} alone"
-            remedy = "a datum cannot be cut: shorten it, or use bfloat16 or a smaller model"
+        datums = batch.members
+        whose = f"of datums {min(datums)} to {max(datums)}" if len(datums) > 1 else f"of datum {datums[0]} alone"
+        remedy = f"lower micro_batch_tokens ({self._budget})"
+        if batch.tokens.size > self._budget and self.forward.chunked:
+            remedy += ", give offload_folder=, or shorten the longest datum"
+        elif len(datums) == 1 and not self.forward.chunked:
+            remedy = "a datum of this architecture cannot be cut: shorten it, or use bfloat16 or a smaller model"
         return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
     def _backward(
@@ -179,7 +180,7 @@ class LocalTrainer:
         """Flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
         with torch.set_grad_enabled(gradient):
             if self._value_head is not None:
-                return {"values": self._value_head(self.forward.hidden(batch).float())[:, 0]}
+                return {"values": self.forward.values(batch, self._value_head)}
             chosen = [data[i] for i in batch.members]
             temperatures = np.repeat([d.temperature or 1.0 for d in chosen], [d.mask.sum() for d in chosen])
             warm = self._tensor(temperatures.astype(np.float32)) if (temperatures != 1.0).any() else None
