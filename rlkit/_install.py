@@ -32,12 +32,12 @@ def _source() -> str | None:
     """Where pip found the distribution, as a requirement writes it (PEP 610); None: in an index."""
     try:
         text = importlib.metadata.distribution(NAME).read_text("direct_url.json")
-        found = json.loads(text) if text else None
-        url = str(found["url"]) if found else None
-        if found and url and "vcs_info" in found:
-            url = f"{found['vcs_info']['vcs']}+{url}@{found['vcs_info']['commit_id']}"
-        if found and "subdirectory" in found:
-            url = f"{url}#subdirectory={found['subdirectory']}"
+        origin = json.loads(text) if text else None
+        url = str(origin["url"]) if origin else None
+        if origin and url and "vcs_info" in origin:
+            url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+        if origin and "subdirectory" in origin:
+            url = f"{url}#subdirectory={origin['subdirectory']}"
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
         return None
     return url

@@ -54,8 +54,8 @@ def plain(value: object) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(each) for each in value]
     if isinstance(value, (np.ndarray, np.generic)):
-        found = value.tolist()
-        return str(value) if isinstance(found, np.generic) else plain(found)  # of what Python has no number for
+        item = value.tolist()
+        return str(value) if isinstance(item, np.generic) else plain(item)  # of what Python has no number for
     if isinstance(value, int):
         return int(value)
     return to_json(float(value)) if isinstance(value, float) else str(value)

@@ -158,12 +158,12 @@ def _strong(name: str) -> bool:
 def _without_values(text: str) -> str:
     """Without what stands behind telling names."""
     pieces, done, at = [], 0, 0
-    while (found := _PAIR.search(text, at)) is not None:
-        group = "plain" if found["quoted"] is None else "quoted"
-        start, at = found.start(group), found.end()
-        if _is_value(found, found[group]):
+    while (pair := _PAIR.search(text, at)) is not None:
+        group = "plain" if pair["quoted"] is None else "quoted"
+        start, at = pair.start(group), pair.end()
+        if _is_value(pair, pair[group]):
             pieces += [text[done:start], MASK]
-            done = found.end(group)
+            done = pair.end(group)
         else:
             at = start  # a value may be another name
     return "".join([*pieces, text[done:]])

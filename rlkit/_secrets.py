@@ -110,8 +110,8 @@ def _can_be_secret(value: object) -> bool:
 
 def _environment() -> frozenset[str]:
     """Return the secrets among the environment variables."""
-    found = {(name, value) for name, value in os.environ.items() if len(value) >= _SHORTEST and secret_name(name)}
-    return frozenset(value for name, value in found if not _says_nothing(name, value))
+    telling = {(name, value) for name, value in os.environ.items() if len(value) >= _SHORTEST and secret_name(name)}
+    return frozenset(value for name, value in telling if not _says_nothing(name, value))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,12 +131,12 @@ def _exists(value: str) -> bool:
 
 def _names() -> set[str]:
     """Of the user and the machine."""
-    found = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME", "HOST", "HOME")}
+    names = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME", "HOST", "HOME")}
     try:
-        found.add(getpass.getuser())
+        names.add(getpass.getuser())
     except (OSError, KeyError, ImportError):  # a user without a name
-        return found
-    return found
+        return names
+    return names
 
 
 @functools.lru_cache(maxsize=4)

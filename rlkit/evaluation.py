@@ -67,12 +67,12 @@ class Evaluation:
     @property
     def metrics(self) -> dict[str, float]:
         """Names "eval/<environment>/<what>": mean, low, high, success, pass@k, episodes, failed; and "eval/mean"."""
-        found = {"eval/mean": self.mean}
+        numbers = {"eval/mean": self.mean}
         for name, score in self.scores.items():
             for field in ("mean", "low", "high", "success", "episodes", "failed"):
-                found[f"eval/{name}/{field}"] = float(getattr(score, field))
-            found |= {f"eval/{name}/pass@{k}": value for k, value in score.pass_at_k.items()}
-        return found
+                numbers[f"eval/{name}/{field}"] = float(getattr(score, field))
+            numbers |= {f"eval/{name}/pass@{k}": value for k, value in score.pass_at_k.items()}
+        return numbers
 
 
 async def evaluate(
@@ -119,12 +119,12 @@ async def evaluate(
     over: dict[str, Any] = {"n": n, "min_n": 1} | ({"temperature": 0.0} if greedy else {})
     held = [attrs.evolve(task, settings=attrs.evolve(task.settings, **over)) for task in listed(tasks)]
     groups = await rollout(sampler, held, step=step, plan=plan)
-    found = {}
+    scores = {}
     for name in dict.fromkeys(task.name for task in held):
         rewards = [group.rewards for group in groups if group.env == name]
         failed = int(groups.metrics.get(f"env/{name}/failed", 0))
-        found[name] = score(rewards, k=ks, success=success, level=level, seed=plan.seed, failed=failed)
-    return Evaluation(found, groups)
+        scores[name] = score(rewards, k=ks, success=success, level=level, seed=plan.seed, failed=failed)
+    return Evaluation(scores, groups)
 
 
 def evaluate_sync(sampler: Sampler, tasks: Any, **options: Any) -> Evaluation:

@@ -138,8 +138,8 @@ class Future(Generic[T]):
         """
 
         def values(_: object) -> Any:
-            found = [future.result() for future in futures]
-            return found if convert is None else convert(found)
+            results = [future.result() for future in futures]
+            return results if convert is None else convert(results)
 
         return Future(all_done([future._inner for future in futures]), convert=values)  # noqa: SLF001
 

@@ -22,7 +22,7 @@ def settings(option: str, texts: Sequence[str], taken: Collection[str] = ()) -> 
     >>> settings("--set", ["size=3", "name=a b", "deep=true"])
     {'size': 3, 'name': 'a b', 'deep': True}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -30,7 +30,7 @@ def settings(option: str, texts: Sequence[str], taken: Collection[str] = ()) -> 
         if name in taken:
             raise ConfigError(f"{option} {text}: it has an option of its own, --{name}")
         try:
-            found[name] = json.loads(value)
+            values[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            values[name] = value
+    return values

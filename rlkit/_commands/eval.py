@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     tasks = _tasks(options)
     print(f"{len(tasks)} tasks, {options.n} episodes each", file=sys.stderr, flush=True)
     with _sampler(options) as sampler:
-        found = evaluate_sync(
+        evaluation = evaluate_sync(
             sampler,
             tasks,
             n=options.n,
@@ -74,10 +74,10 @@ def run(options: argparse.Namespace) -> int:
             from rlkit.tracking import Jsonl
 
             kept = Jsonl(options.out, tokenizer=sampler.tokenizer)
-            kept.log(found.metrics, 0)
-            kept.log_trajectories(found.rollouts, 0)
+            kept.log(evaluation.metrics, 0)
+            kept.log_trajectories(evaluation.rollouts, 0)
             kept.close()
-    for name, score in found.scores.items():
+    for name, score in evaluation.scores.items():
         tries = "".join(f"  pass@{k} {value:.3f}" for k, value in score.pass_at_k.items())
         print(f"{name}: mean {score.mean:.3f} (95 % interval {score.low:.3f} to {score.high:.3f}){tries}", end="  ")
         print(f"{score.tasks} tasks, {score.episodes} episodes, {score.failed} failed")
@@ -113,7 +113,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     if options.set and len(files) == len(options.tasks):
         raise ConfigError("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are")
     own = settings("--set", options.set)
-    found: list[Task] = []
+    tasks: list[Task] = []
     for path in options.tasks:
         yours = path in recipes.environments
         rows = path in files and not yours
@@ -127,8 +127,8 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
             default_workflow_type=path if yours else "simple_workflow" if rows else "reasoning_gym",
             workflow_args={} if rows else {**sized, **own},
         )
-        found += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
-    return found
+        tasks += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
+    return tasks
 
 
 def _sampler(options: argparse.Namespace) -> Sampler:

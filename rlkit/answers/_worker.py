@@ -30,8 +30,8 @@ def main() -> None:
 
     def parsed(text: str) -> list[Any]:
         marked = any(sign in text for sign in ("$", "\\boxed", "\\(", "\\["))
-        found: list[Any] = parse(text if marked else f"${text}$", parsing_timeout=None)
-        return found or parse(text, parsing_timeout=None)
+        expressions: list[Any] = parse(text if marked else f"${text}$", parsing_timeout=None)
+        return expressions or parse(text, parsing_timeout=None)
 
     def equal(answer: str, truth: str) -> bool:
         return bool(verify(parsed(truth), parsed(answer), timeout_seconds=None))

@@ -115,13 +115,13 @@ class _Pool:
 
     def _taken(self) -> _Process:
         """One that is free, or is starting already, or a new one."""
-        found = None
+        worker = None
         with contextlib.suppress(queue.Empty):
-            found = self._free.get_nowait()
-        if found is None and self._coming:
+            worker = self._free.get_nowait()
+        if worker is None and self._coming:
             with contextlib.suppress(queue.Empty):
-                found = self._free.get(timeout=_START)
-        return found or _Process()
+                worker = self._free.get(timeout=_START)
+        return worker or _Process()
 
     def _replace(self) -> None:
         with self._lock:

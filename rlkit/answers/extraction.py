@@ -31,15 +31,15 @@ def boxed(text: str) -> str | None:
     """
     _text("boxed(text)", text)
     opened: list[int | None] = []  # where the content of each open brace begins; None: no box
-    found = None
+    inner = None
     for match in _BRACES.finditer(text):
         if match[1]:
             opened.append(match.end())
         elif match[0] == "{":
             opened.append(None)
         elif match[0] == "}" and opened and (start := opened.pop()) is not None:
-            found = start, match.start()
-    return None if found is None else text[found[0] : found[1]].strip()
+            inner = start, match.start()
+    return None if inner is None else text[inner[0] : inner[1]].strip()
 
 
 def last_number(text: str) -> int | float | None:

@@ -125,12 +125,12 @@ def _verified(folder: Path) -> dict[str, Any]:
         if file.exists() and not file.is_file():
             raise CheckpointError(f"{file} is no file")
         try:
-            found = _digest(file)
+            digest = _digest(file)
         except OSError as error:
             raise CheckpointError(f"{folder} lacks {name}: {error}") from error
-        if found != expected:
+        if digest != expected:
             raise CheckpointError(
-                f"{file} is damaged: its SHA-256 is {found[:12]}..., expected {str(expected)[:12]}..."
+                f"{file} is damaged: its SHA-256 is {digest[:12]}..., expected {str(expected)[:12]}..."
             )
     return state
 

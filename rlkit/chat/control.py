@@ -116,12 +116,12 @@ class ControlText:
         ids = self._plain(text, special=True, first=first)
         if self._special is None:
             return ids
-        found = list(self._special.finditer(text))
-        if np.isin(ids, self._special_ids).sum() == len(found):
+        matches = list(self._special.finditer(text))
+        if np.isin(ids, self._special_ids).sum() == len(matches):
             return ids
         # The tokenizer saw a control token where the text has none, by normalising it. Only exact texts count.
         out, start = [], 0
-        for match in found:
+        for match in matches:
             out.append(self._plain(text[start : match.start()], special=False, first=first and not start))
             token = self._ids[match[0]]
             out.append(np.zeros(0, np.int64) if token is None else np.array([token], np.int64))
@@ -153,11 +153,11 @@ def _pattern(texts: list[str]) -> re.Pattern[str] | None:
 
 def _special_by_search(tokenizer: Tokenizer) -> dict[str, bool]:
     """Return the texts of the ids that ``skip_special`` leaves out."""
-    found = {}
+    special = {}
     for i in range(tokenizer.vocab_size):
         if not tokenizer.decode([i], skip_special=True) and (text := tokenizer.decode([i], skip_special=False)):
-            found[text] = True
-    return found
+            special[text] = True
+    return special
 
 
 def _adds_a_prefix(tokenizer: Tokenizer) -> np.ndarray | None:

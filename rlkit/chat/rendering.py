@@ -130,21 +130,21 @@ class ModelRenderer:
             text: the turn as text, in which calls have positions.
         """
         try:
-            found = self._renderer.parse_response(
+            message = self._renderer.parse_response(
                 ids.tolist(), tools=[dict(tool) for tool in tools] or None, prompt_ids=prompt.tolist()
             )
         except Exception as error:  # noqa: BLE001  # the policy chose the tokens, and is to be told
             what = f"the turn cannot be read ({type(error).__name__}: {str(error)[:80]})"
             return Parsed("", errors=(Malformed(what, "text, or calls in the model's own format"),))
         attempts: list[ToolCall | Malformed] = []
-        for call in found.tool_calls[:_MOST]:
+        for call in message.tool_calls[:_MOST]:
             behind = attempts[-1].position + 1 if attempts else 0
             attempts.append(_attempt(call, len(attempts), max(text.find(call.raw, behind), behind)))
         return Parsed(
-            found.content,
+            message.content,
             tuple(item for item in attempts if isinstance(item, ToolCall)),
             tuple(item for item in attempts if isinstance(item, Malformed)),
-            found.reasoning_content,
+            message.reasoning_content,
         )
 
     def _ready(self, messages: Sequence[Message]) -> list[Message]:

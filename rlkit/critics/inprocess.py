@@ -43,8 +43,8 @@ class InProcessCritic(InProcessTrainer):
         data = checked_data(data, self.tokenizer.vocab_size, self.max_length)
 
         def job() -> Generator[None, None, list[np.ndarray]]:
-            found, _ = yield from self._values_and_parts(data, None, backward=False)
-            return [datum.expand(np.asarray(v, np.float32)) for datum, v in zip(data, found, strict=True)]
+            arrays, _ = yield from self._values_and_parts(data, None, backward=False)
+            return [datum.expand(np.asarray(v, np.float32)) for datum, v in zip(data, arrays, strict=True)]
 
         return self._queue.submit("values", job)
 
@@ -67,8 +67,8 @@ class InProcessCritic(InProcessTrainer):
         *,
         backward: bool,
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        found, parts = yield from self._values_and_parts(data, loss, backward=backward)
-        made = output(data, found, {"values": found}, parts)
+        arrays, parts = yield from self._values_and_parts(data, loss, backward=backward)
+        made = output(data, arrays, {"values": arrays}, parts)
         return attrs.evolve(made, logprobs=())
 
 

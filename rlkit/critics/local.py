@@ -115,8 +115,8 @@ class LocalCritic(InProcessCritic):
     def _values_and_parts(
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
-        found, parts = yield from self._trainer.run(data, loss, (), backward=backward)
-        return [v.numpy() for v in found["values"]], parts
+        output, parts = yield from self._trainer.run(data, loss, (), backward=backward)
+        return [v.numpy() for v in output["values"]], parts
 
     def _step(self, params: Adam) -> Mapping[str, float]:
         return self._trainer.step(params)

@@ -74,11 +74,11 @@ class ToyCritic(InProcessCritic):
         values = [row @ self._weights.value for row in rows]
         if loss is None:
             return values, []
-        found = loss.gradient([torch.from_numpy(v) for v in values], data)
+        gradient = loss.gradient([torch.from_numpy(v) for v in values], data)
         if backward:
-            parts = [row.T @ g.numpy().astype(float) for row, g in zip(rows, found.driver, strict=True)]
+            parts = [row.T @ g.numpy().astype(float) for row, g in zip(rows, gradient.driver, strict=True)]
             self._weights.add(np.sum(parts, axis=0))
-        return values, [found]
+        return values, [gradient]
 
     def _step(self, params: Adam) -> Mapping[str, float]:
         return self._weights.step(params)

@@ -29,10 +29,10 @@ def first_observation(value: object, *, where: str, max_chars: int) -> Observati
     """Check what ``reset`` gave: an observation, or gymnasium's pair of one and its info."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and "role" not in value[1]:
         value = value[0]
-    found = observation(value, where=where, max_chars=max_chars)
-    if len(found) == 0:
+    first = observation(value, where=where, max_chars=max_chars)
+    if len(first) == 0:
         raise EnvError(f"{where}: observation", "is empty", "what the policy is to answer")
-    return found
+    return first
 
 
 def observation(value: object, *, where: str, max_chars: int) -> Observation:

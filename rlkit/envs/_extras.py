@@ -44,8 +44,8 @@ def _behind_a_file(top: str) -> ModuleSpec | None:
     if first is None or first.submodule_search_locations is not None or first.origin is None:
         return None
     folder = Path(first.origin).resolve().parent
-    found = PathFinder.find_spec(top, [entry for entry in sys.path if Path(entry).resolve() != folder])
-    return found if found is not None and found.submodule_search_locations is not None else None
+    spec = PathFinder.find_spec(top, [entry for entry in sys.path if Path(entry).resolve() != folder])
+    return spec if spec is not None and spec.submodule_search_locations is not None else None
 
 
 def _load(top: str, spec: ModuleSpec) -> None:

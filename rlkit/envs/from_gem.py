@@ -113,12 +113,12 @@ def _wrapper(wrapper: object, tokenizer: object) -> Callable[[object], object]:
     if wrapper not in factory.WRAPPER_FACTORY:
         known = ", ".join(sorted(factory.WRAPPER_FACTORY))
         raise UnknownNameError(f"rlkit.envs.gem: no wrapper named {wrapper!r}. There are: {known}")
-    found: Callable[[object], object] = factory.WRAPPER_FACTORY[wrapper]
+    made: Callable[[object], object] = factory.WRAPPER_FACTORY[wrapper]
     if wrapper in factory.TOKENIZER_REQUIRED:
         if tokenizer is None:
             raise ConfigError("tokenizer", "is None", f"a tokenizer, for the wrapper {wrapper!r}")
-        return functools.partial(found, tokenizer=tokenizer)  # type: ignore[call-arg]
-    return found
+        return functools.partial(made, tokenizer=tokenizer)  # type: ignore[call-arg]
+    return made
 
 
 class _Env:

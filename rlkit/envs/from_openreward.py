@@ -193,16 +193,16 @@ class _Env:
         if not parsed.in_order:
             return await self._plain(action.content)
         messages, rewards, metadata, finished = [], [], [], False
-        for found in parsed.in_order:
-            if isinstance(found, Malformed):
-                messages.append(error_message(found))
+        for call in parsed.in_order:
+            if isinstance(call, Malformed):
+                messages.append(error_message(call))
                 continue
             try:
-                output = await self._called(self._session.call_tool(found.name, dict(found.arguments)))
+                output = await self._called(self._session.call_tool(call.name, dict(call.arguments)))
             except _Refused as refused:
-                messages.append(error_message(Malformed(str(refused), "another call", name=found.name, id=found.id)))
+                messages.append(error_message(Malformed(str(refused), "another call", name=call.name, id=call.id)))
                 continue
-            messages.append(tool_message(found, _text(output.blocks)))
+            messages.append(tool_message(call, _text(output.blocks)))
             rewards.append(output.reward)
             metadata.append(dict(output.metadata or {}))
             if output.finished:

@@ -96,8 +96,8 @@ def _check_known(name: object) -> None:
 
 def tagged(text: str) -> str:
     """Return what stands in the last ``<answer>`` tag, or else the whole text; without space around it."""
-    found = _TAG.findall(text)
-    return (found[-1] if found else text).strip()
+    answers = _TAG.findall(text)
+    return (answers[-1] if answers else text).strip()
 
 
 def _finite(answer: str, _: str) -> bool:
@@ -109,8 +109,8 @@ def _same_truth(answer: str, right: str) -> bool:
 
 
 def _near(answer: str, right: str) -> bool:
-    found, wanted = Fraction(answer.replace(",", "")), Fraction(right.replace(",", ""))
-    return abs(found - wanted) <= wanted / 1000
+    answered, wanted = Fraction(answer.replace(",", "")), Fraction(right.replace(",", ""))
+    return abs(answered - wanted) <= wanted / 1000
 
 
 _STRICTER = {"complex_arithmetic": _finite, "game_of_life_halting": _same_truth, "coin_flip": _near}

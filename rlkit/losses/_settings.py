@@ -30,8 +30,8 @@ def one_weight(weights: Weights | tuple[Weights, ...] | list[Weights]) -> Weight
 
 def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None) -> Tensor:
     """min(r A, clip(r, low, high) A), and with ``dual_clip`` c not below c A where A < 0."""
-    found = (ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+    clipped = (ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
     if dual_clip is None:
-        return found
+        return clipped
     _check.real("dual_clip", dual_clip, above=1.0, why="a bound on the ratio where the advantage is negative")
-    return found.maximum(dual_clip * advantages).where(advantages < 0, found)
+    return clipped.maximum(dual_clip * advantages).where(advantages < 0, clipped)

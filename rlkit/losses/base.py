@@ -83,7 +83,7 @@ def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], 
 
 def marks(function: Callable[..., object]) -> Marks:
     """Return the marks of a loss function; those of ``loss()`` without arguments where it has none."""
-    found = getattr(function, "__rlkit_loss__", None) or getattr(
+    marked = getattr(function, "__rlkit_loss__", None) or getattr(
         getattr(function, "func", None), "__rlkit_loss__", None
     )
-    return found if isinstance(found, Marks) else Marks()
+    return marked if isinstance(marked, Marks) else Marks()

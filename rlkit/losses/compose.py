@@ -125,7 +125,7 @@ def _plus(
         extra = _Parameter(coef_name, _Parameter.KEYWORD_ONLY, default=coef)
     signature = _signature(title, own, [*more, extra])
     names = [parameter.name for parameter in own]
-    found = marks(function)
+    marked = marks(function)
 
     def composed(*args: object, **kwargs: object) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -135,7 +135,7 @@ def _plus(
             _coefficient(coef_name, given[coef_name])
         result = function(**{name: given[name] for name in names})
         added = sum(
-            sign * (one[coef_name] * one.get("weights", 1.0) * term(one)).sum() for one in _each(given, found.level)
+            sign * (one[coef_name] * one.get("weights", 1.0) * term(one)).sum() for one in _each(given, marked.level)
         )
         if isinstance(result, tuple):
             value, metrics = result
@@ -145,7 +145,7 @@ def _plus(
     composed.__name__ = composed.__qualname__ = title
     composed.__doc__ = f"{(inspect.getdoc(function) or title).partition(chr(10))[0]} Made by {title}."
     composed.__signature__ = signature  # type: ignore[attr-defined]
-    composed.__rlkit_loss__ = found  # type: ignore[attr-defined]
+    composed.__rlkit_loss__ = marked  # type: ignore[attr-defined]
     composed.__rlkit_parts__ = (function,)  # type: ignore[attr-defined]  # what it is made of
     return composed
 

@@ -71,14 +71,14 @@ _MEANS = ("reward", "turns", "tokens")
 
 def table(rows: Iterable[MetricsRow]) -> Table:
     """Return the lines, by name."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    points_of: dict[str, dict[int, float]] = defaultdict(dict)
     times = []
     for row in rows:
         times.append(row["time"])
         for name, value in row["metrics"].items():
-            found[name][row["step"]] = value
-    steps = {name: sorted(points) for name, points in found.items()}
-    values = {name: [found[name][step] for step in steps[name]] for name in found}
+            points_of[name][row["step"]] = value
+    steps = {name: sorted(points) for name, points in points_of.items()}
+    values = {name: [points_of[name][step] for step in steps[name]] for name in points_of}
     ends = {name: each[-1] for name, each in steps.items()}
     last = max([end for name, end in ends.items() if not name.startswith("eval/")] or ends.values(), default=-1)
     return Table(steps, values, max(times) - min(times) if times else 0.0, last)
@@ -86,7 +86,7 @@ def table(rows: Iterable[MetricsRow]) -> Table:
 
 def panels(of: Table) -> list[_Chart]:
     """Return the page's panels: the standard ones of which there is something, then one for each other name."""
-    found, used = [], set()
+    made, used = [], set()
     for panel in _PANELS:
         names = _matching(panel.patterns, of)
         used |= set(names)
@@ -102,14 +102,14 @@ def panels(of: Table) -> list[_Chart]:
                 curves += more
                 used |= taken
         if any(curve["x"] for curve in curves):
-            found.append(_panel(panel.title, curves, panel.unit, panel.note, standard=True))
+            made.append(_panel(panel.title, curves, panel.unit, panel.note, standard=True))
     left = sorted(of.steps.keys() - used)
-    return found + [_panel(n, [_curve(n, of.steps[n], of.values[n])], "", "", standard=False) for n in left]
+    return made + [_panel(n, [_curve(n, of.steps[n], of.values[n])], "", "", standard=False) for n in left]
 
 
 def counters(of: Table) -> dict[str, dict[str, float]]:
     """Environment (and "sampler") -> counter -> the sum over the run; for means the last value."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
+    sums: dict[str, dict[str, float]] = defaultdict(dict)
     for name, values in of.values.items():
         first, _, rest = name.partition("/")
         finite = [value for value in values if math.isfinite(value)]
@@ -122,17 +122,17 @@ def counters(of: Table) -> dict[str, dict[str, float]]:
             continue
         if finite:
             mean = (first == "env" and (counter in _MEANS or counter.startswith("info/"))) or counter == "version"
-            found[f"env/{env}" if first == "env" else env][counter] = finite[-1] if mean else math.fsum(finite)
-    return {env: dict(sorted(counts.items())) for env, counts in sorted(found.items())}
+            sums[f"env/{env}" if first == "env" else env][counter] = finite[-1] if mean else math.fsum(finite)
+    return {env: dict(sorted(counts.items())) for env, counts in sorted(sums.items())}
 
 
 def _matching(patterns: Iterable[str], of: Table) -> list[str]:
     """Names in the order of the patterns, each once."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     among = [(name, short) for name in sorted(of.steps) if (short := general(name)).count("/") <= 2]
     for pattern in patterns:
-        found |= dict.fromkeys(name for name, short in among if fnmatch.fnmatchcase(short, pattern))
-    return list(found)
+        names |= dict.fromkeys(name for name, short in among if fnmatch.fnmatchcase(short, pattern))
+    return list(names)
 
 
 def _panel(title: str, curves: list[_Chart], unit: str, note: str, *, standard: bool) -> _Chart:
@@ -189,12 +189,12 @@ def _digits(value: float) -> float:
 
 def _joined(of: Table, *names: str) -> dict[int, list[float]]:
     """Step -> the values of the names at it; 0 where one is not there."""
-    found: dict[int, list[float]] = {}
+    rows: dict[int, list[float]] = {}
     for i, name in enumerate(names):
         for step, value in zip(of.steps.get(name, ()), of.values.get(name, ()), strict=True):
             if math.isfinite(value):
-                found.setdefault(step, [0.0] * len(names))[i] = value
-    return found
+                rows.setdefault(step, [0.0] * len(names))[i] = value
+    return rows
 
 
 def _environments(of: Table) -> list[str]:

@@ -151,14 +151,14 @@ def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
 
 def _message(message: Mapping[str, object], redact: Callable[[str], str]) -> dict[str, Any]:
     """Role, content and tool calls as text; content may be a list of parts."""
-    found = {key: message[key] for key in ("role", "name") if isinstance(message.get(key), str)}
+    shown = {key: message[key] for key in ("role", "name") if isinstance(message.get(key), str)}
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         content = "\n".join(str(part.get("text", part) if isinstance(part, Mapping) else part) for part in content)
-    found["content"] = redact("" if content is None else str(content))
+    shown["content"] = redact("" if content is None else str(content))
     if message.get("tool_calls"):
-        found["calls"] = masked(message["tool_calls"])
-    return found
+        shown["calls"] = masked(message["tool_calls"])
+    return shown
 
 
 def _numbers(extras: Mapping[str, Sequence[object]], name: str, member: int) -> np.ndarray | None:

@@ -72,8 +72,8 @@ class Live:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the numbers of a step, and draw if it is time."""
-        found, step = values.checked(metrics, step)
-        self._rows.append({"step": step, "time": time.time(), "metrics": found})
+        numbers, step = values.checked(metrics, step)
+        self._rows.append({"step": step, "time": time.time(), "metrics": numbers})
         if time.monotonic() - self._drawn >= self._every:
             self._draw()
 

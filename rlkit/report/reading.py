@@ -54,10 +54,10 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Return the settings, keys masked; {} where there are none that can be read."""
         try:
-            found = plain(masked(json.loads((self.path / "config.json").read_text("utf-8"))))
+            settings = plain(masked(json.loads((self.path / "config.json").read_text("utf-8"))))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {"config": found}
+        return settings if isinstance(settings, dict) else {"config": settings}
 
     def surroundings(self) -> dict[str, object]:
         """Return what it ran on, keys masked; {} where that is not known."""

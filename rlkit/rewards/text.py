@@ -75,13 +75,13 @@ def think_format(
     if len(tags) != 2 or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ConfigError("tags", f"got {_check.shown(tags)}", "two texts, how a block begins and ends")
     begin, end = tags
-    found = []
+    scores = []
     for i, text in enumerate(_each("texts", texts, "one text per answer")):
         if not isinstance(text, str):
             raise DataError(f"texts[{i}]", f"is {_check.shown(text)}", "a text")
         begins = opened or text.startswith(begin)
-        found.append(float(begins and text.count(begin) == (not opened) and end in text))
-    return np.array(found)
+        scores.append(float(begins and text.count(begin) == (not opened) and end in text))
+    return np.array(scores)
 
 
 def _each(where: str, value: Any, expected: str) -> list[Any]:

@@ -26,13 +26,13 @@ class Counters:
 
     def together(self, other: Counters) -> Counters:
         """Return what both have counted: counts added up, means over everything."""
-        found = Counters()
-        found.sums = Counter(self.sums)
-        found.sums.update(other.sums)
+        total = Counters()
+        total.sums = Counter(self.sums)
+        total.sums.update(other.sums)
         names = self._means.keys() | other._means.keys()
-        found._means = {name: [*self._means.get(name, ()), *other._means.get(name, ())] for name in names}
-        found._spreads = self._spreads | other._spreads
-        return found
+        total._means = {name: [*self._means.get(name, ()), *other._means.get(name, ())] for name in names}
+        total._spreads = self._spreads | other._spreads
+        return total
 
     def add(self, name: str, number: float = 1) -> None:
         """Add to a count or a sum."""
@@ -94,22 +94,22 @@ class Counters:
 
     def metrics(self) -> dict[str, float]:
         """Return everything so far, by name."""
-        found = {name: float(number) for name, number in self.sums.items()}
+        numbers = {name: float(number) for name, number in self.sums.items()}
         # fsum rounds once: a mean does not depend on which episode ended first
-        found |= {name: math.fsum(given) / len(given) for name, given in self._means.items()}
+        numbers |= {name: math.fsum(given) / len(given) for name, given in self._means.items()}
         for name in self._spreads & self._means.keys():
             given = self._means[name]
-            found |= {f"{name}/min": min(given), f"{name}/max": max(given)}
-            found[f"{name}/std"] = statistics.stdev(given) if len(given) > 1 else 0.0
-        for name in found.keys() & {name for name in self.sums if name.startswith("rollout/ended/")}:
-            found[name] /= found["rollout/episodes"]
-        found["time/rollout"] = time.monotonic() - self._began
-        return dict(sorted(found.items()))
+            numbers |= {f"{name}/min": min(given), f"{name}/max": max(given)}
+            numbers[f"{name}/std"] = statistics.stdev(given) if len(given) > 1 else 0.0
+        for name in numbers.keys() & {name for name in self.sums if name.startswith("rollout/ended/")}:
+            numbers[name] /= numbers["rollout/episodes"]
+        numbers["time/rollout"] = time.monotonic() - self._began
+        return dict(sorted(numbers.items()))
 
 
 def numeric(info: Mapping[str, object]) -> dict[str, float]:
     """Return the finite numbers among what an environment said about a step; booleans count as 0 and 1."""
-    found = {}
+    plain = {}
     for name, value in info.items():
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             value = value.item()
@@ -119,5 +119,5 @@ def numeric(info: Mapping[str, object]) -> dict[str, float]:
             except OverflowError:
                 continue
             if math.isfinite(number):
-                found[name] = number
-    return found
+                plain[name] = number
+    return plain

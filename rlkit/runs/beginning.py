@@ -59,22 +59,22 @@ def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel
     """
     path = folder / "run.json"
     saved = None if record is None else record.seed
-    found, problem = _noted(path)
+    noted, problem = _noted(path)
     if problem and saved is None and path.exists():
         raise CheckpointError(f"{path} {problem}")
     if problem and saved is not None:
         warnings.warn(f"{path} {problem}; the seed is the checkpoint's", RuntimeWarning, stacklevel=stacklevel)
         _write(path, {"format": 1, "seed": saved})
-        found = saved
-    if found is None:
-        found = entropy_of(seed)
-        _write(path, {"format": 1, "seed": found})
-    elif saved is not None and saved != found:
-        text = f"{path} has the seed {found}, but the checkpoint of step {record.step if record else 0} has {saved}"
+        noted = saved
+    if noted is None:
+        noted = entropy_of(seed)
+        _write(path, {"format": 1, "seed": noted})
+    elif saved is not None and saved != noted:
+        text = f"{path} has the seed {noted}, but the checkpoint of step {record.step if record else 0} has {saved}"
         raise CheckpointError(f"{text}: it is another run's; without it, the run goes on with the checkpoint's")
-    if seed is not None and seed != found:
-        raise ConfigError(f"seed: got {seed}, but the run in {folder} began with {found}")
-    return found
+    if seed is not None and seed != noted:
+        raise ConfigError(f"seed: got {seed}, but the run in {folder} began with {noted}")
+    return noted
 
 
 def _noted(path: Path) -> tuple[int | None, str]:

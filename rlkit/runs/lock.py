@@ -95,10 +95,10 @@ class Lock:
 def _make_way(path: Path) -> None:
     """Remove the file of a process that is gone. Raises ConfigError: it is not known to be gone."""
     try:
-        found = path.read_text("utf-8", errors="replace")
+        holder = path.read_text("utf-8", errors="replace")
     except FileNotFoundError:
         return
-    host, pid = [*found.split(), "", ""][:2]
+    host, pid = [*holder.split(), "", ""][:2]
     if not pid.isdecimal() or host != socket.gethostname() or path in _ours or _alive(int(pid)):
         who = f"process {pid} on {host}" if pid.isdecimal() else "another process"
         text = f"{path.parent} is in use by {who}; a run has one writer. If it is gone, remove {path}"
@@ -106,7 +106,7 @@ def _make_way(path: Path) -> None:
     aside = path.with_name(f".lock.{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         path.rename(aside)
-        if aside.read_text("utf-8", errors="replace") != found:  # and has its own file there by now
+        if aside.read_text("utf-8", errors="replace") != holder:  # and has its own file there by now
             with contextlib.suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()

@@ -188,8 +188,8 @@ class BackendModel:
             chosen = [np.ones(row.tokens.size, bool) for row in rows]
         data = [_shifted(row, where, row.inputs) for row, where in zip(rows, chosen, strict=True)]
         rest = self._scored(rows, [~where for where in chosen])
-        found = self.backend.forward_backward(data, _function(loss, rows, None)).result()
-        return [a + lp[1:] for a, lp in zip(rest, found.logprobs, strict=True)]
+        output = self.backend.forward_backward(data, _function(loss, rows, None)).result()
+        return [a + lp[1:] for a, lp in zip(rest, output.logprobs, strict=True)]
 
     def _scored(self, rows: Sequence[LossRow], where: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[N] each: logprobs of the targets at ``where``, 0 elsewhere."""
@@ -254,8 +254,8 @@ def _function(loss: Loss, rows: Sequence[LossRow], kept: dict[int, np.ndarray] |
             i = int(given.pop(_PREFIX + "row"))
             logprobs = logprobs.reshape(rows[i].targets.shape)
             kept[i] = logprobs.detach().cpu().numpy()
-        found, _ = loss.function(logprobs, {name.removeprefix(_PREFIX): x for name, x in given.items()})
-        return found.sum(), {}
+        terms, _ = loss.function(logprobs, {name.removeprefix(_PREFIX): x for name, x in given.items()})
+        return terms.sum(), {}
 
     function.__name__ = loss.name.replace(" ", "_")
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (driver, *names)]

@@ -148,12 +148,12 @@ class Checkpoints:
             raise ApiError(400, f"{path!r} is no checkpoint; expected tinker://<run>/{'|'.join(KINDS)}/<name>")
         with self._lock:
             self.prune()
-            found = self._all.get(path)
-        if found is None:
+            checkpoint = self._all.get(path)
+        if checkpoint is None:
             raise ApiError(404, f"there is no checkpoint {path}")
-        if kind is not None and found.kind != kind:
-            raise ApiError(400, f"{path} holds weights saved for {_USES[found.kind]}")
-        return found
+        if kind is not None and checkpoint.kind != kind:
+            raise ApiError(400, f"{path} holds weights saved for {_USES[checkpoint.kind]}")
+        return checkpoint
 
     def change(self, path: str, *, expires: float | None) -> None:
         """Set when the state at ``path`` is dropped."""
@@ -217,14 +217,14 @@ class Checkpoints:
 
     def _read(self, index: Path) -> None:
         try:
-            found = json.loads(index.read_text("utf-8"))
-            if isinstance(found, list):  # format 1, which knew of no runs
-                found = {"format": _FORMAT, "states": found, "runs": [], "unwanted": []}
-            if found["format"] != _FORMAT:
-                raise ValueError(f"format {found['format']}")
-            states = [Checkpoint(**{**item, "lora": _lora(item)}) for item in found["states"]]
-            runs = [KnownRun(**{**item, "lora": _lora(item)}) for item in found["runs"]]
-            self._unwanted = [str(handle) for handle in found["unwanted"]]
+            record = json.loads(index.read_text("utf-8"))
+            if isinstance(record, list):  # format 1, which knew of no runs
+                record = {"format": _FORMAT, "states": record, "runs": [], "unwanted": []}
+            if record["format"] != _FORMAT:
+                raise ValueError(f"format {record['format']}")
+            states = [Checkpoint(**{**item, "lora": _lora(item)}) for item in record["states"]]
+            runs = [KnownRun(**{**item, "lora": _lora(item)}) for item in record["runs"]]
+            self._unwanted = [str(handle) for handle in record["unwanted"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
             message = f"{index} is no index of saved states that this version reads, or is damaged: {error!r}"
             raise CheckpointError(message) from error

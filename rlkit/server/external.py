@@ -32,12 +32,12 @@ def save_weights_external(state: ServerState, run: TrainingRun, fields: Fields) 
 @endpoints.add("GET", "training_runs/{run_id}/checkpoints/external_weights/{name}/external_weights_urls")
 def external_weights_urls(state: ServerState, request: Request, run_id: str, name: str) -> Response:
     """Return an address for each file, on this server, by the host that the client called."""
-    found = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
+    checkpoint = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
     expires = int(time.time()) + _SECONDS
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
     base = f"{scheme}://{request.headers.get('host', 'localhost')}"
     urls = {}
-    for file in state.models.files(found.handle):
+    for file in state.models.files(checkpoint.handle):
         path = f"{_FILES}{run_id}/{name}/{file}"
         query = urllib.parse.urlencode({"expires": expires, "signature": _signature(state, path, expires)})
         urls[file] = f"{base}{urllib.parse.quote(path)}?{query}"
@@ -51,10 +51,10 @@ def download(state: ServerState, request: Request, run_id: str, name: str, file:
         raise ApiError(
             403, "the address of this file is not signed by this server, or its time is over; ask for a new one"
         )
-    found = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
-    place = state.models.files(found.handle).get(file)
+    checkpoint = state.checkpoints.find(f"tinker://{run_id}/external_weights/{name}", "external_weights")
+    place = state.models.files(checkpoint.handle).get(file)
     if place is None:
-        raise ApiError(404, f"{found.path} has no file {file!r}")
+        raise ApiError(404, f"{checkpoint.path} has no file {file!r}")
     return Response(200, {"content-type": "application/octet-stream"}, b"", place)
 
 

@@ -56,8 +56,8 @@ class Server(Resource):
         except OSError as error:
             self._end_loop()
             raise BackendError(f"serve: cannot listen on {host}:{port}: {error}") from error
-        found = self._server.sockets[0].getsockname()
-        self.url = f"http://[{found[0]}]:{found[1]}" if ":" in found[0] else f"http://{found[0]}:{found[1]}"
+        address = self._server.sockets[0].getsockname()
+        self.url = f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
 
     def close(self) -> None:
         """Stop listening, finish what was accepted, and free the models. May be called twice."""

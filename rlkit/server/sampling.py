@@ -33,8 +33,8 @@ def create_sampling_session(state: ServerState, request: Request) -> Response:
     sampler_id = f"{session.session_id}:sample:{number}"
     if sampler_id not in state.samplers:
         if path is not None:
-            found = state.checkpoints.find(path, "sampler_weights")
-            new_sampler(state, sampler_id, found.base_model, path, lambda: state.models.frozen(found.handle))
+            checkpoint = state.checkpoints.find(path, "sampler_weights")
+            new_sampler(state, sampler_id, checkpoint.base_model, path, lambda: state.models.frozen(checkpoint.handle))
         elif base is not None:
             new_sampler(state, sampler_id, state.base(base), None, lambda: state.models.frozen(None), base=True)
         else:
@@ -66,8 +66,8 @@ def new_sampler(
 def get_sampler(state: ServerState, request: Request, sampler_id: str) -> Response:
     """Return what a sampler is."""
     sampler = _sampler(state, sampler_id)
-    found = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
-    return Response.json(found)
+    shown = {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+    return Response.json(shown)
 
 
 @endpoints.post("asample")

@@ -91,9 +91,9 @@ def finish_session(state: ServerState, request: Request, session_id: str) -> Res
 @endpoints.add("GET", "sessions")
 def list_sessions(state: ServerState, request: Request) -> Response:
     """All of this process, newest first."""
-    found = [session.session_id for session in reversed(state.sessions.values())]
+    ids = [session.session_id for session in reversed(state.sessions.values())]
     offset, limit = page(request, 20)
-    return Response.json({"sessions": found[offset:][:limit]})
+    return Response.json({"sessions": ids[offset:][:limit]})
 
 
 @endpoints.add("GET", "sessions/{session_id}")
@@ -101,12 +101,12 @@ def get_session(state: ServerState, request: Request, session_id: str) -> Respon
     """Return what belongs to a session."""
     if session_id not in state.sessions:
         raise ApiError(404, f"session {session_id!r} is unknown")
-    found = {
+    shown = {
         "training_run_ids": [x for x in state.runs if x.split(":train:")[0] == session_id],
         "sampler_ids": [x for x in state.samplers if x.split(":sample:")[0] == session_id],
         "user_metadata": state.sessions[session_id].metadata,
     }
-    return Response.json(found)
+    return Response.json(shown)
 
 
 def page(request: Request, size: int) -> tuple[int, int]:
@@ -188,8 +188,8 @@ def create_model(state: ServerState, request: Request) -> Response:
 
 def metadata_of(fields: Fields) -> Mapping[str, Any] | None:
     """Return what the user keeps beside a run or a state."""
-    found = fields.object("user_metadata", None)
-    return None if found is None else dict(found.values)
+    metadata = fields.object("user_metadata", None)
+    return None if metadata is None else dict(metadata.values)
 
 
 def new_run(

@@ -58,28 +58,28 @@ def load_weights(state: ServerState, request: Request) -> Response:
     known = state.futures.known(key)
     if known is not None:
         return Response.json(known.accepted)
-    found, optimizer = _found(state, fields), fields.flag("optimizer")
-    base = state.base(fields.text("base_model", found.base_model))
-    run = new_run(state, session, number, base, found.lora, metadata_of(fields))
+    checkpoint, optimizer = _found(state, fields), fields.flag("optimizer")
+    base = state.base(fields.text("base_model", checkpoint.base_model))
+    run = new_run(state, session, number, base, checkpoint.lora, metadata_of(fields))
     entry = state.futures.add(key, "load_weights", model_id=run.model_id)
 
     def job() -> Response:
-        run.model = state.models.load(found.handle, optimizer=optimizer)
+        run.model = state.models.load(checkpoint.handle, optimizer=optimizer)
         state.done("load_weights", run.model_id, None)
-        return Response.json({"path": found.path, "model_id": run.model_id, "type": "load_weights"})
+        return Response.json({"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"})
 
     run.worker.submit(lambda: entry.carry_out(job))
     return Response.json(entry.accepted)
 
 
 def _loaded_over(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
-    found, optimizer = _found(state, fields), fields.flag("optimizer")
+    checkpoint, optimizer = _found(state, fields), fields.flag("optimizer")
 
     def job() -> dict[str, object]:
-        old, run.model = run.model, state.models.load(found.handle, optimizer=optimizer)
+        old, run.model = run.model, state.models.load(checkpoint.handle, optimizer=optimizer)
         if old is not None:
             old.close()
-        return {"path": found.path, "model_id": run.model_id, "type": "load_weights"}
+        return {"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"}
 
     return job
 
@@ -87,9 +87,10 @@ def _loaded_over(state: ServerState, run: TrainingRun, fields: Fields) -> Job:
 @endpoints.post("weights_info")
 def weights_info(state: ServerState, request: Request) -> Response:
     """Return what stands at a path."""
-    found = state.checkpoints.find(request.fields().text("tinker_path"))
-    flags = {name: getattr(found.lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    return Response.json({"base_model": found.base_model, "is_lora": True, "lora_rank": found.lora.rank, **flags})
+    checkpoint = state.checkpoints.find(request.fields().text("tinker_path"))
+    lora = checkpoint.lora
+    flags = {name: getattr(lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return Response.json({"base_model": checkpoint.base_model, "is_lora": True, "lora_rank": lora.rank, **flags})
 
 
 @endpoints.add("GET", "checkpoints")
@@ -193,8 +194,8 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _run_shown(state: ServerState, run: TrainingRun | KnownRun) -> dict[str, object]:
-    found = state.checkpoints.all(run.model_id)
-    last = {kind: next((_shown(x) for x in reversed(found) if x.kind == kind), None) for kind in KINDS}
+    checkpoints = state.checkpoints.all(run.model_id)
+    last = {kind: next((_shown(x) for x in reversed(checkpoints) if x.kind == kind), None) for kind in KINDS}
     return {
         "training_run_id": run.model_id,
         "base_model": run.base_model,

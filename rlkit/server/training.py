@@ -186,7 +186,7 @@ def _ranked(
     where: str, inputs: Mapping[str, np.ndarray], targets: np.ndarray, ranks: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
     """Return the inputs of a custom loss: those it declares, with the ranks it declares; others are left out."""
-    found: dict[str, np.ndarray] = {}
+    ranked: dict[str, np.ndarray] = {}
     for name, rank in ranks.items():
         array = targets if name == "logprobs" else inputs.get(name)
         if array is None:
@@ -196,8 +196,8 @@ def _ranked(
         if array.ndim != rank:
             raise ApiError(400, f"{where}[{name!r}] has {array.ndim} dimensions; the custom loss declared {rank}")
         if name != "logprobs":
-            found[name] = array
-    return found
+            ranked[name] = array
+    return ranked
 
 
 def _adam(fields: Fields) -> Adam:

@@ -183,13 +183,13 @@ class FakeTinker:
     def doubled(self) -> list[Applied]:
         """Return the operations that were carried out although one with the same model and seq_id had been."""
         had: set[tuple[str, str, int | None]] = set()
-        found = []
+        again = []
         for x in self.applied:
             key = (x.operation, x.model_id, x.seq_id)
             if x.seq_id is not None and key in had:
-                found.append(x)
+                again.append(x)
             had.add(key)
-        return found
+        return again
 
     @property
     def requests(self) -> list[Seen]:

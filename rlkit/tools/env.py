@@ -82,15 +82,15 @@ class ToolEnv:
         if not parsed.in_order:
             return StepResult(reward=cast("float | None", await _value(self._reward, action.content)), terminated=True)
         messages = []
-        for found in parsed.in_order:
-            if isinstance(found, Malformed):
-                messages.append(error_message(found))
+        for call in parsed.in_order:
+            if isinstance(call, Malformed):
+                messages.append(error_message(call))
                 continue
             try:
-                result = await _value(self._functions[found.name], **found.arguments)
+                result = await _value(self._functions[call.name], **call.arguments)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # the tool's own, and the policy is to see it
                 result = f"{type(error).__name__}: {error}"
-            message = tool_message(found, result)
+            message = tool_message(call, result)
             if len(message["content"]) > self._max_result:
                 message["content"] = message["content"][: self._max_result] + " ... (cut)"
             messages.append(message)

@@ -84,15 +84,15 @@ def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, 
     Raises:
         ConfigError: one has no name, a name comes twice, or a schema is not valid.
     """
-    found: dict[str, Mapping[str, object]] = {}
+    schemas: dict[str, Mapping[str, object]] = {}
     for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not name or name in found:
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name or name in schemas:
             raise ConfigError(f"tools[{i}]", f"got {_check.shown(tool)}", "a function schema with a name of its own")
-        found[name] = function.get("parameters") or {}
-        check_schema(found[name], f"tools[{i}]")
-    return found
+        schemas[name] = function.get("parameters") or {}
+        check_schema(schemas[name], f"tools[{i}]")
+    return schemas
 
 
 def _all_checked(parsed: Parsed, known: Mapping[str, Mapping[str, object]], text: str) -> Parsed:
@@ -119,25 +119,25 @@ def _checked(call: ToolCall, known: Mapping[str, Mapping[str, object]], text: st
 def hermes(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """JSON between ``<tool_call>`` and ``</tool_call>``: Hermes, Qwen2.5, Qwen3. The last tag may be missing."""
     start, end = "<tool_call>", "</tool_call>"
-    found = Findings(text, f'{start}{{"name": "<tool>", "arguments": {{...}}}}{end}')
+    findings = Findings(text, f'{start}{{"name": "<tool>", "arguments": {{...}}}}{end}')
     at = 0
-    while not found.full and (opened := text.find(start, at)) >= 0:
-        found.keep(at, opened)
+    while not findings.full and (opened := text.find(start, at)) >= 0:
+        findings.keep(at, opened)
         body = opened + len(start)
         try:
             value, at = json_at(text, body)
         except Unreadable as error:
-            found.wrong(str(error), error.position)
+            findings.wrong(str(error), error.position)
             at = behind(text, body)
             continue
         at = skip(text, at)
         if text.startswith(end, at) or at == len(text):  # the tag may be a stop string
-            found.call_of(value, opened)
+            findings.call_of(value, opened)
             at = min(at + len(end), len(text))
         else:
-            found.wrong(f"{end} is missing behind the JSON", at)
+            findings.wrong(f"{end} is missing behind the JSON", at)
             at = behind(text, at)
-    return found.parsed(at)
+    return findings.parsed(at)
 
 
 _OBJECT = re.compile(r"\{\s*\"|\[\s*\{\s*\"")
@@ -148,27 +148,27 @@ _AROUND = " \t\r\n`json"
 @formats.register("json")
 def json_calls(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """JSON objects, or lists of them, that stand in the text as they are or in a block marked json."""
-    found = Findings(text, '{"name": "<tool>", "arguments": {...}}, or a list of such objects')
+    findings = Findings(text, '{"name": "<tool>", "arguments": {...}}, or a list of such objects')
     begin, stop = len(text) - len(text.lstrip(_AROUND)), len(text.rstrip(_AROUND))
     at = 0
-    while not found.full and (match := _OBJECT.search(text, at)) is not None:
-        found.keep(at, match.start())
+    while not findings.full and (match := _OBJECT.search(text, at)) is not None:
+        findings.keep(at, match.start())
         try:
             value, end = json_at(text, match.start())
         except Unreadable as error:
-            found.wrong(str(error), error.position)
+            findings.wrong(str(error), error.position)
             at = max(error.position, match.end())
             continue
         values = value if isinstance(value, list) else [value]
         alone = match.start() <= begin and end >= stop
         if alone or all(isinstance(item, Mapping) and ("name" in item or "function" in item) for item in values):
             for item in values:
-                if not found.full:
-                    found.call_of(item, match.start())
+                if not findings.full:
+                    findings.call_of(item, match.start())
         else:
-            found.keep(match.start(), end)  # JSON, but no call
+            findings.keep(match.start(), end)  # JSON, but no call
         at = end
-    parsed = found.parsed(at)
+    parsed = findings.parsed(at)
     if not parsed.calls and not parsed.errors:
         return parsed
     return attrs.evolve(parsed, text_outside=_FENCE.sub("", parsed.text_outside).strip())
@@ -181,15 +181,15 @@ _BLOCK_END = re.compile(r"^```[ \t]*$", re.MULTILINE)
 @formats.register("python")
 def python_blocks(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # noqa: ARG001
     """Blocks marked python: each is a call of the tool ``python`` with the argument ``code``. Nothing is run here."""
-    found = Findings(text, "a block of code that begins with ```python and ends with ```, each on a line of its own")
+    findings = Findings(text, "a block of code that begins with ```python and ends with ```, each on a line of its own")
     at = 0
-    while not found.full and (opened := _BLOCK.search(text, at)) is not None:
-        found.keep(at, opened.start())
+    while not findings.full and (opened := _BLOCK.search(text, at)) is not None:
+        findings.keep(at, opened.start())
         closed = _BLOCK_END.search(text, opened.end())
         if closed is None:
-            found.wrong("the block of code is not closed", opened.start(), name="python")
+            findings.wrong("the block of code is not closed", opened.start(), name="python")
             at = len(text)
             break
-        found.call("python", {"code": text[opened.end() : closed.start()]}, opened.start())
+        findings.call("python", {"code": text[opened.end() : closed.start()]}, opened.start())
         at = closed.end()
-    return found.parsed(at)
+    return findings.parsed(at)

@@ -146,7 +146,7 @@ def _of_hint(hint: Any, where: str) -> dict[str, Any]:
 
 def _documented(doc: str) -> tuple[str, dict[str, str]]:
     """Return (what a docstring says before its sections, what its Args section says of each parameter)."""
-    section, head, found, current, indent = "", [], {}, "", None
+    section, head, texts, current, indent = "", [], {}, "", None
     for line in doc.splitlines():
         if match := _SECTION.match(line):
             section, current, indent = match[1], "", None
@@ -158,7 +158,7 @@ def _documented(doc: str) -> tuple[str, dict[str, str]]:
             match = _ARGUMENT.match(line.strip())
             if depth <= indent and match:
                 current = match[1]
-                found[current] = match[2].strip()
+                texts[current] = match[2].strip()
             elif current:
-                found[current] = f"{found[current]} {line.strip()}".strip()
-    return "\n".join(head).strip(), found
+                texts[current] = f"{texts[current]} {line.strip()}".strip()
+    return "\n".join(head).strip(), texts

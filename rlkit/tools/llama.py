@@ -24,7 +24,7 @@ def llama(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # no
     Without the tag the whole turn has to be calls; otherwise it is text.
     """
     expected = '{"name": "<tool>", "parameters": {...}}, several separated by ";", or [tool(argument=value), ...]'
-    found = Findings(text, expected)
+    findings = Findings(text, expected)
     ends = _ENDS.search(text, max(len(text) - 100, 0))
     stop = ends.start() if ends else len(text)
     tag = text.find(_TAG, 0, stop)
@@ -33,42 +33,42 @@ def llama(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:  # no
     python = _WORD.match(text, at) is not None or (tagged and text[at : at + 1].isidentifier())
     if not python and not tagged and not _names_a_tool(text, at):
         return Parsed(text[:stop].strip())
-    found.keep(0, max(tag, 0))
+    findings.keep(0, max(tag, 0))
     if not python and not text.startswith(("{", "["), at):
-        found.wrong(f"behind {_TAG} stands no call", at)
-        return found.parsed(None)
-    at = _pythonic(text, at, found) if python else _objects(text, at, stop, found)
+        findings.wrong(f"behind {_TAG} stands no call", at)
+        return findings.parsed(None)
+    at = _pythonic(text, at, findings) if python else _objects(text, at, stop, findings)
     rest = text[at:stop].strip() if at < stop else ""
-    if rest and not found.errors:
-        found.wrong("there is text behind the calls", at)
-    return found.parsed(None)
+    if rest and not findings.errors:
+        findings.wrong("there is text behind the calls", at)
+    return findings.parsed(None)
 
 
-def _objects(text: str, at: int, stop: int, found: Findings) -> int:
-    while at < stop and text.startswith(("{", "["), at) and not found.full:
+def _objects(text: str, at: int, stop: int, findings: Findings) -> int:
+    while at < stop and text.startswith(("{", "["), at) and not findings.full:
         begin = at
         try:
             value, at = json_at(text, at)
         except Unreadable as error:
-            found.wrong(str(error), error.position)
+            findings.wrong(str(error), error.position)
             return stop
         for item in value if isinstance(value, list) else [value]:
-            if not found.full:
-                found.call_of(item, begin)
+            if not findings.full:
+                findings.call_of(item, begin)
         match = _BETWEEN.match(text, at)
         at = match.end() if match else at
-    return stop if found.full else at
+    return stop if findings.full else at
 
 
-def _pythonic(text: str, at: int, found: Findings) -> int:
+def _pythonic(text: str, at: int, findings: Findings) -> int:
     try:
         calls, end = calls_at(text, at)
     except Unreadable as error:
-        found.wrong(str(error), error.position)
+        findings.wrong(str(error), error.position)
         return len(text)
     for name, arguments, position in calls:
-        if not found.full:
-            found.call(name, arguments, position)
+        if not findings.full:
+            findings.call(name, arguments, position)
     return end
 
 

@@ -111,19 +111,19 @@ class _Reader:
         raise Unreadable(f"{token[0].strip()[:20]!r} is no literal value", begin)
 
     def items(self, closing: str, depth: int) -> list[object]:
-        found: list[object] = []
+        values: list[object] = []
         while not self.takes(closing):
-            if found:
+            if values:
                 self.needs(",", "in a list")
                 if self.takes(closing):
                     break
-            found.append(self.value(depth + 1))
-        return found
+            values.append(self.value(depth + 1))
+        return values
 
     def entries(self, depth: int) -> dict[str, object]:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         while not self.takes("}"):
-            if found:
+            if values:
                 self.needs(",", "in a dictionary")
                 if self.takes("}"):
                     break
@@ -132,8 +132,8 @@ class _Reader:
             if not isinstance(key, str):
                 raise Unreadable("a key of a dictionary is no string", begin)
             self.needs(":", f"behind the key {key[:20]!r}")
-            found[key] = self.value(depth + 1)
-        return found
+            values[key] = self.value(depth + 1)
+        return values
 
 
 def _literal(text: str, position: int) -> object:

@@ -22,20 +22,20 @@ def qwen3_coder(text: str, tools: Mapping[str, Mapping[str, object]]) -> Parsed:
 
     A value is text between line breaks; where the tool's schema wants something else, it is read as JSON.
     """
-    found = Findings(text, f"{_START}<function=NAME><parameter=KEY>VALUE{_PARAMETER_END}</function>{_END}")
+    findings = Findings(text, f"{_START}<function=NAME><parameter=KEY>VALUE{_PARAMETER_END}</function>{_END}")
     at = 0
-    while not found.full and (opened := text.find(_START, at)) >= 0:
-        found.keep(at, opened)
-        at = _call(text, opened, tools, found)
-    return found.parsed(at)
+    while not findings.full and (opened := text.find(_START, at)) >= 0:
+        findings.keep(at, opened)
+        at = _call(text, opened, tools, findings)
+    return findings.parsed(at)
 
 
-def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], found: Findings) -> int:
+def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], findings: Findings) -> int:
     """Read the call that begins at ``opened``; return where to go on."""
     at = opened + len(_START)
     function = _FUNCTION.match(text, at)
     if function is None:
-        found.wrong("there is no <function=NAME>", at)
+        findings.wrong("there is no <function=NAME>", at)
         return behind(text, at)
     name, at = function[1], function.end()
     schema = tools.get(name, {}).get("properties")
@@ -44,22 +44,22 @@ def _call(text: str, opened: int, tools: Mapping[str, Mapping[str, object]], fou
         key, begin = parameter[1], parameter.end()
         end = text.find(_PARAMETER_END, begin)
         if end < 0:
-            found.wrong(f"the parameter {key} is not closed", parameter.start(), name=name)
+            findings.wrong(f"the parameter {key} is not closed", parameter.start(), name=name)
             return len(text)
         if key in arguments:
-            found.wrong(f"the parameter {key} comes twice", parameter.start(), name=name)
+            findings.wrong(f"the parameter {key} comes twice", parameter.start(), name=name)
             return behind(text, end)
         value = text[begin:end].removeprefix("\n").removesuffix("\n")
         arguments[key] = _value(value, schema.get(key) if isinstance(schema, Mapping) else None)
         at = end + len(_PARAMETER_END)
     closing = _FUNCTION_END.match(text, at)
     if closing is None:
-        found.wrong("</function> is missing, or something stands between the parameters", at, name=name)
+        findings.wrong("</function> is missing, or something stands between the parameters", at, name=name)
         return behind(text, at)
     if closing.end() < len(text) and not text.startswith(_END, closing.end()):
-        found.wrong(f"{_END} is missing behind </function>", closing.end(), name=name)
+        findings.wrong(f"{_END} is missing behind </function>", closing.end(), name=name)
         return behind(text, closing.end())
-    found.call(name, arguments, opened)
+    findings.call(name, arguments, opened)
     return min(closing.end() + len(_END), len(text))
 
 

@@ -73,8 +73,8 @@ class Console:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Print what is shown of these numbers; nothing where that is nothing."""
-        found, step = values.checked(metrics, step)
-        cells = self._cells(found)
+        numbers, step = values.checked(metrics, step)
+        cells = self._cells(numbers)
         if not cells:
             return
         if list(cells) != self._heading or self._rows % _AGAIN == 0:
@@ -94,10 +94,10 @@ class Console:
     def _cells(self, metrics: Mapping[str, float]) -> dict[str, float]:
         if self._columns is not None:
             return {heading: metrics[name] for heading, name in self._columns.items() if name in metrics}
-        found = [(general(name), value) for name, value in metrics.items()]
+        named = [(general(name), value) for name, value in metrics.items()]
         cells = {}
         for heading, wanted in _SHOWN.items():
-            numbers = [value for name, value in found if name == wanted]
+            numbers = [value for name, value in named if name == wanted]
             if numbers:
                 cells[heading] = sum(numbers) / (1 if heading in _SUMS else len(numbers))
         return cells

@@ -100,8 +100,8 @@ class Jsonl:
             DataError, ConfigError: a name is no text, a value no number, the step no integer >= 0.
             CheckpointError: the file cannot be written.
         """
-        found, step = values.checked(metrics, step)
-        written = {name: to_json(value) for name, value in found.items()}
+        numbers, step = values.checked(metrics, step)
+        written = {name: to_json(value) for name, value in numbers.items()}
         append(self.folder / FILES["metrics"], [{"step": step, "time": self._clock(), "metrics": written}])
 
     def log_trajectories(
@@ -135,20 +135,20 @@ class Jsonl:
         Raises:
             CheckpointError: a file cannot be read or written.
         """
-        found = {}
+        sizes = {}
         try:
             for name in FILES.values():
                 path = self.folder / name
                 if path.exists():
-                    found[name] = path.stat().st_size
-                    if self._synced.get(name) != found[name]:
+                    sizes[name] = path.stat().st_size
+                    if self._synced.get(name) != sizes[name]:
                         synced(path)
-            if not self._synced and found:
+            if not self._synced and sizes:
                 synced(self.folder)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: cannot be synced: {error}") from error
-        self._synced = dict(found)
-        return found
+        self._synced = dict(sizes)
+        return sizes
 
     def rewind(self, step: int, *, at: Mapping[str, int] | None = None) -> int:
         """Drop what was logged at or after ``step``, and lines that are not whole; return how many of metrics.

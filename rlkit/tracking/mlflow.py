@@ -53,8 +53,8 @@ class Mlflow(ServiceTracker):
         self._client = MlflowClient(tracking_uri=self._uri)
         if self._id is not None:
             return self._id
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         run = self._client.create_run(experiment, run_name=self._name).info.run_id
         params = [Param(_OTHER.sub("_", key), text[:6000]) for key, text in _flat(self._config)]
         for start in range(0, len(params), 100):  # as many as a request may hold

@@ -132,10 +132,10 @@ def parts(name: str) -> tuple[str, str, str] | None:
     >>> parts("env/owner/name/info/turns"), parts("eval/owner/name/pass@4"), parts("eval/mean")
     (('env', 'owner/name', 'info/turns'), ('eval', 'owner/name', 'pass@4'), None)
     """
-    found = _ENVIRONMENT.fullmatch(name)
-    if found is None:
+    match = _ENVIRONMENT.fullmatch(name)
+    if match is None:
         return None
-    kind, environment, what = (group for group in found.groups() if group is not None)
+    kind, environment, what = (group for group in match.groups() if group is not None)
     return kind, environment, what
 
 
@@ -145,8 +145,8 @@ def general(name: str) -> str:
     >>> general("env/owner/name/reward"), general("train/loss")
     ('env/*/reward', 'train/loss')
     """
-    found = parts(name)
-    return name if found is None else f"{found[0]}/*/{found[2]}"
+    split = parts(name)
+    return name if split is None else f"{split[0]}/*/{split[2]}"
 
 
 def standard(name: str) -> Name | None:

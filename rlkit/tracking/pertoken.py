@@ -26,14 +26,14 @@ def records(groups: Sequence[Group], step: int, **given: Sequence[object] | None
         DataError: naming what does not fit.
     """
     named = {name: _entries(name, value, groups) for name, value in given.items() if value is not None}
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     start = 0
     for group in groups if named else ():
         stop = start + len(group)
         record: dict[str, Any] = {"step": step, "env": group.env, "index": group.index, "number": group.number}
-        found.append(record | {name: entries[start:stop] for name, entries in named.items()})
+        lines.append(record | {name: entries[start:stop] for name, entries in named.items()})
         start = stop
-    return found
+    return lines
 
 
 def _entries(name: str, value: Any, groups: Sequence[Group]) -> list[Any]:
@@ -41,12 +41,12 @@ def _entries(name: str, value: Any, groups: Sequence[Group]) -> list[Any]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != len(trajectories):
         what = f"has {len(value)} entries" if hasattr(value, "__len__") else f"got {_check.shown(value)}"
         raise DataError(name, what, f"{len(trajectories)}", "one per trajectory, over all groups")
-    found: list[Any] = []
+    entries: list[Any] = []
     for i, (entry, trajectory) in enumerate(zip(value, trajectories, strict=True)):
         array = _check.as_array(f"{name}[{i}]", entry, "a number, or one per token")
         if array.shape not in ((), (trajectory.token_count,)):
             what, expected = f"has shape {array.shape}", f"a number, or shape ({trajectory.token_count},)"
             raise DataError(f"{name}[{i}]", what, expected, "one per token of the policy's")
         numbers = np.asarray(array, np.float64).round(6)
-        found.append([to_json(x) for x in numbers.tolist()] if numbers.ndim else to_json(float(numbers)))
-    return found
+        entries.append([to_json(x) for x in numbers.tolist()] if numbers.ndim else to_json(float(numbers)))
+    return entries

@@ -55,9 +55,9 @@ class ServiceTracker(ABC):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the numbers of a step."""
-        found, step = values.checked(metrics, step)
-        if found:
-            self._log(self._opened(), found, step)
+        numbers, step = values.checked(metrics, step)
+        if numbers:
+            self._log(self._opened(), numbers, step)
 
     def log_trajectories(self, groups: Iterable[Group], step: int, **_: Sequence[object] | None) -> None:
         """Send some trajectories as text."""
@@ -97,11 +97,11 @@ class ServiceTracker(ABC):
 
 def examples(groups: Sequence[Group], step: int, most: int) -> list[tuple[object, ...]]:
     """Up to ``most`` trajectories as rows of ``COLUMNS``, evenly spaced over what there is."""
-    found = [trajectory for group in groups for trajectory in group.trajectories]
-    if not found or not most:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories or not most:
         return []
-    count = min(most, len(found))
-    picked = [found[i * len(found) // count] for i in range(count)]
+    count = min(most, len(trajectories))
+    picked = [trajectories[i * len(trajectories) // count] for i in range(count)]
     return [
         (step, t.env, -1 if t.index is None else t.index, t.reward, len(t.turns), t.token_count, t.ended, _text(t))
         for t in picked

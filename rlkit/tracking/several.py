@@ -68,10 +68,10 @@ class Several(Resource):
     @property
     def metrics(self) -> dict[str, float]:
         """What was lost so far: "tracking/<tracker>/failed", "/dropped" (no room), "/refused" (could not be logged)."""
-        found: dict[str, float] = {}
+        losses: dict[str, float] = {}
         for delivery in self._deliveries:
-            found |= {f"tracking/{delivery.name}/{what}": float(n) for what, n in sorted(delivery.counts.items())}
-        return found
+            losses |= {f"tracking/{delivery.name}/{what}": float(n) for what, n in sorted(delivery.counts.items())}
+        return losses
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Hands the numbers on, as they are now."""
@@ -126,10 +126,10 @@ class Several(Resource):
 
 def _good(metrics: object) -> dict[str, float]:
     """Those of the metrics that can be logged."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
         try:
-            found |= values.checked({name: value}, 0)[0]
+            numbers |= values.checked({name: value}, 0)[0]
         except Exception:  # noqa: BLE001, S112  # it was counted with the others
             continue
-    return found
+    return numbers

@@ -47,15 +47,15 @@ def train_metrics(
         what = f"has {len(data)} datums, and the output {len(output.logprobs)}"
         raise DataError("data", what, "the batch that the output is of")
     given = {**output.metrics, **(update or {})}
-    found = {}
+    diagnostics = {}
     for key in sorted(given):  # "x:mean" before "x:sum": where there are both, the sum keeps its ending
         name = f"train/{key.removesuffix(':mean').removesuffix(':sum')}"
-        found[name if name not in found else f"train/{key}"] = float(given[key])
-    found |= _advantages(data)
+        diagnostics[name if name not in diagnostics else f"train/{key}"] = float(given[key])
+    diagnostics |= _advantages(data)
     both = zip(data, output.selected, strict=True)
     pairs = [(datum, lp) for datum, lp in both if "sampling_logprobs" in datum.inputs and lp.size]
     if not pairs:
-        return found
+        return diagnostics
     for i, (datum, logprobs) in enumerate(pairs):
         if datum.mask.sum() != logprobs.size:
             what = f"has {int(datum.mask.sum())} tokens of the policy's, the output {logprobs.size}"
@@ -64,11 +64,11 @@ def train_metrics(
     sampling = [datum.select(datum.inputs["sampling_logprobs"]) for datum, _ in pairs]
     two: dict[str, Any] = {"trainer_logprobs": trainer, "sampling_logprobs": sampling}
     for function in (metrics.kl_v1, metrics.kl_v2, metrics.kl_k3, metrics.effective_sample_size):
-        found[f"train/{function.__name__}"] = function(**two)
-    found["train/entropy"] = metrics.entropy_estimate(sampling_logprobs=sampling)
-    found |= {f"train/clip_fraction/{side}": value for side, value in metrics.clip_fraction(**two).items()}
-    found |= {f"train/ratio/{which}": value for which, value in metrics.ratio_statistics(**two).items()}
-    return found
+        diagnostics[f"train/{function.__name__}"] = function(**two)
+    diagnostics["train/entropy"] = metrics.entropy_estimate(sampling_logprobs=sampling)
+    diagnostics |= {f"train/clip_fraction/{side}": value for side, value in metrics.clip_fraction(**two).items()}
+    diagnostics |= {f"train/ratio/{which}": value for which, value in metrics.ratio_statistics(**two).items()}
+    return diagnostics
 
 
 def _advantages(data: Sequence[Datum]) -> dict[str, float]:

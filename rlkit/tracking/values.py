@@ -28,12 +28,12 @@ def checked(metrics: object, step: object, where: str = "log") -> tuple[dict[str
     step = _check.integer(f"{where}(step)", step, low=0)
     if not isinstance(metrics, Mapping):
         raise DataError(f"{where}(metrics)", f"got {_check.shown(metrics)}", "a mapping of names to numbers")
-    found = {}
+    floats = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             raise DataError(f"{where}(metrics)", f"has the key {_check.shown(name)}", "non-empty names")
-        found[redact(name)] = number(f"{where}(metrics)[{redact(name)!r}]", value)
-    return found, step
+        floats[redact(name)] = number(f"{where}(metrics)[{redact(name)!r}]", value)
+    return floats, step
 
 
 def number(where: str, value: Any) -> float:

@@ -99,9 +99,9 @@ def read_vocabulary(path: Path) -> dict[str, str]:
     """Return the texts in a file that ``Vocabulary`` wrote; {} where there is none."""
     from rlkit.tracking.jsonl import lines
 
-    found: dict[str, str] = {}
+    vocabulary: dict[str, str] = {}
     for record in lines(path):
         texts = record.get("texts")
         if isinstance(texts, dict):
-            found |= {key: text for key, text in texts.items() if isinstance(text, str)}
-    return found
+            vocabulary |= {key: text for key, text in texts.items() if isinstance(text, str)}
+    return vocabulary

@@ -167,10 +167,10 @@ class Trajectory:
         >>> Trajectory([look, act], nonterminal_reward=-1.0).all_rewards
         array([ 0.3,  1. , -1. ])
         """
-        found = [x for turn in self.turns for x in ((turn.reward,) if turn.rewards is None else turn.rewards)]
+        rewards = [x for turn in self.turns for x in ((turn.reward,) if turn.rewards is None else turn.rewards)]
         if self.nonterminal_reward is not None and not self.terminated:
-            found.append(self.nonterminal_reward)
-        return np.array(found, np.float64)
+            rewards.append(self.nonterminal_reward)
+        return np.array(rewards, np.float64)
 
     @property
     def reward(self) -> float:

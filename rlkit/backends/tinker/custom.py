@@ -125,11 +125,11 @@ def _traced(prepared: PreparedLoss, data: Sequence[Datum]) -> _Graph | None:
 
 def arrays(prepared: PreparedLoss, datum: Datum) -> dict[str, np.ndarray]:
     """Return what a datum's loss is sent: the mask, and its inputs, () or [n] or [n, K]."""
-    found = {"mask": np.ones(int(datum.mask.sum()), np.float32)}
+    sent = {"mask": np.ones(int(datum.mask.sum()), np.float32)}
     for name in _sent(prepared, datum.inputs):
         array = datum.inputs[name]
-        found[name] = array if array.ndim == 0 else array[datum.mask]
-    return found
+        sent[name] = array if array.ndim == 0 else array[datum.mask]
+    return sent
 
 
 def _sent(prepared: PreparedLoss, names: Iterable[str]) -> list[str]:

@@ -50,9 +50,9 @@ def translate(call: str, error: BaseException, *, step: bool = False, path: str 
             "; whether the step was applied is not known. It is not sent again: connect anew with resume_from= and the "
             "path of the last saved state"
         )
-    found = kind(secrets.redact(message))
-    found.__cause__ = error
-    return found
+    translated = kind(secrets.redact(message))
+    translated.__cause__ = error
+    return translated
 
 
 def late(call: str, seconds: float, *, step: bool = False, link: guard.Link | None = None) -> RlkitError:
@@ -76,17 +76,17 @@ def late(call: str, seconds: float, *, step: bool = False, link: guard.Link | No
 
 def _trouble(link: guard.Link | None, seconds: float) -> str:
     """Return what went wrong in the last ``seconds``."""
-    found = None if link is None else link.trouble
-    ago = 0.0 if found is None else time.monotonic() - found.time
-    if found is None or ago > seconds:
+    trouble = None if link is None else link.trouble
+    ago = 0.0 if trouble is None else time.monotonic() - trouble.time
+    if trouble is None or ago > seconds:
         said = secrets.last_warning(seconds)
         return "" if said is None else f"; the SDK's last warning: {said}"
-    if found.status is None:
-        text = f"the service cannot be reached: {found.text}"
-    elif found.status == 408:
-        text = f"the service puts it off: {found.text}" if found.text else "the service puts it off (408)"
+    if trouble.status is None:
+        text = f"the service cannot be reached: {trouble.text}"
+    elif trouble.status == 408:
+        text = f"the service puts it off: {trouble.text}" if trouble.text else "the service puts it off (408)"
     else:
-        text = _advice(found.status) + (f": {found.text}" if found.text else "")
+        text = _advice(trouble.status) + (f": {trouble.text}" if trouble.text else "")
     return secrets.redact(f"; the last trouble, {ago:.0f} s ago: {text}")
 
 
@@ -98,8 +98,8 @@ def status_of(error: BaseException) -> int | None:
     """Return the HTTP status behind an error, where it can be told."""
     status: Any = getattr(error, "status_code", None)
     if status is None and isinstance(error, ValueError):
-        found = _STATUS.search(str(error))
-        status = int(found[1]) if found else None
+        match = _STATUS.search(str(error))
+        status = int(match[1]) if match else None
     return status if isinstance(status, int) else None
 
 

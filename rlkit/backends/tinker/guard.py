@@ -217,10 +217,8 @@ def _redacted(request: Any) -> Any:
 async def _detail(response: Any) -> str:
     """Return what the answer says of itself; "" for nothing."""
     try:
-        found = json.loads(await response.aread())
+        body = json.loads(await response.aread())
     except Exception:  # noqa: BLE001  # it may be anything
         return ""
-    said = (
-        (found.get(key) for key in ("detail", "queue_state", "queue_state_reason")) if isinstance(found, dict) else ()
-    )
+    said = (body.get(key) for key in ("detail", "queue_state", "queue_state_reason")) if isinstance(body, dict) else ()
     return ": ".join(text for text in said if isinstance(text, str) and text)

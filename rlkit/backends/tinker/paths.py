@@ -56,12 +56,12 @@ def checked_path(where: str, path: object, *, kind: str = "weights") -> str:
     """
     if not isinstance(path, str) or not path:
         raise ConfigError(where, f"got {_check.shown(path)}", "the path that save() returned")
-    found = _PATH.fullmatch(path)
-    if found is None:
+    match = _PATH.fullmatch(path)
+    if match is None:
         raise CheckpointError(
             f"{where}: {path!r} is no saved state of the service; expected tinker://<run>/{kind}/<name>"
         )
-    if found["kind"] != kind:
+    if match["kind"] != kind:
         use = "sampled from, with rlkit.sampler(path=)" if kind == "weights" else "trained from, with init_from="
         raise CheckpointError(f"{where}: {path} can only be {use}")
     return path
@@ -69,14 +69,14 @@ def checked_path(where: str, path: object, *, kind: str = "weights") -> str:
 
 def run_of(path: str) -> str:
     """Return the run that saved it."""
-    found = _PATH.fullmatch(path)
-    return "" if found is None else found["run"]
+    match = _PATH.fullmatch(path)
+    return "" if match is None else match["run"]
 
 
 def read(path: str, metadata: Mapping[str, str] | None) -> Saved:
     """Return what its name and its metadata say; a state that rlkit did not save is at version 0."""
-    found = _NAME.fullmatch(path.rpartition("/")[2])
-    version, optimizer = (0, True) if found is None else (int(found["version"]), found["optimizer"] == "o")
+    match = _NAME.fullmatch(path.rpartition("/")[2])
+    version, optimizer = (0, True) if match is None else (int(match["version"]), match["optimizer"] == "o")
     metadata = metadata or {}
     seed, requests = metadata.get("rlkit.seed", ""), metadata.get("rlkit.requests", "")
     if not (seed.isdecimal() and requests.isdecimal()):

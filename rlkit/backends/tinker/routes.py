@@ -47,8 +47,8 @@ def plan(name: str, settings: Settings, data: Sequence[Datum]) -> tuple[Sequence
     if make is None:
         return (), f"the service has no loss that is {name!r}"
     used = [datum if datum.mask.any() else None for datum in data]
-    found = make(settings, used)
-    return (found, "") if not isinstance(found, str) else ((), found)
+    parts = make(settings, used)
+    return (parts, "") if not isinstance(parts, str) else ((), parts)
 
 
 def without_weights(part: Part) -> Part:
@@ -57,9 +57,9 @@ def without_weights(part: Part) -> Part:
     With its ratio clipped to [1, 1] cispo is -sum A lp, whatever the logprobs of sampling are. Weights of 0 and 1 alone
     are a mask, which every service takes for what it is.
     """
-    found = [arrays["weights"] for arrays in part.arrays if arrays is not None and "weights" in arrays]
-    plain = all(weights.ndim == 1 and bool(np.isin(weights, (0.0, 1.0)).all()) for weights in found)
-    if part.loss != "cross_entropy" or plain or any(weights.ndim != 1 for weights in found):
+    per_part = [arrays["weights"] for arrays in part.arrays if arrays is not None and "weights" in arrays]
+    plain = all(weights.ndim == 1 and bool(np.isin(weights, (0.0, 1.0)).all()) for weights in per_part)
+    if part.loss != "cross_entropy" or plain or any(weights.ndim != 1 for weights in per_part):
         return part
 
     def arrays_of(arrays: Arrays | None) -> Arrays | None:
@@ -76,8 +76,8 @@ def _input(datum: Datum, name: str, default: float | None = None) -> np.ndarray:
     n = int(datum.mask.sum())
     array = datum.inputs[name] if default is None or name in datum.inputs else np.float32(default)
     array = np.asarray(array, np.float32)
-    found: np.ndarray = np.full(n, array, np.float32) if array.ndim == 0 else array[datum.mask]
-    return found
+    values: np.ndarray = np.full(n, array, np.float32) if array.ndim == 0 else array[datum.mask]
+    return values
 
 
 def _weights(datum: Datum) -> np.ndarray:
@@ -160,8 +160,8 @@ def _decoupled_ppo(settings: Settings, data: Sequence[Datum | None]) -> list[Par
     def advantages(datum: Datum) -> np.ndarray:
         behaviour = np.exp(_input(datum, "old_logprobs") - _input(datum, "sampling_logprobs"))
         capped: np.ndarray = behaviour if cap is None else np.minimum(behaviour, np.float32(cap))
-        found: np.ndarray = _folded(datum) * capped
-        return found
+        weighted: np.ndarray = _folded(datum) * capped
+        return weighted
 
     return _ratio("ppo", data, _clip(settings), advantages, "old_logprobs")
 

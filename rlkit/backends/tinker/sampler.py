@@ -118,15 +118,15 @@ class TinkerSampler(Resource):
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
 
         def finish(response: types.SampleResponse) -> tuple[np.ndarray, np.ndarray]:
-            found = response.topk_prompt_logprobs_np
-            if found is None:
+            top = response.topk_prompt_logprobs_np
+            if top is None:
                 raise UnsupportedError("top_logprobs: the service gave none; it may not have them for this model")
             ids = np.zeros((array.size, k), np.int64)
             logprobs = np.zeros((array.size, k), np.float32)
-            rows = min(found.token_ids.shape[0], array.size)
-            width = min(k, found.token_ids.shape[1])
-            ids[1:rows, :width] = found.token_ids[1:rows, :width]
-            logprobs[1:rows, :width] = found.logprobs[1:rows, :width]
+            rows = min(top.token_ids.shape[0], array.size)
+            width = min(k, top.token_ids.shape[1])
+            ids[1:rows, :width] = top.token_ids[1:rows, :width]
+            logprobs[1:rows, :width] = top.logprobs[1:rows, :width]
             return ids, logprobs
 
         return self._prefill("top_logprobs", array, finish, include_prompt_logprobs=True, topk_prompt_logprobs=k)
@@ -144,9 +144,9 @@ class TinkerSampler(Resource):
         def finish(response: types.SampleResponse) -> np.ndarray:
             if response.target_prompt_logprobs is None:
                 raise UnsupportedError("target_logprobs: the service gave none; it may not have them for this model")
-            found = np.zeros(wanted.shape, np.float32)
-            found[1:] = np.where(wanted[1:] >= 0, response.target_prompt_logprobs.to_numpy(), 0.0)
-            return found
+            logprobs = np.zeros(wanted.shape, np.float32)
+            logprobs[1:] = np.where(wanted[1:] >= 0, response.target_prompt_logprobs.to_numpy(), 0.0)
+            return logprobs
 
         asked = types.TensorData.from_numpy(wanted[1:])
         return self._prefill("target_logprobs", array, finish, target_prompt_logprobs=asked)
@@ -195,13 +195,13 @@ class TinkerSampler(Resource):
 
     def _scored(self, array: np.ndarray) -> Inner[np.ndarray]:
         def finish(values: Sequence[float | None]) -> np.ndarray:
-            found = np.array([0.0 if x is None else x for x in values], np.float32)
-            if found.size == array.size - 1:  # some servers leave out the first token, which has none
-                found = np.concatenate([np.zeros(1, np.float32), found])
-            if found.shape != array.shape:
-                raise BackendError(f"logprobs: the service gave {found.size} for {array.size} tokens")
-            found[0] = 0.0
-            return found
+            logprobs = np.array([0.0 if x is None else x for x in values], np.float32)
+            if logprobs.size == array.size - 1:  # some servers leave out the first token, which has none
+                logprobs = np.concatenate([np.zeros(1, np.float32), logprobs])
+            if logprobs.shape != array.shape:
+                raise BackendError(f"logprobs: the service gave {logprobs.size} for {array.size} tokens")
+            logprobs[0] = 0.0
+            return logprobs
 
         return self._request("logprobs", self.client.compute_logprobs(_prompt(array)).future(), finish)
 

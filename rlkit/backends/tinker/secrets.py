@@ -126,5 +126,5 @@ def watch_logs() -> None:
 
 def last_warning(seconds: float) -> str | None:
     """Return what the SDK last warned of, such as a pause for capacity, unless that is longer ago than ``seconds``."""
-    found = _warned
-    return found[1] if found is not None and time.monotonic() - found[0] <= seconds else None
+    warning = _warned
+    return warning[1] if warning is not None and time.monotonic() - warning[0] <= seconds else None

@@ -64,8 +64,8 @@ class Sending:
 
         def finish(results: list[types.ForwardBackwardOutput]) -> Output:
             driver, chosen = _driver("forward", results[0], used, prepared) if used else ([], [])
-            found = None if prepared is None else prepared.gradient(driver, used)
-            return wire.output("forward", data, _placed(data, chosen), [], found)
+            gradient = None if prepared is None else prepared.gradient(driver, used)
+            return wire.output("forward", data, _placed(data, chosen), [], gradient)
 
         return Sent([self._forward(used, prepared)] if used else [], finish)
 
@@ -126,18 +126,18 @@ class Sending:
         """
         response = self._executor.wait("forward", self._forward(used, prepared))
         driver, chosen = _driver(_CALL, response, used, prepared)
-        found = prepared.gradient(driver, used)
+        local = prepared.gradient(driver, used)
         targets: list[np.ndarray | None] = [None] * len(used)
-        part = routes.Part("cross_entropy", {}, [{"weights": -gradient.numpy()} for gradient in found.driver])
+        part = routes.Part("cross_entropy", {}, [{"weights": -gradient.numpy()} for gradient in local.driver])
         if prepared.driver == "target_logprobs":
             targets = [_targets(datum) for datum in used]
-            wide = [np.pad(-gradient.numpy(), ((0, 0), (0, 1))) for gradient in found.driver]
+            wide = [np.pad(-gradient.numpy(), ((0, 0), (0, 1))) for gradient in local.driver]
             part = routes.Part("cross_entropy", {}, [{"weights": weights} for weights in wide])
         elif not self._weighs:
             part = routes.without_weights(part)
         datums = [wire.send(d, x or {}, t) for d, x, t in zip(used, part.arrays, targets, strict=True)]
         sent = self._client.forward_backward(datums, part.loss, dict(part.config) or None).future()
-        return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], found))
+        return Sent([sent], lambda _: wire.output(_CALL, data, _placed(data, chosen), [], local))
 
     def why_not_hosted(self, prepared: PreparedLoss, data: Sequence[Datum]) -> str:
         """Return why hosted calls do not give this loss, "" where they do; needs no torch."""

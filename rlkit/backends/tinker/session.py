@@ -215,26 +215,26 @@ class Session:
         except RlkitError:
             raise
         except Exception as error:
-            found = faults.translate(call, error, path=path)
-            if path is None and isinstance(found, BackendError) and _refused(error):
-                raise ConfigError(f"{found}") from error
-            raise found from error
+            translated = faults.translate(call, error, path=path)
+            if path is None and isinstance(translated, BackendError) and _refused(error):
+                raise ConfigError(f"{translated}") from error
+            raise translated from error
 
     def ready(self) -> Session:
         """Return itself, knowing the service's models."""
         try:
-            found = self._asked("connect", lambda: self._rest().get_server_capabilities())
+            capabilities = self._asked("connect", lambda: self._rest().get_server_capabilities())
         except BaseException:
             self.close()
             raise
-        if found is not None:
-            self.models = {m.model_name: m.max_context_length for m in found.supported_models if m.model_name}
+        if capabilities is not None:
+            self.models = {m.model_name: m.max_context_length for m in capabilities.supported_models if m.model_name}
         return self
 
     def _metadata(self, path: str) -> Mapping[str, str] | None:
         """Return what is kept beside a saved state; None where the service does not keep such."""
-        found = self._asked("resume_from", lambda: self._rest().list_checkpoints(paths.run_of(path)))
-        return next((c.user_metadata for c in found.checkpoints if c.tinker_path == path), None) if found else None
+        listed = self._asked("resume_from", lambda: self._rest().list_checkpoints(paths.run_of(path)))
+        return next((c.user_metadata for c in listed.checkpoints if c.tinker_path == path), None) if listed else None
 
     def _asked(self, call: str, ask: Callable[[], Answer[T]]) -> T | None:
         """Return the answer to a question that some servers do not know; None from those.

@@ -53,7 +53,7 @@ def read_logprobs(call: str, response: types.ForwardBackwardOutput, data: Sequen
     outputs = response.loss_fn_outputs
     if len(outputs) != len(data):
         raise BackendError(f"{call}: the service answered for {len(outputs)} datums of {len(data)}")
-    found = []
+    arrays = []
     for i, (fields, datum) in enumerate(zip(outputs, data, strict=True)):
         chosen = np.flatnonzero(datum.mask) - 1
         if "logprobs" not in fields:
@@ -64,8 +64,8 @@ def read_logprobs(call: str, response: types.ForwardBackwardOutput, data: Sequen
         logprobs = array[chosen]
         if not np.isfinite(logprobs).all():
             raise BackendError(f"{call}: the service gave logprobs that are not finite for data[{i}]")
-        found.append(logprobs)
-    return found
+        arrays.append(logprobs)
+    return arrays
 
 
 def metrics_of(call: str, response: types.ForwardBackwardOutput) -> Mapping[str, float]:
@@ -74,13 +74,13 @@ def metrics_of(call: str, response: types.ForwardBackwardOutput) -> Mapping[str,
     Raises:
         BackendError: it gave no loss at all.
     """
-    found = dict(response.metrics or {})
-    if "loss:sum" not in found:
+    metrics = dict(response.metrics or {})
+    if "loss:sum" not in metrics:
         terms = [fields.get("elementwise_loss") for fields in response.loss_fn_outputs]
         if any(x is None for x in terms):
             raise BackendError(f"{call}: the service gave no loss")
-        found["loss:sum"] = float(sum(np.sum(x.to_numpy(), dtype=np.float64) for x in terms))
-    return found
+        metrics["loss:sum"] = float(sum(np.sum(x.to_numpy(), dtype=np.float64) for x in terms))
+    return metrics
 
 
 def output(

@@ -84,18 +84,18 @@ class ToyBackend(InProcessBackend):
         yield from ()
         rows = [self._forward(datum) for datum in data]
         gradient = np.zeros_like(self._weights.value)
-        found = None
+        part = None
         if loss is not None:
             driver = [torch.from_numpy(row.driver(datum, loss.driver)) for row, datum in zip(rows, data, strict=True)]
             entropy = [torch.from_numpy(row.entropy.astype(np.float32)) for row in rows] if loss.entropy else None
-            found = loss.gradient(driver, data, entropy=entropy)
+            part = loss.gradient(driver, data, entropy=entropy)
             for i, row in enumerate(rows):
-                extra = found.entropy[i].numpy() if found.entropy is not None else None
-                gradient += row.gradient(data[i], loss.driver, found.driver[i].numpy(), extra)
+                extra = part.entropy[i].numpy() if part.entropy is not None else None
+                gradient += row.gradient(data[i], loss.driver, part.driver[i].numpy(), extra)
         if backward:
             self._weights.add(gradient)
         extras = {name: [getattr(row, name) for row in rows] for name in want}
-        return output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [found])
+        return output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [part])
 
     def _forward(self, datum: Datum) -> Distributions:
         before = np.flatnonzero(datum.mask) - 1

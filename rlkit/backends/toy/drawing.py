@@ -39,8 +39,8 @@ def drawn(logits: np.ndarray, params: SamplingParams, uniforms: np.ndarray) -> t
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     above = logits - logits.max(-1, keepdims=True)
-    found: np.ndarray = above - np.log(np.exp(above).sum(-1, keepdims=True))
-    return found
+    logprobs: np.ndarray = above - np.log(np.exp(above).sum(-1, keepdims=True))
+    return logprobs
 
 
 def _truncated(logprobs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:

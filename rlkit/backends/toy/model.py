@@ -76,8 +76,8 @@ class Distributions:
         if name == "logprobs":
             return self.chosen(datum)
         targets = datum.inputs["target_tokens"][datum.mask]
-        found = np.take_along_axis(self.logprobs, np.maximum(targets, 0), 1)
-        return np.where(targets >= 0, found, 0.0).astype(np.float32)
+        chosen = np.take_along_axis(self.logprobs, np.maximum(targets, 0), 1)
+        return np.where(targets >= 0, chosen, 0.0).astype(np.float32)
 
     def gradient(self, datum: Datum, name: str, driver: np.ndarray, entropy: np.ndarray | None) -> np.ndarray:
         """D loss / d W [F, V], from d loss / d driver and d loss / d entropy."""

@@ -121,14 +121,14 @@ class ToySampler(Resource):
         for _ in range(min(params.max_tokens, self.max_length - prompt.size)):
             logits = np.matmul(features[:, None, :], weights)[:, 0]  # a product per row: no row depends on another
             uniforms = np.array([rng.random() for rng in rngs])
-            found, lp = drawn(logits, params, uniforms)
+            drawn_ids, lp = drawn(logits, params, uniforms)
             for i in np.flatnonzero(~np.array(ended)):
-                tokens[i].append(int(found[i]))
+                tokens[i].append(int(drawn_ids[i]))
                 logprobs[i].append(float(lp[i]))
                 ended[i] = stop(tokens[i])
             if all(ended):
                 break
-            features, state = self._features.read(state, found)
+            features, state = self._features.read(state, drawn_ids)
         return [
             Sample(
                 prompt,

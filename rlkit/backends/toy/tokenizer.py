@@ -62,9 +62,9 @@ class ByteTokenizer:
         """int64 [T]: each message between <|im_start|> and <|im_end|>, then the head of the assistant's."""
         if variables:
             raise ArgumentError(f"apply_chat_template: the toy's template takes no variables; got {sorted(variables)}")
-        found = _check.messages("apply_chat_template(messages)", messages)
+        checked = _check.messages("apply_chat_template(messages)", messages)
         start, end = [256], [257, 10]
-        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in found]
+        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in checked]
         if add_generation_prompt:
             parts.append([*start, *b"assistant\n"])
         return np.array([token for part in parts for token in part], np.int64)

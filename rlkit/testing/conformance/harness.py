@@ -97,8 +97,8 @@ class Harness:
 
     @staticmethod
     def logprobs(policy: TrainerBackend, data: Sequence[Datum]) -> list[np.ndarray]:
-        found: list[np.ndarray] = policy.forward(data).result().selected
-        return found
+        arrays: list[np.ndarray] = policy.forward(data).result().selected
+        return arrays
 
 
 def worst(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
