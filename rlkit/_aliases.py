@@ -97,10 +97,7 @@ _ARGUMENTS: Mapping[str, _Answers] = {
         "params": "sampling_params",
     },
     "forward_backward": {"loss": "loss_fn", "config": "loss_fn_config", "data": "datums batch"},
-    "optim_step": {
-        "params": "adam_params",
-        "write optim_step(rlkit.Adam(learning_rate=...))": "lr learning_rate",
-    },
+    "optim_step": {"params": "adam_params", "write optim_step(rlkit.Adam(learning_rate=...))": "lr learning_rate"},
 }
 
 _TRAINER: _Answers = {

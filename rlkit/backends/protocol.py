@@ -129,12 +129,7 @@ class TrainerBackend(Protocol):
         """Return logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
 
     def forward_backward(
-        self,
-        data: Sequence[Datum],
-        loss: LossLike,
-        *,
-        config: Config | None = None,
-        want: Sequence[str] = (),
+        self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
     ) -> Future[ForwardBackwardOutput]:
         """Add the gradient of the summed loss to what is accumulated, all or nothing.
 

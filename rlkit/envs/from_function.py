@@ -91,11 +91,7 @@ class _Prompt:
     """One prompt."""
 
     def __init__(
-        self,
-        prompt: Observation,
-        reward: Callable[[Action], object] | None,
-        info: Mapping[str, object],
-        where: str,
+        self, prompt: Observation, reward: Callable[[Action], object] | None, info: Mapping[str, object], where: str
     ) -> None:
         self._prompt = prompt
         self._reward = reward

@@ -116,10 +116,7 @@ def kl_cov(
 
 
 def _flat(
-    logprobs: Sequence[Tensor],
-    sampling_logprobs: Sequence[Tensor],
-    advantages: Sequence[Tensor],
-    weights: object,
+    logprobs: Sequence[Tensor], sampling_logprobs: Sequence[Tensor], advantages: Sequence[Tensor], weights: object
 ) -> tuple[Tensor, Tensor, Tensor, Weights]:
     """Each argument as one tensor [N]; weights may also be one number."""
 

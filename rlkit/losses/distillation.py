@@ -23,10 +23,7 @@ __all__ = ["topk_forward_kl", "topk_jsd", "topk_reverse_kl"]
 @register("topk_forward_kl")
 @loss(elementwise=True)
 def topk_forward_kl(
-    target_logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    weights: Weights = 1.0,
-    target_tokens: Tensor | None = None,
+    target_logprobs: Tensor, teacher_logprobs: Tensor, weights: Weights = 1.0, target_tokens: Tensor | None = None
 ) -> Tensor:
     """KL(teacher || model) = sum w sum_k t_k (log t_k - log s_k), t the teacher's probabilities, s the model's.
 
@@ -49,10 +46,7 @@ def topk_forward_kl(
 @register("topk_reverse_kl")
 @loss(elementwise=True)
 def topk_reverse_kl(
-    target_logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    weights: Weights = 1.0,
-    target_tokens: Tensor | None = None,
+    target_logprobs: Tensor, teacher_logprobs: Tensor, weights: Weights = 1.0, target_tokens: Tensor | None = None
 ) -> Tensor:
     """KL(model || teacher) = sum w sum_k s_k (log s_k - log t_k), s the model's probabilities, t the teacher's.
 

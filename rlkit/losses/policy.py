@@ -121,12 +121,7 @@ def cispo(
 @register("dro")
 @loss(elementwise=True)
 def dro(
-    logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Weights = 1.0,
-    *,
-    beta: float = 0.05,
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, beta: float = 0.05
 ) -> Tensor:
     """-sum w (A lp - beta/2 (lp - q)^2): a quadratic pull towards the sampling policy instead of a clip.
 

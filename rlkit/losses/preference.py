@@ -163,12 +163,7 @@ def orpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: fl
 @register("cpo")
 @loss(level="pair")
 def cpo(
-    logprobs: Pair,
-    weights: Weights = 1.0,
-    *,
-    beta: float = 0.1,
-    alpha: float = 1.0,
-    label_smoothing: float = 0.0,
+    logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0
 ) -> Tensor:
     """DPO without a reference: w (-log sigmoid(beta (c - r)) - alpha mean lp of the chosen), c and r = sum lp of each.
 

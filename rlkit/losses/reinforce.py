@@ -57,12 +57,7 @@ def opmd(logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, tau: f
 @register("topr")
 @loss(elementwise=True)
 def topr(
-    logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Weights = 1.0,
-    *,
-    threshold: float = 0.0,
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, threshold: float = 0.0
 ) -> Tensor:
     """-sum w sg[a] A lp with a = 1 where A > threshold, else clip(r, 0, 1): bad samples lose their say as they fade.
 

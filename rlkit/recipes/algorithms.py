@@ -131,10 +131,7 @@ _ROWS = {
     "dapo": Recipe("arXiv:2503.14476", loss_args={"clip_high_threshold": 1.28}, select="informative"),
     "rloo": Recipe("arXiv:2402.14740", advantage="rloo"),
     "reinforceplusplus": Recipe(
-        "arXiv:2501.03262",
-        advantage="reinforce_pp",
-        level="token",
-        advantage_args=OF_ESTIMATORS["reinforce_pp"],
+        "arXiv:2501.03262", advantage="reinforce_pp", level="token", advantage_args=OF_ESTIMATORS["reinforce_pp"]
     ),
     "remax": Recipe("arXiv:2310.10505", advantage="remax", level="token"),
     "opmd": Recipe("arXiv:2501.12599", advantage="opmd", loss="opmd"),

@@ -29,10 +29,7 @@ class Rollouts(list[Group]):
     """
 
     def __init__(
-        self,
-        groups: Iterable[Group] = (),
-        metrics: Mapping[str, float] | None = None,
-        counters: Counters | None = None,
+        self, groups: Iterable[Group] = (), metrics: Mapping[str, float] | None = None, counters: Counters | None = None
     ) -> None:
         super().__init__(groups)
         self.metrics = dict(metrics or {})

@@ -127,11 +127,7 @@ class Episode:
         self._answer = {}
         async with self._within("make"):
             env = await Guarded.opened(
-                self._task,
-                timeout=self._call(),
-                max_chars=LONGEST,
-                scored=True,
-                grace=plan.close_timeout / 2,
+                self._task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=plan.close_timeout / 2
             )
         try:
             ended, messages = await self._conversation(env)

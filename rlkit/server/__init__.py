@@ -18,12 +18,4 @@ from rlkit.server.service import Service
 from rlkit.server.serving import serve
 from rlkit.server.state import Applied
 
-__all__ = [
-    "Applied",
-    "BackendModels",
-    "ExactModels",
-    "Response",
-    "Server",
-    "Service",
-    "serve",
-]
+__all__ = ["Applied", "BackendModels", "ExactModels", "Response", "Server", "Service", "serve"]

@@ -238,11 +238,7 @@ async def _refuse(error: ApiError, reader: asyncio.StreamReader, writer: asyncio
 
 async def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) -> None:
     size = len(answer.body) if answer.file is None else answer.file.stat().st_size
-    headers = {
-        **answer.headers,
-        "content-length": str(size),
-        "connection": "keep-alive" if keep else "close",
-    }
+    headers = {**answer.headers, "content-length": str(size), "connection": "keep-alive" if keep else "close"}
     lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body)  # at once: two packets would wait

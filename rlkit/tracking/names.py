@@ -61,10 +61,7 @@ NAMES: tuple[Name, ...] = tuple(
         ("env/<name>/failed/<kind>", "by the error's class, or timeout"),
         ("env/<name>/timed_out", "failed since the environment gave no answer in time"),
         ("env/<name>/close_failed", "environments that could not be closed"),
-        (
-            "env/<name>/rewritten",
-            "turns whose prompt did not begin with what was before",
-        ),
+        ("env/<name>/rewritten", "turns whose prompt did not begin with what was before"),
         ("env/<name>/retried", "attempts beyond an episode's first"),
         ("env/<name>/refilled", "episodes played in place of failed ones"),
         ("env/<name>/abandoned", "episodes given up since enough others were complete"),

@@ -263,13 +263,7 @@ class Session:
             raise UnsupportedError("this SDK's service client has no REST client; use tinker.RestClient")
         return make()
 
-    def _future(
-        self,
-        call: str,
-        inner: Inner[T],
-        finish: Callable[[T], U],
-        path: str | None = None,
-    ) -> Future[U]:
+    def _future(self, call: str, inner: Inner[T], finish: Callable[[T], U], path: str | None = None) -> Future[U]:
         return Future.wrap(requests.within(self._seconds, call, inner, finish, path=path, link=self.link))
 
 

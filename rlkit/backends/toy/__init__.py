@@ -128,12 +128,7 @@ class ToyBackend(InProcessBackend):
 
     def _sampler_of(self, weights: np.ndarray, version: int) -> ToySampler:
         return ToySampler(
-            weights,
-            self._features,
-            self._seeds,
-            tokenizer=self.tokenizer,
-            max_length=self.max_length,
-            version=version,
+            weights, self._features, self._seeds, tokenizer=self.tokenizer, max_length=self.max_length, version=version
         )
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
