@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import cast
 
+import attrs
 import numpy as np
 
 from rlkit import _check
@@ -87,16 +88,14 @@ def function(
     return Tasks(make, len(prompts), name=name, split=split, settings=settings, scores=scores if group else None)
 
 
+@attrs.frozen(eq=False)
 class _Prompt:
     """One prompt."""
 
-    def __init__(
-        self, prompt: Observation, reward: Callable[[Action], object] | None, info: Mapping[str, object], where: str
-    ) -> None:
-        self._prompt = prompt
-        self._reward = reward
-        self._info = info
-        self._where = where
+    _prompt: Observation
+    _reward: Callable[[Action], object] | None
+    _info: Mapping[str, object]
+    _where: str
 
     def reset(self, seed: int) -> Observation:  # noqa: ARG002
         return self._prompt

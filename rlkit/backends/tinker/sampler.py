@@ -33,35 +33,23 @@ _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, s
 
 
 @hinted("sampler")
+@attrs.define(eq=False, repr=False, slots=False)
 class TinkerSampler(Resource):
     """A snapshot, or the base model: the protocol over the SDK's sampling client, with a deadline for each request.
 
     It also has ``top_logprobs`` (``TopK``) and ``target_logprobs`` (``TargetLogprobs``).
     """
 
-    def __init__(
-        self,
-        client: SamplingClient,
-        seeds: SeedStream,
-        *,
-        tokenizer: Tokenizer,
-        max_length: int,
-        version: int,
-        seconds: float,
-        off_temperature: OffTemperature,
-        link: guard.Link | None = None,
-        names_stops: bool = False,
-    ) -> None:
-        self._names_stops = names_stops  # the end tokens, to a server that may not know them by itself
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.version = version
-        self.client = client
-        self._seeds = seeds
-        self._seconds = seconds
-        self._off_temperature = off_temperature
-        self._link = link
-        self._closed = False
+    client: SamplingClient
+    _seeds: SeedStream
+    tokenizer: Tokenizer = attrs.field(kw_only=True)
+    max_length: int = attrs.field(kw_only=True)
+    version: int = attrs.field(kw_only=True)
+    _seconds: float = attrs.field(kw_only=True)
+    _off_temperature: OffTemperature = attrs.field(kw_only=True)
+    _link: guard.Link | None = attrs.field(default=None, kw_only=True)
+    _names_stops: bool = attrs.field(default=False, kw_only=True)  # the end tokens, to a server that may not know them
+    _closed: bool = attrs.field(default=False, init=False)
 
     @answered
     def sample(

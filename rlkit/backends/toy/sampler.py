@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -23,27 +24,18 @@ __all__ = ["ToySampler"]
 
 
 @hinted("sampler")
+@attrs.define(eq=False, repr=False, slots=False)
 class ToySampler(Resource):
     """A frozen toy policy."""
 
     _instead = "open one in each process: rlkit.sampler('toy', path=...)"
 
-    def __init__(
-        self,
-        weights: np.ndarray,
-        features: Features,
-        seeds: SeedStream,
-        *,
-        tokenizer: Tokenizer,
-        max_length: int,
-        version: int,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.version = version
-        self._features = features
-        self._seeds = seeds
-        self._weights: np.ndarray | None = weights
+    _weights: np.ndarray | None
+    _features: Features
+    _seeds: SeedStream
+    tokenizer: Tokenizer = attrs.field(kw_only=True)
+    max_length: int = attrs.field(kw_only=True)
+    version: int = attrs.field(kw_only=True)
 
     @answered
     def sample(
