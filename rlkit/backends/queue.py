@@ -3,9 +3,9 @@
 Policies and critics each hold a ``CallQueue``. An executor carries its calls out: ``RunHere`` in one thread of this
 process, ``rlkit.backends.tinker.calls.SendAndTake`` on a service.
 
-A call belongs to the epoch in which it was made. When a training call fails, the calls of its epoch that stand behind
-it are refused. The next epoch begins when an error of that failure is read, or with ``discard``; its calls are
-accepted. After a final failure, where the state of the service is not known, nothing is accepted any more.
+A call belongs to the generation in which it was made. When a training call fails, the calls of its generation that
+stand behind it are refused. The next generation begins when an error of that failure is read, or with ``discard``; its
+calls are accepted. After a final failure, where the state of the service is not known, nothing is accepted any more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Failure:
     """The training call that failed. ``final``: it had been sent, so that the state of the service is not known."""
 
     call: str
-    epoch: int
+    generation: int
     error: BaseException
     final: bool
 
@@ -71,10 +71,10 @@ class CallQueue:
 
     Attributes:
         closed: whether ``close`` was called.
-        epoch: of the calls made now.
+        generation: of the calls made now.
         pending: whether a gradient is accumulated, as the calls were made.
         accumulated: and as they were carried out (on a service: sent).
-        failure: the latest; the calls of its epoch and before are refused.
+        failure: the latest; the calls of its generation and before are refused.
     """
 
     def __init__(self, name: str, executor: Executor) -> None:
@@ -82,7 +82,7 @@ class CallQueue:
         self._executor = executor
         self.lock = threading.RLock()
         self.closed = False
-        self.epoch = 0
+        self.generation = 0
         self.pending = False
         self.accumulated = False
         self.failure: Failure | None = None
@@ -94,7 +94,7 @@ class CallQueue:
     def forward_backward(self, job: Job[T], *, adds: bool) -> Future[T]:
         """Queue a call that accumulates a gradient; with ``adds=False`` there is none in its data."""
         with self.lock:
-            future = self._start("forward_backward", job, trains=True, leaves=True if adds else None)
+            future = self._start("forward_backward", job, trains=True, accumulates=True if adds else None)
             self.pending = self.pending or adds
         return future
 
@@ -105,7 +105,7 @@ class CallQueue:
             if not self.pending:
                 why = "call forward_backward first (datums without a masked-in token add none)"
                 raise BackendError(f"optim_step: no gradient is accumulated; {why}")
-            future = self._start("optim_step", job, trains=True, leaves=False)
+            future = self._start("optim_step", job, trains=True, accumulates=False)
             self.pending = False
         return future
 
@@ -118,7 +118,7 @@ class CallQueue:
             return self._start("save", job)
 
     def discard(self, clear: Callable[[], None] | None) -> Future[None]:
-        """Begin the next epoch without a gradient.
+        """Begin the next generation without a gradient.
 
         Args:
             clear: drops the accumulated gradient; None where a service holds it, which cannot be told to. Then this
@@ -136,9 +136,9 @@ class CallQueue:
             if clear is None and self.accumulated:
                 what = "connect anew with resume_from= and the path of the last saved state"
                 raise BackendError(f"discard: the gradient is on the service, which has no call to drop it; {what}")
-            self.epoch += 1
+            self.generation += 1
             self.pending = False
-            return Future.of(None) if clear is None else self._start("discard", clear, leaves=False)
+            return Future.of(None) if clear is None else self._start("discard", clear, accumulates=False)
 
     def close(self) -> None:
         """Finish the calls made so far and refuse later ones. May be called twice."""
@@ -146,10 +146,10 @@ class CallQueue:
             self.closed = True
         self._executor.close()
 
-    def _start(self, name: str, job: Job[T], *, trains: bool = False, leaves: bool | None = None) -> Future[T]:
+    def _start(self, name: str, job: Job[T], *, trains: bool = False, accumulates: bool | None = None) -> Future[T]:
         with self.lock:
             self._check_open()
-            call: Call[T] = Call(self, name, job, self.epoch, trains, leaves)
+            call: Call[T] = Call(self, name, job, self.generation, trains, accumulates)
             return Future.wrap(self._executor.start(call), on_error=call.read)
 
     def _check_open(self) -> None:
@@ -164,26 +164,26 @@ class Call(Generic[T]):
     Attributes:
         name: for messages.
         trains: whether its failure refuses the calls behind it.
-        leaves: whether a gradient is accumulated once it was carried out; None: as before.
+        accumulates: whether a gradient is accumulated once it was carried out; None: as before.
     """
 
     queue: CallQueue
     name: str
     job: Callable[[], Any]  # a ``Job[T]``: an executor knows which of its kinds it is given
-    epoch: int
+    generation: int
     trains: bool
-    leaves: bool | None
+    accumulates: bool | None
 
     def check(self, *, sent: bool = False) -> None:
         """Raise TrainerFailed behind a failure; once it is ``sent``, behind a final one alone."""
         failure = self.queue.failure
-        if failure is not None and (failure.final or (not sent and self.epoch <= failure.epoch)):
+        if failure is not None and (failure.final or (not sent and self.generation <= failure.generation)):
             raise _refusal(self.name, failure, sent=sent) from failure.error
 
     def carried_out(self) -> None:
         """Report that its job has run; on a service, that it was sent."""
-        if self.leaves is not None:
-            self.queue.accumulated = self.leaves
+        if self.accumulates is not None:
+            self.queue.accumulated = self.accumulates
 
     def failed(self, error: BaseException, *, final: bool = False) -> None:
         """Report its error, before the future has it. ``final``: something was sent, so the outcome is not known."""
@@ -191,17 +191,17 @@ class Call(Generic[T]):
         if self.trains and not isinstance(error, TrainerFailed):
             with queue.lock:
                 if queue.failure is None or not queue.failure.final:
-                    queue.failure = Failure(self.name, self.epoch, error, final)
+                    queue.failure = Failure(self.name, self.generation, error, final)
 
     def read(self, error: BaseException) -> None:
-        """Begin the next epoch where ``error``, which a reader is about to get, is of this epoch's failure."""
+        """Begin the next generation where ``error``, which a reader is about to get, is of the failure of this one."""
         queue = self.queue
         with queue.lock:
             failure = queue.failure
-            if failure is None or failure.final or not self.epoch == failure.epoch == queue.epoch:
+            if failure is None or failure.final or not self.generation == failure.generation == queue.generation:
                 return
             if error is failure.error or isinstance(error, TrainerFailed):
-                queue.epoch += 1
+                queue.generation += 1
                 queue.pending = queue.accumulated
 
 

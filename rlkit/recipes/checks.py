@@ -185,10 +185,10 @@ def critic(rate: float | None, config: Mapping[str, object]) -> tuple[float | No
     Raises:
         ConfigError: two rates disagree, or a number is out of range.
     """
-    where, leaves = "trainer.trainer_config.", dict(_leaves(config))
-    own_rate, clip = leaves.pop("critic.optim.lr", None), leaves.pop("critic.cliprange_value", None)
-    if leaves:
-        logger.info("without effect here: trainer.trainer_config: %s (veRL's own)", ", ".join(sorted(leaves)))
+    where, flat = "trainer.trainer_config.", dict(_flat(config))
+    own_rate, clip = flat.pop("critic.optim.lr", None), flat.pop("critic.cliprange_value", None)
+    if flat:
+        logger.info("without effect here: trainer.trainer_config: %s (veRL's own)", ", ".join(sorted(flat)))
     if own_rate is not None:
         number = _check.real(f"{where}critic.optim.lr", own_rate, low=0.0)
         if rate not in (None, number):
@@ -197,10 +197,10 @@ def critic(rate: float | None, config: Mapping[str, object]) -> tuple[float | No
     return rate, {} if clip is None else {"clip": _check.real(f"{where}critic.cliprange_value", clip, above=0.0)}
 
 
-def _leaves(config: Mapping[str, object], where: str = "") -> Iterator[tuple[str, object]]:
+def _flat(config: Mapping[str, object], where: str = "") -> Iterator[tuple[str, object]]:
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{where}{name}.")
+            yield from _flat(value, f"{where}{name}.")
         else:
             yield f"{where}{name}", value
 

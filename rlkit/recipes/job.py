@@ -1,4 +1,4 @@
-"""The door of a run: its settings become small objects, and everything that can be wrong is found before any work."""
+"""Build the job of a run: its settings become small objects, and all mistakes in them are found before any work."""
 
 from __future__ import annotations
 

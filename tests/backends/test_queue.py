@@ -74,7 +74,7 @@ class Made:
 
     number: int
     kind: str
-    epoch: int
+    generation: int
     outcome: str
     adds: bool = False
     sent: bool = False
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
     """Calls, turns and readings in any order.
 
     The model: the calls that were made, and what stands on the device (``gradient``: the calls whose gradient it holds;
-    ``log``: the calls whose job has run). Whether a gradient is pending follows from the calls of the epoch.
+    ``log``: the calls whose job has run). Whether a gradient is pending follows from the calls of the generation.
     """
 
     outcomes = ("works", "raises")
@@ -102,8 +102,8 @@ class Machine(RuleBasedStateMachine):
         self.made: list[Made] = []
         self.gradient: list[int] = []
         self.log: list[int] = []
-        self.epoch = 0
-        self.gradient_before = False  # whether the epoch began with a gradient
+        self.generation = 0
+        self.gradient_before = False  # whether the generation began with a gradient
         self.closed = False
 
     def make(self):
@@ -122,22 +122,22 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def pending(self):
-        """Whether a gradient is there once the calls of this epoch are carried out."""
+        """Whether a gradient is there once the calls of this generation are carried out."""
         pending = self.gradient_before
         for call in self.made:
-            if call.epoch == self.epoch and call.trains:
+            if call.generation == self.generation and call.trains:
                 pending = call.adds or (pending and call.kind != "optim_step")
         return pending
 
     def failed_before(self, call):
-        """Whether a training call of the same epoch failed before this one, or the policy is lost."""
+        """Whether a training call of the same generation failed before this one, or the policy is lost."""
         return self.final or any(
-            other.trains and other.end == "error" and other.epoch == call.epoch and other.number < call.number
+            other.trains and other.end == "error" and other.generation == call.generation and other.number < call.number
             for other in self.made
         )
 
-    def begin_epoch(self, *, gradient):
-        self.epoch += 1
+    def begin_generation(self, *, gradient):
+        self.generation += 1
         self.gradient_before = gradient
 
     def take_effect(self, call):
@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
         return run
 
     def call(self, kind, outcome, submit, *, adds=False):
-        call = Made(len(self.made), kind, self.epoch, outcome, adds)
+        call = Made(len(self.made), kind, self.generation, outcome, adds)
         if self.closed:
             with pytest.raises(BackendError, match="closed"):
                 submit(self.job(call))
@@ -202,14 +202,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def discard(self):
-        call = Made(len(self.made), "discard", self.epoch + 1, "works")
+        call = Made(len(self.made), "discard", self.generation + 1, "works")
         if self.closed:
             with pytest.raises(BackendError, match="closed"):
                 self.queue.discard(lambda: None)
             return
         call.future = self.queue.discard(lambda: self.take_effect(call) or self.log.append(call.number))
         self.made.append(call)
-        self.begin_epoch(gradient=False)
+        self.begin_generation(gradient=False)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -221,12 +221,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(call.end is not None for call in self.made))
     @rule(data=st.data())
     def read(self, data):
-        """Reading the failure's error, or a refusal for it, in its epoch begins the next one."""
+        """Reading the failure's error, or a refusal for it, in its generation begins the next one."""
         call = data.draw(st.sampled_from([call for call in self.made if call.end is not None]))
         self.check_result(call)
         of_failure = call.end == "refused" or (call.end == "error" and call.trains)
-        if of_failure and call.epoch == self.epoch and not self.final:
-            self.begin_epoch(gradient=bool(self.gradient))
+        if of_failure and call.generation == self.generation and not self.final:
+            self.begin_generation(gradient=bool(self.gradient))
 
     def check_result(self, call):
         if call.end == "value":
@@ -260,7 +260,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def same_state(self):
-        assert (self.queue.epoch, self.queue.closed) == (self.epoch, self.closed)
+        assert (self.queue.generation, self.queue.closed) == (self.generation, self.closed)
         assert self.queue.pending == self.pending
         assert self.queue.accumulated == bool(self.gradient)
 
@@ -357,7 +357,7 @@ class ServiceMachine(Machine):
         else:
             assert not self.gradient
             assert not self.final
-            self.begin_epoch(gradient=False)
+            self.begin_generation(gradient=False)
 
     @precondition(lambda self: len(self.made) > 10)
     @rule()
