@@ -24,6 +24,9 @@ from rlkit.types import Sample
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
 
 FORMAT = "rlkit.group"
+_DRAWN = ("stop_reason", "version", "temperature", "top_p", "top_k")  # of a sample
+_ENDS = ("nonterminal_reward", "nonterminal_override")
+_PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
 VERSION = 2  # 1: nonterminal_reward stood in the place of an episode's rewards
 
 
@@ -149,11 +152,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
             {
                 "reward": _number(turn.reward),
                 "rewards": None if turn.rewards is None else [_number(reward) for reward in turn.rewards],
-                "stop_reason": sample.stop_reason,
-                "version": sample.version,
-                "temperature": sample.temperature,
-                "top_p": sample.top_p,
-                "top_k": sample.top_k,
+                **{name: getattr(sample, name) for name in _DRAWN},
                 "metrics": dict(turn.metrics),
                 "prompt": {"kept": kept, "added": turn.prompt[kept:].tolist()},
                 "tokens": turn.tokens.tolist(),
@@ -163,15 +162,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         before = np.concatenate([turn.prompt, turn.tokens])
     return {
         "reward": _number(trajectory.reward),
-        "ended": trajectory.ended,
-        "terminated": trajectory.terminated,
-        "truncated": trajectory.truncated,
-        "env": trajectory.env,
-        "index": trajectory.index,
-        "seed": trajectory.seed,
-        "reduction": trajectory.reduction,
-        "nonterminal_reward": trajectory.nonterminal_reward,
-        "nonterminal_override": trajectory.nonterminal_override,
+        **{name: getattr(trajectory, name) for name in (*_PLAIN, *_ENDS)},
         "tags": dict(trajectory.tags),
         "metrics": dict(trajectory.metrics),
         "messages": [dict(message) for message in trajectory.messages],
@@ -185,16 +176,14 @@ def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
     for each in record["turns"]:
         kept = _check.integer("prompt.kept", each["prompt"]["kept"], low=0, high=before.size, error=DataError)
         added = np.asarray(each["prompt"]["added"], dtype=np.int64)
-        drawn = {name: each[name] for name in ("stop_reason", "version", "temperature", "top_p", "top_k")}
+        drawn = {name: each[name] for name in _DRAWN}
         sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
         reward, several = _reward(each["reward"]), each["rewards"] if version > 1 else None
         several = None if several is None else [_reward(x) for x in several]
         turns.append(Turn(sample, reward, each["metrics"], rewards=several))
         before = np.concatenate([sample.prompt, sample.tokens])
-    names = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction", "tags", "metrics", "messages")
-    ends = ("nonterminal_reward", "nonterminal_override")
-    given = {n: record[n] for n in ends} if version > 1 else {ends[1]: record[ends[0]]}
-    return Trajectory(turns, **{n: record[n] for n in names}, **given)
+    ends = {name: record[name] for name in _ENDS} if version > 1 else {_ENDS[1]: record[_ENDS[0]]}
+    return Trajectory(turns, **{name: record[name] for name in (*_PLAIN, "tags", "metrics", "messages")}, **ends)
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:

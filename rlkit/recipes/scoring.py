@@ -73,6 +73,7 @@ def _answer_reward(action: str, answer: object) -> float:
     return float(answered is not None and answers.math_equal(answered, _truth(answer)))
 
 
+@rewards.register("accuracy_reward")
 @rewards.register("boxed_reward")
 def _boxed_reward(action: str, answer: object) -> float:
     """Return 1 where the answer in a box is equal to what is right."""
@@ -110,12 +111,6 @@ def _format_reward(action: str, answer: object, *, pattern: str = _STRICT) -> fl
     """Return 0.1 where the text is thinking and an answer, each between tags on lines of their own, else -0.1."""
     del answer
     return _form(pattern, action)
-
-
-@rewards.register("accuracy_reward")
-def _accuracy_reward(action: str, answer: object) -> float:
-    """Return boxed_reward."""
-    return _boxed_reward(action, answer)
 
 
 @rewards.register("math_boxed_reward_naive_dapo")

@@ -157,20 +157,13 @@ def _nothing_left(args: Mapping[str, Any]) -> None:
         raise ConfigError(f"workflow_args.{key}", "is given", "settings that the workflow has")
 
 
-WORKFLOWS: Mapping[str, Callable[[Taskset], Tasks]] = {
+_OWN: Mapping[str, Callable[[Taskset], Tasks]] = {
     "simple_workflow": _simple,
     "math_workflow": _math,
     "math_boxed_workflow": _math_boxed,
     "math_eval_workflow": _asked,
     "on_policy_distill_workflow": _unscored,
     "on_policy_distill_math_workflow": _asked,
-    **{
-        f"async_{name}": make
-        for name, make in (
-            ("simple_workflow", _simple),
-            ("math_workflow", _math),
-            ("math_boxed_workflow", _math_boxed),
-            ("math_eval_workflow", _asked),
-        )
-    },
 }
+_ASYNC = ("simple_workflow", "math_workflow", "math_boxed_workflow", "math_eval_workflow")
+WORKFLOWS = {**_OWN, **{f"async_{name}": _OWN[name] for name in _ASYNC}}

@@ -201,16 +201,16 @@ def _environments(of: Table) -> list[str]:
     return sorted({name[len("env/") : -len("/episodes")] for name in of.steps if general(name) == "env/*/episodes"})
 
 
-def _shares(of: Table, what: str, *, begun: bool) -> tuple[list[_Chart], set[str]]:
+def _shares(of: Table, what: str, *more: str, total: Callable[..., float]) -> tuple[list[_Chart], set[str]]:
+    """Return a curve of each environment: a counter over the ``total`` of it, of ``more`` counters, and of episodes."""
     curves, used = [], set()
     for env in _environments(of):
-        name = f"env/{env}/{what}"
-        if name not in of.steps:
-            continue
-        rows = _joined(of, name, f"env/{env}/episodes")
-        shares = {step: n / max(1.0, total + begun * n) for step, (n, total) in sorted(rows.items())}
-        curves.append(_curve(name, list(shares), list(shares.values()), env))
-        used.add(name)
+        names = [f"env/{env}/{counter}" for counter in (what, *more, "episodes")]
+        if of.steps.keys() >= set(names):
+            rows = sorted(_joined(of, *names).items())
+            shares = {step: counts[0] / max(1.0, total(*counts)) for step, counts in rows}
+            curves.append(_curve(names[0], list(shares), list(shares.values()), env))
+            used.add(names[0])
     return curves, used
 
 
@@ -230,19 +230,6 @@ def _time(of: Table) -> tuple[list[_Chart], set[str]]:
         for curve, column in zip(curves, columns, strict=False):
             curve |= {"x": kept, "y": [_digits(column[at[step]]) for step in kept]}
     return curves, {*names, "time/step"} & of.steps.keys()
-
-
-def _cut(of: Table) -> tuple[list[_Chart], set[str]]:
-    curves, used = [], set()
-    for env in _environments(of):
-        names = [f"env/{env}/{what}" for what in ("cut", "turns", "episodes")]
-        if names[0] not in of.steps or names[1] not in of.steps:
-            continue
-        rows = _joined(of, *names)
-        shares = {step: n / max(1.0, mean * episodes) for step, (n, mean, episodes) in sorted(rows.items())}
-        curves.append(_curve(names[0], list(shares), list(shares.values()), env))
-        used.add(names[0])
-    return curves, used
 
 
 def _add_intervals(curves: Iterable[_Chart], of: Table) -> set[str]:
@@ -266,9 +253,9 @@ def _speed(of: Table) -> tuple[list[_Chart], set[str]]:
 
 _WorkedOut = Callable[[Table], tuple[list[_Chart], set[str]]]
 _WORKED_OUT: dict[str, _WorkedOut] = {
-    "=cut": _cut,
-    "=truncated": lambda of: _shares(of, "truncated", begun=False),
-    "=failed": lambda of: _shares(of, "failed", begun=True),
+    "=cut": lambda of: _shares(of, "cut", "turns", total=lambda cut, turns, episodes: turns * episodes),
+    "=truncated": lambda of: _shares(of, "truncated", total=lambda truncated, episodes: episodes),
+    "=failed": lambda of: _shares(of, "failed", total=lambda failed, episodes: episodes + failed),
     "=time": _time,
     "=speed": _speed,
 }
