@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 pytest.importorskip("torch")
@@ -322,3 +325,18 @@ def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
         recipes.rewards.pop("loud", None)
     assert cli.main([*words, "--import", "own_reward"]) == 2
     assert "there is no such module" in capsys.readouterr().err
+
+
+def test_every_key_is_read():
+    """A key that is neither without effect nor refused is read by its name, outside of the classes of settings."""
+    classes = ("settings", "inputs", "learning")
+    folder = Path(recipes.__file__).parent
+    text = "\n".join(path.read_text("utf-8") for path in folder.glob("*.py") if path.stem not in classes)
+    modules = [importlib.import_module(f"rlkit.recipes.{name}") for name in classes]
+    kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type) and attrs.has(kind)]
+    fields = [field for kind in kinds for field in attrs.fields(kind)]
+    alive = {f.name for f in fields if f.metadata.get("rlkit.key") not in ("without effect", "refused")}
+    alive -= {"checkpoint_root_dir", "project", "group", "name"}  # Settings.folder
+    alive -= {"kl_loss_fn_args", "kl_penalty_fn_args"}  # read as f"{part}_args"
+    alive -= {"optimizer_type", "prompt_type"}  # whose values are one and the same
+    assert [key for key in sorted(alive) if not re.search(rf"\.{key}\b|[\"']{key}[\"']", text)] == []
