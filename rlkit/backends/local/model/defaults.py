@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.device import free_bytes
 
-__all__ = ["default_dtype", "default_max_rows", "micro_batch_tokens_for"]
+__all__ = ["default_dtype", "default_max_rows", "micro_batch_tokens_for", "rows_that_fit"]
 
-SHARE = 0.4  # of the free memory for the activations of a micro-batch; the rest is for the KV cache and gradients
+SHARE = 0.4  # of the memory that is free at connect, for the activations of a micro-batch
+KV_SHARE = 0.5  # of the memory that is free when requests come, for their keys and values; micro-batches come between
 TOKENS = (1024, 16384)  # of a micro-batch: on a CPU and at least, and from which on a GPU gains nothing more
 ROWS = {"cuda": 256}  # completions decoded at once; elsewhere 64
 LIBRARY = 4  # times as much is kept of a token by the library's modules as by rlkit's own forward
@@ -49,6 +51,31 @@ def micro_batch_tokens_for(base: Base, free: int | None = None) -> int:
     if free is None:
         return low
     return int(min(max(SHARE * free / activation_bytes(base) // low * low, low), high))
+
+
+def rows_that_fit(base: Base, length: int, held: int = 0, free: int | None = None) -> int:
+    """Return how many rows of ``length`` tokens memory has for keys and values; on a CPU any number.
+
+    Args:
+        base: the model.
+        length: of the longest of them, at its end.
+        held: bytes that are keys and values already.
+        free: bytes that can be allocated; None asks the device.
+    """
+    free = free_bytes(base.device) if free is None else free
+    if free is None:
+        return sys.maxsize
+    return int(KV_SHARE * (free + held) // (length * kv_bytes(base)))
+
+
+def kv_bytes(base: Base) -> int:
+    """Return the bytes of a token's keys and values, in all layers."""
+    model: Any = base.model
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * config.num_hidden_layers * key_heads * head_dim * model.dtype.itemsize)
 
 
 def activation_bytes(base: Base) -> float:

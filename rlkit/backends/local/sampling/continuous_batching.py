@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,9 +14,10 @@ import torch
 from rlkit.backends.drawing import draw
 from rlkit.backends.local.gemm.batch_invariance import MAX_ROWS, invariant_row_multiple, padding_unit
 from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.defaults import rows_that_fit
 from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import Forward
-from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs
+from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs, key_bucket, row_bucket
 from rlkit.backends.local.sampling.decoder import Decoder
 from rlkit.backends.local.sampling.kv_attention import CachedTokens, SharedPrefix
 from rlkit.backends.local.sampling.kv_cache import KVCache
@@ -112,6 +114,9 @@ class ContinuousBatching(Decoder):
                 break
         self._row_multiple, self._head_row_multiple, self._max_tokens = min(measured, key=lambda one: one[0] + one[1])
 
+    def capacity(self, length: int) -> int:
+        return rows_that_fit(self._base, length, self.kv_cache.nbytes)
+
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         prompts: dict[bytes, _Prompt] = {}
         for request, count in admitted:
@@ -121,7 +126,11 @@ class ContinuousBatching(Decoder):
             request.started += count
         waiting = list(prompts.values())
         rows = len(self.rows) + sum(len(prompt.rows) for prompt in waiting)
-        self.kv_cache.reserve(rows, max(prompt.tokens.size for prompt in waiting) + 1)
+        if self.capacity(1) == sys.maxsize:
+            self.kv_cache.reserve(rows, max(prompt.tokens.size for prompt in waiting) + 1)
+        else:  # all that these rows will need, so that slots do not grow, and graphs are not recorded again, on the way
+            ends = [row.request.end for row in [*self.rows, *(row for prompt in waiting for row in prompt.rows)]]
+            self.kv_cache.resize(row_bucket(rows), key_bucket(max(ends)))
         while waiting:
             chosen = self._choose(waiting)
             self._begin(chosen)

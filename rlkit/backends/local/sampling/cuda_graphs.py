@@ -30,7 +30,7 @@ from rlkit.backends.local.sampling.kv_attention import CachedTokens
 from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["CudaGraphs", "row_bucket"]
+__all__ = ["CudaGraphs", "key_bucket", "row_bucket"]
 
 FEW = 32  # up to here rows are rounded up to a power of 2, beyond it to a multiple of this
 LIKE, LIKE_BFLOAT16 = 1e-4, 0.03  # how far a replay may be off the step, as part of the logits' norm
@@ -98,7 +98,7 @@ class CudaGraphs:
     def logits(self, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """[n, V] after ``tokens`` [n] at ``positions`` [n] of slots 0..n-1; good until the next call."""
         n = tokens.size
-        rows, keys = row_bucket(n), _key_bucket(int(positions.max()) + 1)
+        rows, keys = row_bucket(n), key_bucket(int(positions.max()) + 1)
         self._kv_cache.reserve(rows, keys)
         addresses = (self._forward.addresses, self._kv_cache.addresses)
         if addresses != self._addresses or rows > self._out.shape[0]:
@@ -162,10 +162,10 @@ def row_bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= FEW else rounded_up(rows, FEW)
 
 
-def _key_bucket(longest: int) -> int:
+def key_bucket(longest: int) -> int:
     """Return how many keys of each row are read.
 
-    >>> [_key_bucket(n) for n in (1, 129, 1024, 1025, 5000)]
+    >>> [key_bucket(n) for n in (1, 129, 1024, 1025, 5000)]
     [128, 256, 1024, 1280, 5120]
     """
     return rounded_up(longest, max(KEYS, (1 << (longest - 1).bit_length()) // 8))

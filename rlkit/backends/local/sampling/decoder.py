@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,11 @@ class Decoder(ABC):
         self.forward.load(snapshot.adapter, snapshot.scale, merge=self._merge)
         self._current = weakref.ref(snapshot)
         return True
+
+    def capacity(self, length: int) -> int:
+        """Return how many rows of ``length`` tokens there is memory for; more wait until others have ended."""
+        del length
+        return sys.maxsize
 
     @abstractmethod
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:

@@ -44,8 +44,21 @@ class KVCache(Cache):
             self._rows = max(rows, 2 * self._rows)
         if length > self._length:
             self._length = rounded_up(length + length // 2, LENGTHS)  # growing moves everything, so do it seldom
-        for i, (keys, values) in enumerate(self.store):
-            self.store[i] = (self._grow(keys), self._grow(values))
+        self._move()
+
+    def resize(self, rows: int, length: int) -> None:
+        """Make room for exactly ``rows`` rows of ``length`` tokens where there is less; what is in these stays.
+
+        Slots that more rows had, or longer ones, are given up: rows times length is what memory is spent on.
+        """
+        if rows > self._rows or length > self._length:
+            self._rows, self._length = rows, length
+            self._move()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(x.numel() * x.element_size() for pair in self.store for x in pair)
 
     def free(self) -> None:
         """Give the memory back."""
@@ -119,7 +132,14 @@ class KVCache(Cache):
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
 
+    def _move(self) -> None:
+        """Move all to slots of the shape that is now asked for, one tensor at a time: none is there twice for long."""
+        for i in range(len(self.store)):
+            self.store[i] = (self._grow(self.store[i][0]), self.store[i][1])
+            self.store[i] = (self.store[i][0], self._grow(self.store[i][1]))
+
     def _grow(self, x: torch.Tensor) -> torch.Tensor:
         grown = self._empty(x)
-        grown[: x.shape[0], :, : x.shape[2]] = x
+        rows, length = min(x.shape[0], self._rows), min(x.shape[2], self._length)
+        grown[:rows, :, :length] = x[:rows, :, :length]
         return grown

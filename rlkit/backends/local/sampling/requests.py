@@ -75,6 +75,11 @@ class SampleRequest:
     samples: dict[int, Sample] = attrs.field(factory=dict)
     dropped: bool = False  # nobody waits for it any more
 
+    @property
+    def end(self) -> int:
+        """Tokens at most of a row, with its prompt."""
+        return int(self.prompt.size) + self.limit
+
     def drop(self) -> None:
         """Drop it; from any thread, at any time."""
         self.dropped = True

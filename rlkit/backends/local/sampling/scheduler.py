@@ -205,13 +205,10 @@ class Scheduler:
 
     def _decode(self, lane: _Lane, started: list[Request]) -> None:
         decoder = lane.decoder
-        room = self._max_rows - len(decoder.rows) if decoder.mixes or not decoder.rows else 0
         admitted: list[tuple[SampleRequest, int]] = []
-        while (request := self._next(lane, room)) is not None:
-            started.append(request)
-            count = min(len(request.rngs) - request.started, room)
-            admitted.append((request, count))
-            room = room - count if decoder.mixes else 0
+        while (chosen := self._next(lane, admitted)) is not None:
+            started.append(chosen[0])
+            admitted.append(chosen)
         if admitted:
             longest = max(request.prompt.size for request, _ in admitted)
             with telling(lambda: self._describe(len(decoder.rows) + sum(count for _, count in admitted), longest + 1)):
@@ -238,15 +235,27 @@ class Scheduler:
     def _describe(self, rows: int, longest: int) -> str:
         return f"{rows} completions of up to {longest} tokens; lower max_rows ({self._max_rows}) or prefix_mb"
 
-    def _next(self, lane: _Lane, room: int) -> SampleRequest | None:
-        """Return the first request with room for it; off the queue once all of it has begun."""
+    def _next(self, lane: _Lane, admitted: Sequence[tuple[SampleRequest, int]]) -> tuple[SampleRequest, int] | None:
+        """Return the first request and how many of its rows have room; off the queue once all of it has begun."""
         with self._lock:
-            request = next((x for x in self._admissible(lane) if isinstance(x, SampleRequest)), None)
+            left = (x for x in self._admissible(lane) if isinstance(x, SampleRequest))
+            request = next((x for x in left if all(x is not other for other, _ in admitted)), None)
+            room = 0 if request is None else self._room(lane.decoder, request, admitted)
             if request is None or room <= 0:
                 return None
-            if len(request.rngs) - request.started <= room:
+            count = min(len(request.rngs) - request.started, room)
+            if count == len(request.rngs) - request.started:
                 self.waiting.remove(request)
-            return request
+            return request, count
+
+    def _room(self, decoder: Decoder, request: SampleRequest, admitted: Sequence[tuple[SampleRequest, int]]) -> int:
+        """Return how many rows of ``request`` may begin: all rows count as long as the longest may become."""
+        running = len(decoder.rows) + sum(count for _, count in admitted)
+        if running and not decoder.mixes:
+            return 0
+        requests = [request, *(other for other, _ in admitted), *(row.request for row in decoder.rows)]
+        fitting = decoder.capacity(max(other.end for other in requests))
+        return max(min(self._max_rows, fitting) - running, 0 if running else 1)  # one is tried in any case
 
     def _admissible(self, lane: _Lane) -> Iterator[Request]:
         """Requests that may join; not those behind the first that waits for a decoder, so that one becomes free."""
