@@ -28,6 +28,11 @@ def parameters(policy):
     return policy._trainer.parameters
 
 
+def trained(policy):
+    """The peft model."""
+    return policy._trainer.model
+
+
 def forwards(policy):
     """The forward that trains, and the library's on every datum by itself; each one in its place while it is used."""
     from rlkit.backends.local.model.forward import LibraryForward

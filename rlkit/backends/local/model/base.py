@@ -30,7 +30,7 @@ from rlkit.backends.local.model.windows import layer_windows, shorten
 from rlkit.backends.transformers_tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
 
-__all__ = ["PROCESS_WIDE", "Base", "load_base"]
+__all__ = ["PROCESS_WIDE", "Base", "load_base", "use_attention"]
 
 READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,9 +67,8 @@ class Base:
         """
         shared = {id(x): x for x in [*self.model.parameters(), *self.model.buffers()]}
         tree = copy.deepcopy(self.model, shared)
-        config: Any = tree.config
         if attention is not None:
-            config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
+            use_attention(tree, attention)
         return tree.eval()
 
     def trial(self, attention: str | None = None) -> nn.Module:
@@ -101,6 +100,11 @@ class Base:
     def nbytes(self) -> int:
         """Size of the weights, each counted once."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+
+def use_attention(model: Any, attention: str) -> None:
+    """Let a model that nobody shares compute by this attention implementation."""
+    model.config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
 
 
 _Key = tuple[str, tuple[tuple[str, int, int], ...], str, str]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from rlkit.backends.local.gemm.lora_linear import Adapter
-from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.base import Base, use_attention
 from rlkit.backends.local.model.forward import Forward, Inputs, LibraryForward, LlamaForward, read_values
 from rlkit.backends.local.model.lora import adapter_of
 from rlkit.backends.local.model.probe import FAILURES
 from rlkit.backends.local.training.chunked_attention import ChunkedAttention
 from rlkit.backends.local.training.long_micro_batch import LongMicroBatch, Read, outputs_in_chunks
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
+from rlkit.backends.local.training.recomputed_attention import RECOMPUTED
 from rlkit.backends.local.training.rows import Storage
 from rlkit.types import Datum
 
@@ -41,7 +43,14 @@ def training_forward(model: object, base: Base, scale: float, budget: int, folde
         return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
     if "trees" not in base.known:
         base.known["trees"] = base.plain and _trees_agree(base)
+    if base.known["trees"] and _is_eager(model):
+        use_attention(model, RECOMPUTED)
     return LibraryForward(model, trees=base.known["trees"])
+
+
+def _is_eager(model: object) -> bool:
+    config: Any = getattr(model, "config")  # noqa: B009  # of peft's, which has the model's attributes
+    return getattr(config.get_text_config(), "_attn_implementation", None) == "eager"
 
 
 class ChunkedLlamaForward(LlamaForward):
@@ -102,10 +111,12 @@ def _trees_agree(base: Base) -> bool:
     for sequence in (tokens, np.concatenate([tokens[:half], tokens[: half - 2]]), tokens[1:]):
         mask = np.isin(np.arange(sequence.size + 1), places + 1)
         data.append(Datum(np.append(sequence, 0), mask))
-    forward = LibraryForward(base.trial(), trees=True)
+    library = base.trial()
+    trained = base.trial(RECOMPUTED) if _is_eager(library) else library
+    forward = LibraryForward(library)
     (batch,) = pack(data, 4 * tokens.size)
     try:
-        together = forward.logits(batch)
+        together = LibraryForward(trained, trees=True).logits(batch)
         alone = [forward.logits(*pack([data[i]], tokens.size)) for i in batch.members]
     except FAILURES:
         return False
