@@ -28,6 +28,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: np.nd
     smallest set of most probable tokens that reaches it, at least one.
     """
     logits = logits.float()
+    if logits.device.type == "mps":  # which has no float64, in which mass is added up
+        logits = logits.cpu()
     if logits.shape[1] % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
     if any(p.temperature not in (0, 1) for p in params):
@@ -42,7 +44,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: np.nd
     # The kept mass in units of the highest probability: the logits' own normalizer, of which softmax keeps no more than
     # that probability, so that no logarithm is taken of a small one.
     chosen = logits.gather(1, tokens[:, None])[:, 0] - highest - (mass / peak).log().float()
-    return tokens.cpu().numpy(), chosen.cpu().numpy()
+    both = torch.stack([tokens.to(torch.int32), chosen.view(torch.int32)]).cpu()  # a GPU is waited for once
+    return both[0].long().numpy(), both[1].view(torch.float32).numpy()
 
 
 def _drawn(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

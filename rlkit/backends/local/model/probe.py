@@ -78,10 +78,16 @@ class Probe:
 
     def agrees(self, logits: torch.Tensor, expected: torch.Tensor, *, slack: float = 1.0) -> bool:
         """Return whether logits [n, V] are equal up to rounding: each row in float32, all together in bfloat16."""
-        logits, expected = (x.double() - x.double().mean(-1, keepdim=True) for x in (logits, expected))
+        logits, expected = (_centred(x.cpu()) for x in (logits, expected))
         if self.exact:
             return bool(((logits - expected).norm(dim=-1) <= slack * 1e-4 * expected.norm(dim=-1)).all())
         return bool((logits - expected).norm() <= slack * 0.1 * expected.norm())
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits [n, V] of the CPU less their means, in float64, which not every device has."""
+    wide = logits.double()
+    return wide - wide.mean(-1, keepdim=True)
 
 
 def probe_of(model: Any, special: set[int], longest: int) -> Probe:

@@ -129,7 +129,7 @@ def gpu_attention(
     window: Window | None = None,
 ) -> KernelAttention:
     """Return ``FlexAttention`` where it works, else ``MaskedAttention``."""
-    if _flex_works(device, dtype, heads, key_heads, head_dim):
+    if device.type != "mps" and _flex_works(device, dtype, heads, key_heads, head_dim):  # which has no such kernel
         return FlexAttention(runs, device, window)
     return MaskedAttention(to_device(visible(runs, runs[-1].end, window), device))
 
