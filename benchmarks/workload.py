@@ -6,6 +6,9 @@ completions. Completions have 64 tokens, on every side.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 
 MODEL = "smollm2-135m-instruct"
@@ -30,6 +33,24 @@ def prompts(encode, lengths) -> list[np.ndarray]:
 def completion(vocab_size: int, seed: int) -> np.ndarray:
     """64 fixed tokens, so that all sides train on the same ones."""
     return np.random.default_rng(seed).integers(100, vocab_size - 100, TOKENS)
+
+
+def cut(model: Path, folder: Path, kind: str, layers: int = 10, **settings) -> Path:
+    """The first layers of a Llama as another architecture that reads the same weights."""
+    import transformers
+
+    source = transformers.AutoModelForCausalLM.from_pretrained(model)
+    shape = {
+        name: value for name, value in source.config.to_dict().items() if name not in ("model_type", "layer_types")
+    }
+    config = transformers.AutoConfig.for_model(kind, **{**shape, "num_hidden_layers": layers, **settings})
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    weights = {name: x for name, x in source.state_dict().items() if name in made.state_dict()}
+    made.load_state_dict(weights, strict=True)
+    made.save_pretrained(folder)
+    for file in Path(model).glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
 
 
 def advantage(seed: int) -> float:
