@@ -41,15 +41,7 @@ def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futu
 
 
 async def settled(inner: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
-    """Wait in an event loop until ``inner`` is done, without taking its result or cancelling it.
-
-    Args:
-        inner: set from any thread.
-        timeout: seconds; None: as long as it takes.
-
-    Returns:
-        False if it is not done within ``timeout``.
-    """
+    """Wait in an event loop until ``inner`` is done, its result left alone; False if it is not in ``timeout`` s."""
     if not inner.done():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()

@@ -78,12 +78,7 @@ class RendererTokenizer:
 
 
 class ModelRenderer:
-    """A renderer with rlkit's types and errors.
-
-    Attributes:
-        ends: the ids that end a turn.
-        control: marks what is rendered.
-    """
+    """A renderer with rlkit's types and errors; ``ends`` are the ids that end a turn, ``control`` marks texts."""
 
     def __init__(self, renderer: Renderer, control: ControlText) -> None:
         self._renderer, self.control = renderer, control
@@ -121,14 +116,7 @@ class ModelRenderer:
         return ids if np.array_equal(ids[: start.size], start) and ids.size > start.size else None
 
     def parse(self, ids: np.ndarray, prompt: np.ndarray, tools: Sequence[Message], text: str) -> Parsed:
-        """Take a turn apart, whatever was sampled: what the package cannot read becomes an error in it.
-
-        Args:
-            ids: int64 [n], the turn.
-            prompt: int64 [P], what stands before it.
-            tools: function schemas.
-            text: the turn as text, in which calls have positions.
-        """
+        """Take the turn ``ids`` [n] behind ``prompt`` [P] apart; what cannot be read becomes an error in it."""
         try:
             message = self._renderer.parse_response(
                 ids.tolist(), tools=[dict(tool) for tool in tools] or None, prompt_ids=prompt.tolist()

@@ -30,14 +30,7 @@ def assign_credit(
     prefixes: Sequence[np.ndarray | None] | None = None,
     seed: Sequence[int] = (0,),
 ) -> Batch:
-    """Return the items that train these groups, without weights; see ``rlkit.credit.assign``.
-
-    Args:
-        method: the algorithm.
-        groups: as they were played.
-        reference, teacher, critic, prefixes: those that the method needs.
-        seed: of estimators that draw.
-    """
+    """Return the items that train these groups, without weights; see ``rlkit.credit.assign``."""
     config = dict(method.recipe.advantage_args)
     if config.get("drop") is not None:
         config["rng"] = np.random.default_rng(np.random.SeedSequence(seed))

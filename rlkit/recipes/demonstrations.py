@@ -22,9 +22,6 @@ def demonstrations(given: Sequence[Mapping[str, object]], form: Format, chat: Ch
 
     Args:
         given: rows with a prompt and a response, under the keys of ``form``, or with a list of messages.
-        form: the keys.
-        chat: how the policy is talked to.
-        where: what they were read from, for messages.
 
     Raises:
         DataError: a row lacks a field, or has nothing to learn from.

@@ -24,10 +24,7 @@ def peer_hints(
     and trajectory together do not fit into the teacher's context.
 
     Args:
-        groups: played, scored.
-        chat: writes the message.
         text: of the message; "{answer}" stands for the answer, the text of the last turn.
-        teacher: who will read it.
 
     Source: SDPO, arXiv:2601.20802. Peers: TRL's sdpo puts the answer into the task's own message, and feedback of the
     environment, too; prime-rl's opsd puts a demonstration from the data set before the task, as here.

@@ -15,13 +15,7 @@ __all__ = ["Schedule"]
 
 @attrs.frozen
 class Schedule:
-    """AdamW by step.
-
-    Attributes:
-        settings: section algorithm.optimizer.
-        grad_clip: its clip, unless the section has one.
-        total: steps of the run.
-    """
+    """AdamW by step, as section algorithm.optimizer has it; ``grad_clip`` counts where that has no clip."""
 
     settings: Optimizer
     grad_clip: float

@@ -62,15 +62,7 @@ class _Deadline(Exception):
 
 
 class Episode:
-    """One member of a group; ``play`` gives its trajectory, or its failure.
-
-    Args:
-        shared: as above.
-        task: what is played.
-        settings: its settings, complete.
-        group, member: where in the step it stands; its seeds come from there.
-        start: the group's first turns, or None.
-    """
+    """One member of a group, whose seeds come from its place in the step; ``play`` gives its trajectory or failure."""
 
     def __init__(
         self, shared: Shared, task: Task, settings: TaskSettings, group: int, member: int, start: Start | None

@@ -58,15 +58,7 @@ class _Gathering:
 
 
 class Runner:
-    """Plays the tasks of one step.
-
-    Args:
-        sampler: the policy.
-        tasks: read as there is room for more, so an endless iterator is fine.
-        plan: how.
-        step: which step of the run it is, for seeds.
-        counters: where everything is counted.
-    """
+    """Plays the tasks of one step; they are read as there is room for more, so an endless iterator is fine."""
 
     def __init__(self, sampler: Sampler, tasks: Iterable[Task], plan: Plan, step: int, counters: Counters) -> None:
         if plan.share < 1.0 and not isinstance(tasks, Sequence):

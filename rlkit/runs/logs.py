@@ -22,7 +22,6 @@ class Logs:
 
     Args:
         trackers: names and objects; names become objects with their defaults for a run in ``folder``.
-        folder: the run's.
         record: the checkpoint that it goes on from; what was logged after it is dropped.
 
     Raises:

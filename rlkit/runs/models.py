@@ -31,11 +31,7 @@ M = TypeVar("M", bound=Model)
 
 
 class Models:
-    """Policies and critics by role.
-
-    Args:
-        folder: the run's.
-    """
+    """A run's policies and critics by role."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -64,13 +64,7 @@ class Retention:
 
 
 def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], None]) -> None:
-    """Remove what retention does not keep; what cannot be removed now is no reason to end the run.
-
-    Args:
-        folder: the run's.
-        retention: which checkpoints stay.
-        delete: removes saves on a service, by path.
-    """
+    """Remove what retention does not keep, by ``delete`` on a service; what cannot be removed ends no run."""
     try:
         there = folders.records(folder, verify=False)
         spent = retention.spent(there)

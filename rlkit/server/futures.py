@@ -159,12 +159,7 @@ class Futures:
 
 
 class Line:
-    """The requests of one model, carried out in the order of their seq_ids.
-
-    Args:
-        run: has a job carried out behind those before.
-        first: the lowest seq_id.
-    """
+    """The requests of one model, carried out in the order of their seq_ids from ``first`` on, one behind the other."""
 
     def __init__(self, run: Submit, first: int = 1) -> None:
         self._run = run

@@ -33,9 +33,6 @@ def submitted(
     """Accept a request of a model in training.
 
     Args:
-        state: the service's.
-        run: the model.
-        operation: what it is, for the request's id.
         seq_id: the client's number of it.
         prepare: checks the request and returns what is to be carried out. A request that it refuses has had its turn.
     """

@@ -25,13 +25,7 @@ T = TypeVar("T", bound=_Closable)
 
 
 class Delivery(Generic[T]):
-    """Makes the calls at once.
-
-    Args:
-        receiver: what the calls are made with; ``close`` is its last one.
-        name: what warnings call it.
-        capacity: calls that may wait.
-    """
+    """Makes the calls at once; ``close`` of the receiver is the last one. ``capacity`` calls may wait."""
 
     def __init__(self, receiver: T, name: str, capacity: int) -> None:
         self.receiver = receiver

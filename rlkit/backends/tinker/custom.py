@@ -36,9 +36,7 @@ class ServerLosses:
     """The losses that a session has sent.
 
     Args:
-        service: the SDK's service client.
         policy: which losses may be sent: rlkit's "own", "all" that can be traced, or "never" one.
-        offered: whether the service runs losses.
     """
 
     def __init__(self, service: ServiceClient, policy: ServerLossPolicy, *, offered: bool) -> None:

@@ -32,9 +32,6 @@ class Sending:
     """The training calls of one policy. Its methods run in the thread that sends.
 
     Args:
-        client: the SDK's training client.
-        losses: the losses that the service runs.
-        executor: for waiting on what a call depends on.
         weighs: whether the service's cross entropy is known to be a sum with weights of any sign.
     """
 
