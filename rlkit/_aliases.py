@@ -10,6 +10,10 @@ _BOUNDS = (
 _KL = "add a KL with rlkit.losses.with_kl(loss, coef=...), or to the rewards with rlkit.advantages.kl_penalty"
 _GROUP = "a group is a row of the rewards: give them as [prompts, samples], or use rlkit.advantages.by_group"
 
+_SAMPLING = (
+    "max_tokens max_new_tokens stop temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
+)
+
 _Answers = Mapping[str, str]  # answer -> the names that get it
 
 
@@ -35,6 +39,8 @@ _ARGUMENTS: Mapping[str, _Answers] = {
         "stop": "stop_strings stop_sequences stop_token_ids",
         "the model's end tokens stop by themselves; stop= names further ones": "eos_token_id",
         "every sample has its logprobs": "logprobs",
+        "repetition_penalty": "rep_penalty",
+        "frequency_penalty": "freq_penalty",
     },
     "Lora": {
         "rank": "r lora_r lora_rank",
@@ -50,7 +56,7 @@ _ARGUMENTS: Mapping[str, _Answers] = {
         "n": "num_generations group_size num_samples",
         "max_turns": "max_steps",
         "params": "sampling_params",
-        "give it in params=rlkit.SamplingParams(...)": "temperature max_tokens max_new_tokens top_p top_k stop",
+        "give it in params=rlkit.SamplingParams(...)": _SAMPLING,
     },
     "connect": {
         "model": "model_name model_id base_model model_path model_name_or_path pretrained_model_name_or_path",
@@ -92,7 +98,7 @@ _ARGUMENTS: Mapping[str, _Answers] = {
         "settings of the estimator go into config={...}": "gamma lam eps norm_adv_by_std_in_grpo scale num_repeat",
     },
     "sample": {
-        "it belongs to the params: rlkit.SamplingParams(...)": "max_tokens max_new_tokens temperature top_p top_k stop",
+        "it belongs to the params: rlkit.SamplingParams(...)": _SAMPLING,
         "n": "num_samples num_return_sequences num_generations",
         "params": "sampling_params",
     },

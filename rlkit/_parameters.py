@@ -8,6 +8,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit._drawn import Drawn
 from rlkit.errors import ConfigError
 
 __all__ = ["Adam", "Lora", "SamplingParams"]
@@ -40,9 +41,13 @@ def _modules(names: tuple[str, ...] | list[str] | None) -> tuple[str, ...] | Non
 
 
 @answered
-@attrs.frozen
-class SamplingParams:
+@attrs.frozen(getstate_setstate=False)
+class SamplingParams(Drawn):
     r"""How to sample.
+
+    The options act in the order of transformers: penalties, temperature, top_k, top_p, min_p. (vLLM has min_p before
+    the other two, so that top_p is of what min_p left.) All but the temperature draw from another distribution than the
+    policy's: its samples make ``Datum.truncated`` datums, which losses with a ratio refuse.
 
     Args:
         max_tokens: in [1, 2^31); the completion also ends where the model's context does.
@@ -51,6 +56,15 @@ class SamplingParams:
         top_k: >= 1, or -1 for off.
         stop: None: the model's end tokens. A non-empty tuple of strings or of token ids: these in addition.
             ``()``: nothing stops a completion but ``max_tokens``.
+        min_p: in [0, 1]; tokens less probable than this share of the most probable one are cut (arXiv 2407.01082); 0 is
+            off.
+        repetition_penalty: in [0.001, 1000]; logits of tokens of the prompt and of the completion are divided by it
+            where they are positive, multiplied where negative (CTRL, arXiv 1909.05858); 1 is off.
+        presence_penalty: in [-2, 2]; taken off the logits of tokens that the completion has; 0 is off.
+        frequency_penalty: in [-2, 2]; taken off them once for each time that the completion has the token; 0 is off.
+
+    ``truncates``, ``penalizes`` and ``reshapes`` (either of them, and not greedy) say what a set of options does, and
+    ``drawn_with`` gives those that a ``Sample`` records, as a dict: ``Sample(..., **params.drawn_with)``.
 
     >>> SamplingParams(max_tokens=8, stop=["\n"]).stop
     ('\n',)
@@ -64,19 +78,14 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop: Stops = attrs.field(default=None, converter=_stop)
+    min_p: float = attrs.field(default=0.0, kw_only=True)
+    repetition_penalty: float = attrs.field(default=1.0, kw_only=True)
+    presence_penalty: float = attrs.field(default=0.0, kw_only=True)
+    frequency_penalty: float = attrs.field(default=0.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        where = "SamplingParams."
-        _check.integer(where + "max_tokens", self.max_tokens, low=1, high=2**31 - 1)
-        _check.temperature(where + "temperature", self.temperature, zero=True)
-        _check.real(where + "top_p", self.top_p, above=0.0, high=1.0)
-        if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
-            _check.integer(where + "top_k", self.top_k, low=1, why="or -1 for off")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether top_p or top_k cuts the distribution."""
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+        _check.integer("SamplingParams.max_tokens", self.max_tokens, low=1, high=2**31 - 1)
+        self._check_drawn("SamplingParams.", ConfigError)
 
 
 @answered

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlkit import _check, _disk
 from rlkit._disk import synced
+from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
 from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
@@ -24,10 +25,10 @@ from rlkit.types import Sample
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
 
 FORMAT = "rlkit.group"
-_DRAWN = ("stop_reason", "version", "temperature", "top_p", "top_k")  # of a sample
+_DRAWN = ("stop_reason", "version", *DRAWN_WITH)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
 _PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
-VERSION = 2  # 1: nonterminal_reward stood in the place of an episode's rewards
+VERSION = 3  # 1: nonterminal_reward stood in the place of an episode's rewards; 2: no min_p, no penalties
 
 
 class TornLine(UserWarning):
@@ -124,9 +125,9 @@ def from_record(record: object, *, where: str = "record") -> Group:
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
         raise DataError(where, "is not of this format", f"{FORMAT!r}")
     version = record.get("version")
-    if version not in (1, VERSION):
-        what = f"is of version {version!r}"
-        raise DataError(where, what, f"1 or {VERSION}", "an rlkit as new as the one that wrote it reads it")
+    if not isinstance(version, int) or version not in range(1, VERSION + 1):
+        what, why = f"is of version {version!r}", "an rlkit as new as the one that wrote it reads it"
+        raise DataError(where, what, f"1 to {VERSION}", why)
     try:
         return Group(
             [_read_trajectory(each, version) for each in record["trajectories"]],
@@ -176,7 +177,7 @@ def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
     for each in record["turns"]:
         kept = _check.integer("prompt.kept", each["prompt"]["kept"], low=0, high=before.size, error=DataError)
         added = np.asarray(each["prompt"]["added"], dtype=np.int64)
-        drawn = {name: each[name] for name in _DRAWN}
+        drawn = {name: each[name] for name in _DRAWN if version > 2 or name not in NEW_OPTIONS}
         sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
         reward, several = _reward(each["reward"]), each["rewards"] if version > 1 else None
         several = None if several is None else [_reward(x) for x in several]

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
+from rlkit._drawn import Drawn
 from rlkit._forms import Number, Numbers, TokenIds
 from rlkit._parameters import Adam, Lora, SamplingParams
 from rlkit._ratios import HIGHEST
@@ -53,7 +54,8 @@ class Datum:
             were. Integers stay integers, except for advantages, weights, values, returns, rewards, entropy and
             names that end in ``logprobs``.
         temperature: what the tokens were sampled at, in [0.001, 1000]; 0 means greedy.
-        truncated: sampled with top_p < 1 or with top_k; losses that use ``sampling_logprobs`` refuse such a datum.
+        truncated: sampled with top_p, top_k, min_p or a penalty, so that ``sampling_logprobs`` are not the policy's;
+            losses that use them refuse such a datum.
 
     Raises:
         DataError: naming the field and the index.
@@ -131,18 +133,20 @@ class Datum:
 
 @hinted("sample")
 @answered
-@attrs.frozen(eq=False, repr=False)
-class Sample:
+@attrs.frozen(eq=False, repr=False, getstate_setstate=False)
+class Sample(Drawn):
     """What a sampler returns for one completion.
 
     Args:
         prompt: int64 [P >= 1], as it was sent.
         tokens: int64 [n], the stop token included.
-        logprobs: float32 [n], of the distribution that each token was drawn from (temperature, top_p and top_k
-            applied); for greedy samples (temperature 0) the untempered ones.
+        logprobs: float32 [n], of the distribution that each token was drawn from (penalties, temperature, top_k, top_p
+            and min_p applied); for greedy samples (temperature 0) the untempered ones, penalties applied.
         stop_reason: "stop" or "length".
         temperature, top_p, top_k: how it was drawn.
         version: optimizer steps that the policy had taken at the sampler's snapshot.
+        min_p, repetition_penalty, presence_penalty, frequency_penalty: how it was drawn. See ``SamplingParams``, whose
+            ``truncates``, ``penalizes``, ``reshapes`` and ``drawn_with`` a sample has, too.
     """
 
     prompt: np.ndarray = attrs.field(converter=_tokens)
@@ -153,6 +157,10 @@ class Sample:
     top_p: float = 1.0
     top_k: int = -1
     version: int = 0
+    min_p: float = attrs.field(default=0.0, kw_only=True)
+    repetition_penalty: float = attrs.field(default=1.0, kw_only=True)
+    presence_penalty: float = attrs.field(default=0.0, kw_only=True)
+    frequency_penalty: float = attrs.field(default=0.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         prompt = _check.token_ids("Sample.prompt", self.prompt, low_length=1)
@@ -169,10 +177,7 @@ class Sample:
         _check_logprobs("Sample.logprobs", logprobs)
         object.__setattr__(self, "logprobs", _check.frozen(logprobs))
         _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
-        _check.temperature("Sample.temperature", self.temperature, zero=True, error=DataError)
-        _check.real("Sample.top_p", self.top_p, above=0.0, high=1.0, error=DataError)
-        if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
-            _check.integer("Sample.top_k", self.top_k, low=1, why="or -1 for off", error=DataError)
+        self._check_drawn("Sample.", DataError)
         _check.integer("Sample.version", self.version, low=0, error=DataError)
 
     def datum(self, advantage: Number | Numbers | None = None, **inputs: Input) -> Datum:
@@ -181,8 +186,8 @@ class Sample:
         Args:
             advantage: one number for the sample, or one per sampled token.
             inputs: further inputs (``weights=``, ``reference_logprobs=``, ...): (), [n], [T], [n, K] or [T, K]. An
-                explicit ``sampling_logprobs=`` takes the place of the recorded ones and says that truncation by
-                top_p or top_k has been corrected for.
+                explicit ``sampling_logprobs=`` takes the place of the recorded ones and says that truncation and
+                penalties have been corrected for.
         """
         n = self.tokens.size
         if advantage is not None:
@@ -193,8 +198,7 @@ class Sample:
         taken = {"tokens", "mask", "inputs", "prompt", "temperature", "truncated"} & inputs.keys()
         if taken:
             raise DataError(f"Sample.datum: {min(taken)!r} is the sample's own; change it with attrs.evolve")
-        cut = self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
-        truncated = cut and "sampling_logprobs" not in inputs
+        truncated = self.reshapes and "sampling_logprobs" not in inputs
         inputs.setdefault("sampling_logprobs", self.logprobs)
         tokens = np.concatenate([self.prompt, self.tokens])
         mask = np.arange(tokens.size) >= self.prompt.size

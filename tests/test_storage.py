@@ -57,7 +57,7 @@ def equal(one, two):
                 a, b = getattr(u, name), getattr(v, name)
                 assert a.dtype == b.dtype
                 assert a.tobytes() == b.tobytes()
-            for name in ("stop_reason", "temperature", "top_p", "top_k", "version"):
+            for name in ("stop_reason", "drawn_with", "version"):
                 assert getattr(u.sample, name) == getattr(v.sample, name)
     return True
 
@@ -82,7 +82,10 @@ def test_round_trip(tmp_path_factory, members, text):
 
 def odd():
     turns = [
-        Turn(Sample([5], [6], [-1e-30], "length", temperature=0.7, top_p=0.9, top_k=5, version=3), float("nan")),
+        Turn(
+            Sample([5], [6], [-1e-30], "length", temperature=0.7, top_p=0.9, top_k=5, version=3, min_p=0.1),
+            float("nan"),
+        ),
         Turn(Sample([5], [], []), -0.1 - 0.2, {"score": 1 / 3}),
         Turn(Sample([5], [6], [-1.0]), rewards=(0.1, 0.2, float("nan"))),
         Turn(Sample([5], [6], [-1.0]), rewards=()),
@@ -106,6 +109,17 @@ def odd():
 def test_everything_comes_back(tmp_path):
     append(tmp_path / "a", [odd()])
     assert equal(odd(), next(read(tmp_path / "a")))
+
+
+def test_lines_of_version_2():
+    """There samples had neither min_p nor penalties, as all that there were then."""
+    record = to_record(Group([Trajectory([Turn(Sample([5], [6], [-1.0], top_p=0.5))])]))
+    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        del record["trajectories"][0]["turns"][0][name]
+    (trajectory,) = from_record(record | {"version": 2}).trajectories
+    assert trajectory.turns[0].sample.drawn_with == Sample([5], [6], [-1.0], top_p=0.5).drawn_with
+    with pytest.raises(DataError, match="min_p"):
+        from_record(record)
 
 
 def test_lines_of_version_1():
@@ -184,7 +198,7 @@ def test_several_processes_append(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r | {"version": 3}, "version 3"),
+        (lambda r: r | {"version": 4}, "version 4"),
         (lambda r: r | {"format": "other"}, "format"),
         (lambda r: [r], "format"),
         (lambda r: {k: v for k, v in r.items() if k != "env"}, "damaged: KeyError"),

@@ -203,7 +203,10 @@ def test_a_split_has_to_be_allowed():
         datums(rewritten, 1.0, split="yes")
 
 
-@pytest.mark.parametrize("kwargs", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 1}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 1}, {"min_p": 0.5}, {"frequency_penalty": 1.0}],
+)
 def test_turns_drawn_differently_do_not_share_a_datum(kwargs):
     """A datum has one temperature, and is truncated or not."""
     data = datums(two_turns(**kwargs), 1.0, split="allow")

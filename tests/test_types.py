@@ -26,6 +26,10 @@ def test_defaults_are_pinned():
         "top_p": 1.0,
         "top_k": -1,
         "stop": None,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
     }
     assert attrs.asdict(Adam()) == {
         "learning_rate": 1e-4,
@@ -178,6 +182,14 @@ BAD = [
     (lambda: Sample([1], [2], [-1.0], "cut"), DataError, "stop_reason"),
     (lambda: Sample([1], [2], [-1.0], version=-1), DataError, "version"),
     (lambda: Sample([1], [2], [-1.0], top_p=0.0), DataError, "top_p"),
+    (lambda: Sample([1], [2], [-1.0], min_p=-0.1), DataError, "Sample.min_p"),
+    (lambda: Sample([1], [2], [-1.0], presence_penalty=3.0), DataError, "Sample.presence_penalty"),
+    (lambda: SamplingParams(min_p=1.1), ConfigError, "min_p"),
+    (lambda: SamplingParams(min_p=NAN), ConfigError, "min_p"),
+    (lambda: SamplingParams(repetition_penalty=0.0), ConfigError, "repetition_penalty"),
+    (lambda: SamplingParams(repetition_penalty=-1.0), ConfigError, "repetition_penalty"),
+    (lambda: SamplingParams(presence_penalty=2.1), ConfigError, "presence_penalty"),
+    (lambda: SamplingParams(frequency_penalty="0.1"), ConfigError, "frequency_penalty"),
     (lambda: SamplingParams(max_tokens=0), ConfigError, "max_tokens"),
     (lambda: SamplingParams(max_tokens=True), ConfigError, "max_tokens"),
     (lambda: SamplingParams(max_tokens=2.0), ConfigError, "max_tokens"),
@@ -230,6 +242,38 @@ def test_greedy_is_not_truncated():
     """top_k means nothing to a greedy sample, in its datum as in its settings."""
     assert not Sample([1], [2], [-1.0], temperature=0.0, top_k=5).datum(1.0).truncated
     assert not SamplingParams(temperature=0.0, top_k=5).truncates
+
+
+OPTIONS = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+
+
+@pytest.mark.parametrize(("name", "value"), OPTIONS.items())
+def test_options_that_reshape_are_told_like_top_p(name, value):
+    """min_p and the penalties stand in the sample, keyword-only, and make a datum that losses with a ratio refuse."""
+    sample = Sample([1], [2], [-1.0], **{name: value})
+    assert sample.reshapes
+    assert sample.drawn_with == SamplingParams(**{name: value}).drawn_with
+    assert sample.datum(1.0).truncated
+    assert not sample.datum(1.0, sampling_logprobs=[-1.0]).truncated
+    assert not attrs.evolve(sample, temperature=0.0).datum(1.0).truncated  # its temperature says it all
+    prepared = rlkit.losses.prepare("ppo")
+    with pytest.raises(DataError, match="a penalty, so its sampling_logprobs are not the policy's"):
+        prepared.check([sample.datum(1.0)])
+    for cls in (Sample, SamplingParams):
+        with pytest.raises(TypeError, match="positional"):
+            cls(*range(12))
+
+
+@pytest.mark.parametrize("thing", [SamplingParams(temperature=0.5), Sample([1], [2], [-1.0], "length", top_k=3)])
+def test_pickles_of_earlier_versions_are_read(thing):
+    """They lack the fields that came later, which are neutral then; and those of this version have them."""
+    state = {name: value for name, value in thing.__getstate__().items() if name not in OPTIONS}
+    old = type(thing).__new__(type(thing))
+    old.__setstate__(state)
+    assert repr(old) == repr(thing)
+    assert old.drawn_with == thing.drawn_with
+    new = pickle.loads(pickle.dumps(attrs.evolve(thing, **OPTIONS)))
+    assert {name: getattr(new, name) for name in OPTIONS} == OPTIONS
 
 
 def test_unknown_fields_are_refused():

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rlkit.backends.penalties import TokenCounts, penalized
 from rlkit.backends.truncation import BLOCK, truncate
 from rlkit.types import SamplingParams
 
 __all__ = ["draw"]
 
 
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def draw(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    uniforms: np.ndarray,
+    counts: Sequence[TokenCounts | None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw one token per row, and return its logprob under the distribution that it was drawn from.
 
     Args:
@@ -21,15 +27,23 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: np.nd
         params: one per row.
         uniforms: float64 [B] in [0, 1): row b takes the first token whose cumulated probability exceeds its share.
 
+        counts: one per row, of the tokens that are penalized; None where no row has a penalty.
+
     Returns:
         int64 [B], float32 [B].
 
-    A row's result depends on that row alone. The temperature is applied first, then top_k, then top_p, which keeps the
-    smallest set of most probable tokens that reaches it, at least one.
+    Raises:
+        ConfigError: a row has a penalty and no counts.
+
+    A row's result depends on that row alone. Penalties are applied first, then the temperature, top_k, and top_p, which
+    keeps the smallest set of most probable tokens that reaches it, at least one; then min_p. That is transformers'
+    order; vLLM cuts by min_p before top_k and top_p. A greedy row has penalties, but is not cut.
     """
     logits = logits.float()
     if logits.device.type == "mps":  # which has no float64, in which mass is added up
         logits = logits.cpu()
+    if any(p.penalizes for p in params):
+        logits = penalized(logits, params, [None] * len(params) if counts is None else counts)
     if logits.shape[1] % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
     if any(p.temperature not in (0, 1) for p in params):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
+from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
 from rlkit._forms import TokenIds
 from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, UnsupportedError
 from rlkit.types import SamplingParams
 
 __all__ = [
@@ -65,11 +67,34 @@ def checked_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: in
 
 
 def checked_request(
-    prompt: TokenIds, params: SamplingParams, n: int, seed: int | None, *, vocab_size: int, max_length: int
+    prompt: TokenIds,
+    params: SamplingParams,
+    n: int,
+    seed: int | None,
+    *,
+    vocab_size: int,
+    max_length: int,
+    lacks: Collection[str] = (),
 ) -> np.ndarray:
-    """Return the prompt, after all of ``sample``'s arguments were checked."""
+    """Return the prompt, after all of ``sample``'s arguments were checked.
+
+    Args:
+        prompt, params, n, seed: as in ``Sampler.sample``.
+        vocab_size, max_length: of the model.
+        lacks: options that this sampler does not have: "min_p", "repetition_penalty", ...
+
+    Raises:
+        DataError, ConfigError: an argument is not what it should be.
+        UnsupportedError: the params use an option that it lacks.
+    """
     if not isinstance(params, SamplingParams):
         raise ConfigError(_check.problem("sample(params)", f"got {_check.shown(params)}", "rlkit.SamplingParams(...)"))
+    for name in lacks:
+        if getattr(params, name) != NEW_OPTIONS[name]:
+            there = ", ".join(x for x in (*DRAWN_WITH, "stop") if x not in lacks)
+            raise UnsupportedError(
+                f"sample(params): {name}={getattr(params, name)}: this sampler has no such option; it has {there}"
+            )
     _check.integer("sample(n)", n, low=1, why="how many completions")
     if seed is not None:
         _check.integer("sample(seed)", seed, low=0)
@@ -101,6 +126,9 @@ def checked_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarra
 class Stop:
     """Recognises the end of a completion.
 
+    Text is decoded only behind a token that may complete a stop string: one whose own text has the last character of
+    such a string, or bytes that are a character together with others.
+
     Args:
         stop: as in ``SamplingParams``.
         tokenizer: for the end tokens and for text.
@@ -110,19 +138,40 @@ class Stop:
         ids = [x for x in stop or () if isinstance(x, int)]
         self._ids = frozenset(ids) if stop == () else frozenset([*ids, *tokenizer.eos_ids])
         self._texts = [x for x in stop or () if isinstance(x, str)]
+        self._ends = {"\ufffd", *(x[-1] for x in self._texts)}
         # A token other than a special one stands for at least one byte; the rest is for tokens that join differently
         # at the start of a text.
         self._window = max((len(x.encode()) for x in self._texts), default=0) + 8
         self._tokenizer = tokenizer
+        self._known = _characters_of(tokenizer)
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         """Whether the last of ``tokens`` ends the completion."""
-        if tokens[-1] in self._ids:
+        last = tokens[-1]
+        if last in self._ids:
             return True
-        if not self._texts:
+        if not self._texts or self._ends.isdisjoint(self._characters(last)):
             return False
         text = self._tokenizer.decode(tokens[-self._window :], skip_special=False)
         return any(x in text for x in self._texts)
+
+    def _characters(self, token: int) -> frozenset[str]:
+        """Return the characters that a token adds to a text: of two in a row, since the first may lose its space."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = frozenset(self._tokenizer.decode([token, token], skip_special=False))
+        return found
+
+
+_CHARACTERS: WeakKeyDictionary[Tokenizer, dict[int, frozenset[str]]] = WeakKeyDictionary()
+
+
+def _characters_of(tokenizer: Tokenizer) -> dict[int, frozenset[str]]:
+    """Return the characters of a tokenizer's tokens, as far as they are known; of all requests together."""
+    try:
+        return _CHARACTERS.setdefault(tokenizer, {})
+    except TypeError:  # of a kind that has no hash or takes no weak references
+        return {}
 
 
 def rounded_up(x: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""What top_k and top_p keep: the largest logits of each row, as many as weigh enough, without a sort of all of them."""
+"""What top_k, top_p and min_p keep: the largest logits of each row, found without a sort of all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 4  # of which a CPU makes histograms at once, so that their bins are in i
 
 
 def truncate(probs: torch.Tensor, logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Set to 0 what each row's options cut: top_k first, then top_p of the mass that is left.
+    """Set to 0 what each row's options cut: top_k first, then top_p of the mass that is left, then min_p.
 
     Args:
         probs: float32 [R, V], softmax of the logits; written to.
@@ -34,6 +34,12 @@ def truncate(probs: torch.Tensor, logits: torch.Tensor, params: Sequence[Samplin
     if min(top_p) < math.inf:
         mass = probs.view(len(probs), -1, BLOCK).sum(-1).double().cumsum(-1)[:, -1]
         keep_largest(probs, logits, _numbers(top_p, probs) * mass, count=False)
+    min_p = [p.min_p if p.truncates else 0.0 for p in params]
+    if max(min_p) > 0:
+        least = _numbers(min_p, probs)[:, None].float() * probs.amax(-1, keepdim=True)
+        probs.mul_(
+            (probs - least).sign_().add_(1).clamp_(max=1)
+        )  # 1 from the least on; comparisons take thrice as long
 
 
 def _numbers(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

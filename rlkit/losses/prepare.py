@@ -242,9 +242,9 @@ class PreparedLoss:
             )
         if datum.truncated:
             raise DataError(
-                f"data[{i}] was sampled with top_p or top_k, so its sampling_logprobs lack the mass cut off and the "
-                f"ratio of the loss {self.name!r} would be off; give sample.datum(sampling_logprobs=...) corrected "
-                "ones, such as sampler.logprobs gives"
+                f"data[{i}] was sampled with top_p, top_k, min_p or a penalty, so its sampling_logprobs are not the "
+                f"policy's and the ratio of the loss {self.name!r} would be off; give "
+                "sample.datum(sampling_logprobs=...) corrected ones, such as sampler.logprobs gives"
             )
 
     def _check_finite(self, value: float, driver: Sequence[torch.Tensor], extra: Sequence[torch.Tensor] | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import attrs
 
 from rlkit import _check, _install, backends, tracking
+from rlkit._drawn import NEW_OPTIONS
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.chat.templates import Template
 from rlkit.errors import ConfigError
@@ -88,11 +89,8 @@ def needs(settings: Settings, method: Method, mode: str, policy: PolicyOptions) 
 
 
 def truncation(taskset: Taskset | None, params: SamplingParams) -> SamplingParams:
-    """Return how episodes that train are sampled: by top_p and top_k of the task set, where it says so."""
-    if taskset is None:
-        return params
-    cut = {name: getattr(taskset.rollout_args, name) for name in ("top_p", "top_k")}
-    return attrs.evolve(params, **{name: value for name, value in cut.items() if value is not None})
+    """Return how episodes that train are sampled: by top_p, a penalty, ... of the task set, where it says so."""
+    return params if taskset is None else attrs.evolve(params, **taskset.rollout_args.cut)
 
 
 def sampling(settings: Settings, method: Method, mode: str, backend: str, params: SamplingParams) -> None:
@@ -104,10 +102,17 @@ def sampling(settings: Settings, method: Method, mode: str, backend: str, params
         its_temperature = taskset.rollout_args.temperature
         key = "model.temperature" if its_temperature is None else f"{where}.rollout_args.temperature"
         temperature = params.temperature if its_temperature is None else its_temperature
-        if (temperature == 0 or params.top_p < 1 or params.top_k > 0) and "sampling_logprobs" in method.inputs:
-            what = f"is {temperature}, top_p {params.top_p}, top_k {params.top_k}"
+        drawn = attrs.evolve(params, temperature=temperature)
+        if (temperature == 0 or drawn.reshapes) and "sampling_logprobs" in method.inputs:
+            others = {
+                k: v for k, v in drawn.drawn_with.items() if k in ("top_p", "top_k") or v != NEW_OPTIONS.get(k, v)
+            }
+            what = f"is {temperature}, " + ", ".join(f"{name} {value}" for name, value in others.items())
             why = f"the loss {method.recipe.loss} compares with the policy that sampled"
             raise ConfigError(key, what, "sampling from the whole distribution", why)
+        if backend == "tinker" and any(getattr(params, name) != neutral for name, neutral in NEW_OPTIONS.items()):
+            what, expected = "has min_p or a penalty", "top_p and top_k alone"
+            raise ConfigError("model", what, expected, "a Tinker service has no others")
         tempered = temperature != 1 and "off_temperature" not in settings.options
         if tempered and mode == "both" and backend == "tinker":
             expected, why = "1, or options.off_temperature=rescore", "a Tinker service trains at temperature 1"

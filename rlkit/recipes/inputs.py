@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 
+from rlkit._drawn import NEW_OPTIONS, DrawnWith
 from rlkit.recipes.keys import with_keys
 
 __all__ = [
@@ -50,7 +51,17 @@ class Sampling:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     max_tokens: int | None = None
+
+    @property
+    def cut(self) -> DrawnWith:
+        """What takes the place of ``model``'s, but for the temperature."""
+        names = ("top_p", "top_k", *NEW_OPTIONS)
+        return cast("DrawnWith", {x: getattr(self, x) for x in names if getattr(self, x) is not None})
 
 
 @attrs.frozen

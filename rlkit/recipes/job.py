@@ -192,7 +192,16 @@ def make_plan(settings: Settings, n: int) -> Plan:
         length = model.max_prompt_tokens + model.max_response_tokens
     return Plan(
         n=n,
-        params=SamplingParams(model.max_response_tokens, model.temperature, model.top_p, model.top_k),
+        params=SamplingParams(
+            model.max_response_tokens,
+            model.temperature,
+            model.top_p,
+            model.top_k,
+            min_p=model.min_p,
+            repetition_penalty=1.0 if model.repetition_penalty is None else model.repetition_penalty,
+            presence_penalty=model.presence_penalty,
+            frequency_penalty=model.frequency_penalty,
+        ),
         max_turns=explorer.max_turns,
         max_total_tokens=explorer.max_total_tokens,
         max_length=length,

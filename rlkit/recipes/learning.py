@@ -96,6 +96,10 @@ class Model:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     custom_chat_template: str | None = None
     chat_template_path: str | None = None
     enable_thinking: bool | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from rlkit import _check, answers, envs
+from rlkit._drawn import NEW_OPTIONS
 from rlkit.envs import Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError
 from rlkit.recipes.inputs import Buffer, ExplorerInput, Taskset
@@ -45,7 +46,7 @@ def training_tasks(buffer: Buffer) -> TaskSource:
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
             raise ConfigError(f"{where}.name", f"is {each.name!r}", "a name that no other has")
-        for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        for name, neutral in (("top_p", 1.0), ("top_k", -1), *NEW_OPTIONS.items()):
             if getattr(each.rollout_args, name) not in (None, neutral):
                 what, why = f"is {getattr(each.rollout_args, name)}", f"model.{name} is for all"
                 raise ConfigError(f"{where}.rollout_args.{name}", what, "null", why)
@@ -66,12 +67,11 @@ def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
     """Return the held-out tasks. No ratio is taken of their answers, so each may cut its distribution as it likes."""
     inputs, held_out = buffer.explorer_input, []
     for i, each in enumerate(inputs.eval_tasksets):
-        where, sampling = f"buffer.explorer_input.eval_tasksets[{i}]", each.rollout_args
+        where = f"buffer.explorer_input.eval_tasksets[{i}]"
         kind = each.default_workflow_type or inputs.default_eval_workflow_type
         count = 1 if each.repeat_times is None else _check.integer(f"{where}.repeat_times", each.repeat_times, low=1)
-        cut = {name: getattr(sampling, name) for name in ("top_p", "top_k") if getattr(sampling, name) is not None}
         try:
-            sampled = attrs.evolve(params, **cut)
+            sampled = attrs.evolve(params, **each.rollout_args.cut)
         except ConfigError as error:
             raise ConfigError(f"{where}.rollout_args: {error}") from error
         tasks = make_tasks(attrs.evolve(each, default_workflow_type=kind), inputs, where)

@@ -172,7 +172,7 @@ class Asker:
         fine = isinstance(samples, list) and len(samples) == n and all(isinstance(s, Sample) for s in samples)
         if not fine or not all(np.array_equal(s.prompt, prompt) for s in samples):
             raise BackendError(f"rollout: the sampler's answer is not the {n} completion(s) of the prompt it was sent")
-        wanted = {"version": self.sampler.version} | {x: getattr(params, x) for x in ("temperature", "top_p", "top_k")}
+        wanted = {"version": self.sampler.version} | params.drawn_with
         for sample in samples:  # losses and corrections take these from the sample
             for name, value in wanted.items():
                 if getattr(sample, name) != value:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import attrs
 import numpy as np
 
+from rlkit._drawn import NEW_OPTIONS
 from rlkit.backends.protocol import Sampler, TargetLogprobs, TopK
 from rlkit.errors import UnsupportedError
 from rlkit.server import wire
@@ -241,6 +242,7 @@ def _params(fields: Fields, max_length: int) -> SamplingParams:
             top_p=float(fields.real("top_p", 1.0)),
             top_k=fields.integer("top_k", -1),
             stop=None if stop is None else tuple(stop),
+            **{name: float(fields.real(name, neutral)) for name, neutral in NEW_OPTIONS.items()},
         )
     except (ValueError, TypeError) as error:
         raise ApiError(400, f"asample: sampling_params: {error}") from error

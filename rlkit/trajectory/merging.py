@@ -9,7 +9,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.errors import DataError
 from rlkit.trajectory.types import Trajectory, Turn
-from rlkit.types import Datum, Sample
+from rlkit.types import Datum
 
 __all__ = ["datums"]
 
@@ -19,8 +19,8 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
 
     Turns whose prompt begins with the previous prompt and action are merged into one datum, so the cost is linear in
     the length of the conversation. A turn whose prompt does not (a template rewrote the history, or the environment
-    replaced it), or that was drawn at another temperature or cut by top_p or top_k, starts a new one. The mask is True
-    at the actions' tokens and nowhere else; a datum without any is left out.
+    replaced it), or that was drawn at another temperature, or otherwise than the policy would (top_p, a penalty, ...),
+    starts a new one. The mask is True at the actions' tokens and nowhere else; a datum without any is left out.
 
     Args:
         trajectory: T turns with n_1 ... n_T action tokens.
@@ -31,7 +31,7 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
         inputs: further inputs in the same forms, ``weights=`` for example: what ``token_weights`` gives for
             ``trajectory.token_count`` goes to every datum of the trajectory. Per token also [n_i, K]. A single
             number other than an advantage stays one number per datum. An explicit ``sampling_logprobs=`` takes the
-            place of the recorded ones and says that truncation by top_p or top_k has been corrected for.
+            place of the recorded ones and says that truncation and penalties have been corrected for.
 
     Returns:
         One datum or, with split="allow", as many as needed, none where no action has a token. Each has
@@ -91,13 +91,8 @@ def _continues(before: Turn, turn: Turn) -> bool:
         and np.array_equal(turn.prompt[:p], before.prompt)
         and np.array_equal(turn.prompt[p : p + n], before.tokens)
         and turn.sample.temperature == before.sample.temperature
-        and _cut(turn.sample) == _cut(before.sample)
+        and turn.sample.reshapes == before.sample.reshapes
     )
-
-
-def _cut(sample: Sample) -> bool:
-    """Return whether top_p or top_k cut the distribution that it was drawn from."""
-    return sample.temperature > 0 and (sample.top_p < 1.0 or sample.top_k > 0)
 
 
 def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.ndarray | list[np.ndarray]]) -> Datum:
@@ -109,7 +104,7 @@ def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.nd
     inputs: dict[str, np.ndarray] = {}
     for name, parts in forms.items():
         inputs[name] = np.concatenate([parts[i] for i in run]) if isinstance(parts, list) else parts
-    truncated = _cut(last.sample) and "sampling_logprobs" not in inputs
+    truncated = last.sample.reshapes and "sampling_logprobs" not in inputs
     inputs.setdefault("sampling_logprobs", np.concatenate([turn.logprobs for turn in turns]))
     return Datum(tokens, mask, inputs, temperature=last.sample.temperature, truncated=truncated)
 

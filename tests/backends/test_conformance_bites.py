@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit._drawn import NEW_OPTIONS
 from rlkit.backends.queue import CallQueue, RunHere
 from rlkit.backends.toy import ToyBackend, ToySampler
 from rlkit.backends.toy.adamw import AdamState, Weights
@@ -147,6 +148,21 @@ class DoesNotRenormalise(ToyBackend):
         return sampler
 
 
+class ForgetsOptions(ToySampler):
+    """Says that it drew by the new options, and did not."""
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        drawn = super().sample(prompt, attrs.evolve(params, **NEW_OPTIONS), n=n, seed=seed).result()
+        return Future.of([attrs.evolve(s, **params.drawn_with) for s in drawn])
+
+
+class IgnoresOptions(ToyBackend):
+    def _snapshot(self):
+        sampler = super()._snapshot()
+        sampler.__class__ = ForgetsOptions
+        return sampler
+
+
 class ScoresTheNext(ToySampler):
     """Its targets are about the token after the one they stand at."""
 
@@ -185,6 +201,9 @@ FAULTS = [
     (ForgetsTheSeedStream, "test_resume_is_exact", {}),
     (SamplesAlike, "test_samples_of_a_group_differ", {}),
     (DoesNotRenormalise, "test_truncation_renormalises", {}),
+    (IgnoresOptions, "test_min_p_renormalises", {}),
+    (IgnoresOptions, "test_penalties_lower_logprobs", {"temperature": 0.0}),
+    (IgnoresOptions, "test_penalties_lower_logprobs", {"temperature": 1.0}),
     (ShiftsScores, "test_top_logprobs_are_the_largest", {}),
     (ShiftsScores, "test_targets_of_minus_one_are_none", {}),
     (ShiftsScores, "test_a_teacher_of_the_top_k_is_imitated", {}),

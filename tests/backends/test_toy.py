@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlkit
+from rlkit.backends.penalties import TokenCounts
 from rlkit.backends.toy import ToyBackend
 from rlkit.backends.toy.adamw import AdamState, Weights
 from rlkit.backends.toy.drawing import drawn
@@ -145,17 +146,23 @@ def test_texts_come_back(text):
     temperature=st.sampled_from([0.0, 0.5, 1.0]),
     top_k=st.sampled_from([-1, 1, 3, 50]),
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.2]),
+    penalties=st.sampled_from([{}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}]),
 )
-def test_draws_are_the_engine_s(seed, temperature, top_k, top_p):
+def test_draws_are_the_engine_s(seed, temperature, top_k, top_p, min_p, penalties):
     """The same tokens and logprobs as the draw in torch, ties included."""
     torch = pytest.importorskip("torch")
     drawing = pytest.importorskip("rlkit.backends.drawing")
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(size=(6, 30)), 1).astype(np.float32)
-    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **penalties)
     uniforms = rng.random(6)
-    tokens, logprobs = drawn(logits.astype(np.float64), params, uniforms)
-    theirs = drawing.draw(torch.from_numpy(logits), [params] * 6, uniforms)
+    counts = [TokenCounts.of(params, np.arange(10)) for _ in range(6)]
+    for token in rng.integers(0, 30, 40 if penalties else 0):
+        for each in counts:
+            each.add(int(token))
+    tokens, logprobs = drawn(logits.astype(np.float64), params, uniforms, counts)
+    theirs = drawing.draw(torch.from_numpy(logits), [params] * 6, uniforms, counts)
     same = tokens == theirs[0]
     assert same.sum() >= 5, "but for one token on a border, where float32 rounds"
     np.testing.assert_allclose(logprobs[same], theirs[1][same], atol=1e-5)

@@ -27,6 +27,7 @@ class TestRealServer(BackendConformance):
 
     recovers = False  # as on the hosted service, a policy ends with a call that failed
     tempered = False  # it has the logprobs of temperature 1 alone
+    offers = ()  # the API has neither min_p nor penalties
     exact = False  # JAX's sums depend on the shape of the batch
     skips = {
         "test_snapshots_never_change": "sampling loads a snapshot into the place of the policy that it was taken of: "

@@ -162,6 +162,9 @@ WRONG = {  # override: what the message says
     "trainer.trainer_config.critic.optim.lr=-1": "trainer.trainer_config.critic.optim.lr: got -1",
     "monitor.monitor_type=console monitor.monitor_args.nothing=1": "monitor.monitor_args",
     "model.top_p=0.9": "the loss ppo compares with the policy that sampled",
+    "model.repetition_penalty=1.1": "is 1.0, top_p 1.0, top_k -1, repetition_penalty 1.1; expected sampling from the",
+    "model.min_p=2": "SamplingParams.min_p: got 2",
+    "model.presence_penalty=1 algorithm.algorithm_type=raft backend=tinker model.model_path=m": "min_p or a penalty",
     "continue_from_checkpoint=perhaps": "continue_from_checkpoint: is 'perhaps'",
     "stages=[{stage_name: a}, {stage_name: a}]": "stages[1].stage_name: is 'a'",
 }

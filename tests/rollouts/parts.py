@@ -35,8 +35,7 @@ class RandomSampler:
             tokens = rng.integers(0, 259, length)
             logprobs = -rng.exponential(size=length)
             stop = "stop" if length < params.max_tokens else "length"
-            drawn = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-            samples.append(Sample(prompt, tokens, logprobs, stop, version=self.version, **drawn))
+            samples.append(Sample(prompt, tokens, logprobs, stop, version=self.version, **params.drawn_with))
         if self.wait is None:
             return Future.of(samples)
         answer = concurrent.futures.Future()

@@ -371,7 +371,9 @@ def test_an_answer_that_is_not_for_the_prompt():
         run(Counted, Wrong())
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("version", 7)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.5), ("version", 7)]
+)
 def test_an_answer_that_was_drawn_otherwise(name, value):
     """Losses and corrections believe what a sample says of itself, so it has to say what was asked for."""
 

@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._drawn import DRAWN_WITH
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
 from rlkit.backends.engine import SamplingEngine
@@ -176,12 +177,14 @@ class LocalBackend(InProcessBackend):
             "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
             whatever is decoded beside it, with this processor and number of threads: never with experts, nor where
             the library's own cache or ``sampler=`` decodes; for others it is tried now, on a few tokens.
+            "sampling_options": those of ``SamplingParams``; not with ``sampler=``, whose engine decides.
         """
         invariant = (
             self._engine is None
             and self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._empty)).result()
         )
-        return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant}
+        offers = {} if self._engine is not None else {"sampling_options": (*DRAWN_WITH, "stop")}
+        return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant, **offers}
 
     def close(self) -> None:
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""

@@ -14,6 +14,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._calls import hinted
+from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
 from rlkit.backends.base import BaseTrainer
 from rlkit.backends.checking import Checked, Remote, Start, check_adam
 from rlkit.backends.protocol import Config, LossLike, Route, Sampler, Tokenizer
@@ -195,9 +196,16 @@ class TinkerBackend(BaseTrainer):
         return self._session.expire(path, seconds)
 
     def capabilities(self) -> Mapping[str, object]:
-        """Return models with their longest contexts, and whether the service runs losses. See ``Capabilities``."""
+        """Return what the service offers. See ``Capabilities``.
+
+        Returns:
+            "models": names with their longest contexts. "server_losses": whether it runs losses. "sampling_options":
+            those of ``SamplingParams``.
+        """
         session = self._session
-        return {"models": dict(session.models), "server_losses": session.offers_losses()}
+        options = tuple(x for x in (*DRAWN_WITH, "stop") if x not in NEW_OPTIONS)
+        offers = {"server_losses": session.offers_losses(), "sampling_options": options}
+        return {"models": dict(session.models), **offers}
 
     def close(self) -> None:
         """Finish the calls made so far, each within its deadline, and end the session. May be called twice."""

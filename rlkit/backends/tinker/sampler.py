@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._calls import answered, hinted
+from rlkit._drawn import NEW_OPTIONS
 from rlkit._forms import TokenIds
 from rlkit._resource import Resource
 from rlkit.backends.protocol import Tokenizer
@@ -59,12 +60,21 @@ class TinkerSampler(Resource):
 
         The service draws sample i from a stream of its own making out of ``seed`` and i. At a temperature other than
         1 with ``off_temperature="rescore"`` the logprobs are the untempered ones, asked for once more.
+
+        Raises:
+            UnsupportedError: with min_p or a penalty, which the service does not have.
         """
         from tinker import types
 
         self._check_open()
         array = checked_request(
-            prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
+            prompt,
+            params,
+            n,
+            seed,
+            vocab_size=self.tokenizer.vocab_size,
+            max_length=self.max_length,
+            lacks=tuple(NEW_OPTIONS),
         )
         number = self._seeds.next() if seed is None else seed
         options = types.SamplingParams(
@@ -166,10 +176,8 @@ class TinkerSampler(Resource):
             tokens=np.asarray(sequence.tokens, np.int64),
             logprobs=np.asarray(sequence.logprobs, np.float32),
             stop_reason="stop" if sequence.stop_reason == "stop" else "length",
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
             version=self.version,
+            **params.drawn_with,
         )
 
     def _rescored(self, samples: list[Sample]) -> Inner[list[Sample]]:

@@ -12,6 +12,7 @@ from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit._forms import TokenIds
 from rlkit._resource import Resource
+from rlkit.backends.penalties import TokenCounts
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
 from rlkit.backends.toy.drawing import drawn
@@ -110,14 +111,17 @@ class ToySampler(Resource):
         tokens: list[list[int]] = [[] for _ in rngs]
         logprobs: list[list[float]] = [[] for _ in rngs]
         ended = [False] * n
+        counts = [TokenCounts.of(params, prompt) for _ in rngs]
         for _ in range(min(params.max_tokens, self.max_length - prompt.size)):
             logits = np.matmul(features[:, None, :], weights)[:, 0]  # a product per row: no row depends on another
             uniforms = np.array([rng.random() for rng in rngs])
-            drawn_ids, lp = drawn(logits, params, uniforms)
+            drawn_ids, lp = drawn(logits, params, uniforms, counts)
             for i in np.flatnonzero(~np.array(ended)):
                 tokens[i].append(int(drawn_ids[i]))
                 logprobs[i].append(float(lp[i]))
                 ended[i] = stop(tokens[i])
+                if (seen := counts[i]) is not None:
+                    seen.add(int(drawn_ids[i]))
             if all(ended):
                 break
             features, state = self._features.read(state, drawn_ids)
@@ -127,10 +131,8 @@ class ToySampler(Resource):
                 t,
                 lp,
                 "stop" if end else "length",
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
                 version=self.version,
+                **params.drawn_with,
             )
             for t, lp, end in zip(tokens, logprobs, ended, strict=True)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit._drawn import NEW_OPTIONS
 from rlkit.backends.protocol import TrainerBackend
 from rlkit.types import Datum, Sample
 
@@ -25,6 +26,7 @@ class Harness:
         exact: a sample does not depend, bit for bit, on what is sampled beside it.
         recovers: after a failure is read, calls are accepted again.
         tempered: it has logprobs at temperatures other than 1; a backend that has not refuses to train at them.
+        offers: of min_p and the penalties, those that its samplers have; they refuse the others.
     """
 
     skips: ClassVar[dict[str, str]] = {}
@@ -32,6 +34,7 @@ class Harness:
     exact: ClassVar[bool] = True
     recovers: ClassVar[bool] = True
     tempered: ClassVar[bool] = True
+    offers: ClassVar[Collection[str]] = frozenset(NEW_OPTIONS)
 
     def make(self, folder: Path, **options: object) -> TrainerBackend:
         """Make a new backend that saves under ``folder``."""

@@ -8,14 +8,23 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.protocol import TrainerBackend
+from rlkit.backends.protocol import Sampler, TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 LONG = rlkit.SamplingParams(max_tokens=12, stop=())
 
 
+OPTIONS = {"min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+
+
 class SamplingTests(Harness):
     """A sampler is a frozen policy, and says how likely each of its tokens was."""
+
+    @staticmethod
+    def following(sampler: Sampler, tokens: np.ndarray) -> np.ndarray:
+        """Return float64 [V]: the logprobs of all tokens behind these."""
+        futures = [sampler.logprobs(np.append(tokens, token)) for token in range(sampler.tokenizer.vocab_size)]
+        return np.array([future.result()[-1] for future in futures], np.float64)
 
     @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.3])
     def test_sampler_and_trainer_agree(self, policy: TrainerBackend, temperature: float) -> None:
@@ -39,12 +48,9 @@ class SamplingTests(Harness):
     def test_logprobs_are_a_distribution(self, policy: TrainerBackend) -> None:
         """Over all continuations of a prompt, the probabilities sum to 1: the logprob at i is of token i."""
         prompt = self.prompt(policy, "ab")
-        size = policy.tokenizer.vocab_size
         with policy.sampler().result() as sampler:
-            futures = [sampler.logprobs(np.append(prompt, token)) for token in range(size)]
-            total = sum(float(np.exp(future.result()[-1])) for future in futures)
-        assert total == pytest.approx(1.0, abs=1e-3)
-        assert futures[0].result()[0] == 0.0
+            assert np.exp(self.following(sampler, prompt)).sum() == pytest.approx(1.0, abs=1e-3)
+            assert sampler.logprobs(prompt).result()[0] == 0.0
 
     def test_samples_follow_the_logprobs(self, policy: TrainerBackend) -> None:
         """Reported probabilities are those of the draws: the mean of 1/p over distinct first tokens is their number."""
@@ -121,6 +127,61 @@ class SamplingTests(Harness):
         assert len(seen) <= 3
         assert sum(seen.values()) <= 1 + 1e-5
         assert three[0].datum(1.0).truncated
+
+    @pytest.mark.parametrize(("name", "value"), OPTIONS.items())
+    def test_options_are_there_or_refused(self, policy: TrainerBackend, name: str, value: float) -> None:
+        """A sampler without an option says so before any work; one that has it records it, and its datum is cut."""
+        params = rlkit.SamplingParams(max_tokens=3, stop=(), **{name: value})  # type: ignore[arg-type]
+        with policy.sampler().result() as sampler:
+            if name not in self.offers:
+                with pytest.raises(rlkit.UnsupportedError, match=name):
+                    sampler.sample(self.prompt(policy), params)
+                return
+            sample = sampler.sample(self.prompt(policy), params).result()[0]
+        assert sample.drawn_with == params.drawn_with
+        assert sample.datum(1.0).truncated
+        with pytest.raises(rlkit.DataError, match=r"data\[0\].*penalty"):
+            policy.forward([sample.datum(1.0)], "ppo")
+
+    def test_min_p_renormalises(self, policy: TrainerBackend) -> None:
+        """With min_p the reported probabilities are those of what is left, none below its share of the largest."""
+        if "min_p" not in self.offers:
+            pytest.skip("this backend has no min_p")
+        params = rlkit.SamplingParams(max_tokens=1, min_p=0.5, stop=())
+        with policy.sampler().result() as sampler:
+            samples = sampler.sample(self.prompt(policy), params, n=64, seed=0).result()
+            whole = self.following(sampler, self.prompt(policy))
+        kept = np.exp(np.where(whole >= whole.max() + np.log(0.5), whole, -np.inf))
+        seen = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in samples}
+        assert all(p == pytest.approx(kept[token] / kept.sum(), rel=20 * self.tolerance) for token, p in seen.items())
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_penalties_lower_logprobs(self, policy: TrainerBackend, temperature: float) -> None:
+        """Presence and frequency come off the logits of the completion's tokens, once and by their number.
+
+        The repetition penalty lowers the logits of the prompt's tokens too, and of no others.
+        """
+        if not {"repetition_penalty", "presence_penalty", "frequency_penalty"} <= set(self.offers):
+            pytest.skip("this backend lacks a penalty")
+        both = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+        params = rlkit.SamplingParams(max_tokens=3, stop=(), temperature=temperature, **both)  # type: ignore[arg-type]
+        repeated = rlkit.SamplingParams(max_tokens=1, stop=(), temperature=temperature, repetition_penalty=3.0)
+        prompt = self.prompt(policy)
+        with policy.sampler().result() as sampler:
+            sample = sampler.sample(prompt, params, seed=3).result()[0]
+            whole = self.following(sampler, np.append(prompt, sample.tokens[:2]))
+            firsts = sampler.sample(prompt, repeated, n=64, seed=4).result()
+            before = self.following(sampler, prompt)
+        times = np.bincount(sample.tokens[:2], minlength=whole.size)
+        whole = whole - 0.5 * times - 1.5 * (times > 0)
+        whole -= np.log(np.exp(whole).sum())
+        assert sample.logprobs[2] == pytest.approx(whole[sample.tokens[2]], abs=20 * self.tolerance)
+        if temperature == 0.0:
+            assert sample.tokens[2] == whole.argmax()
+        gains = [(int(s.tokens[0]) in prompt, float(s.logprobs[0] - before[s.tokens[0]])) for s in firsts]
+        others = [gain for seen, gain in gains if not seen]  # the mass that the prompt's tokens lost
+        assert np.ptp(others or [0.0]) < 20 * self.tolerance
+        assert all(gain <= max(others, default=np.inf) + self.tolerance for _, gain in gains)
 
     def test_stops(self, policy: TrainerBackend) -> None:
         """A stop id or string ends a sample and is part of it; () lets nothing end it but max_tokens."""

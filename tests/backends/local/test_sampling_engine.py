@@ -20,6 +20,7 @@ peft = pytest.importorskip("peft")
 from rlkit.backends.drawing import draw  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 ONE = rlkit.SamplingParams(max_tokens=1, stop=())
 
 
@@ -60,7 +61,7 @@ class Sampler(contextlib.AbstractContextManager):
     @torch.no_grad()
     def sample(self, prompt, params, *, n=1, seed=None):
         sizes = {"vocab_size": self.tokenizer.vocab_size, "max_length": self.max_length}
-        array = checked_request(prompt, params, n, seed, **sizes)
+        array = checked_request(prompt, params, n, seed, **sizes, lacks=PENALTIES)
         self.check_open()
         rngs, stop = streams(self.seeds.next() if seed is None else seed, n), Stop(params.stop, self.tokenizer)
         rows, logprobs, ended = [[] for _ in rngs], [[] for _ in rngs], [False] * n
@@ -73,7 +74,7 @@ class Sampler(contextlib.AbstractContextManager):
                 if not ended[i]:
                     logprobs[i].append(float(lps[i]))
                     ended[i] = stop(rows[i])
-        how = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        how = params.drawn_with
         parts = zip(rows, logprobs, ended, strict=True)
         return Future.of(
             [
@@ -125,6 +126,7 @@ class TestSampling(SamplingTests):
     """All that a sampler is held to."""
 
     exact = False  # rows are computed together
+    offers = frozenset({"min_p"})
 
     @pytest.fixture(autouse=True)
     def _model(self, tiny):

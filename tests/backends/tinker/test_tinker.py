@@ -13,6 +13,7 @@ pytest.importorskip("tinker", reason="needs the extra tinker")
 class TestTinker(BackendConformance):
     recovers = False
     tempered = False
+    offers = ()
 
     @pytest.fixture(autouse=True)
     def _service(self):

@@ -284,7 +284,7 @@ class ContinuousBatching(Decoder):
     def _extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:
         """Draw a token for each of ``rows``, the last ones in their slots, and let those that ended go."""
         uniforms = np.array([row.uniform() for row in rows])
-        tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)
+        tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms, [row.counts for row in rows])
         first = len(self.rows) - len(rows)
         self._leave([first + i for i, row in enumerate(rows) if row.add(int(tokens[i]), float(logprobs[i]))])
 

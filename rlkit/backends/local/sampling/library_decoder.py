@@ -71,7 +71,7 @@ class LibraryDecoder(Decoder):
     def draw(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> list[bool]:
         """Draw a token for each of ``rows``, and return which of them it ended."""
         uniforms = np.array([row.uniform() for row in rows])
-        tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms)
+        tokens, logprobs = draw(logits, [row.request.params for row in rows], uniforms, [row.counts for row in rows])
         return [row.add(int(tokens[i]), float(logprobs[i])) for i, row in enumerate(rows)]
 
     def leave(self, slots: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.sampling.snapshots import Snapshot
+from rlkit.backends.penalties import TokenCounts
 from rlkit.backends.sampling import Stop
 from rlkit.types import Sample, SamplingParams
 
@@ -91,10 +92,8 @@ class SampleRequest:
             row.tokens,
             row.logprobs,
             reason,
-            temperature=self.params.temperature,
-            top_p=self.params.top_p,
-            top_k=self.params.top_k,
             version=self.snapshot.version,
+            **self.params.drawn_with,
         )
         if len(self.samples) == len(self.rngs):
             self.future.set_result([self.samples[i] for i in range(len(self.rngs))])
@@ -108,6 +107,10 @@ class SampleRow:
     index: int
     tokens: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
+    counts: TokenCounts | None = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.counts = TokenCounts.of(self.request.params, self.request.prompt)
 
     @property
     def position(self) -> int:
@@ -127,6 +130,8 @@ class SampleRow:
         """Append a token, and return whether it ended the row, which is then handed in."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.counts is not None:
+            self.counts.add(token)
         stopped = self.request.stop(self.tokens)
         if stopped or len(self.tokens) == self.request.limit:
             self.request.finish(self, "stop" if stopped else "length")

@@ -1,0 +1,98 @@
+"""Ends of completions, against a decoding of everything behind every token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.backends.sampling import Stop
+from rlkit.backends.toy.tokenizer import ByteTokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+from rlkit.backends.transformers_tokenizer import LocalTokenizer  # noqa: E402
+
+WORDS = ["a", "b", "ab", " ", "  ", "\n", "\n\n", "é", "🙂", "</", "answer", ">", "##b", "▁a", "▁", "▁ab", "a</w>", "."]
+
+
+def tokenizer_of(kind):
+    """Of every kind of decoder: bytes, words that bring their space, pieces that are joined, ends of words."""
+    if kind == "bytes":
+        return ByteTokenizer()
+    pieces = ["<s>", *(f"<0x{i:02X}>" for i in range(256)), *WORDS]
+    if kind == "byte_level":
+        pieces = ["<s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ab", "Ġa", "ĠĠ", "</", "ðŁĻ"]
+    model = tokenizers.models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<s>")  # noqa: S106
+    made = tokenizers.Tokenizer(model)
+    made.decoder = {
+        "byte_level": tokenizers.decoders.ByteLevel,
+        "metaspace": lambda: tokenizers.decoders.Sequence(
+            [
+                tokenizers.decoders.Replace("▁", " "),
+                tokenizers.decoders.ByteFallback(),
+                tokenizers.decoders.Fuse(),
+                tokenizers.decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        "word_piece": lambda: tokenizers.decoders.WordPiece(cleanup=False),
+        "word_ends": tokenizers.decoders.BPEDecoder,
+    }[kind]()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<s>")  # noqa: S106
+    return LocalTokenizer(fast, vocab_size=len(pieces), eos_ids=(0,))
+
+
+KINDS = {kind: tokenizer_of(kind) for kind in ("bytes", "byte_level", "metaspace", "word_piece", "word_ends")}
+
+
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    data=st.data(),
+    stop=st.lists(
+        st.one_of(st.sampled_from(["a", " ", "\n", "é", "🙂", "ab", " a", "a ", "a b", "</answer>", "\n\n", "bab"])),
+        min_size=1,
+        max_size=3,
+    ),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_stop_string_ends_where_the_whole_text_first_has_it(kind, data, stop):
+    """Whatever a tokenizer does with spaces and with bytes that are part of a character."""
+    tokenizer = KINDS[kind]
+    few = list("ab \n</answer>.é🙂".encode()) if kind == "bytes" else range(tokenizer.vocab_size)
+    ids = data.draw(st.lists(st.sampled_from(few), min_size=1, max_size=30))
+    stops = Stop(tuple(stop), tokenizer)
+    for size in range(1, len(ids) + 1):
+        text = tokenizer.decode(np.array(ids[:size]), skip_special=False)
+        ends = ids[size - 1] in tokenizer.eos_ids or any(x in text for x in stop)
+        assert stops(ids[:size]) == ends, text
+        if ends:
+            break
+
+
+def test_tokens_that_complete_nothing_are_not_decoded_with_what_was_before():
+    """Each is decoded once, by itself, for all requests of a tokenizer."""
+
+    class Counting(ByteTokenizer):
+        calls = 0
+
+        def decode(self, tokens, skip_special=True):
+            self.calls += 1
+            return super().decode(tokens, skip_special)
+
+    tokenizer, text = Counting(), list(b"hello world" * 20)
+    for _ in range(3):
+        stop = Stop(("xyz",), tokenizer)
+        assert not any(stop(text[:size]) for size in range(1, len(text) + 1))
+    assert tokenizer.calls == len(set(text))
+
+
+def test_a_tokenizer_without_hash_is_as_good():
+    """Nothing is kept of it between requests."""
+
+    class Odd(ByteTokenizer):
+        __hash__ = None
+
+    stop = Stop(("lo",), Odd())
+    assert [stop(list(b"hello")[:size]) for size in range(1, 6)] == [False] * 4 + [True]
