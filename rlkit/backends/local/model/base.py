@@ -80,13 +80,8 @@ class Base:
 
     @cached_property
     def head(self) -> torch.Tensor:
-        """The output embedding [V, hidden] in float32 at least, or in bfloat16 where products with it are in float32.
-
-        A copy is made once, as it takes as long as 100 rows' logits.
-        """
-        model: Any = self.model
-        weight: torch.Tensor = model.get_output_embeddings().weight.detach()
-        return weight if weight.dtype == torch.bfloat16 and mixed.works(weight.device) else upcast(weight)
+        """The output embedding, see ``output_embedding``; made once, as a copy takes as long as 100 rows' logits."""
+        return output_embedding(self.model)
 
     @property
     def plain(self) -> bool:
@@ -105,6 +100,12 @@ class Base:
 def use_attention(model: Any, attention: str) -> None:
     """Let a model that nobody shares compute by this attention implementation."""
     model.config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
+
+
+def output_embedding(model: Any) -> torch.Tensor:
+    """Return [V, hidden] in float32 at least, or the model's own in bfloat16 where products with it are in float32."""
+    weight: torch.Tensor = model.get_output_embeddings().weight.detach()
+    return weight if weight.dtype == torch.bfloat16 and mixed.works(weight.device) else upcast(weight)
 
 
 _Key = tuple[str, tuple[tuple[str, int, int], ...], str, str]
@@ -200,7 +201,7 @@ def _llama_agrees(base: Base) -> bool:
     attentions = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
     tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
     hidden = llama.hidden(tokens, positions, attentions, places)
-    logits = Unembedding(upcast(model.get_output_embeddings().weight)).logits(hidden)
+    logits = Unembedding(output_embedding(model)).logits(hidden)
     return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 
 

@@ -9,6 +9,7 @@ import torch
 
 from rlkit.backends.drawing import draw
 from rlkit.backends.local.model.base import Base
+from rlkit.backends.local.model.defaults import rows_that_fit
 from rlkit.backends.local.model.forward import LibraryForward
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.sampling.decoder import Decoder
@@ -37,6 +38,9 @@ class LibraryDecoder(Decoder):
         self.base, self.model = base, self.forward.model
         if base.device.type == "cpu":
             take_steps(self.model)
+
+    def capacity(self, length: int) -> int:
+        return rows_that_fit(self.base, length)
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         rows = []

@@ -83,6 +83,20 @@ def test_one_row_is_tried_in_any_case(policy, memory):
     assert max(seen) == 1
 
 
+def test_the_librarys_caches_are_counted_too(tiny, monkeypatch):
+    """State-space models and whatever else is decoded through them: by the keys and values that they would have."""
+    with rlkit.connect("local", model=tiny("mamba"), lora=rlkit.Lora(rank=2), seed=0, device="cpu") as policy:
+        expected = sampled(policy, ([5, 6, 7], 5))
+        decoder, seen = white_box.decoder(policy), []
+        step = decoder.step
+        decoder.step = lambda: (seen.append(len(decoder.rows)), step())
+        room = int(2 * 13 * defaults.kv_bytes(policy.base) / defaults.KV_SHARE)
+        monkeypatch.setattr(defaults, "free_bytes", lambda _: room)
+        found = sampled(policy, ([5, 6, 7], 5))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert max(seen) == 2
+
+
 def test_slots_are_as_large_as_their_rows_may_become(policy, memory):
     """They do not grow on the way; and rows that were many and short leave no memory to few long ones."""
     memory(10**6)
