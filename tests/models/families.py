@@ -127,6 +127,9 @@ FAMILIES = {
     "ministral3": Family(
         "ministral3", {"sliding_window": None, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
     ),
+    "ministral3, window": Family(
+        "ministral3", {"sliding_window": WINDOW, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
+    ),
     "gemma": Family("gemma", {"tie_word_embeddings": True}),
     "phi": Family("phi"),
     "phi3": Family("phi3", {"sliding_window": None}),
@@ -135,6 +138,10 @@ FAMILIES = {
     "olmo": Family("olmo"),
     "olmo2": Family("olmo2"),
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+    "smollm3, window": Family(
+        "smollm3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
+    ),
     "granite": Family("granite", {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
     "glm": Family("glm"),
     "glm4": Family("glm4"),
@@ -185,9 +192,39 @@ FAMILIES = {
         },
         "slots",
     ),
+    "gemma3n_text, shared keys": Family(
+        "gemma3n_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": MIXED * 2,
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 4,
+            "hidden_size_per_layer_input": 8,
+        }
+        | {
+            "vocab_size_per_layer_input": 300,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+        "slots",
+    ),
     "gemma4_text": Family(
         "gemma4_text",
         {"sliding_window": WINDOW, "layer_types": MIXED, "hidden_size_per_layer_input": 8, "per_layer_config": {}}
+        | {"vocab_size_per_layer_input": 300, "global_head_dim": 8},
+        "slots",
+    ),
+    "gemma4_text, shared keys": Family(
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": MIXED * 2,
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 4,
+            "hidden_size_per_layer_input": 8,
+            "per_layer_config": {},
+        }
         | {"vocab_size_per_layer_input": 300, "global_head_dim": 8},
         "slots",
     ),
@@ -202,6 +239,9 @@ FAMILIES = {
     "mixtral, window": Family("mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}, "slots", NO_EXPERTS),
     "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24}, note=NO_EXPERTS),
     "qwen3_moe": Family("qwen3_moe", EXPERTS, note=NO_EXPERTS),
+    "qwen3_moe, window": Family(
+        "qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW}, note=NO_EXPERTS
+    ),
     "olmoe": Family("olmoe", EXPERTS, note=NO_EXPERTS),
     "granitemoe": Family("granitemoe", {"num_local_experts": 4}, note=NO_EXPERTS),
     "minimax_m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}, note=NO_EXPERTS),
