@@ -87,18 +87,18 @@ def _misfit(function: Callable[..., object], args: Any, kwargs: Mapping[str, Any
             if key not in known:
                 return f"no argument {key!r}" + (_aliases.answer(kind, key, known) or _check.near(key, known))
     ordered = [key for key, p in known.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    given = len(args) - ("self" in signature.parameters)
-    if given > len(ordered):
+    positional = len(args) - ("self" in signature.parameters)
+    if positional > len(ordered):
         named = [f"{key}=" for key, p in known.items() if p.kind is p.KEYWORD_ONLY]
         named += [key for key, p in known.items() if p.kind is p.VAR_KEYWORD]
         rest = f"; by name only: {', '.join(named)}" if named else ""
-        return f"got {given} positional arguments; it takes {', '.join(ordered) or 'none'}{rest}"
+        return f"got {positional} positional arguments; it takes {', '.join(ordered) or 'none'}{rest}"
     lacking = [
         key
         for i, (key, p) in enumerate(known.items())
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         and key not in kwargs
-        and (key not in ordered or i >= given)
+        and (key not in ordered or i >= positional)
     ]
     return f"lacks {', '.join(f'{key}=' for key in lacking)}" if lacking else problem

@@ -166,20 +166,20 @@ def labels(where: str, value: Any, length: int, why: str = "one label per reward
         quick = _integer_codes(value)
         if quick is not None:
             return quick
-    given = np.asarray(value).tolist() if hasattr(value, "__array__") else list(value)
-    if len(given) != length:
-        raise DataError(where, f"has length {len(given)}", f"{length}", why)
+    listed = np.asarray(value).tolist() if hasattr(value, "__array__") else list(value)
+    if len(listed) != length:
+        raise DataError(where, f"has length {len(listed)}", f"{length}", why)
     known: dict[Any, int] = {}
     try:
-        codes = np.array([known.setdefault(label, len(known)) for label in given], np.int64)
+        codes = np.array([known.setdefault(label, len(known)) for label in listed], np.int64)
     except TypeError as error:
-        bad = next(i for i, label in enumerate(given) if not _hashable(label))
-        what = f"is {_check.shown(given[bad])}"
+        bad = next(i for i, label in enumerate(listed) if not _hashable(label))
+        what = f"is {_check.shown(listed[bad])}"
         raise DataError(f"{where}[{bad}]", what, "a hashable label, such as a string") from error
     for label in known:
         if label is None or label != label:  # noqa: PLR0124 - NaN, which would be a group of its own every time
             what = f"is {_check.shown(label)}"
-            raise DataError(f"{where}[{given.index(label)}]", what, "a label, such as a string or number")
+            raise DataError(f"{where}[{listed.index(label)}]", what, "a label, such as a string or number")
     return codes, len(known)
 
 

@@ -73,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
         if options.out is not None:
             from rlkit.tracking import Jsonl
 
-            kept = Jsonl(options.out, tokenizer=sampler.tokenizer)
-            kept.log(evaluation.metrics, 0)
-            kept.log_trajectories(evaluation.rollouts, 0)
-            kept.close()
+            log = Jsonl(options.out, tokenizer=sampler.tokenizer)
+            log.log(evaluation.metrics, 0)
+            log.log_trajectories(evaluation.rollouts, 0)
+            log.close()
     for name, score in evaluation.scores.items():
         tries = "".join(f"  pass@{k} {value:.3f}" for k, value in score.pass_at_k.items())
         print(f"{name}: mean {score.mean:.3f} (95 % interval {score.low:.3f} to {score.high:.3f}){tries}", end="  ")
@@ -112,7 +112,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         raise ConfigError("--reward", f"is {options.reward!r}", "a file of rows to score", why)
     if options.set and len(files) == len(options.tasks):
         raise ConfigError("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are")
-    own = settings("--set", options.set)
+    args = settings("--set", options.set)
     tasks: list[Task] = []
     for path in options.tasks:
         yours = path in recipes.environments
@@ -125,7 +125,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
             format=Format(response_key="answer"),
             default_reward_fn_type=options.reward,
             default_workflow_type=path if yours else "simple_workflow" if rows else "reasoning_gym",
-            workflow_args={} if rows else {**sized, **own},
+            workflow_args={} if rows else {**sized, **args},
         )
         tasks += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
     return tasks

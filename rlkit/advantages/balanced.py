@@ -56,12 +56,12 @@ def rec(
     if (rng is not None) != (drop is not None) or (rng is not None and not isinstance(rng, np.random.Generator)):
         raise ConfigError("rng", f"got {_check.shown(rng)}", 'a numpy Generator with drop="balance" only')
     groups = Groups.parse(rewards)
-    kept = groups
+    balanced = groups
     if rng is not None:
         keep = _balanced(groups, rng)
         rows = groups.rows
-        kept = Groups.of(_rows.Rows("rewards", np.where(keep, rows.flat, np.nan), rows.lengths, rows.form))
-    advantages = kept.whitened(ddof, eps) if normalize else kept.deviations
+        balanced = Groups.of(_rows.Rows("rewards", np.where(keep, rows.flat, np.nan), rows.lengths, rows.form))
+    advantages = balanced.whitened(ddof, eps) if normalize else balanced.deviations
     return groups.finish(advantages, singleton)
 
 

@@ -152,11 +152,11 @@ def _states(rows: _rows.Rows, states: Any) -> list[Any]:
     expected = "one hashable state per step"
     if isinstance(states, (str, bytes)) or not hasattr(states, "__len__"):
         raise DataError("states", f"got {_check.shown(states)}", expected)
-    given = [states] if rows.form == "one" else list(states)
-    if len(given) != rows.lengths.size:
-        raise DataError("states", f"has {len(given)} episodes", f"{rows.lengths.size}", f"shaped like {rows.where}")
+    listed = [states] if rows.form == "one" else list(states)
+    if len(listed) != rows.lengths.size:
+        raise DataError("states", f"has {len(listed)} episodes", f"{rows.lengths.size}", f"shaped like {rows.where}")
     keys: list[Any] = []
-    for row, (episode, length) in enumerate(zip(given, rows.lengths.tolist(), strict=True)):
+    for row, (episode, length) in enumerate(zip(listed, rows.lengths.tolist(), strict=True)):
         _rows.labels(rows.row_name(row, "states"), episode, length, why="one state per step")
         keys += np.asarray(episode).tolist() if hasattr(episode, "__array__") else list(episode)
     return keys

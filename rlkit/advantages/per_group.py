@@ -50,11 +50,11 @@ def per_group(function: Callable[Concatenate[np.ndarray, P], object]) -> RowWise
             where = f"{name}({rows.row_name(i)})"
             if lengths is not None:
                 kwargs["lengths"] = lengths[i]
-            given = _check.as_array(where, function(group, *args, **kwargs), "one advantage per reward")
-            if given.shape != group.shape:
-                what = f"gave an array of shape {given.shape}"
+            estimate = _check.as_array(where, function(group, *args, **kwargs), "one advantage per reward")
+            if estimate.shape != group.shape:
+                what = f"gave an array of shape {estimate.shape}"
                 raise DataError(where, what, f"{group.shape}", "one advantage per reward")
-            parts.append(given.astype(np.float64))
+            parts.append(estimate.astype(np.float64))
         return rows.restore(np.concatenate(parts))
 
     return row_wise(cast("Callable[Concatenate[RowsLike, P], Arrays]", estimator))

@@ -102,10 +102,10 @@ class LocalTokenizer:
         """
         if self.chat_template is None and "chat_template" not in variables:
             raise UnsupportedError("the model's tokenizer has no chat template; encode the text that you want instead")
-        given = self._GIVEN & variables.keys()
-        if given:
+        taken = self._GIVEN & variables.keys()
+        if taken:
             raise ArgumentError(
-                f"apply_chat_template: no argument {min(given)!r}; it gives the token ids, int64 [T], and the other "
+                f"apply_chat_template: no argument {min(taken)!r}; it gives the token ids, int64 [T], and the other "
                 "arguments are variables of the template"
             )
         with self._turn:

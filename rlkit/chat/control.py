@@ -103,8 +103,8 @@ class ControlText:
             return text
         parts, start = [], 0
         while match := pattern.search(text, start):  # from inside the match on: the next may overlap it
-            kept = text[start : match.start() + 1]
-            parts.append(kept if len(match[0]) > 1 else kept[:-1] + "\ufffd")  # one character cannot be cut
+            plain = text[start : match.start() + 1]
+            parts.append(plain if len(match[0]) > 1 else plain[:-1] + "\ufffd")  # one character cannot be cut
             start = match.start() + 1
         text = CUT.join([*parts, text[start:]])
         body = text.rstrip()  # the template may trim, and then put something directly behind

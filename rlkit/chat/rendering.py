@@ -180,9 +180,9 @@ class RendererPrompts:
             return self._prefilled(ids)
         anew = self.first(messages)
         if not keep:  # renderers drop reasoning before each question; where there was none, nothing is rewritten
-            kept = self.following(prompt, action, messages, turn, keep=True)
-            if self._text(kept) == self._text(anew):
-                return kept
+            appended = self.following(prompt, action, messages, turn, keep=True)
+            if self._text(appended) == self._text(anew):
+                return appended
         return anew
 
     def _text(self, ids: np.ndarray) -> str:

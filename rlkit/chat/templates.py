@@ -67,9 +67,9 @@ class Template:
         Raises:
             DataError: the template refuses the messages.
         """
-        given = {"tools": None, "documents": None} | self._tokens | variables
+        names = {"tools": None, "documents": None} | self._tokens | variables
         try:
-            text: str = self._compiled.render(given, messages=list(messages), add_generation_prompt=head)
+            text: str = self._compiled.render(names, messages=list(messages), add_generation_prompt=head)
         except (*self._failures, RecursionError) as error:
             roles = [str(message.get("role")) for message in messages]
             shown = ", ".join(roles if len(roles) <= 8 else [*roles[:4], "...", *roles[-3:]])

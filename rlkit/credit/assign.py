@@ -166,8 +166,8 @@ def _own_rewards(rewards: Sequence[ArrayLike] | np.ndarray, trajectories: Sequen
     arrays = []
     for i, (reward, trajectory) in enumerate(zip(rewards, trajectories, strict=True)):
         array = np.zeros(trajectory.token_count)
-        given = _per_token(f"rewards[{i}]", reward, trajectory.token_count)
-        array[slice(-1, None) if given.ndim == 0 else slice(None)] = given
+        amount = _per_token(f"rewards[{i}]", reward, trajectory.token_count)
+        array[slice(-1, None) if amount.ndim == 0 else slice(None)] = amount
         arrays.append(array)
     return arrays
 

@@ -72,7 +72,7 @@ def _per_turn(estimator: Estimator, config: Mapping[str, Any], played: Played) -
         per_turn = [turns for group in groups for turns in group]
     elif "states" in named:
         states = [turn_states(t) for t in played.trajectories]
-        per_turn = [turns for own in played.members() for turns in estimator(rewards[own], states[own], **config)]
+        per_turn = [turns for part in played.members() for turns in estimator(rewards[part], states[part], **config)]
     else:
         per_turn = estimator(rewards, **config)
     flat = _fits(_joined(per_turn), sum(r.size for r in rewards), "turn")

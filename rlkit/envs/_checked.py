@@ -83,12 +83,12 @@ def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
 
 def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | None]:
     """Return the step's reward, and its parts where it is not one."""
-    given = value.rewards
-    if given is None:
+    listed = value.rewards
+    if listed is None:
         return (0.0, ()) if value.reward is None else (reward(value.reward, where=where), None)
-    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
-        raise EnvError(f"{where}: rewards", f"got {shown(given)}", "a sequence of numbers")
-    several = tuple(reward(x, where=f"{where}: rewards[{i}]") for i, x in enumerate(given) if x is not None)
+    if isinstance(listed, (str, bytes, Mapping)) or not hasattr(listed, "__iter__"):
+        raise EnvError(f"{where}: rewards", f"got {shown(listed)}", "a sequence of numbers")
+    several = tuple(reward(x, where=f"{where}: rewards[{i}]") for i, x in enumerate(listed) if x is not None)
     if value.reward not in (None, 0.0) and not np.isclose(reward(value.reward, where=where), sum(several)):
         what = f"is {shown(value.reward)}, and rewards add up to {sum(several):g}"
         raise EnvError(f"{where}: reward", what, "their sum", "give rewards alone")

@@ -51,9 +51,9 @@ class _StandIn(types.ModuleType):
         stream = _active.get()
         if module is np:
             return _stand_ins[np.random] if name == "random" else getattr(np, name)
-        own = None if stream is None else stream.python if module is random else stream.numpy
-        drawn = own is not None and not name.startswith("_") and hasattr(own, name) and callable(getattr(module, name))
-        return getattr(own if drawn else module, name)
+        rng = None if stream is None else stream.python if module is random else stream.numpy
+        drawn = rng is not None and not name.startswith("_") and hasattr(rng, name) and callable(getattr(module, name))
+        return getattr(rng if drawn else module, name)
 
 
 _stand_ins: dict[types.ModuleType, types.ModuleType] = {module: _StandIn(module) for module in (random, np, np.random)}

@@ -121,10 +121,10 @@ async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None
     where = f"environment {task.name!r}: score"
     if task.score is None or not actions:
         return [0.0] * len(actions)
-    given = await call(task.score, list(actions), timeout=timeout, where=where)
-    rewards = cast("Sequence[object]", given)  # or an array
-    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__len__") or len(rewards) != len(actions):
-        raise EnvError(where, f"got {shown(given)}", f"{len(actions)} rewards, one per episode")
+    answer = await call(task.score, list(actions), timeout=timeout, where=where)
+    rewards = cast("Sequence[object]", answer)  # or an array
+    if isinstance(answer, (str, bytes, Mapping)) or not hasattr(answer, "__len__") or len(rewards) != len(actions):
+        raise EnvError(where, f"got {shown(answer)}", f"{len(actions)} rewards, one per episode")
     return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(rewards)]
 
 

@@ -155,12 +155,12 @@ def _fields(reward: Callable[..., object]) -> Callable[[str, object], dict[str, 
     every = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def fields(where: str, row: object) -> dict[str, object]:
-        given = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+        row_fields = dict(row) if isinstance(row, Mapping) else {"prompt": row}
         for parameter in named:
-            if parameter.default is parameter.empty and parameter.name not in given:
+            if parameter.default is parameter.empty and parameter.name not in row_fields:
                 what = f"has no field {parameter.name!r}"
-                raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, given)))
-        return {str(k): v for k, v in given.items() if every or k in {p.name for p in named}}
+                raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, row_fields)))
+        return {str(k): v for k, v in row_fields.items() if every or k in {p.name for p in named}}
 
     return fields
 

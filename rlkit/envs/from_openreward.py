@@ -288,7 +288,7 @@ def _untitled(schema: Any) -> Any:
         return [_untitled(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    untitled = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
     named = ("properties", "$defs", "definitions")
     return {
         key: {name: _untitled(part) for name, part in value.items()}
@@ -296,5 +296,5 @@ def _untitled(schema: Any) -> Any:
         else value
         if key in ("enum", "const", "default", "examples")
         else _untitled(value)
-        for key, value in kept.items()
+        for key, value in untitled.items()
     }

@@ -102,10 +102,10 @@ class TaskSettings:
 
     def over(self, defaults: TaskSettings) -> TaskSettings:
         """Return these settings, with ``defaults`` where they say nothing."""
-        own = attrs.asdict(self, filter=lambda _, value: value is not None)
-        if own.keys() & set(_ENDS):  # one of the two, so not the other of the defaults
-            own = dict.fromkeys(_ENDS) | own
-        return attrs.evolve(defaults, **own)
+        said = attrs.asdict(self, filter=lambda _, value: value is not None)
+        if said.keys() & set(_ENDS):  # one of the two, so not the other of the defaults
+            said = dict.fromkeys(_ENDS) | said
+        return attrs.evolve(defaults, **said)
 
 
 @answered

@@ -86,14 +86,14 @@ def rec(
     if clip_mode != "none":
         not_high, not_low = ratio <= clip_high_threshold, ratio >= clip_low_threshold
         if clip_mode == "one-side":
-            kept = ((advantages >= 0) & not_high) | ((advantages <= 0) & not_low)
+            inside = ((advantages >= 0) & not_high) | ((advantages <= 0) & not_low)
         else:
-            kept = not_high & not_low
+            inside = not_high & not_low
         if clip_mode == "ring":
             far_low = (advantages >= 0) & (ratio <= ring_low_threshold)
             far_high = (advantages <= 0) & (ratio >= ring_high_threshold)
-            kept = kept | far_low | far_high
-        value = value.masked_fill(~kept, 0.0)
+            inside = inside | far_low | far_high
+        value = value.masked_fill(~inside, 0.0)
     terms = -value * logprobs
     if regularizer == "k2":
         terms = terms + regularizer_coef * distance * distance

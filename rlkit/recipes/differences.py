@@ -43,8 +43,8 @@ def differences(settings: Algorithm, method: Method) -> dict[str, tuple[object, 
 
 def _of_loss(settings: Algorithm, row: Recipe, given: Mapping[str, object]) -> Iterator[tuple[str, tuple[object, Any]]]:
     where, loss = "policy_loss_fn_args.", row.loss
-    own = LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn) in (None, loss)
-    if settings.algorithm_type == "dapo" and own and not any(key in given for key in _CLIPS):
+    same_loss = LOSSES.get(settings.policy_loss_fn or "", settings.policy_loss_fn) in (None, loss)
+    if settings.algorithm_type == "dapo" and same_loss and not any(key in given for key in _CLIPS):
         yield f"{where}clip_range_high", (0.28, 0.2)
     if loss in ("ppo", "mix", "opsm") and not {"clip_ratio_c", "dual_clip"} & {*given, *row.loss_args}:
         yield f"{where}clip_ratio_c", (None, 3.0)

@@ -75,16 +75,16 @@ def resolve(settings: Algorithm) -> Method:
     """
     from rlkit import losses
 
-    recipe, given, weights = _row(settings)
+    recipe, asked, weights = _row(settings)
     if recipe.hint and "{answer}" not in settings.hint:
         what = f"is {settings.hint!r}"
         raise ConfigError(f"algorithm.hint: {what}; expected a text with {{answer}}, which stands for a right answer")
     schedule = None
     if recipe.loss == "mix":
         row_args = dict(recipe.loss_args)
-        schedule = share(row_args, given)
+        schedule = share(row_args, asked)
         recipe = attrs.evolve(recipe, loss_args=row_args)
-    loss, translated, names, more = loss_names(recipe.loss, given, lambda name: keywords(losses.registry.resolve(name)))
+    loss, translated, names, more = loss_names(recipe.loss, asked, lambda name: keywords(losses.registry.resolve(name)))
     recipe = attrs.evolve(recipe, loss=loss, loss_args=recipe.loss_args if loss == recipe.loss else {})
     _weights(recipe)
     estimator = None if recipe.advantage is None else advantages.registry.resolve(recipe.advantage)
@@ -228,10 +228,10 @@ def _fits(settings: Algorithm, recipe: Recipe, prepared: Any) -> None:
             raise contradiction("entropy_loss_fn", settings.entropy_loss_fn, "the sampled bonus is part of advantages")
         return
     named = list(inspect.signature(advantages.registry.resolve(recipe.advantage)).parameters.values())
-    given = {"group": ("lengths",), "turn": ()}.get(recipe.level, _TOKENWISE)
+    passed = {"group": ("lengths",), "turn": ()}.get(recipe.level, _TOKENWISE)
     skipped = {"group": 1, "turn": 2}.get(recipe.level, 0)
     wanted = [p.name for p in named[skipped:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    for missing in sorted({*wanted} - {*given, *(settings.advantage_fn_args or {}), *recipe.advantage_args}):
+    for missing in sorted({*wanted} - {*passed, *(settings.advantage_fn_args or {}), *recipe.advantage_args}):
         raise contradiction("advantage_fn", recipe.advantage, f"it needs {missing!r}, which there is not")
 
 

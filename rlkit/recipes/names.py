@@ -117,9 +117,9 @@ def _mask_bounds(given: dict[str, object]) -> None:
     """Take out the bounds of CISPO's mask, which here are those of its ratio."""
     for side, default in (("low", 1.0), ("high", 0.28)):
         name = f"mask_clip_range_{side}"
-        value, own = given.pop(name, None), given.get(f"clip_range_{side}", default)
+        value, bound = given.pop(name, None), given.get(f"clip_range_{side}", default)
         masked = given.get("enable_mask_clip", False)
-        if masked and (default if value is None else value) != own:
+        if masked and (default if value is None else value) != bound:
             raise contradiction(
                 f"policy_loss_fn_args.{name}", value, f"the mask's bounds are those of clip_range_{side}"
             )

@@ -145,12 +145,12 @@ def _panel(title: str, curves: list[_Chart], unit: str, note: str, *, standard: 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float], label: str = "") -> _Chart:
     finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     bad = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
-    kept = _thinned(finite)
+    thinned = _thinned(finite)
     curve = {
         "name": name,
         "label": label or _label(name),
-        "x": [x for x, _ in kept],
-        "y": [_digits(y) for _, y in kept],
+        "x": [x for x, _ in thinned],
+        "y": [_digits(y) for _, y in thinned],
     }
     return curve | ({"bad": len(bad), "bad_at": bad[:5]} if bad else {})
 
@@ -176,11 +176,11 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     if len(points) <= MOST_POINTS:
         return points
     stretches = MOST_POINTS // 2 - 1
-    kept = {0, len(points) - 1}
+    places = {0, len(points) - 1}
     for i in range(stretches):
         stretch = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
-        kept |= {min(stretch, key=lambda j: points[j][1]), max(stretch, key=lambda j: points[j][1])}
-    return [points[i] for i in sorted(kept)]
+        places |= {min(stretch, key=lambda j: points[j][1]), max(stretch, key=lambda j: points[j][1])}
+    return [points[i] for i in sorted(places)]
 
 
 def _digits(value: float) -> float:
@@ -224,11 +224,11 @@ def _time(of: Table) -> tuple[list[_Chart], set[str]]:
     if "time/step" in of.steps and any(left):
         curves.append(_curve("time/step", steps, left, "the rest"))
     if len(steps) > MOST_POINTS:  # each curve would keep other steps, and they could not be added up
-        kept = steps[:: math.ceil(len(steps) / MOST_POINTS)]
+        shown = steps[:: math.ceil(len(steps) / MOST_POINTS)]
         at = {step: i for i, step in enumerate(steps)}
         columns = [[rows[step][names.index(name)] for step in steps] for name in order] + [left]
         for curve, column in zip(curves, columns, strict=False):
-            curve |= {"x": kept, "y": [_digits(column[at[step]]) for step in kept]}
+            curve |= {"x": shown, "y": [_digits(column[at[step]]) for step in shown]}
     return curves, {*names, "time/step"} & of.steps.keys()
 
 

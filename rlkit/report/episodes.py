@@ -39,8 +39,8 @@ def chosen(sizes: Sequence[tuple[int, int]], most: int, most_bytes: int) -> froz
     if count <= most and size <= most_bytes:
         return None
     share = min(most / max(1, count), most_bytes / max(1, size))
-    kept = max(1, int(len(sizes) * share))
-    return frozenset(i * len(sizes) // kept for i in range(kept))
+    lines = max(1, int(len(sizes) * share))
+    return frozenset(i * len(sizes) // lines for i in range(lines))
 
 
 class Episodes:
@@ -135,10 +135,10 @@ def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
     for turn in trajectory.turns:
         size = min(before.size, turn.prompt.size)
         different = np.flatnonzero(before[:size] != turn.prompt[:size])
-        kept = int(different[0]) if different.size else size
+        common = int(different[0]) if different.size else size
         yield {
-            "k": kept,
-            "a": turn.prompt[kept:].tolist(),
+            "k": common,
+            "a": turn.prompt[common:].tolist(),
             "t": turn.tokens.tolist(),
             "l": _scaled(turn.logprobs),
             "r": _finite(turn.reward),

@@ -96,11 +96,11 @@ class Counters:
         """Return everything so far, by name."""
         numbers = {name: float(number) for name, number in self.sums.items()}
         # fsum rounds once: a mean does not depend on which episode ended first
-        numbers |= {name: math.fsum(given) / len(given) for name, given in self._means.items()}
+        numbers |= {name: math.fsum(values) / len(values) for name, values in self._means.items()}
         for name in self._spreads & self._means.keys():
-            given = self._means[name]
-            numbers |= {f"{name}/min": min(given), f"{name}/max": max(given)}
-            numbers[f"{name}/std"] = statistics.stdev(given) if len(given) > 1 else 0.0
+            values = self._means[name]
+            numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
+            numbers[f"{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
         for name in numbers.keys() & {name for name in self.sums if name.startswith("rollout/ended/")}:
             numbers[name] /= numbers["rollout/episodes"]
         numbers["time/rollout"] = time.monotonic() - self._began

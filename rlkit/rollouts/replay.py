@@ -79,10 +79,10 @@ class Replay:
         for i, group in enumerate(self._groups):
             if group.version > current:
                 raise DataError(f"groups[{i}]", f"is of version {group.version}", f"at most current={current}")
-        kept = [group for group in self._groups if current - group.version <= self.max_age]
-        dropped = len(self._groups) - len(kept)
+        young = [group for group in self._groups if current - group.version <= self.max_age]
+        dropped = len(self._groups) - len(young)
         self._groups.clear()
-        self._groups.extend(kept)
+        self._groups.extend(young)
         return dropped
 
     def __len__(self) -> int:

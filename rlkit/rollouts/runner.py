@@ -239,9 +239,9 @@ class Runner:
             await self._score(gathering)
         del self._gatherings[gathering.number]
         group = gathering.group(self._step)
-        kept = len(group) >= gathering.wanted
-        self._counters.group(group, kept=kept)
-        if kept:
+        enough = len(group) >= gathering.wanted
+        self._counters.group(group, kept=enough)
+        if enough:
             self._kept += 1
             self._ready.put_nowait(group)
         else:

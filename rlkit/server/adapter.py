@@ -174,12 +174,12 @@ class BackendModel:
                 raise DataError(f"data[{i}].{name} has ids in [{ids.min()}, {ids.max()}]; expected [0, {high}]")
 
     def _on_targets(self, rows: Sequence[LossRow], loss: Loss, *, backward: bool) -> list[np.ndarray]:
-        kept: dict[int, np.ndarray] = {}
+        logprobs: dict[int, np.ndarray] = {}
         data = [_on_targets(i, row) for i, row in enumerate(rows)]
-        function = _function(loss, rows, kept)
+        function = _function(loss, rows, logprobs)
         call = self.backend.forward_backward if backward else self.backend.forward
         call(data, function).result()
-        return [kept[i] for i in range(len(rows))]
+        return [logprobs[i] for i in range(len(rows))]
 
     def _shifted(self, rows: Sequence[LossRow], loss: Loss) -> list[np.ndarray]:
         """Take the gradient where the loss has one, and score the rest, prompts mostly, in a pass without."""
@@ -231,8 +231,8 @@ def _chosen(row: LossRow, loss: Loss) -> np.ndarray:
 
 def _shifted(row: LossRow, where: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Datum:
     """One token more than the row has, its last target; the policy's own are the targets at ``where``."""
-    given = {_PREFIX + name: array if array.ndim == 0 else array[where] for name, array in inputs.items()}
-    return Datum(np.append(row.tokens, row.targets[-1]), np.append(False, where), given)
+    chosen = {_PREFIX + name: array if array.ndim == 0 else array[where] for name, array in inputs.items()}
+    return Datum(np.append(row.tokens, row.targets[-1]), np.append(False, where), chosen)
 
 
 def _on_targets(i: int, row: LossRow) -> Datum:

@@ -97,8 +97,8 @@ def read_loss(fields: Fields) -> Loss:
     """Return the loss of a create_custom_loss request. Raises ApiError: 400 or 422, naming what is not allowed."""
     ranks: dict[str, int] = {}
     for i, item in enumerate(fields.items("inputs")):
-        given = Fields(f"create_custom_loss.inputs[{i}]", item if isinstance(item, dict) else {})
-        ranks[given.text("name")] = given.integer("rank", low=0, high=2)
+        declared = Fields(f"create_custom_loss.inputs[{i}]", item if isinstance(item, dict) else {})
+        ranks[declared.text("name")] = declared.integer("rank", low=0, high=2)
     if next(iter(ranks), None) != "logprobs" or ranks["logprobs"] == 0:
         raise ApiError(400, "create_custom_loss: the first input is logprobs, of rank 1 or 2")
     graph = fields.object("graph")

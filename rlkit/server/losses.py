@@ -72,9 +72,9 @@ class Loss:
         """
         arrays: list[dict[str, np.ndarray]] = []
         metrics = {"loss:sum": 0.0}
-        for i, (lp, given) in enumerate(zip(logprobs, inputs, strict=True)):
+        for i, (lp, columns) in enumerate(zip(logprobs, inputs, strict=True)):
             with torch.no_grad():
-                tensors = {name: torch.tensor(array) for name, array in given.items()}
+                tensors = {name: torch.tensor(array) for name, array in columns.items()}
                 terms, reported = self.function(torch.tensor(lp), tensors)
             value = float(terms.sum())
             if not math.isfinite(value):

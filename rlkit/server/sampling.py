@@ -58,8 +58,8 @@ def new_sampler(
     with state.lock:
         word = int(number) * 2**20 + state.sessions[session_id].number
         state.samplers[sampler_id] = SamplerSession(sampler_id, base_model, path, word, read, again, base)
-        kept = [s for s in state.samplers.values() if s.sampler_id.startswith(f"{session_id}:sample:")]
-        for old in kept[: max(len(kept) - state.max_samplers, 0)]:
+        of_session = [s for s in state.samplers.values() if s.sampler_id.startswith(f"{session_id}:sample:")]
+        for old in of_session[: max(len(of_session) - state.max_samplers, 0)]:
             state.let_go(old)
 
 

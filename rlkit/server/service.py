@@ -245,8 +245,8 @@ class Service(Resource):
         """
         if self._keys is None or external.signed(self._state, _request("GET", path, {}, b"")):
             return
-        given = headers.get("x-api-key", "").encode()
-        good = [hmac.compare_digest(given, key) for key in self._keys]  # all are compared, however early one is found
+        sent = headers.get("x-api-key", "").encode()
+        good = [hmac.compare_digest(sent, key) for key in self._keys]  # all are compared, however early one is found
         if True not in good:
             raise ApiError(401, "the API key is missing or wrong; this server wants the one it was started with")
 

@@ -67,9 +67,9 @@ def serve(
         )
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
         raise ConfigError("serve(names)", f"got {_check.shown(names)}", "a list of texts")
-    own, options = _options(backend, options)
+    of_backend, options = _options(backend, options)
     names = tuple(names or _names(backend, model))
-    made = _models(backend, model, folder, own)
+    made = _models(backend, model, folder, of_backend)
     if tokenizer_id is None:  # clients on this machine can read a directory
         tokenizer_id = getattr(getattr(made.tokenizer, "hf", None), "name_or_path", None)
     service = Service(
@@ -99,8 +99,8 @@ def _models(
 ) -> BackendModels:
     if isinstance(backend, str):
         settings = {"model": model, "folder": folder}
-        given = {**options, **{name: value for name, value in settings.items() if value is not None}}
-        return BackendModels(functools.partial(rlkit.connect, backend, **given))
+        connecting = {**options, **{name: value for name, value in settings.items() if value is not None}}
+        return BackendModels(functools.partial(rlkit.connect, backend, **connecting))
     if model is not None:
         raise ConfigError("serve(model): goes with a backend's name; a function that makes backends knows its model")
     if isinstance(backend, BackendModels):

@@ -211,8 +211,8 @@ def read_metrics(folder: str | Path) -> list[MetricsRow]:
         if not isinstance(metrics, dict) or isinstance(step, bool) or not isinstance(step, int) or step < 0:
             continue
         numbers = {name: from_json(value) for name, value in metrics.items()}
-        kept = {name: value for name, value in numbers.items() if value is not None}
-        rows.append({"step": step, "time": seconds or 0.0, "metrics": kept})
+        readable = {name: value for name, value in numbers.items() if value is not None}
+        rows.append({"step": step, "time": seconds or 0.0, "metrics": readable})
     return rows
 
 

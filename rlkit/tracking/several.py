@@ -94,8 +94,8 @@ class Several(Resource):
         trainer_logprobs: Sequence[object] | None = None,
     ) -> None:
         """Hands the groups on."""
-        given = {"advantages": advantages, "trainer_logprobs": trainer_logprobs}
-        extras = {name: copy.deepcopy(value) for name, value in given.items() if value is not None}
+        per_token = {"advantages": advantages, "trainer_logprobs": trainer_logprobs}
+        extras = {name: copy.deepcopy(value) for name, value in per_token.items() if value is not None}
         try:
             listed = checked_groups(groups)
             pertoken.records(listed, step, **extras)

@@ -46,11 +46,11 @@ def train_metrics(
     if len(data) != len(output.logprobs):
         what = f"has {len(data)} datums, and the output {len(output.logprobs)}"
         raise DataError("data", what, "the batch that the output is of")
-    given = {**output.metrics, **(update or {})}
+    reported = {**output.metrics, **(update or {})}
     diagnostics = {}
-    for key in sorted(given):  # "x:mean" before "x:sum": where there are both, the sum keeps its ending
+    for key in sorted(reported):  # "x:mean" before "x:sum": where there are both, the sum keeps its ending
         name = f"train/{key.removesuffix(':mean').removesuffix(':sum')}"
-        diagnostics[name if name not in diagnostics else f"train/{key}"] = float(given[key])
+        diagnostics[name if name not in diagnostics else f"train/{key}"] = float(reported[key])
     diagnostics |= _advantages(data)
     both = zip(data, output.selected, strict=True)
     pairs = [(datum, lp) for datum, lp in both if "sampling_logprobs" in datum.inputs and lp.size]
@@ -73,8 +73,8 @@ def train_metrics(
 
 def _advantages(data: Sequence[Datum]) -> dict[str, float]:
     """Statistics over datums of the mean advantage of each."""
-    given = [datum.select(datum.inputs["advantages"]) for datum in data if "advantages" in datum.inputs]
-    means = [float(advantages.mean()) for advantages in given if advantages.size]
+    per_datum = [datum.select(datum.inputs["advantages"]) for datum in data if "advantages" in datum.inputs]
+    means = [float(advantages.mean()) for advantages in per_datum if advantages.size]
     if not means:
         return {}
     std = statistics.stdev(means) if len(means) > 1 else 0.0

@@ -56,8 +56,8 @@ class Vocabulary:
                 before = np.zeros(0, np.int64)
                 for turn in trajectory.turns:
                     whole = np.concatenate([turn.prompt, turn.tokens])
-                    kept = before.size if np.array_equal(whole[: before.size], before) else 0
-                    self._add(whole[kept:].tolist(), new)
+                    known = before.size if np.array_equal(whole[: before.size], before) else 0
+                    self._add(whole[known:].tolist(), new)
                     before = whole
         if new and self._path is not None:
             append(self._path, [{"texts": new}])

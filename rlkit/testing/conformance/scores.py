@@ -29,7 +29,7 @@ class ScoreTests(Harness):
         with self.scorer(policy) as sampler:
             ids, logprobs = sampler.top_logprobs(tokens, 5).result()
             whole = sampler.target_logprobs(tokens, everything).result()
-            own = sampler.logprobs(tokens).result()
+            scored = sampler.logprobs(tokens).result()
         assert (ids.dtype, logprobs.dtype, whole.dtype) == (np.int64, np.float32, np.float32)
         assert ids.shape == logprobs.shape == (tokens.size, 5)
         assert not ids[0].any()
@@ -38,7 +38,7 @@ class ScoreTests(Harness):
         places = np.arange(1, tokens.size)
         assert worst([np.sort(whole[1:])[:, :-6:-1]], [logprobs[1:]]) < self.tolerance
         assert worst([np.take_along_axis(whole[1:], ids[1:], 1)], [logprobs[1:]]) < self.tolerance
-        assert worst([whole[places, tokens[1:]]], [own[1:]]) < self.tolerance
+        assert worst([whole[places, tokens[1:]]], [scored[1:]]) < self.tolerance
         assert np.exp(whole[1:]).sum(-1) == pytest.approx(1.0, abs=1e-3)
 
     def test_targets_of_minus_one_are_none(self, policy: Any) -> None:
