@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlkit.backends.local.gemm.lora_linear import Adapter
 from rlkit.backends.local.model.base import Base, use_attention
@@ -22,7 +26,7 @@ from rlkit.backends.local.training.recomputed_attention import RECOMPUTED
 from rlkit.backends.local.training.rows import Storage
 from rlkit.types import Datum
 
-__all__ = ["ChunkedLlamaForward", "training_forward"]
+__all__ = ["ChunkedLlamaForward", "RecomputingForward", "training_forward"]
 
 # Micro-batches' worth of inputs of layers that stay on the device: a micro-batch that is computed at once keeps about
 # ten times as much of a token and layer (see decoder_layer.py), so up to here it is that one which takes most memory.
@@ -45,7 +49,7 @@ def training_forward(model: object, base: Base, scale: float, budget: int, folde
         base.known["trees"] = base.plain and _trees_agree(base)
     if base.known["trees"] and _is_eager(model):
         use_attention(model, RECOMPUTED)
-    return LibraryForward(model, trees=base.known["trees"])
+    return RecomputingForward(model, budget, trees=base.known["trees"])
 
 
 def _is_eager(model: object) -> bool:
@@ -100,6 +104,46 @@ class ChunkedLlamaForward(LlamaForward):
         by_window = {w: ChunkedAttention(inputs.runs, inputs.positions, *heads, w) for w in set(llama.windows)}
         attentions = [by_window[window] for window in llama.windows]
         return outputs_in_chunks(LongMicroBatch(llama, inputs, self._budget, attentions, storage, read, head))
+
+
+class RecomputingForward(LibraryForward):
+    """The library's forward, which keeps nothing but what goes into each layer of more than ``budget`` tokens.
+
+    So the memory of a layer is needed for one layer at a time (arXiv 1604.06174), but for all tokens at once. The
+    library does this in training mode only; here modules stay in eval mode, and so the numbers are the same.
+
+    Args:
+        model, trees: see ``LibraryForward``.
+        budget: tokens.
+    """
+
+    def __init__(self, model: Any, budget: int, *, trees: bool) -> None:
+        super().__init__(model, trees=trees)
+        self._budget = budget
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+        self._layers = [layer for layer in layers if id(layer) not in inner]  # some have another within (Zamba2)
+
+    def hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+        with self._layers_alone(arguments):
+            return super().hidden_at(arguments, index)
+
+    def _logits_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+        with self._layers_alone(arguments):
+            return super()._logits_at(arguments, index)
+
+    @contextmanager
+    def _layers_alone(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        long = torch.is_grad_enabled() and arguments["input_ids"].numel() > self._budget
+        settings = {"use_reentrant": False, "preserve_rng_state": False}
+        layers: list[Any] = list(self._layers) if long else []
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, **settings)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward  # which was the instance's; the class has its own
 
 
 @torch.no_grad()

@@ -21,12 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from rlkit.backends.local.model import tree_attention as tree  # noqa: E402
 from rlkit.backends.local.model.base import DTYPES  # noqa: E402
 from rlkit.backends.local.model.decoder_layer import Layer  # noqa: E402
+from rlkit.backends.local.model.forward import LibraryForward  # noqa: E402
 from rlkit.backends.local.model.windows import Window, narrowed  # noqa: E402
 from rlkit.backends.local.training import chunked_attention, forward, rows  # noqa: E402
 from rlkit.backends.local.training.flex_attention import MaskedAttention  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.backends.local.training.test_micro_batches import batches_of_data, random_tree, relative  # noqa: E402
+from tests.models import families  # noqa: E402
 
 WHOLE = 10**6
 
@@ -320,3 +322,31 @@ def test_the_folder_has_to_be_there(tiny, tmp_path):
     for folder in (tmp_path / "none", 3):
         with pytest.raises(ConfigError, match="offload_folder: .*an existing folder"):
             rlkit.connect("local", model=tiny("llama"), offload_folder=folder)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mixtral", "mamba", "bloom", "zamba2"])
+def test_the_librarys_layers_are_computed_again(tiny, kind, tmp_path):
+    """Beyond the budget: the same gradient, with less kept between the forward and the backward pass."""
+    data = long_tree(np.random.default_rng(3))
+    grads, kept = [], []
+    if kind == "zamba2":  # whose layers have others within
+        model = str(families.build(families.FAMILIES[kind], tmp_path / kind))
+    else:
+        model = tiny(kind)
+    for policy in policies(model, [8], lora=rlkit.Lora(rank=2, train_mlp=kind != "mixtral")):
+        trainer = policy._trainer
+        for used in (trainer.forward, LibraryForward(trainer.model, trees=trainer.forward.trees)):
+            trainer.forward, sizes = used, []
+
+            def note(x, sizes=sizes):
+                sizes.append(x.numel())
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):  # of this thread: without the queue
+                for _ in trainer.run(data, rlkit.losses.prepare("cross_entropy"), (), backward=True):
+                    pass
+            grads.append([p.grad.clone() for p in white_box.parameters(policy).values()])
+            kept.append(sum(sizes))
+            policy.discard().result()
+    assert relative(*grads) < 1e-6
+    assert kept[0] < kept[1] / 2
