@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
@@ -47,6 +48,8 @@ from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 __all__ = ["LocalBackend"]
+
+_log = logging.getLogger(__name__)
 
 # Bytes; above it a merge takes longer than it saves. In bfloat16 a merge would lose what a small step changed: half of
 # it at a learning rate of 1e-5.
@@ -140,6 +143,8 @@ class LocalBackend(InProcessBackend):
         )
         forward = training_forward(self._peft, base, lora.alpha / lora.rank, micro_batch_tokens, rows_in)
         self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
+        how = "rlkit's own forward" if base.llama else "the library's modules"
+        _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
         small = base.nbytes < _MERGED_UNDER and dtype == "float32"
         self._merge = small if merge == "auto" else merge

@@ -12,6 +12,7 @@ pytest.importorskip("peft")
 
 from rlkit.backends.local.model import defaults  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
+from rlkit.backends.local.model.device import free_bytes  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
@@ -27,6 +28,17 @@ def test_defaults_of_a_cpu(tiny, tmp_path):
         assert one._settings["micro_batch_tokens"] == 1024
 
 
+def test_the_log_says_which_paths_run(tiny, caplog):
+    """Of training when it is connected, of decoding when it begins."""
+    with (
+        caplog.at_level("INFO", "rlkit.backends.local"),
+        rlkit.connect("local", model=tiny("llama"), device="cpu", lora=rlkit.Lora(rank=2)) as policy,
+    ):
+        policy.sampler().result().logprobs([3, 4]).result()
+    assert "training on cpu in float32: rlkit's own forward, 1024 tokens at once" in caplog.messages
+    assert any(text.startswith("decoding on cpu: ContinuousBatching") for text in caplog.messages)
+
+
 def test_defaults_of_a_gpu(monkeypatch):
     """bfloat16 where it is computed, and more rows."""
     cuda = torch.device("cuda", 0)
@@ -35,6 +47,16 @@ def test_defaults_of_a_gpu(monkeypatch):
         assert defaults.default_dtype(cuda) == ("bfloat16" if known else "float32")
     assert defaults.default_dtype(torch.device("mps")) == "float32"
     assert [defaults.default_max_rows(torch.device(x)) for x in ("cuda", "mps", "cpu")] == [256, 64, 64]
+
+
+def test_free_memory_is_what_can_be_allocated(monkeypatch):
+    """On a GPU of CUDA with what torch holds unused; on a Mac under what is recommended; a CPU does not say."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 700)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 100)
+    assert [free_bytes(torch.device(x)) for x in ("cuda", "mps", "cpu")] == [1300, 600, None]
 
 
 def test_micro_batches_follow_the_free_memory(tiny):
