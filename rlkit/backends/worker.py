@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rlkit.errors import BackendError
 
-__all__ = ["Background", "Worker", "check_process"]
+__all__ = ["Background", "Worker", "breathe", "breathing", "check_process"]
 
 T = TypeVar("T")
 Parts: TypeAlias = Generator[None, None, object]
@@ -39,9 +40,9 @@ class Background(Protocol):
 class Worker:
     """Runs jobs one after the other in a thread of its own.
 
-    A job is a function, or a function that returns a generator: the worker drives it to its end, and at every ``yield``
-    gives ``background`` as much time as the part before took, if it has so much to do. The thread ends with ``close``,
-    or when the worker is forgotten.
+    A job is a function, or a function that returns a generator, which the worker drives to its end. At every ``yield``,
+    and where a part calls ``breathe``, ``background`` gets as much time as the job has had, if it has so much to do.
+    The thread ends with ``close``, or when the worker is forgotten.
     """
 
     def __init__(self, name: str, background: Background | None = None) -> None:
@@ -94,6 +95,30 @@ def check_process(name: str, opened: int) -> None:
         )
 
 
+_thread = threading.local()  # "state": whose thread it is; "breathing": the same inside of ``breathing``
+
+
+@contextlib.contextmanager
+def breathing() -> Iterator[None]:
+    """Let ``breathe`` have its effect, in a part of a job in whose middle the background may run."""
+    _thread.breathing = getattr(_thread, "state", None)
+    try:
+        yield
+    finally:
+        _thread.breathing = None
+
+
+def breathe() -> None:
+    """Give the background its share of the time, in the middle of a part; does nothing outside of ``breathing``."""
+    state = getattr(_thread, "breathing", None)
+    if state is not None:
+        _thread.breathing = None  # the background does not breathe
+        try:
+            state.share()
+        finally:
+            _thread.breathing = state
+
+
 class _State:
     """What the thread and the worker share; the thread must not hold the worker itself."""
 
@@ -102,6 +127,30 @@ class _State:
         self.changed = threading.Condition()
         self.jobs: deque[Queued] = deque()
         self.closing = False
+        self._began = 0.0
+        self._owed = 0.0
+
+    def begin(self) -> None:
+        """Take note that a part of a job begins now."""
+        self._began = time.monotonic()
+
+    def share(self) -> None:
+        """Give background as long as the job has had since the last time, less by what turns before took longer."""
+        now = time.monotonic()
+        self._owed += now - self._began
+        while self._owed > 0:
+            if self.delay() != 0:
+                self._owed = 0.0
+                break
+            began = time.monotonic()
+            self.turn()
+            self._owed -= time.monotonic() - began
+        self.begin()
+
+    def turn(self) -> None:
+        """Do one part of the background's work, if there is any."""
+        if self.background is not None and self.background.delay() == 0:
+            self.background.turn()
 
     def delay(self) -> float | None:
         return None if self.background is None else self.background.delay()
@@ -134,6 +183,7 @@ if hasattr(os, "register_at_fork"):  # the threads stay behind, and their locks 
 
 def _run(state: _State) -> None:
     running: Running | None = None
+    _thread.state = state
     while True:
         job = None
         with state.changed:
@@ -146,25 +196,18 @@ def _run(state: _State) -> None:
                 job = state.jobs.popleft()
             elif running is None and state.closing:
                 break
-        began = time.monotonic()
+        if job is None and running is None:
+            state.turn()
+            continue
+        state.begin()
         if job is not None:
             running = _started(*job)
             job = None
         elif running is not None:
             running = _continued(*running)
-        if state.background is not None:
-            _turns(state.background, time.monotonic() - began)
+        state.share()
     if state.background is not None:
         state.background.stop()
-
-
-def _turns(background: Background, seconds: float) -> None:
-    """Give background work as long as the part of a call before it took, one turn at least: neither starves."""
-    until = time.monotonic() + seconds
-    while background.delay() == 0:
-        background.turn()
-        if time.monotonic() >= until:
-            return
 
 
 def _started(job: Callable[[], object], future: Result) -> Running | None:

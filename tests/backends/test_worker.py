@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlkit.backends.worker import Worker
+from rlkit.backends.worker import Worker, breathe, breathing
 
 
 class Turns:
@@ -72,3 +72,48 @@ def test_background_alone(left):
     assert worker.submit(lambda: 3).result(timeout=10) == 3
     worker.close()
     assert len(turns.done) == left
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_turns_in_the_middle_of_a_part(inside):
+    """Where it breathes, and only inside of ``breathing``; a turn that breathes has no turns in it."""
+    turns, seen = Turns(10**9, 0.002), []
+    turn = turns.turn
+    turns.turn = lambda: (turn(), breathe(), seen.append(len(turns.done)))
+
+    def job():
+        def whole():
+            for _ in range(5):
+                time.sleep(0.01)
+                breathe()
+            return len(turns.done)
+
+        if not inside:
+            return whole()
+        with breathing():
+            return whole()
+
+    worker = Worker("test", turns)
+    before = len(turns.done)
+    during = worker.submit(job).result(timeout=20) - before
+    turns.left = 0
+    worker.close()
+    assert (during >= 5) is inside
+    assert seen == list(range(1, len(turns.done) + 1))
+
+
+def test_long_turns_do_not_starve_short_parts():
+    """A turn that takes longer than a part is paid back before the next one."""
+    turns, ends = Turns(10**9, 0.05), []
+    worker = Worker("test", turns)
+    worker.submit(lambda: parts(60, 0.002, ends)).result(timeout=20)
+    during = sum(ends[0] < t < ends[-1] for t in turns.done)
+    turns.left = 0
+    worker.close()
+    assert during < 30  # as much time as the parts have is that of 3 turns
+
+
+def test_breathing_elsewhere_does_nothing():
+    """In a thread that is no worker's."""
+    with breathing():
+        breathe()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rlkit.backends.local.gemm.lora_linear import LoraLinear
+from rlkit.backends.worker import breathe
 
 __all__ = ["Attention", "Layer", "run_layer"]
 
@@ -236,14 +237,17 @@ class _RunLayer(torch.autograd.Function):
         dx, gradients = ctx.layer.backward(
             grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
         )
+        breathe()
         return dx, None, None, None, *gradients
 
 
 def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention) -> torch.Tensor:
     """``Layer.forward`` as autograd sees it."""
-    if not torch.is_grad_enabled():
-        return layer.forward(x, rope, attention)[0]
-    out: torch.Tensor = _RunLayer.apply(x, layer, rope, attention, *layer.parameters)
+    if torch.is_grad_enabled():
+        out: torch.Tensor = _RunLayer.apply(x, layer, rope, attention, *layer.parameters)
+    else:
+        out = layer.forward(x, rope, attention)[0]
+    breathe()
     return out
 
 

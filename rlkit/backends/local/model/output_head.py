@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address, upcast
 from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
+from rlkit.backends.worker import breathe
 
 __all__ = ["CHUNK", "KEPT", "Unembedding", "read_in_chunks", "read_logits"]
 
@@ -114,6 +115,7 @@ class _Logprobs(torch.autograd.Function):
         low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
         kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
         for part in _chunks(n):
+            breathe()
             out[part], p, total = _softmax(
                 buffer, hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part)
             )
@@ -146,6 +148,7 @@ class _Logprobs(torch.autograd.Function):
                 _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
                 p.div_(total)
             db.addmm_(p.t(), low[part], alpha=-1)
+            breathe()
         ctx.kept = None
         return slope * g, da, db, *[None] * 5
 
@@ -189,6 +192,7 @@ def read_in_chunks(
         def read(
             rows: torch.Tensor, ids: Mapping[str, torch.Tensor | None] = ids, warm: torch.Tensor | None = warm
         ) -> dict[str, torch.Tensor]:
+            breathe()
             return read_logits(logits(rows), ids, warm)
 
         if torch.is_grad_enabled():

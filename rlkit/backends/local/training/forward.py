@@ -24,6 +24,7 @@ from rlkit.backends.local.training.long_micro_batch import LongMicroBatch, Read,
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.local.training.recomputed_attention import RECOMPUTED
 from rlkit.backends.local.training.rows import Storage
+from rlkit.backends.worker import breathe
 from rlkit.types import Datum
 
 __all__ = ["ChunkedLlamaForward", "RecomputingForward", "training_forward"]
@@ -49,7 +50,22 @@ def training_forward(model: object, base: Base, scale: float, budget: int, folde
         base.known["trees"] = base.plain and _trees_agree(base)
     if base.known["trees"] and _is_eager(model):
         use_attention(model, RECOMPUTED)
+    _breathe_between_layers(model)
     return RecomputingForward(model, budget, trees=base.known["trees"])
+
+
+def _breathe_between_layers(model: object) -> None:
+    """Call ``breathe`` after the forward and the backward of every module that is one of a list, as layers are."""
+
+    def hook(_: nn.Module, __: object, output: object) -> None:
+        breathe()
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _: breathe())
+
+    if isinstance(model, nn.Module):
+        for layer in [layer for x in model.modules() if isinstance(x, nn.ModuleList) for layer in x]:
+            layer.register_forward_hook(hook)
 
 
 def _is_eager(model: object) -> bool:

@@ -25,6 +25,7 @@ from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.training.chunked_attention import ChunkAttention
 from rlkit.backends.local.training.micro_batches import MicroBatch
 from rlkit.backends.local.training.rows import Rows, Storage
+from rlkit.backends.worker import breathe
 
 __all__ = ["LongMicroBatch", "Read", "outputs_in_chunks"]
 
@@ -119,7 +120,9 @@ class LongMicroBatch:
         qkv, _ = layer.project(x)
         self._kv.write(chunk, _side_by_side(*layer.keys_values(qkv, rope)))
         attended, _ = self._attentions[i].forward(chunk, layer.queries(qkv, rope), self._kv)
-        return layer.output(layer.up_to_down(x, attended))[0]
+        out = layer.output(layer.up_to_down(x, attended))[0]
+        breathe()
+        return out
 
     def _backward_head(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients of the head's parameters; those of the residual stream are written over it."""
@@ -167,6 +170,7 @@ class LongMicroBatch:
                 grads.write(chunk, dx)
             new = [*before, *after]
             sums = [a.add_(b) for a, b in zip(sums, new, strict=True)] if sums else new
+            breathe()
         return sums
 
     def _rope(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.memory import telling
+from rlkit.backends.worker import breathing
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
@@ -162,7 +164,12 @@ class LocalTrainer:
         if part.entropy is not None:
             tensors.append(flat["entropy"])
             gradients.append(torch.cat([part.entropy[i] for i in places]))
-        torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+        with self._breathing():
+            torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+
+    def _breathing(self) -> contextlib.AbstractContextManager[None]:
+        """Let samples be decoded between the layers of a micro-batch, which takes seconds on a CPU."""
+        return breathing() if self._device.type == "cpu" else contextlib.nullcontext()
 
     def _store(
         self, outputs: Outputs, batch: MicroBatch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]
@@ -178,7 +185,7 @@ class LocalTrainer:
         self, data: Sequence[Datum], batch: MicroBatch, names: Sequence[str], *, gradient: bool
     ) -> dict[str, torch.Tensor]:
         """Flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
-        with torch.set_grad_enabled(gradient):
+        with torch.set_grad_enabled(gradient), self._breathing():
             if self._value_head is not None:
                 return {"values": self.forward.values(batch, self._value_head)}
             chosen = [data[i] for i in batch.members]
