@@ -503,7 +503,6 @@ def test_saves_of_other_shapes_are_refused(connect, tiny, tmp_path):
     ("options", "match"),
     [
         ({"dtype": "float16"}, "dtype"),
-        ({"dtype": None}, "dtype"),
         ({"merge": 1}, "merge"),
         ({"merge": "yes"}, "merge"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
