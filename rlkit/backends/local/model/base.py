@@ -21,10 +21,10 @@ from rlkit.backends.local.gemm import mixed
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.device import device_of, to_device
 from rlkit.backends.local.model.hub import located, model_path
-from rlkit.backends.local.model.lengths import context, indexed
+from rlkit.backends.local.model.lengths import context
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
-from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, called_linears, causal, logits_at, probe_of
+from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, causal, logits_at, probe_of, trainable_linears
 from rlkit.backends.local.model.tree_attention import Segment, TreeAttention
 from rlkit.backends.local.model.windows import layer_windows, shorten
 from rlkit.backends.transformers_tokenizer import LocalTokenizer
@@ -172,8 +172,8 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
         raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason}") from error
     probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
     try:
-        linear = called_linears(model, probe)
-        right = causal(model, probe) and not indexed(model.config.get_text_config(), max_length)
+        linear = trainable_linears(model, probe)
+        right = causal(model, probe)
     except FAILURES as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model {name!r} cannot compute a text of {probe.tokens.size} tokens: {reason}") from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["context", "indexed", "thresholds"]
+__all__ = ["context", "thresholds"]
 
 OTHERS = re.compile(r"layer|expert|head|multiple|pattern")  # numbers of something else than tokens
 UNBOUNDED = 2**20  # the context of a model whose config names none
@@ -19,7 +19,9 @@ def context(config: object) -> int:
 
     Rotary positions of the type "longrope" choose their frequencies by the longest sequence computed: beyond
     ``original_max_position_embeddings`` a token's logprob would depend on the tokens after it. So the context ends
-    there. ("dynamic" ones do so beyond ``max_position_embeddings``, which is the context anyway.)
+    there. ("dynamic" ones do so beyond ``max_position_embeddings``, which is the context anyway.) Sparse attention that
+    picks which tokens are seen does so by scores of which many are equal, and which of those it takes depends on the
+    length of the row: its context ends where it begins to pick.
     """
     limits = (getattr(config, x, None) for x in ("max_position_embeddings", "max_seq_len", "max_sequence_length"))
     whole = next((int(x) for x in limits if isinstance(x, int) and x > 0), UNBOUNDED)
@@ -28,12 +30,8 @@ def context(config: object) -> int:
         if rope.get("rope_type") == "longrope":
             end = rope.get("original_max_position_embeddings")
             ends.append(int(end or getattr(config, "original_max_position_embeddings", None) or whole))
-    return min(ends)
-
-
-def indexed(config: object, longest: int) -> bool:
-    """Return whether an indexer picks which tokens are seen: of equal scores, any, so that lengths decide."""
-    return (getattr(config, "index_topk", None) or longest) < longest
+    picked = (getattr(config, name, None) for name in ("index_topk", "keep_window_size"))
+    return min([*ends, *(x for x in picked if isinstance(x, int) and x > 0)])
 
 
 def thresholds(config: Any, longest: int) -> list[int]:

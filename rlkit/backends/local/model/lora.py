@@ -69,14 +69,14 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
     """
     names = lora_targets(base, lora)
     model = _peft_model(base, lora, names)
-    missing = set(names) - adapter_of(model).keys()
+    missing = (set(names) - adapter_of(model).keys()) | _lost(model)
     if missing and lora.target_modules is None:  # peft takes names of dense layers for experts
         short = {_last(name) for name in missing}
         names = [name for name in names if _last(name) not in short]
         if not names:
             raise ConfigError(_rewritten(base, lora, missing))
         model = _peft_model(base, lora, names)
-    odd = set(names) ^ adapter_of(model).keys()
+    odd = (set(names) ^ adapter_of(model).keys()) | _lost(model)
     if odd:
         raise ConfigError(_rewritten(base, lora, odd))
     if fresh and lora.train_mlp and lora.target_modules is None and (missing or _experts(base.model)):
@@ -123,6 +123,22 @@ def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
         except (ValueError, TypeError, NotImplementedError) as error:
             reason = str(error).splitlines()[0][:300]
             raise ConfigError(f"{lora}: peft cannot adapt {_listed(names)} of {_kind(base)}: {reason}") from error
+
+
+def _lost(model: Any) -> set[str]:
+    """Return the modules whose saved adapters peft would not find again: it renames them as the model's checkpoints."""
+    import peft
+
+    pairs = adapter_of(model)
+    saved = {
+        f"base_model.model.{name}.lora_{x}.weight": tensor.detach()
+        for name, pair in pairs.items()
+        for x, tensor in zip("AB", pair, strict=True)
+    }
+    with PROCESS_WIDE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        missing = peft.set_peft_model_state_dict(model, saved).missing_keys
+    return {name for name in pairs if any(f".{name}.lora_" in key for key in missing)}
 
 
 def _unusable(model: nn.Module, name: str) -> bool:

@@ -23,10 +23,10 @@ __all__ = [
     "SLOTS",
     "WHOLE",
     "Probe",
-    "called_linears",
     "causal",
     "logits_at",
     "probe_of",
+    "trainable_linears",
 ]
 
 SHORT, WINDOW = 9, 15
@@ -132,43 +132,63 @@ def logits_at(model: Any, rows: np.ndarray, index: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def causal(model: Any, probe: Probe) -> bool:
     """Return whether a row's logits depend neither on the tokens behind nor on a longer row beside it."""
-    tokens, places, half = probe.tokens, probe.places, probe.tokens.size // 2
+    tokens, places = probe.tokens, probe.places
     other = tokens[::-1][:-3].copy()
-    few, begin = places[places < other.size], places[places < half]
+    few = places[places < other.size]
     rows = np.stack([tokens, np.append(other, np.zeros(3, np.int64))])
     expected = [logits_at(model, tokens[None], places), logits_at(model, other[None], few)]
-    beside = logits_at(model, rows, np.concatenate([places, tokens.size + few]))
-    begun = logits_at(model, tokens[None, :half], begin)
-    whole = torch.cat([*expected, expected[0][: begin.size]])
-    return probe.agrees(torch.cat([beside, begun]), whole, slack=5)
+    beside = [logits_at(model, rows, np.concatenate([places, tokens.size + few]))]
+    for length in (tokens.size // 2, tokens.size - 3):
+        begin = places[places < length]
+        beside.append(logits_at(model, tokens[None, :length], begin))
+        expected.append(expected[0][: begin.size])
+    return probe.agrees(torch.cat(beside), torch.cat(expected), slack=5)
 
 
-@torch.no_grad()
-def called_linears(model: Any, probe: Probe) -> frozenset[str]:
-    """Return the names of the linear modules that a forward on text calls, and whose output is a tensor.
+def trainable_linears(model: Any, probe: Probe) -> frozenset[str]:
+    """Return the names of the linear modules on which an adapter learns: their product enters the logits.
 
-    The others do nothing for text (a vision tower), are read past the module (a state-space mixer's ``dt_proj``), or
-    give more than a product (routers of some kinds). An expert may be idle for a few tokens and counts as its
-    neighbours do.
+    Others are not called for text (a vision tower), are read past the module (a state-space mixer's ``dt_proj``), give
+    something else than the product (routers of some kinds, products by groups), or only choose what is computed (an
+    indexer), so that no gradient comes back. An expert may be idle for a few tokens and counts as its neighbours do.
     """
     linear = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and name}
-    called: set[str] = set()
+    marks: dict[str, torch.Tensor] = {}  # a zero that is added to the output
+    odd: set[str] = set()
     hooks = []
     for name, module in linear.items():
 
-        def note(_: nn.Module, __: Any, out: Any, name: str = name) -> None:
-            if isinstance(out, torch.Tensor):
-                called.add(name)
+        def mark(module: nn.Module, args: tuple[Any, ...], out: Any, name: str = name) -> Any:
+            if not _is_product(module, args, out):
+                odd.add(name)
+                return out
+            return out + marks.setdefault(name, out.new_zeros((), requires_grad=True))
 
-        hooks.append(module.register_forward_hook(note))
+        hooks.append(module.register_forward_hook(mark))
     try:
-        model(input_ids=torch.from_numpy(probe.tokens[None, :SHORT]).to(model.device), use_cache=False)
+        with torch.enable_grad():
+            tokens = torch.from_numpy(probe.tokens[None, :SHORT]).to(model.device)
+            total = model(input_ids=tokens, use_cache=False).logits.float().sum()
+            gradients = torch.autograd.grad(total, list(marks.values()), allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
-    patterns = {_pattern(name) for name in called}
-    experts = {name for name in linear if "expert" in name and _pattern(name) in patterns}
-    return frozenset(name for name in called | experts if linear[name].weight.is_floating_point())
+    learns = {name for name, gradient in zip(marks, gradients, strict=True) if gradient is not None} - odd
+    patterns = {_pattern(name) for name in learns}
+    experts = {name for name in linear.keys() - marks.keys() - odd if "expert" in name and _pattern(name) in patterns}
+    return frozenset(name for name in learns | experts if linear[name].weight.is_floating_point())
+
+
+@torch.no_grad()
+def _is_product(module: Any, args: tuple[Any, ...], out: object) -> bool:
+    """Return whether a linear module gave x W^T + b."""
+    if not (args and isinstance(out, torch.Tensor) and out.is_floating_point()):
+        return False
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+    if not weight.is_floating_point():
+        return False
+    product = nn.functional.linear(args[0], weight, module.bias)
+    return product.shape == out.shape and bool((product - out).norm() <= 1e-2 * product.norm() + 1e-30)
 
 
 def _pattern(name: str) -> str:
