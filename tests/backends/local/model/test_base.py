@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.model.device import device_of  # noqa: E402
 from rlkit.backends.local.model.lora import lora_targets  # noqa: E402
-from tests.models.families import FAMILIES, build  # noqa: E402
+from tests.models.families import FAMILIES  # noqa: E402
+from tests.models.family import build  # noqa: E402
 
 SMALL = rlkit.Adam(learning_rate=1e-5)
 

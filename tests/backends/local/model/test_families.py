@@ -13,7 +13,8 @@ import pytest
 
 import rlkit
 from tests.backends.local import white_box
-from tests.models.families import FAMILIES, LENGTH, build
+from tests.models.families import FAMILIES
+from tests.models.family import LENGTH, build
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
@@ -117,7 +118,9 @@ def test_path(made):
     base = made.policy.base
     assert ("own" if base.llama else base.known["way"]) == made.family.path
     assert base.known.get("continues", True) == (made.family.model_type not in NOT_CONTINUED)
-    assert base.max_length == (48 if "longrope" in str(made.family.settings) else LENGTH) or base.max_length == 2**20
+    settings = made.family.settings
+    picked = settings.get("index_topk") or settings.get("keep_window_size") or LENGTH
+    assert base.max_length == (48 if "longrope" in str(settings) else picked) or base.max_length == 2**20
 
 
 def test_export_and_greedy(made, tmp_path):
