@@ -38,7 +38,7 @@ MORE = {
         "aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, note=NO_EXPERTS
     ),
     "axk1": Family("axk1", SHARED | LATENT | SPARSE, note=NO_EXPERTS),
-    "axk2": Family("axk2", SHARED | LATENT | SPARSE | INDEX | {"gated_norm_rank": 4}, "cache", NO_EXPERTS),
+    "axk2": Family("axk2", SHARED | LATENT | SPARSE | INDEX | {"gated_norm_rank": 4}, "whole", NO_EXPERTS),
     "bailing_hybrid": Family("bailing_hybrid", KIMI, "cache", NO_EXPERTS),
     "biogpt": Family("biogpt"),
     "bitnet": Family("bitnet"),
@@ -58,7 +58,7 @@ MORE = {
         | {"q_lora_rank": 12, "o_lora_rank": 8, "qk_rope_head_dim": 4, "sliding_window": WINDOW}
         # and compressed keys
         | {"num_key_value_heads": 1, "o_groups": 2, "hc_mult": 2},
-        "cache",
+        "whole",
         NO_EXPERTS,
     ),
     "doge": Family("doge", {"sliding_window": None, "keep_window_size": PICKED}, "cache"),
@@ -66,7 +66,7 @@ MORE = {
     "dots3_note_text": Family(
         "dots3_note_text",
         SHARED | LATENT | INDEX | SPARSE | {"sliding_window": WINDOW, "shared_experts_intermediate_size": 24},
-        "cache",
+        "whole",
         NO_EXPERTS,
     ),
     "exaone_moe": Family(
@@ -88,10 +88,10 @@ MORE = {
     "helium": Family("helium"),
     "hrm_text": Family("hrm_text"),
     "hy_v3": Family("hy_v3", EXPERTS | SPARSE | {"num_shared_experts": 1}, note=NO_EXPERTS),
-    "hy_v4": Family("hy_v4", SHARED | LATENT | SPARSE | INDEX, "cache", NO_EXPERTS),
+    "hy_v4": Family("hy_v4", SHARED | LATENT | SPARSE | INDEX, "whole", NO_EXPERTS),
     "hyperclovax": Family("hyperclovax"),
-    "inkling_text": Family("inkling_text", SHARED | INKLING | SPARSE | {"layer_types": None}, "cache", NO_EXPERTS),
-    "inkling2_text": Family("inkling2_text", SHARED | INKLING | {"layer_types": None}, "cache", NO_EXPERTS),
+    "inkling_text": Family("inkling_text", SHARED | INKLING | SPARSE | {"layer_types": None}, "whole", NO_EXPERTS),
+    "inkling2_text": Family("inkling2_text", SHARED | INKLING | {"layer_types": None}, "whole", NO_EXPERTS),
     "internlm3": Family("internlm3"),
     "iquestcoder": Family("iquestcoder"),
     "jais2": Family("jais2"),
@@ -123,7 +123,7 @@ MORE = {
         | SPARSE
         | {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8, "index_topk_blocks": 2}
         | {"index_local_blocks": 1, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "cache",
+        "whole",
         NO_EXPERTS,
     ),
     "ministral": Family("ministral", WINDOWED),
@@ -139,13 +139,10 @@ MORE = {
     "qwen4_exp_text": Family(
         "qwen4_exp_text",
         EXPERTS | LINEAR | SHARES | NGRAMS | {"indexer_compress_ratio": 1, "output_gate_type": "sigmoid"},
-        "cache",
+        "whole",
         NO_EXPERTS,
     ),
     "rwkv": Family("rwkv", {"attention_hidden_size": 32, "context_length": LENGTH}, "whole", gain=3.0),
-    "smollm3, window": Family(
-        "smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": WINDOW}
-    ),
     "solar_open": Family("solar_open", SHARED, note=NAMES),
     "vaultgemma": Family("vaultgemma", WINDOWED),
     "xglm": Family("xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "cache"),

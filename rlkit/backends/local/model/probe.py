@@ -35,19 +35,27 @@ READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for
 # In bfloat16 a small difference looks like rounding. Only these, which test_families.py shows to agree in float32,
 # are computed in slots and as a tree there, or in batches with the library's cache; and the last ones without it.
 _SLOTS = """
-apertus arcee cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3
-gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe
-hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3
-olmoe opt phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 stablelm starcoder2
+afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2 deepseek_v3
+diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text gemma3n_text
+gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+iquestcoder jais2 jetmoe kolibri1 laguna longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3
+mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe
+qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 SLOTS = frozenset(_SLOTS.split())
 _BATCHED = """
-bamba bloom falcon falcon_h1 gpt_neo granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 minimax mpt nemotron_h
-qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+bailing_hybrid bamba bloom codegen doge falcon falcon_h1 falcon_mamba gpt_neo gpt_neox_japanese gptj granitemoehybrid
+jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
+qwen3_next xglm zamba zamba2 zaya
 """
 BATCHED = frozenset(_BATCHED.split())
-NOT_CONTINUED = frozenset({"jamba", "mamba"})  # by several tokens at once
-WHOLE = frozenset({"recurrent_gemma"})
+NOT_CONTINUED = frozenset({"falcon_mamba", "jamba", "mamba"})  # by several tokens at once
+_WHOLE = """
+axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 inkling2_text inkling_text minimax_m3_vl_text
+openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm
+"""
+WHOLE = frozenset(_WHOLE.split())
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)
 
 
