@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import rlkit
-from tests.models.families import FAMILIES, WINDOW, build
+from tests.models.families import FAMILIES
+from tests.models.family import WINDOW, build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models.families import FAMILIES, build
+from tests.models.families import FAMILIES
+from tests.models.family import build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -7,7 +7,8 @@ import pytest
 
 import rlkit
 from tests.backends.local import white_box
-from tests.models.families import FAMILIES, build
+from tests.models.families import FAMILIES
+from tests.models.family import build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
