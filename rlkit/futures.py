@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rlkit import _check
-from rlkit.errors import ArgumentError, BackendTimeout
+from rlkit.errors import ArgumentError, BackendError, BackendTimeout
 
 __all__ = ["Future", "all_done", "settled"]
 
@@ -73,7 +74,7 @@ class Future(Generic[T]):
     3
     """
 
-    __slots__ = ("_convert", "_inner", "_on_drop", "_on_error", "_waiting")
+    __slots__ = ("_convert", "_inner", "_on_drop", "_on_error", "_process", "_waiting")
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Future(Generic[T]):
         self._convert = convert
         self._on_error = on_error
         self._on_drop = on_drop
+        self._process = os.getpid()
         self._waiting: list[None] = []  # one for each reader that waits; appending and popping need no lock
 
     @classmethod
@@ -133,7 +135,12 @@ class Future(Generic[T]):
             results = [future.result() for future in futures]
             return results if convert is None else convert(results)
 
-        return Future(all_done([future._inner for future in futures]), convert=values)  # noqa: SLF001
+        def drop() -> None:
+            for future in futures:
+                if not future._waiting:  # noqa: SLF001  # nobody else waits for it by itself
+                    future._drop()  # noqa: SLF001
+
+        return Future(all_done([future._inner for future in futures]), convert=values, on_drop=drop)  # noqa: SLF001
 
     def done(self) -> bool:
         """Return whether ``result()`` would return or raise at once."""
@@ -144,10 +151,12 @@ class Future(Generic[T]):
 
         Raises:
             BackendTimeout: it is not there yet; the work goes on, and ``result`` may be called again.
+            BackendError: this process was forked off before it was there.
             Exception: whatever the work raised.
         """
         if timeout is not None:
             timeout = _check.real("timeout", timeout, low=0.0, why="seconds")
+        self._check_process()
         self._waiting.append(None)
         interrupted = False
         try:
@@ -171,12 +180,21 @@ class Future(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._inner.done():
+            self._check_process()
             self._waiting.append(None)
             try:
                 yield from settled(self._inner).__await__()
             finally:
                 self._waiting.pop()
         return self.result()
+
+    def _check_process(self) -> None:
+        """Raise BackendError where nobody would ever set it: whoever works on it did not come along in a fork."""
+        if os.getpid() != self._process and not self._inner.done():
+            raise BackendError(
+                f"this future was made in process {self._process}, whose threads did not come along in the fork, and "
+                "was not done then; read it there, or start processes by the method 'spawn'"
+            )
 
     def _drop(self) -> None:
         if self._on_drop is not None and not self._inner.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -253,6 +254,59 @@ def test_after_a_fork_calls_are_refused(policy):
     for name, line in zip(calls, said, strict=False):
         assert line.startswith(f"{name}: the local backend was opened in process {os.getpid()}")
     assert sampler.sample([5], ONE).result()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_future_from_before_a_fork(policy):
+    """Not done by then, it raises in the child, where nobody will ever set it, by every way to read it."""
+    sampler = policy.sampler().result()
+    done, pending = sampler.sample([5, 6], ONE), begun(policy)
+    several = rlkit.Future.all([pending, pending])
+    assert done.result()
+    child = multiprocessing.get_context("fork").Process(target=_read_in_child, args=(done, [pending, several]))
+    child.start()
+    child.join(60)
+    hung = child.exitcode is None
+    if hung:
+        child.kill()
+        child.join()
+    assert not hung
+    assert child.exitcode == 0
+    assert rows(policy) == 3  # the child's end forgot nothing here
+
+
+def _read_in_child(done, futures):
+    async def awaited(future):
+        return await future
+
+    assert done.result()[0].tokens.size == 1
+    for future in futures:
+        for read in (future.result, lambda future=future: asyncio.run(awaited(future))):
+            with pytest.raises(BackendError, match="whose threads did not come along in the fork"):
+                read()
+
+
+def test_ctrl_c_in_many_at_once_makes_room(policy):
+    """What waits for several futures lets all of them go, as ``rlkit.reference_logprobs`` waits for its scores."""
+    sampler = policy.sampler().result()
+    futures = [sampler.sample([5, 6, k], LONG, seed=k) for k in (7, 8)]
+    whole = rlkit.Future.all(futures)
+    assert soon(lambda: rows(policy) >= 1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            whole.result()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert soon(lambda: rows(policy) == 0 and not white_box.waiting(policy))
+    with pytest.raises(BackendError, match="nobody waited for this any more"):
+        whole.result()
 
 
 def torchs(*_, **__):
