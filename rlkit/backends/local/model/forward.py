@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.gemm.lora_linear import Adapter
+from rlkit.backends.local.gemm.packed_linear import PackedLinear
 from rlkit.backends.local.gemm.prepacked import Weight
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.decoder_layer import Attention
@@ -137,8 +138,8 @@ class LibraryForward:
     """The model's own forward.
 
     For sampling its modules hold one adapter at a time. Merged, they get the weight W + scale B A, one copy, computed
-    in float32 and cast; unmerged, the adapter is added to each module's output. The base's own tensors are never
-    written, and a tied head is untied by having a weight of its own.
+    in float32 and cast, and prepacked on a CPU; unmerged, the adapter is added to each module's output. The base's own
+    tensors are never written, and a tied head is untied by having a weight of its own.
 
     Args:
         model: a causal language model: peft's, which trains its adapter, or a tree of modules for ``load`` alone.
@@ -153,6 +154,8 @@ class LibraryForward:
         self._masks = LayerMasks(self._config, model.dtype)
         self.splits: bool | None = None
         self._base_weights: dict[str, nn.Parameter] = {}
+        self._packed: dict[str, PackedLinear] = {}
+        self._merged: list[str] = []  # of those, what has another weight than the base's
         self._hooks: list[RemovableHandle] = []
         self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
 
@@ -163,27 +166,44 @@ class LibraryForward:
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
         for name, weight in self._base_weights.items():
             self.model.get_submodule(name).weight = weight
+        for name in self._merged:
+            self._packed.pop(name).remove()
         for hook in self._hooks:
             hook.remove()
-        for state in (self._base_weights, self._hooks, self._low_rank):
+        for state in (self._base_weights, self._merged, self._hooks, self._low_rank):
             state.clear()
         for name, (a, b) in adapter.items():
             module: Any = self.model.get_submodule(name)
-            if merge:
-                self._base_weights[name] = module.weight
-                merged = merged_weight(module, a, b, scale)
-                if isinstance(module, nn.Linear):  # [in, out] in memory: some tens of rows take a quarter less time
-                    merged = merged.T.contiguous().T
-                module.weight = nn.Parameter(merged, requires_grad=False)
-            else:
+            if not merge:
                 self._hooks.append(module.register_forward_hook(_add_lora(a, b, scale)))
                 self._low_rank += [a, b]
+            elif self._packs(module):
+                if name in self._packed:
+                    self._packed.pop(name).remove()
+                self._packed[name] = PackedLinear(module, merged_weight(module, a, b, scale))
+                self._merged.append(name)
+            else:
+                self._base_weights[name] = module.weight
+                module.weight = nn.Parameter(merged_weight(module, a, b, scale), requires_grad=False)
+        if merge:  # the others, which stay so from adapter to adapter
+            for name, module in self.model.named_modules():
+                if name not in self._packed and self._packs(module):
+                    self._packed[name] = PackedLinear(module)
+
+    def _packs(self, module: nn.Module) -> bool:
+        return type(module) is nn.Linear and self._device.type == "cpu"
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
         head = self.model.get_output_embeddings()
-        linear = [m for m in self.model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-        weights = [m.weight if isinstance(m, nn.Linear) else m.weight.t() for m in linear]
-        return [*weights, *self._low_rank], [head.weight, *self._low_rank]
+        layers: list[Weight] = list(self._low_rank)
+        last: list[Weight] = list(self._low_rank)
+        for name, module in self.model.named_modules():
+            if name in self._packed:
+                (last if module is head else layers).append(self._packed[name].weight)
+            elif isinstance(module, (nn.Linear, Conv1D)):
+                weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+                (last if module is head else layers).append(weight)
+        return layers, last
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         return read_values(self.hidden(inputs), head)
