@@ -20,6 +20,7 @@ import torch
 import workload
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # TRL refuses one on the head
+NAMES += ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"]  # of linear attention, where there is any
 
 
 class _Side:
@@ -105,7 +106,17 @@ class Naive(_Side):
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-4)
 
     @torch.no_grad()
-    def sample(self, lengths: list[int], group: int, tokens: int = workload.TOKENS) -> dict:
+    def sample(self, lengths: list[int], group: int, tokens: int = workload.TOKENS, merged: bool = False) -> dict:
+        """Completions by ``generate`` in one padded batch; merged, merging is not counted."""
+        if merged:
+            self.model.merge_adapter()
+        try:
+            return self._sample(lengths, group, tokens)
+        finally:
+            if merged:
+                self.model.unmerge_adapter()
+
+    def _sample(self, lengths: list[int], group: int, tokens: int) -> dict:
         prompts = workload.prompts(lambda text: self.tokenizer(text).input_ids, lengths)
         began = time.process_time()
         width = max(p.size for p in prompts)

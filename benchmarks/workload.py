@@ -56,3 +56,33 @@ def cut(model: Path, folder: Path, kind: str, layers: int = 10, **settings) -> P
 def advantage(seed: int) -> float:
     """Of a completion."""
     return float(np.random.default_rng(seed).normal())
+
+
+def hybrid(folder: Path, tokenizer: Path) -> Path:
+    """A model like Qwen3.5 with random weights: 6 layers of width 512, 4 of them linear attention."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    linear = {f"linear_num_{kind}_heads": 8 for kind in ("key", "value")}
+    linear |= {f"linear_{kind}_head_dim": 128 for kind in ("key", "value")}
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=49152,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        layer_types=[*["linear_attention"] * 3, "full_attention", "linear_attention", "full_attention"],
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        **linear,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
