@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import ipaddress
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -13,11 +12,12 @@ from http import HTTPStatus
 import attrs
 
 from rlkit._resource import Resource
+from rlkit.backends.tinker.connection import is_loopback
 from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError, Response
 from rlkit.server.service import Service
 
-__all__ = ["Server", "is_loopback"]
+__all__ = ["Server"]
 
 _HEAD_LIMIT = 64 * 2**10
 _BODY_LIMIT = 256 * 2**20
@@ -180,16 +180,6 @@ def _own_name(host: str | None) -> bool:
         return True
     name = host.strip().lower()
     return is_loopback(name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0])
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a name or address is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @attrs.frozen

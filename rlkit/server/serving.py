@@ -11,9 +11,10 @@ from typing import Any
 import rlkit
 from rlkit import _check
 from rlkit.backends.protocol import TrainerBackend
+from rlkit.backends.tinker.connection import is_loopback
 from rlkit.errors import ConfigError
 from rlkit.server.adapter import BackendModels
-from rlkit.server.http import Server, is_loopback
+from rlkit.server.http import Server
 from rlkit.server.service import Service
 
 __all__ = ["serve"]

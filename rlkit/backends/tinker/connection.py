@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient, TrainingClient
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Address", "bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
+__all__ = ["Address", "bounded", "check_model", "hosted", "is_loopback", "sdk", "service_client", "tokenizer_of"]
 
 T = TypeVar("T")
 _CONTACT = 60.0  # seconds for the first answer of a service; afterwards it may take as long as the deadline says
@@ -153,7 +153,7 @@ def _checked_address(address: str | None) -> bool:
         raise ConfigError(form) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(form)
-    local = parts.hostname == "localhost" or _loopback(parts.hostname)
+    local = is_loopback(parts.hostname)
     if parts.scheme == "http" and not local:
         raise ConfigError(
             f"base_url: {parts.hostname} would be sent the key over plain http; use https (http is for this machine "
@@ -175,9 +175,10 @@ def _check_listening(address: str) -> None:
         ) from error
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's own."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
