@@ -9,13 +9,15 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from rlkit import _aliases
 from rlkit.errors import ArgumentError, ConfigError, DataError, RlkitError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _SHOWN = 60
 
 
@@ -149,6 +151,13 @@ def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) ->
     if not isinstance(value, (bool, np.bool_)):
         raise error(where, f"got {shown(value)}", "True or False")
     return bool(value)
+
+
+def optional(
+    check: Callable[Concatenate[str, object, P], T], where: str, value: object, *args: P.args, **kwargs: P.kwargs
+) -> T | None:
+    """Apply a check unless ``value`` is None."""
+    return None if value is None else check(where, value, *args, **kwargs)
 
 
 def choice(where: str, value: object, options: tuple[str, ...], *, error: type[RlkitError] = ConfigError) -> str:

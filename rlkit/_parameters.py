@@ -140,8 +140,7 @@ class Lora:
     def __attrs_post_init__(self) -> None:
         _check.integer("Lora.rank", self.rank, low=1)
         _check.real("Lora.alpha", self.alpha, above=0.0)
-        if self.seed is not None:
-            _check.integer("Lora.seed", self.seed, low=0)
+        _check.optional(_check.integer, "Lora.seed", self.seed, low=0)
         flags = [_check.flag(f"Lora.{n}", getattr(self, n)) for n in ("train_mlp", "train_attn", "train_unembed")]
         if self.target_modules is None and not any(flags):
             raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")

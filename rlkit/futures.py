@@ -154,8 +154,7 @@ class Future(Generic[T]):
             BackendError: this process was forked off before it was there.
             Exception: whatever the work raised.
         """
-        if timeout is not None:
-            timeout = _check.real("timeout", timeout, low=0.0, why="seconds")
+        timeout = _check.optional(_check.real, "timeout", timeout, low=0.0, why="seconds")
         self._check_process()
         self._waiting.append(None)
         interrupted = False

@@ -51,8 +51,7 @@ def rec(
     """
     normalize = _check.flag("normalize", normalize)
     _groups.settings(ddof=ddof, eps=eps, singleton=singleton)
-    if drop is not None:
-        _check.choice("drop", drop, ("balance",))
+    _check.optional(_check.choice, "drop", drop, ("balance",))
     if (rng is not None) != (drop is not None) or (rng is not None and not isinstance(rng, np.random.Generator)):
         raise ConfigError("rng", f"got {_check.shown(rng)}", 'a numpy Generator with drop="balance" only')
     groups = Groups.parse(rewards)

@@ -81,8 +81,7 @@ class LocalCritic(InProcessCritic):
         offload_folder: str | Path | None = None,
     ) -> None:
         start = Start.of("critic", model, lora, folder, resume_from, init_from)
-        if micro_batch_tokens is not None:
-            _check.integer("micro_batch_tokens", micro_batch_tokens, low=1)
+        _check.optional(_check.integer, "micro_batch_tokens", micro_batch_tokens, low=1)
         rows_in = existing_folder(offload_folder)
         saved = saves.read(start.path, backend="local-critic") if start.path is not None else None
         if model is None and saved is not None:

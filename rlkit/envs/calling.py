@@ -174,8 +174,7 @@ async def call(
     >>> asyncio.run(call(divmod, 7, 2, timeout=10))
     (3, 1)
     """
-    if timeout is not None:
-        _check.real("timeout", timeout, low=0.0, why="seconds")
+    _check.optional(_check.real, "timeout", timeout, low=0.0, why="seconds")
     return cast("_T", await Running(where, fn, args, _home.current()).result(timeout))
 
 

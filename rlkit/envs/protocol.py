@@ -82,19 +82,14 @@ class TaskSettings:
 
     def __attrs_post_init__(self) -> None:
         for name in ("n", "min_n", "max_tokens", "max_turns", "max_total_tokens"):
-            if getattr(self, name) is not None:
-                _check.integer(f"TaskSettings.{name}", getattr(self, name), low=1)
+            _check.optional(_check.integer, f"TaskSettings.{name}", getattr(self, name), low=1)
         if self.n is not None and self.min_n is not None:
             _check.integer("TaskSettings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
-        if self.temperature is not None:
-            _check.temperature("TaskSettings.temperature", self.temperature, zero=True)
-        if self.deadline is not None:
-            _check.real("TaskSettings.deadline", self.deadline, above=0.0, why="seconds")
-        if self.reduction is not None:
-            _check.choice("TaskSettings.reduction", self.reduction, _REDUCTIONS)
+        _check.optional(_check.temperature, "TaskSettings.temperature", self.temperature, zero=True)
+        _check.optional(_check.real, "TaskSettings.deadline", self.deadline, above=0.0, why="seconds")
+        _check.optional(_check.choice, "TaskSettings.reduction", self.reduction, _REDUCTIONS)
         for name in _ENDS:
-            if getattr(self, name) is not None:
-                _check.real(f"TaskSettings.{name}", getattr(self, name))
+            _check.optional(_check.real, f"TaskSettings.{name}", getattr(self, name))
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise ConfigError(
                 "TaskSettings.nonterminal_reward", "is given, and nonterminal_override too", "one of the two"
@@ -133,8 +128,7 @@ class Task:
     def __attrs_post_init__(self) -> None:
         _check.require(callable(self.make), "Task.make", self.make, "a callable")
         check_name("Task.name", self.name)
-        if self.seed is not None:
-            _check.integer("Task.seed", self.seed, low=0)
+        _check.optional(_check.integer, "Task.seed", self.seed, low=0)
         _check.require(isinstance(self.settings, TaskSettings), "Task.settings", self.settings, "TaskSettings")
 
 

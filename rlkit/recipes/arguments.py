@@ -26,8 +26,7 @@ def estimator_args(
     """Return the estimator's settings, the threshold of groups that train, and what has no effect."""
     args = dict(settings.advantage_fn_args or {})
     threshold = args.pop("std_threshold", None)
-    if threshold is not None:
-        threshold = _check.real("algorithm.advantage_fn_args.std_threshold", threshold, low=0.0)
+    threshold = _check.optional(_check.real, "algorithm.advantage_fn_args.std_threshold", threshold, low=0.0)
     if function is None:
         if args:
             raise contradiction("advantage_fn_args", args, f"{settings.algorithm_type} has no advantages")

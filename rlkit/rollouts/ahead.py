@@ -94,8 +94,7 @@ def async_rollouts(
         batches = tasks
     else:
         raise ConfigError("tasks", f"got {_check.shown(tasks)}", "a set of tasks, or a function of the step")
-    if steps is not None:
-        _check.integer("steps", steps, low=0)
+    _check.optional(_check.integer, "steps", steps, low=0)
     for name, value, low in (("start", start, 0), ("max_lag", max_lag, 0), ("interval", interval, 1)):
         _check.integer(name, value, low=low)
     _check.require(play is None or callable(play), "play", play, "an async function")

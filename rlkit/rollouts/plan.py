@@ -98,18 +98,15 @@ class Plan:
             _check.integer(f"Plan.{name}", getattr(self, name), low=1)
         _check.integer("Plan.seed", self.seed, low=0)
         _check.integer("Plan.refill", self.refill, low=0)
-        if self.min_n is not None:
-            _check.integer("Plan.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
+        _check.optional(_check.integer, "Plan.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
         for name, low in (("max_turns", 1), ("max_total_tokens", 1), ("max_length", 2)):
-            if getattr(self, name) is not None:
-                _check.integer(f"Plan.{name}", getattr(self, name), low=low)
+            _check.optional(_check.integer, f"Plan.{name}", getattr(self, name), low=low)
         for name in ("deadline", "close_timeout", "call_timeout"):
             if name != "call_timeout" or self.call_timeout is not None:
                 _check.real(f"Plan.{name}", getattr(self, name), above=0.0, why="seconds")
         _check.real("Plan.share", self.share, above=0.0, high=1.0)
         _check.flag("Plan.shared_start", self.shared_start)
-        if self.progress is not None:
-            _check.flag("Plan.progress", self.progress)
+        _check.optional(_check.flag, "Plan.progress", self.progress)
         _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
             raise ConfigError("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat")

@@ -43,8 +43,7 @@ class Replay:
         self.max_age = _check.integer("max_age", max_age, low=0)
         self.draws = _check.integer("draws", draws, low=0)
         self._seed = _check.integer("seed", seed, low=0)
-        if capacity is not None:
-            _check.integer("capacity", capacity, low=1)
+        _check.optional(_check.integer, "capacity", capacity, low=1)
         self._groups: deque[Group] = deque(maxlen=capacity)
 
     def add(self, groups: Iterable[Group] | Group) -> None:

@@ -42,8 +42,7 @@ class Retention:
 
     def __attrs_post_init__(self) -> None:
         _check.integer("Retention.last", self.last, low=1, why="the latest is what a run goes on from")
-        if self.every is not None:
-            _check.integer("Retention.every", self.every, low=1)
+        _check.optional(_check.integer, "Retention.every", self.every, low=1)
         _check.integer("Retention.best", self.best, low=0)
         _check.flag("Retention.lowest", self.lowest)
         _check.require(self.metric is None or isinstance(self.metric, str), "Retention.metric", self.metric, "a name")

@@ -56,8 +56,7 @@ class Fault:
         _check.choice("Fault.when", self.when, ("before", "after"))
         if self.kind == "opfail" and self.when == "after":
             raise ConfigError("Fault(kind='opfail'): an operation that failed had no effect; expected when='before'")
-        if self.times is not None:
-            _check.integer("Fault.times", self.times, low=1)
+        _check.optional(_check.integer, "Fault.times", self.times, low=1)
         _check.integer("Fault.skip", self.skip, low=0)
         _check.real("Fault.seconds", self.seconds, low=0.0)
 

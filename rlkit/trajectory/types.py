@@ -140,12 +140,10 @@ class Trajectory:
         for name in ("ended", "env"):
             text(f"Trajectory.{name}", getattr(self, name))
         for name in ("index", "seed"):
-            if getattr(self, name) is not None:
-                _check.integer(f"Trajectory.{name}", getattr(self, name), low=0, error=DataError)
+            _check.optional(_check.integer, f"Trajectory.{name}", getattr(self, name), low=0, error=DataError)
         _check.choice("Trajectory.reduction", self.reduction, REDUCTIONS, error=DataError)
         for name in ("nonterminal_reward", "nonterminal_override"):
-            if getattr(self, name) is not None:
-                _check.real(f"Trajectory.{name}", getattr(self, name), error=DataError)
+            _check.optional(_check.real, f"Trajectory.{name}", getattr(self, name), error=DataError)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise DataError("Trajectory.nonterminal_reward", "is given, and nonterminal_override too", "one of the two")
         numbers("Trajectory.metrics", self.metrics)

@@ -112,8 +112,7 @@ class TinkerBackend(BaseTrainer):
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
         _check.choice("server_losses", server_losses, ("own", "all", "never"))
         seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
-        if ttl is not None:
-            _check.integer("ttl", ttl, low=3600, why="seconds, an hour or more")
+        _check.optional(_check.integer, "ttl", ttl, low=3600, why="seconds, an hour or more")
         address = connection.Address(base_url, api_key, project, metadata, resend)
         session = Session.open(client, address, seconds)
         self._session = session

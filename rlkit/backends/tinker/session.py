@@ -55,8 +55,7 @@ class Session:
     @classmethod
     def open(cls, client: ServiceClient | None, address: connection.Address, seconds: float) -> Session:
         """Open a session of the user's client, or a new one."""
-        if address.resend is not None:
-            _check.flag("resend", address.resend)
+        _check.optional(_check.flag, "resend", address.resend)
         until = time.monotonic() + seconds
         if client is None:
             made, link = connection.service_client(address, seconds)
@@ -107,8 +106,7 @@ class Session:
 
     def max_length(self, model: str | None, given: int | None) -> int:
         """Return the longest sequence: what the user says, but no more than what the service says."""
-        if given is not None:
-            _check.integer("max_length", given, low=2)
+        _check.optional(_check.integer, "max_length", given, low=2)
         known = self.models.get(model or "")
         if known is None:
             return given or _CONTEXT
@@ -152,8 +150,7 @@ class Session:
     def expire(self, path: str, seconds: int | None) -> Future[None]:
         """Have a saved state removed in ``seconds``."""
         _checked_any("expire", path)
-        if seconds is not None:
-            _check.integer("expire(seconds)", seconds, low=3600, why="an hour or more")
+        _check.optional(_check.integer, "expire(seconds)", seconds, low=3600, why="an hour or more")
         asked = self._rest().set_checkpoint_ttl_from_tinker_path(path, seconds).future()
         return self._future("expire", asked, _nothing, path=path)
 
