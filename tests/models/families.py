@@ -257,13 +257,13 @@ FAMILIES = {
     "deepseek_v32": Family(
         "deepseek_v32",
         {**SHARED, **LATENT, "index_topk": 80, "index_n_heads": 2, "index_head_dim": 8},
-        "whole",
+        "cache",
         NAMES,
     ),
     "glm_moe_dsa": Family(
         "glm_moe_dsa",
         {**SHARED, **LATENT, "index_topk": 80, "index_n_heads": 2, "index_head_dim": 8},
-        "whole",
+        "cache",
         NAMES,
     ),
 }

@@ -38,7 +38,7 @@ MORE = {
         "aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, note=NO_EXPERTS
     ),
     "axk1": Family("axk1", SHARED | LATENT | SPARSE, note=NO_EXPERTS),
-    "axk2": Family("axk2", SHARED | LATENT | SPARSE | INDEX | {"gated_norm_rank": 4}, "whole", NO_EXPERTS),
+    "axk2": Family("axk2", SHARED | LATENT | SPARSE | INDEX | {"gated_norm_rank": 4}, "cache", NO_EXPERTS),
     "bailing_hybrid": Family("bailing_hybrid", KIMI, "cache", NO_EXPERTS),
     "biogpt": Family("biogpt"),
     "bitnet": Family("bitnet"),
@@ -66,7 +66,7 @@ MORE = {
     "dots3_note_text": Family(
         "dots3_note_text",
         SHARED | LATENT | INDEX | SPARSE | {"sliding_window": WINDOW, "shared_experts_intermediate_size": 24},
-        "whole",
+        "cache",
         NO_EXPERTS,
     ),
     "exaone_moe": Family(
@@ -88,10 +88,10 @@ MORE = {
     "helium": Family("helium"),
     "hrm_text": Family("hrm_text"),
     "hy_v3": Family("hy_v3", EXPERTS | SPARSE | {"num_shared_experts": 1}, note=NO_EXPERTS),
-    "hy_v4": Family("hy_v4", SHARED | LATENT | SPARSE | INDEX, "whole", NO_EXPERTS),
+    "hy_v4": Family("hy_v4", SHARED | LATENT | SPARSE | INDEX, "cache", NO_EXPERTS),
     "hyperclovax": Family("hyperclovax"),
-    "inkling_text": Family("inkling_text", SHARED | INKLING | SPARSE | {"layer_types": None}, "whole", NO_EXPERTS),
-    "inkling2_text": Family("inkling2_text", SHARED | INKLING | {"layer_types": None}, "whole", NO_EXPERTS),
+    "inkling_text": Family("inkling_text", SHARED | INKLING | SPARSE | {"layer_types": None}, "cache", NO_EXPERTS),
+    "inkling2_text": Family("inkling2_text", SHARED | INKLING | {"layer_types": None}, "cache", NO_EXPERTS),
     "internlm3": Family("internlm3"),
     "iquestcoder": Family("iquestcoder"),
     "jais2": Family("jais2"),
@@ -123,7 +123,7 @@ MORE = {
         | SPARSE
         | {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8, "index_topk_blocks": 2}
         | {"index_local_blocks": 1, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "whole",
+        "request",
         NO_EXPERTS,
     ),
     "ministral": Family("ministral", WINDOWED),

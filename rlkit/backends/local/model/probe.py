@@ -45,15 +45,14 @@ qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma y
 """
 SLOTS = frozenset(_SLOTS.split())
 _BATCHED = """
-bailing_hybrid bamba bloom codegen doge falcon falcon_h1 falcon_mamba gpt_neo gpt_neox_japanese gptj granitemoehybrid
-jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-qwen3_next xglm zamba zamba2 zaya
+axk2 bailing_hybrid bamba bloom codegen deepseek_v32 doge dots3_note_text falcon falcon_h1 falcon_mamba glm_moe_dsa
+gpt_neo gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3
+mamba mamba2 minimax mpt nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next xglm zamba zamba2 zaya
 """
 BATCHED = frozenset(_BATCHED.split())
 NOT_CONTINUED = frozenset({"falcon_mamba", "jamba", "mamba"})  # by several tokens at once
 _WHOLE = """
-axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 inkling2_text inkling_text minimax_m3_vl_text
-openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm
+deepseek_v4 openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm
 """
 WHOLE = frozenset(_WHOLE.split())
 FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError, AssertionError)

@@ -18,6 +18,7 @@ import torch
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -76,8 +77,34 @@ class HybridLayer(AttentionLayer, LinearAttentionAndFullAttentionLayer):
     """Keys, values and states of a layer that has both."""
 
     def __init__(self, window: int | None, states: int) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=states)
         AttentionLayer.__init__(self, window)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+
+class IndexedLayer(AttentionLayer, DynamicIndexedLayer):
+    """Keys, values, and the keys [R, 1, C, D] of an indexer, which chooses the tokens that are seen.
+
+    Attributes:
+        index_end: columns of the indexer that are filled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index: torch.Tensor | None = None
+        self.index_end = 0
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the next columns [R, T, D], and return all."""
+        return self.update_index(indexer_key_states[:, None])[:, 0]
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """Write the next columns [R, 1, T, D], and return all; MiniMax's name of it."""
+        begin, self.index_end = self.index_end, self.index_end + idx_k.shape[2]
+        if self.index is None:
+            self.index = idx_k
+            return idx_k
+        self.index[: idx_k.shape[0], :, begin : self.index_end] = idx_k
+        return self.index[: idx_k.shape[0], :, : self.index_end]
 
 
 @attrs.frozen
@@ -217,12 +244,16 @@ class RowCache:
         for layer in self.library.layers:
             if isinstance(layer, AttentionLayer):
                 layer.end = end
+            if isinstance(layer, IndexedLayer):
+                layer.index_end = end
 
     def _leaves(self) -> Iterator[_Leaf]:
         for layer in self.library.layers:
             if isinstance(layer, AttentionLayer) and layer.keys is not None:
                 yield _Leaf(vars(layer), "keys", columns=True)
                 yield _Leaf(vars(layer), "values", columns=True)
+            if isinstance(layer, IndexedLayer) and layer.index is not None:
+                yield _Leaf(vars(layer), "index", columns=True)
             for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
                 yield from (_Leaf(states, i, columns=False) for i, state in states.items() if state is not None)
         states = getattr(self.library, "linear_cache", [])  # MiniMax's
@@ -237,6 +268,8 @@ def _own(layer: Any) -> Any:
         return AttentionLayer(getattr(layer, "sliding_window", None))
     if type(layer) in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
         return HybridLayer(getattr(layer, "sliding_window", None), layer.number_of_states)
+    if type(layer) is DynamicIndexedLayer or hasattr(layer, "idx_keys"):
+        return IndexedLayer()
     if type(layer) in (LinearAttentionLayer, DummyLayer):
         return layer
     raise NotImplementedError(f"a cache with {type(layer).__name__}")
