@@ -2,6 +2,8 @@
 
     python benchmarks/draw.py [--rows 32 64] [--rounds 5] [--threads 1]
 
+Penalties look at a prompt and a completion of 500 tokens each.
+
 Logits are random: "peaked" ones keep some tens of tokens at top_p 0.95, as a tuned model does, "flat" ones thousands.
 Milliseconds of CPU per token go to the screen and to benchmarks/results/draw.json, with the number of kernels that a
 step launches for all rows together.
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit import SamplingParams
 from rlkit.backends.drawing import draw
+from rlkit.backends.penalties import TokenCounts
 
 VOCABULARIES = {"SmolLM2": 49152, "Qwen": 151936}
 OPTIONS: Mapping[str, Mapping[str, float]] = {
@@ -30,6 +33,10 @@ OPTIONS: Mapping[str, Mapping[str, float]] = {
     "top_p 0.95": {"top_p": 0.95},
     "top_k 50": {"top_k": 50},
     "top_k 20, top_p 0.8": {"top_k": 20, "top_p": 0.8},
+    "min_p 0.1": {"min_p": 0.1},
+    "repetition 1.1": {"repetition_penalty": 1.1},
+    "presence, frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "all": {"top_k": 50, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": 0.5},
 }
 SHAPES = {"peaked": 8.0, "flat": 3.0}
 VIEWS = ("view", "expand", "slice", "select", "unsqueeze", "squeeze", "_unsafe_view", "alias", "t", "split", "detach")
@@ -66,15 +73,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     results = {}
+    prompt, completion = (np.random.default_rng(seed).integers(0, 49152, 500) for seed in (1, 2))
     for rows in options.rows:
         uniforms = np.random.default_rng(0).random(rows)
         for name, size in VOCABULARIES.items():
             for shape, scale in SHAPES.items():
                 logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)) * scale
-                sides = {
-                    title: partial(draw, logits, [SamplingParams(**settings)] * rows, uniforms)  # type: ignore[arg-type]
-                    for title, settings in OPTIONS.items()
-                }
+                sides = {}
+                for title, settings in OPTIONS.items():
+                    params = SamplingParams(**settings)  # type: ignore[arg-type]
+                    counts = [TokenCounts.of(params, prompt) for _ in range(rows)]
+                    for each in counts:
+                        for token in completion.tolist() if each is not None else ():
+                            each.add(token)
+                    sides[title] = partial(draw, logits, [params] * rows, uniforms, counts)
                 for title, took in milliseconds(sides, options.rounds).items():
                     with Kernels() as kernels:
                         sides[title]()
