@@ -147,6 +147,7 @@ FAMILIES = {
         }
         | {"vocab_size_per_layer_input": 300, "global_head_dim": 8},
         "slots",
+        gain=5.0,
     ),
     "olmo3": Family("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}, "slots"),
     "cohere2": Family("cohere2", {"sliding_window": WINDOW, "layer_types": MIXED}, "slots"),

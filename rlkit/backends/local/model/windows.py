@@ -107,8 +107,8 @@ class LayerMasks:
     def __init__(self, config: object, dtype: torch.dtype) -> None:
         windows = layer_windows(config) or [None]
         self._windows: Mapping[str, Window | None] = dict(zip(layer_types(config), windows, strict=False))
-        # The library's own kernel takes a mask of either kind; other attention adds it to the scores, whatever it is.
-        self._added = dtype if getattr(config, "_attn_implementation", None) != "sdpa" else None
+        # The library's own ("eager") attention adds the mask to the scores, whatever that is.
+        self._added = dtype if getattr(config, "_attn_implementation", None) == "eager" else None
 
     def of(
         self, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor | None = None

@@ -34,7 +34,7 @@ __all__ = ["ChunkedLlamaForward", "RecomputingForward", "training_forward"]
 STAY = 8
 
 
-def training_forward(model: object, base: Base, scale: float, budget: int, folder: Path | None = None) -> Forward:
+def training_forward(model: Any, base: Base, scale: float, budget: int, folder: Path | None = None) -> Forward:
     """Return rlkit's own forward where it computes what the library's does, else the library's.
 
     Args:
@@ -48,7 +48,7 @@ def training_forward(model: object, base: Base, scale: float, budget: int, folde
         return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
     if "trees" not in base.known:
         base.known["trees"] = base.plain and _trees_agree(base)
-    if base.known["trees"] and _is_eager(model):
+    if base.known["trees"] and _recomputes(model, base):
         use_attention(model, RECOMPUTED)
     _breathe_between_layers(model)
     return RecomputingForward(model, budget, trees=base.known["trees"])
@@ -68,9 +68,13 @@ def _breathe_between_layers(model: object) -> None:
             layer.register_forward_hook(hook)
 
 
-def _is_eager(model: object) -> bool:
-    config: Any = getattr(model, "config")  # noqa: B009  # of peft's, which has the model's attributes
-    return getattr(config.get_text_config(), "_attn_implementation", None) == "eager"
+def _recomputes(model: Any, base: Base) -> bool:
+    """Return whether a tree's attention is computed block by block: on a CPU, and where torch has no kernel for it.
+
+    Models that compute attention by themselves take no other; they keep their own.
+    """
+    eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
+    return (eager or base.device.type == "cpu") and bool(model.is_backend_compatible())
 
 
 class ChunkedLlamaForward(LlamaForward):
@@ -172,7 +176,7 @@ def _trees_agree(base: Base) -> bool:
         mask = np.isin(np.arange(sequence.size + 1), places + 1)
         data.append(Datum(np.append(sequence, 0), mask))
     library = base.trial()
-    trained = base.trial(RECOMPUTED) if _is_eager(library) else library
+    trained = base.trial(RECOMPUTED) if _recomputes(library, base) else library
     forward = LibraryForward(library)
     (batch,) = pack(data, 4 * tokens.size)
     try:

@@ -19,7 +19,7 @@ from rlkit.backends.local.training import recomputed_attention as recomputed  # 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", [None, 7, "masked"])
 def test_it_is_the_attention_of_its_definition(softcap, has_sinks, window, monkeypatch):
     """Output and all gradients, in float64, a few queries at a time."""
     monkeypatch.setattr(recomputed, "QUERIES", 8)
@@ -31,8 +31,9 @@ def test_it_is_the_attention_of_its_definition(softcap, has_sinks, window, monke
     q, k, v, sinks = random(2, 6, 21, 8), random(2, 2, 21, 8), random(2, 2, 21, 8), random(6)
     positions = torch.arange(21)
     seen = (positions <= positions[:, None])[None, None].expand(2, 1, -1, -1)
-    seen = windows.narrowed(seen, window and windows.Window(window), positions.expand(2, -1))
-    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    mask = None if window is None else seen
+    if window == 7:
+        seen = mask = windows.narrowed(seen, windows.Window(7), positions.expand(2, -1))
     given = {"scaling": 0.3, "softcap": softcap, "s_aux": sinks if has_sinks else None}
     found, _ = recomputed.recomputed_attention(None, q, k, v, mask, **given)
 
