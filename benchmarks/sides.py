@@ -95,6 +95,29 @@ class Rlkit(_Side):
         self.policy.optim_step(self.rlkit.Adam()).result()
         return {"cpu": time.process_time() - began, "tokens": len(data) * workload.TOKENS}
 
+    def supervised(self, texts: list[list[int]]) -> dict:
+        """A gradient and an update on texts of (prompt, completion) tokens."""
+        data = [
+            self.rlkit.Datum.supervised(prompt, completion)
+            for prompt, completion in workload.texts(self.policy.tokenizer.vocab_size, texts)
+        ]
+        began = time.process_time()
+        self.policy.forward_backward(data, "cross_entropy")
+        self.policy.optim_step(self.rlkit.Adam()).result()
+        return {"cpu": time.process_time() - began, "tokens": sum(map(sum, texts))}
+
+    def preferences(self, texts: list[list[int]]) -> dict:
+        """A gradient and an update of DPO on pairs behind one prompt, the reference's logprobs included."""
+        pairs = workload.pairs(self.policy.tokenizer.vocab_size, texts)
+        data = [self.rlkit.Datum.supervised(prompt, completion) for prompt, completion in pairs]
+        began = time.process_time()
+        with self.policy.base_sampler().result() as sampler:
+            futures = [sampler.logprobs(datum.tokens) for datum in data]
+            scored = [datum.with_inputs(reference_logprobs=f.result()) for datum, f in zip(data, futures, strict=True)]
+        self.policy.forward_backward(scored, "dpo")
+        self.policy.optim_step(self.rlkit.Adam()).result()
+        return {"cpu": time.process_time() - began, "tokens": sum(d.tokens.size for d in data)}
+
 
 class Naive(_Side):
     """The plain use of transformers and peft."""
@@ -164,6 +187,46 @@ class Naive(_Side):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {"cpu": time.process_time() - began, "tokens": len(rows) * workload.TOKENS}
+
+    def supervised(self, texts: list[list[int]]) -> dict:
+        """One text at a time, with logits of completions alone."""
+        rows = workload.texts(self.model.config.vocab_size, texts)
+        began = time.process_time()
+        body, head = self.model.base_model.model.model, self.model.base_model.model.lm_head
+        for prompt, completion in rows:
+            ids = torch.from_numpy(np.concatenate([prompt, completion]))
+            hidden = body(input_ids=ids[None], use_cache=False).last_hidden_state[0, prompt.size - 1 : -1]
+            torch.nn.functional.cross_entropy(head(hidden).float(), ids[prompt.size :], reduction="sum").backward()
+        return self._stepped(began, sum(map(sum, texts)))
+
+    def preferences(self, texts: list[list[int]], micro_batch: int = 4) -> dict:
+        """As trainers of preferences do: chosen and rejected rows of some pairs padded, the reference beside."""
+        rows = workload.pairs(self.model.config.vocab_size, texts)
+        began = time.process_time()
+        for start in range(0, len(rows), 2 * micro_batch):
+            chosen = rows[start : start + 2 * micro_batch]
+            with torch.no_grad(), self.model.disable_adapter():
+                reference = self._sums(chosen)
+            margin = self._sums(chosen) - reference
+            (-torch.nn.functional.logsigmoid(0.1 * (margin[0::2] - margin[1::2]))).sum().backward()
+        return self._stepped(began, sum(p.size + c.size for p, c in rows))
+
+    def _sums(self, rows: list) -> torch.Tensor:
+        """Logprobs [B] of completions, by one padded batch."""
+        width = max(p.size + c.size for p, c in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        mask, own = torch.zeros_like(ids), torch.zeros(len(rows), width)
+        for row, (p, c) in enumerate(rows):
+            ids[row, : p.size + c.size] = torch.from_numpy(np.concatenate([p, c]))
+            mask[row, : p.size + c.size] = 1
+            own[row, p.size : p.size + c.size] = 1
+        logits = self.model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
+        return (logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * own[:, 1:]).sum(-1)
+
+    def _stepped(self, began: float, tokens: int) -> dict:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"cpu": time.process_time() - began, "tokens": tokens}
 
 
 class Trl(_Side):

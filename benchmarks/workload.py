@@ -35,6 +35,22 @@ def completion(vocab_size: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(100, vocab_size - 100, TOKENS)
 
 
+def texts(vocab_size: int, lengths) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A prompt and a completion of each of ``lengths``, fixed tokens."""
+    draw = [np.random.default_rng(k).integers(100, vocab_size - 100, sum(pair)) for k, pair in enumerate(lengths)]
+    return [(tokens[:prompt], tokens[prompt:]) for tokens, (prompt, _) in zip(draw, lengths, strict=True)]
+
+
+def pairs(vocab_size: int, lengths) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two completions behind each prompt: (prompt, chosen, rejected) tokens, chosen and rejected in turn."""
+    rows = []
+    for k, (prompt, *completions) in enumerate(lengths):
+        draw = np.random.default_rng(k)
+        begin = draw.integers(100, vocab_size - 100, prompt)
+        rows += [(begin, draw.integers(100, vocab_size - 100, n)) for n in completions]
+    return rows
+
+
 def cut(model: Path, folder: Path, kind: str, layers: int = 10, **settings) -> Path:
     """The first layers of a Llama as another architecture that reads the same weights."""
     import transformers
