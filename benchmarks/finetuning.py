@@ -4,8 +4,8 @@
 
 The first 10 layers of SmolLM2-135M. SFT: 9 texts of 20 to 900 tokens, the naive loop takes one at a time and computes
 logits of completions alone. DPO: 6 pairs behind prompts of 40 to 150 tokens, the naive loop pads 4 pairs and computes
-the reference without the adapter; on both sides the reference counts. Each side is a process of its own; they take turns
-after a warm-up. CPU seconds go to the screen and to benchmarks/results/finetuning.json.
+the reference without the adapter; on both sides the reference counts. Each side is a process of its own; they take
+turns after a warm-up. CPU seconds go to the screen and to benchmarks/results/finetuning.json.
 """
 
 from __future__ import annotations

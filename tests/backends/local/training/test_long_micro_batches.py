@@ -28,7 +28,8 @@ from rlkit.backends.local.training.flex_attention import MaskedAttention  # noqa
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.backends.local.training.test_micro_batches import batches_of_data, random_tree, relative  # noqa: E402
-from tests.models import families  # noqa: E402
+from tests.models.families import FAMILIES  # noqa: E402
+from tests.models.family import build  # noqa: E402
 
 WHOLE = 10**6
 
@@ -330,7 +331,7 @@ def test_the_librarys_layers_are_computed_again(tiny, kind, tmp_path):
     data = long_tree(np.random.default_rng(3))
     grads, kept = [], []
     if kind == "zamba2":  # whose layers have others within
-        model = str(families.build(families.FAMILIES[kind], tmp_path / kind))
+        model = str(build(FAMILIES[kind], tmp_path / kind))
     else:
         model = tiny(kind)
     for policy in policies(model, [8], lora=rlkit.Lora(rank=2, train_mlp=kind != "mixtral")):
