@@ -26,7 +26,7 @@ class TokenCounts:
     >>> for token in (5, 9, 9):
     ...     counts.add(token)
     >>> counts.ids.tolist(), counts.counts.tolist()
-    ([5, 7, 9], [1, 0, 2])
+    ([5, 7, 9], [1.0, 0.0, 2.0])
     """
 
     def __init__(self, prompt: np.ndarray) -> None:

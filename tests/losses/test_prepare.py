@@ -210,7 +210,7 @@ def test_behaviour_must_have_probabilities():
     (datum,), _ = datums(driver, inputs)
     with pytest.raises(DataError, match=r"data\[0\] was sampled greedily"):
         prepare("ppo").check([attrs.evolve(datum, temperature=0.0)])
-    with pytest.raises(DataError, match=r"data\[0\] was sampled with top_p or top_k"):
+    with pytest.raises(DataError, match=r"data\[0\] was sampled with top_p, top_k, min_p or a penalty"):
         prepare("ppo").check([attrs.evolve(datum, truncated=True)])
     for changed in ({"temperature": 0.0}, {"truncated": True}):
         for name in ("cross_entropy", "reinforce"):

@@ -32,7 +32,7 @@ def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sli
     come_from = np.zeros(units + 1, int)
     for i in range(units):
         cost = costs(i, budget)
-        limit = max(budget, int(longer * cost[0])) if cost[0] > budget else budget
+        limit = int(longer * cost[0]) if longer > 1.0 and cost[0] > budget else budget
         cost = costs(i, limit) if limit > budget else cost
         cost = cost[: max(1, np.searchsorted(cost, limit, "right"))]
         ends = np.arange(i + 1, i + 1 + cost.size)
