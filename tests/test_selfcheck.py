@@ -93,6 +93,13 @@ def test_options_of_the_self_check(capsys):
     assert main(["doctor", "--device", "tpu9"]) == 2
 
 
+def test_what_cannot_be_checked_is_refused_at_once(tmp_path, capsys):
+    """Before minutes are spent: a device that is not there, a report that could not be written."""
+    for arguments in (["--device", "cuda:9"], ["--device", "meta"], ["--device", "cpu", "--out", str(tmp_path)]):
+        assert main(["doctor", *arguments]) == 2
+        assert capsys.readouterr().err.startswith("rlkit doctor: ")
+
+
 def test_a_device_that_was_not_checked_is_told_once(tmp_path, monkeypatch):
     """By ``connect``, with the command; never after the check has passed, and never for a CPU."""
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))

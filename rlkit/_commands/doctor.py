@@ -74,6 +74,9 @@ def _check_device(options: argparse.Namespace) -> int:
             raise missing("rlkit doctor --device", package, "local")
     from rlkit._selfcheck import self_check
 
+    out = Path(options.out) if options.out is not None else None
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out: got {options.out}; expected a file in a folder that exists")
     report = self_check(
         options.device,
         shape=options.shape,
@@ -81,8 +84,8 @@ def _check_device(options: argparse.Namespace) -> int:
         say=lambda text: print(f"... {text}", file=sys.stderr, flush=True),
     )
     print(report.text())
-    if options.out is not None:
-        Path(options.out).write_text(report.json(), "utf-8")
+    if out is not None:
+        out.write_text(report.json(), "utf-8")
     return 0 if report.right else 1
 
 

@@ -139,9 +139,8 @@ class Stop:
         self._ids = frozenset(ids) if stop == () else frozenset([*ids, *tokenizer.eos_ids])
         self._texts = [x for x in stop or () if isinstance(x, str)]
         self._ends = {"\ufffd", *(x[-1] for x in self._texts)}
-        # A token other than a special one stands for at least one byte; the rest is for tokens that join differently
-        # at the start of a text.
-        self._window = max((len(x.encode()) for x in self._texts), default=0) + 8
+        # The rest is for tokens that join differently at the start of a text.
+        self._longest = max(map(len, self._texts), default=0) + 8
         self._tokenizer = tokenizer
         self._known = _characters_of(tokenizer)
 
@@ -152,7 +151,11 @@ class Stop:
             return True
         if not self._texts or self._ends.isdisjoint(self._characters(last)):
             return False
-        text = self._tokenizer.decode(tokens[-self._window :], skip_special=False)
+        window = self._longest
+        text = self._tokenizer.decode(tokens[-window:], skip_special=False)
+        while len(text) < self._longest and window < len(tokens):  # tokens of parts of a character, or of no text
+            window *= 2
+            text = self._tokenizer.decode(tokens[-window:], skip_special=False)
         return any(x in text for x in self._texts)
 
     def _characters(self, token: int) -> frozenset[str]:

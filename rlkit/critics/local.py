@@ -91,7 +91,8 @@ class LocalCritic(InProcessCritic):
         lora = None if lora is None else attrs.evolve(lora, train_unembed=False)  # its output is not looked at
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora(train_unembed=False)
         place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
-        dtype = dtype or str(resumed.get("dtype") or default_dtype(place))
+        if dtype is None:
+            dtype = str(resumed.get("dtype") or default_dtype(place))
         base = load_base(model, dtype, place)
         micro_batch_tokens = int(
             micro_batch_tokens or resumed.get("micro_batch_tokens") or micro_batch_tokens_for(base)

@@ -96,3 +96,15 @@ def test_a_tokenizer_without_hash_is_as_good():
 
     stop = Stop(("lo",), Odd())
     assert [stop(list(b"hello")[:size]) for size in range(1, 6)] == [False] * 4 + [True]
+
+
+def test_tokens_of_no_text_within_a_stop_string():
+    """However many there are, as ids above a tokenizer's own in a padded vocabulary."""
+
+    class Padded(ByteTokenizer):
+        def decode(self, tokens, *, skip_special=True):
+            return super().decode([token for token in tokens if token < 256], skip_special=skip_special)
+
+    stop = Stop(("A$",), Padded())
+    tokens = [*b"say A", *[300] * 50, *b"$"]
+    assert [stop(tokens[:size]) for size in range(1, len(tokens) + 1)] == [False] * (len(tokens) - 1) + [True]

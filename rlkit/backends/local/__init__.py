@@ -133,7 +133,8 @@ class LocalBackend(InProcessBackend):
         entropy = entropy_of(seed)
 
         place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
-        dtype = dtype or str(resumed.get("dtype") or default_dtype(place))
+        if dtype is None:
+            dtype = str(resumed.get("dtype") or default_dtype(place))
         self.base = base = load_base(model, dtype, place)
         warn_untried(place)
         self._lora = lora
@@ -147,7 +148,7 @@ class LocalBackend(InProcessBackend):
         _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
         small = base.nbytes < _MERGED_UNDER and dtype == "float32"
-        self._merge = small if merge == "auto" else merge
+        self._merge = bool(resumed.get("merge", small)) if merge == "auto" else merge
         self._settings = {
             "model": located(model),
             "dtype": dtype,

@@ -18,24 +18,24 @@ def device_of(device: str | None) -> torch.device:
         device: its name; None is a GPU of CUDA where there is one, else the CPU.
 
     Raises:
-        ConfigError: no device has that name.
+        ConfigError: no device has that name, or there is none of it here.
 
     >>> device_of("cpu:0")
     device(type='cpu')
     """
     try:
-        named = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        named = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            _check.problem("device", f"got {_check.shown(device)}", "a torch device", str(error))
-        ) from error
-    if named.type in ("cpu", "meta"):
-        return torch.device(named.type)
-    if named.index is not None:
-        return named
-    if named.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else named
-    return torch.device(named.type, 0)
+        raise ConfigError("device", f"got {_check.shown(device)}", "a torch device", str(error)) from error
+    there = {"cpu": 1, "meta": 0, "mps": int(torch.backends.mps.is_available())}
+    count = torch.cuda.device_count() if named.type == "cuda" else there.get(named.type, 1 + (named.index or 0))
+    if (named.index or 0) >= count:
+        raise ConfigError("device", f"got {device!r}", "a device that computes, of those that torch finds here")
+    if named.type == "cpu":
+        return torch.device("cpu")
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(named.type, named.index or 0)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

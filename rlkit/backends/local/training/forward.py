@@ -25,6 +25,7 @@ from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.local.training.recomputed_attention import RECOMPUTED
 from rlkit.backends.local.training.rows import Storage
 from rlkit.backends.worker import breathe
+from rlkit.errors import ConfigError
 from rlkit.types import Datum
 
 __all__ = ["ChunkedLlamaForward", "RecomputingForward", "training_forward"]
@@ -43,9 +44,17 @@ def training_forward(model: Any, base: Base, scale: float, budget: int, folder: 
         scale: of its adapters.
         budget: tokens computed at once.
         folder: where long micro-batches keep what a CPU's memory should not hold; None for nowhere.
+
+    Raises:
+        ConfigError: a folder is given, and the library's forward, which uses none, computes the model.
     """
     if base.llama:
         return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
+    if folder is not None:
+        kind = base.model.config.model_type
+        raise ConfigError(
+            "offload_folder", f"got {str(folder)!r}", "None", f"rlkit's own forward uses it, not {kind}'s"
+        )
     if "trees" not in base.known:
         base.known["trees"] = base.plain and _trees_agree(base)
     if base.known["trees"] and _recomputes(model, base):

@@ -119,6 +119,7 @@ def test_a_model_is_read_straight_to_its_device(tiny, monkeypatch):
         raise Seen
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(rlkit.ConfigError, match="Seen"):
         load_base(tiny("llama"), "float32", "cuda:1")
     assert asked == [{"": torch.device("cuda:1")}]
@@ -129,19 +130,25 @@ def test_a_device_has_one_name(tiny, monkeypatch):
     base = load_base(tiny("llama"), "float32", "cpu")
     assert load_base(tiny("llama"), "float32", "cpu:0") is base
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert device_of("cuda") == device_of("cuda:3") == device_of(None) != device_of("cuda:0")
     assert device_of("mps") == device_of("mps:0")
 
 
-@pytest.mark.parametrize(
-    "damage", ["no weights", "bad config", "unknown type", "no tokenizer", "an encoder", "a device"]
-)
+@pytest.mark.parametrize("device", ["cuda", "cuda:9", "mps", "meta", "cpu:1", "tpu", ""])
+def test_a_device_that_is_not_there(tiny, device):
+    """It is what the error names, not the model."""
+    with pytest.raises(rlkit.ConfigError, match="^device: got "):
+        rlkit.connect("local", model=tiny("llama"), device=device)
+
+
+@pytest.mark.parametrize("damage", ["no weights", "bad config", "unknown type", "no tokenizer", "an encoder"])
 def test_a_model_that_cannot_be_loaded(tiny, tmp_path, damage):
     """Whatever a library raises is a ConfigError that says which model and why."""
     folder = copied(tiny("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    options = {}
     if damage == "no weights":
         (folder / "model.safetensors").unlink()
     elif damage == "bad config":
@@ -151,14 +158,12 @@ def test_a_model_that_cannot_be_loaded(tiny, tmp_path, damage):
     elif damage == "no tokenizer":
         for file in folder.glob("*token*"):
             file.unlink()
-    elif damage == "an encoder":
+    else:
         shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
         bert = transformers.BertConfig(**shape, vocab_size=config["vocab_size"], is_decoder=False)
         transformers.BertLMHeadModel(bert).save_pretrained(folder)
-    else:
-        options = {"device": "meta"}
     with pytest.raises(rlkit.ConfigError, match="model") as caught:
-        connect(folder, **options)
+        connect(folder)
     assert str(folder) in str(caught.value)
 
 

@@ -94,15 +94,24 @@ def test_a_resumed_run_keeps_its_options(tiny, tmp_path):
     """What changes numbers: dtype and micro-batches; an option that is given wins, and ``init_from`` begins anew."""
     options = {"device": "cpu", "folder": tmp_path}
     with rlkit.connect(
-        "local", model=tiny("llama"), lora=rlkit.Lora(rank=2), dtype="bfloat16", micro_batch_tokens=77, **options
+        "local",
+        model=tiny("llama"),
+        lora=rlkit.Lora(rank=2),
+        dtype="bfloat16",
+        micro_batch_tokens=77,
+        merge=True,
+        **options,
     ) as first:
         path = first.save("x").result()
     with rlkit.connect("local", resume_from=path, **options) as resumed:
         assert resumed.base.model.dtype == torch.bfloat16
         assert resumed._settings["micro_batch_tokens"] == 77
+        assert resumed._settings["merge"] is True
     with rlkit.connect("local", resume_from=path, dtype="float32", micro_batch_tokens=78, **options) as changed:
         assert changed.base.model.dtype == torch.float32
         assert changed._settings["micro_batch_tokens"] == 78
     with rlkit.connect("local", init_from=path, **options) as fresh:
         assert fresh.base.model.dtype == torch.float32
         assert fresh._settings["micro_batch_tokens"] == 1024
+    with rlkit.connect("local", resume_from=path, merge=False, **options) as changed:
+        assert changed._settings["merge"] is False

@@ -323,6 +323,8 @@ def test_the_folder_has_to_be_there(tiny, tmp_path):
     for folder in (tmp_path / "none", 3):
         with pytest.raises(ConfigError, match="offload_folder: .*an existing folder"):
             rlkit.connect("local", model=tiny("llama"), offload_folder=folder)
+    with pytest.raises(ConfigError, match="offload_folder: got .* expected None .*not gpt2's"):
+        rlkit.connect("local", model=tiny("gpt2"), offload_folder=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mixtral", "mamba", "bloom", "zamba2"])
