@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlkit._calls import caller
 from rlkit._interaction import Action, Message
 from rlkit._lazy import missing
 from rlkit.backends.protocol import Tokenizer
@@ -232,9 +233,8 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
     except Exception as error:
         where = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if choice == "auto":  # nobody asked for it: the model's own template does
-            warnings.warn(
-                f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}", RuntimeWarning, stacklevel=4
-            )
+            text = f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}"
+            warnings.warn(text, RuntimeWarning, stacklevel=caller())
             return None
         what = f"{choice if isinstance(choice, str) else type(choice).__name__!r} cannot be used ({where})"
         raise ConfigError("Chat.renderer", what, "a renderer for this model", _INSTEAD) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import rlkit
+from rlkit._calls import caller
 from rlkit.backends.local.model.hub import cache_folder
 
 __all__ = ["note_tried", "silence", "warn_untried"]
@@ -25,7 +26,7 @@ def warn_untried(device: torch.device) -> None:
     warnings.warn(
         f"this version of rlkit was not checked on this device yet; `rlkit doctor --device {device}` does so in at "
         "most ten minutes, and its report is welcome",
-        stacklevel=4,
+        stacklevel=caller(),
     )
 
 

@@ -53,6 +53,7 @@ def made(request, tmp_path_factory):
             "local", model=folder, lora=rlkit.Lora(rank=4), seed=0, device="cpu", micro_batch_tokens=200, folder=root
         )
     said = [str(w.message) for w in caught if "its experts get no adapter" in str(w.message)]
+    assert {w.filename for w in caught if str(w.message) in said} <= {__file__}  # the line of whoever connects
     assert len(said) == ("experts" in family.note)
     assert any("nor do" in text for text in said) == ("dense layers" in family.note)
     rng = np.random.default_rng(0)
