@@ -26,7 +26,6 @@ def draw(
         logits: float tensor [B, V].
         params: one per row.
         uniforms: float64 [B] in [0, 1): row b takes the first token whose cumulated probability exceeds its share.
-
         counts: one per row, of the tokens that are penalized; None where no row has a penalty.
 
     Returns:

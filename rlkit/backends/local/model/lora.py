@@ -70,14 +70,15 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
     """
     names = lora_targets(base, lora)
     model = _peft_model(base, lora, names)
-    missing = (set(names) - adapter_of(model).keys()) | _lost(model)
+    odd = _odd(model, names)
+    missing = odd & set(names)
     if missing and lora.target_modules is None:  # peft takes names of dense layers for experts
         short = {_last(name) for name in missing}
         names = [name for name in names if _last(name) not in short]
         if not names:
             raise ConfigError(_rewritten(base, lora, missing))
         model = _peft_model(base, lora, names)
-    odd = (set(names) ^ adapter_of(model).keys()) | _lost(model)
+        odd = _odd(model, names)
     if odd:
         raise ConfigError(_rewritten(base, lora, odd))
     if fresh and lora.train_mlp and lora.target_modules is None and (missing or _experts(base.model)):
@@ -126,8 +127,11 @@ def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
             raise ConfigError(f"{lora}: peft cannot adapt {_listed(names)} of {_kind(base)}: {reason}") from error
 
 
-def _lost(model: Any) -> set[str]:
-    """Return the modules whose saved adapters peft would not find again: it renames them as the model's checkpoints."""
+def _odd(model: Any, names: Iterable[str]) -> set[str]:
+    """Return the modules whose adapter is missing, was not asked for, or would be lost by peft when it loads.
+
+    For peft renames what was saved as it renames the model's checkpoints.
+    """
     import peft
 
     pairs = adapter_of(model)
@@ -137,9 +141,9 @@ def _lost(model: Any) -> set[str]:
         for x, tensor in zip("AB", pair, strict=True)
     }
     with PROCESS_WIDE, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        missing = peft.set_peft_model_state_dict(model, saved).missing_keys
-    return {name for name in pairs if any(f".{name}.lora_" in key for key in missing)}
+        warnings.simplefilter("ignore")  # of what is missing, which is what is asked here
+        lost = peft.set_peft_model_state_dict(model, saved).missing_keys
+    return (set(names) ^ pairs.keys()) | {name for name in pairs if any(f".{name}.lora_" in key for key in lost)}
 
 
 def _unusable(model: nn.Module, name: str) -> bool:

@@ -113,11 +113,11 @@ class Scheduler:
             return
         try:
             self._decode(lane, started)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001  # as above: those being decoded get it
             self._fail([*started, *(row.request for row in lane.decoder.abandon())], error)
         try:
             self._score(lane)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001  # as above: those being scored get it
             self._fail(lane.end_scoring(), error)
 
     def invariant(self, snapshot: Snapshot) -> bool:
