@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkit
 from rlkit._selfcheck import models
+from rlkit.backends.local.cache.kv_attention import CachedTokens
+from rlkit.backends.local.cache.kv_cache import KVCache
 from rlkit.backends.local.gemm.lora_linear import LoraPair
 from rlkit.backends.local.model.base import Base, load_base
 from rlkit.backends.local.model.defaults import default_dtype
 from rlkit.backends.local.model.forward import LlamaForward
-from rlkit.backends.local.sampling.kv_attention import CachedTokens
-from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.local.training.micro_batches import pack
 
 __all__ = ["Launches", "decode", "of_a_layer", "train"]

@@ -8,10 +8,10 @@ import attrs
 import torch
 
 from rlkit._selfcheck.launches import Launches
+from rlkit.backends.local.cache import kv_attention
 from rlkit.backends.local.model import fused_layer
 from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.llama import fuse_layers
-from rlkit.backends.local.sampling import kv_attention
 from rlkit.backends.local.training import flex_attention
 
 META = torch.device("meta")

@@ -1,1 +1,1 @@
-"""Sampling: the scheduler, continuous batching over a KV cache, prefix cache, CUDA graphs, and the sampler itself."""
+"""Sampling: the scheduler, continuous batching and its decoders, CUDA graphs, scoring, and the sampler itself."""

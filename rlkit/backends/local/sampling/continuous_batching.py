@@ -12,6 +12,11 @@ import numpy as np
 import torch
 
 from rlkit.backends.drawing import draw
+from rlkit.backends.local.cache.kv_attention import CachedTokens, SharedPrefix
+from rlkit.backends.local.cache.kv_cache import KVCache
+from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, block_names
+from rlkit.backends.local.cache.shared_lru import Together
+from rlkit.backends.local.cache.tree_cache import TreeCache
 from rlkit.backends.local.gemm.batch_invariance import MAX_ROWS, invariant_row_multiple, padding_unit
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.defaults import rows_that_fit
@@ -19,14 +24,9 @@ from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs, key_bucket, row_bucket
 from rlkit.backends.local.sampling.decoder import Decoder
-from rlkit.backends.local.sampling.kv_attention import CachedTokens, SharedPrefix
-from rlkit.backends.local.sampling.kv_cache import KVCache
-from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow, ScoreRequest
 from rlkit.backends.local.sampling.scoring import TREE_TOKENS, score_batches, score_tree
-from rlkit.backends.local.sampling.shared_lru import Together
 from rlkit.backends.local.sampling.snapshots import Snapshot
-from rlkit.backends.local.sampling.tree_cache import TreeCache
 from rlkit.backends.sampling import rounded_up
 
 __all__ = ["ContinuousBatching"]

@@ -22,12 +22,12 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.local.cache.kv_attention import CachedTokens
+from rlkit.backends.local.cache.kv_cache import KVCache
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import LlamaForward
-from rlkit.backends.local.sampling.kv_attention import CachedTokens
-from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.sampling import rounded_up
 
 __all__ = ["CudaGraphs", "key_bucket", "row_bucket"]

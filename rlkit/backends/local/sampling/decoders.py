@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlkit.backends.local.cache.kv_attention import ATTENTION
+from rlkit.backends.local.cache.kv_cache import KVCache
+from rlkit.backends.local.cache.shared_lru import Together
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.forward import LibraryForward, LlamaForward
 from rlkit.backends.local.model.probe import BATCHED, FAILURES, NOT_CONTINUED, WHOLE, logits_at
@@ -17,11 +20,8 @@ from rlkit.backends.local.sampling.cache_probe import cache_agrees, parts_agree,
 from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching
 from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs
 from rlkit.backends.local.sampling.decoder import Decoder
-from rlkit.backends.local.sampling.kv_attention import ATTENTION
-from rlkit.backends.local.sampling.kv_cache import KVCache
 from rlkit.backends.local.sampling.library_batching import LibraryBatching
 from rlkit.backends.local.sampling.library_decoder import LibraryDecoder
-from rlkit.backends.local.sampling.shared_lru import Together
 
 __all__ = ["decoder_for"]
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from rlkit.backends.local.cache.row_cache import RowCache
+from rlkit.backends.local.cache.sequence_cache import CachedSequence, SequenceCache
+from rlkit.backends.local.cache.shared_lru import Together
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.sampling.library_decoder import TOKENS, LibraryDecoder
 from rlkit.backends.local.sampling.requests import SampleRequest, SampleRow
-from rlkit.backends.local.sampling.row_cache import RowCache
-from rlkit.backends.local.sampling.sequence_cache import CachedSequence, SequenceCache
-from rlkit.backends.local.sampling.shared_lru import Together
 from rlkit.backends.local.sampling.snapshots import Snapshot
 
 __all__ = ["LibraryBatching"]

@@ -13,8 +13,8 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.local.cache.tree_cache import TreeCache, parts
 from rlkit.backends.local.sampling.requests import ScoreRequest
-from rlkit.backends.local.sampling.tree_cache import TreeCache, parts
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.types import Datum
 

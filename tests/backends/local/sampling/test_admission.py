@@ -10,9 +10,9 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from rlkit.backends.local.cache.kv_cache import KVCache  # noqa: E402
 from rlkit.backends.local.model import defaults  # noqa: E402
 from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching  # noqa: E402
-from rlkit.backends.local.sampling.kv_cache import KVCache  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
 PARAMS = rlkit.SamplingParams(max_tokens=10, stop=())

@@ -11,14 +11,14 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from rlkit.backends.local.cache.kv_attention import matmul_attention, sdpa_attention  # noqa: E402
+from rlkit.backends.local.cache.kv_cache import KVCache  # noqa: E402
 from rlkit.backends.local.gemm import lora_linear as linear  # noqa: E402
 from rlkit.backends.local.model import output_head  # noqa: E402
 from rlkit.backends.local.model.forward import LlamaForward  # noqa: E402
 from rlkit.backends.local.sampling import cuda_graphs as graphs  # noqa: E402
 from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching  # noqa: E402
 from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs  # noqa: E402
-from rlkit.backends.local.sampling.kv_attention import matmul_attention, sdpa_attention  # noqa: E402
-from rlkit.backends.local.sampling.kv_cache import KVCache  # noqa: E402
 from rlkit.backends.local.sampling.snapshots import take_snapshot  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 

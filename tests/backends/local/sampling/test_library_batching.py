@@ -12,10 +12,10 @@ from tests.models.family import build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+from rlkit.backends.local.cache.sequence_cache import SequenceCache  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.model.probe import logits_at  # noqa: E402
 from rlkit.backends.local.sampling.library_batching import LibraryBatching  # noqa: E402
-from rlkit.backends.local.sampling.sequence_cache import SequenceCache  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
 KINDS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba", "minimax", "bloom", "recurrent_gemma"]

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import rlkit
 
 pytest.importorskip("peft")
+from rlkit.backends.local.cache import kv_attention as attention
+from rlkit.backends.local.cache.kv_cache import KVCache
+from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, block_names
 from rlkit.backends.local.gemm.batch_invariance import padding_unit
 from rlkit.backends.local.sampling import continuous_batching as batching
-from rlkit.backends.local.sampling import kv_attention as attention
-from rlkit.backends.local.sampling.kv_cache import KVCache
-from rlkit.backends.local.sampling.prefix_cache import BLOCK, PrefixCache, block_names
 from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")

@@ -14,8 +14,8 @@ from tests.backends.local import white_box
 pytest.importorskip("peft")
 import torch
 
+from rlkit.backends.local.cache.tree_cache import parts
 from rlkit.backends.local.sampling import scoring
-from rlkit.backends.local.sampling.tree_cache import parts
 from rlkit.backends.local.training.micro_batches import pack
 
 KINDS = ["llama", "qwen3", "gpt2", "mistral", "gemma2", "bloom", "mixtral", "mamba"]

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit.backends.local.cache.attention_tiles import LENGTHS
+from rlkit.backends.local.cache.kv_cache import KVCache, causal_mask
 from rlkit.backends.local.model.tree_attention import Segment
-from rlkit.backends.local.sampling.attention_tiles import LENGTHS
-from rlkit.backends.local.sampling.kv_cache import KVCache, causal_mask
 from rlkit.backends.sampling import rounded_up
 
 __all__ = ["Branch", "TreeCache", "parts"]

@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.sampling.row_cache import RowCache
-from rlkit.backends.local.sampling.shared_lru import SharedLru
+from rlkit.backends.local.cache.row_cache import RowCache
+from rlkit.backends.local.cache.shared_lru import SharedLru
 
 __all__ = ["CachedSequence", "SequenceCache"]
 

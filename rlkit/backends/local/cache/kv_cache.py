@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from rlkit.backends.local.sampling.attention_tiles import LENGTHS
+from rlkit.backends.local.cache.attention_tiles import LENGTHS
 from rlkit.backends.sampling import rounded_up
 
 __all__ = ["KVCache", "causal_mask"]

@@ -17,11 +17,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rlkit.backends.local.cache.attention_tiles import KEYS, LENGTHS, Tile, tile_of
+from rlkit.backends.local.cache.kv_cache import KVCache
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.windows import LayerMasks, narrowed
-from rlkit.backends.local.sampling.attention_tiles import KEYS, LENGTHS, Tile, tile_of
-from rlkit.backends.local.sampling.kv_cache import KVCache
 
 __all__ = ["ATTENTION", "CachedAttention", "CachedTokens", "SharedPrefix", "matmul_attention", "sdpa_attention"]
 

@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import torch
 
-from rlkit.backends.local.sampling.kv_cache import KVCache
-from rlkit.backends.local.sampling.shared_lru import SharedLru
+from rlkit.backends.local.cache.kv_cache import KVCache
+from rlkit.backends.local.cache.shared_lru import SharedLru
 
 __all__ = ["BLOCK", "PrefixCache", "block_names"]
 

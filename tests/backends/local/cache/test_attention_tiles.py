@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from rlkit.backends.local.cache import attention_tiles as tiles  # noqa: E402
+from rlkit.backends.local.cache import kv_attention as attention  # noqa: E402
+from rlkit.backends.local.cache.attention_tiles import KEYS, LENGTHS, Tile, tile_of  # noqa: E402
+from rlkit.backends.local.cache.kv_attention import SharedPrefix, matmul_attention  # noqa: E402
 from rlkit.backends.local.model.windows import Window, narrowed  # noqa: E402
-from rlkit.backends.local.sampling import attention_tiles as tiles  # noqa: E402
-from rlkit.backends.local.sampling import kv_attention as attention  # noqa: E402
-from rlkit.backends.local.sampling.attention_tiles import KEYS, LENGTHS, Tile, tile_of  # noqa: E402
-from rlkit.backends.local.sampling.kv_attention import SharedPrefix, matmul_attention  # noqa: E402
 
 
 @pytest.fixture
