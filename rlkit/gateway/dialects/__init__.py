@@ -1,0 +1,1 @@
+"""What clients write on the wire, one module for each API."""
