@@ -14,7 +14,6 @@ from rlkit.types import Sample
 
 __all__ = ["Choice", "Draw", "GatewayError", "Reply", "Request"]
 
-ToolChoice: TypeAlias = Literal["auto", "none", "required"] | str
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
@@ -68,7 +67,7 @@ class Request:
     text: str | None = None
     prompt: np.ndarray | None = None
     tools: Sequence[Message] = ()
-    tool_choice: ToolChoice = "auto"
+    tool_choice: str = "auto"
     template: Mapping[str, object] = attrs.field(factory=dict)
     draw: Draw = attrs.field(factory=Draw)
     n: int = 1
