@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from rlkit import _aliases, _check
 from rlkit.errors import ArgumentError
 
-__all__ = ["answered", "caller", "estimator", "hinted"]
+__all__ = ["answered", "estimator", "hinted"]
 
 T = TypeVar("T")
 
@@ -46,14 +46,6 @@ def answered(thing: T, *, kind: str | None = None) -> T:
         target.__init__ = call  # type: ignore[method-assign]
         return thing
     return call  # type: ignore[return-value]
-
-
-def caller() -> int:
-    """Return the ``stacklevel`` at which a warning of the function that asks names the user's own line."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "rlkit":
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def estimator(function: T) -> T:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from rlkit._warn import warn
 
 __all__ = ["append", "owned", "replacing", "synced"]
 
@@ -80,7 +81,7 @@ def synced(path: Path) -> None:
         if not folder and device not in _warned:
             _warned.add(device)
             text = f"the file system of {path} cannot sync: a power failure may cost what was written last"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warn(text, RuntimeWarning)
     finally:
         os.close(descriptor)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rlkit import _check, _disk
 from rlkit._disk import synced
 from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
 from rlkit._json import plain
+from rlkit._warn import warn
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups
@@ -87,7 +87,7 @@ def _groups(where: Path, *, strict: bool) -> Iterator[Group]:
                     text = f"{where}:{number}: the line is not whole; it was left out"
                     if strict:
                         raise DataError(text) from error
-                    warnings.warn(TornLine(text), stacklevel=2)
+                    warn(TornLine(text))
                     continue
                 yield from_record(record, where=f"{where}:{number}")
     except OSError as error:

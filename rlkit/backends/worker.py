@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from rlkit._warn import Line, users_line, warn_at
 from rlkit.errors import BackendError
 
 __all__ = ["Background", "Worker", "breathe", "breathing", "check_process"]
@@ -48,7 +49,7 @@ class Worker:
     def __init__(self, name: str, background: Background | None = None) -> None:
         self._state = _State(background)
         self.wake = self._state.wake  # has the thread ask ``background.delay()`` again
-        thread = threading.Thread(target=_run, args=(self._state,), name=f"rlkit-{name}", daemon=True)
+        thread = threading.Thread(target=_run, args=(self._state, users_line()), name=f"rlkit-{name}", daemon=True)
         thread.start()
         self._thread = thread
         self._name, self._process = name, os.getpid()
@@ -181,9 +182,10 @@ if hasattr(os, "register_at_fork"):  # the threads stay behind, and their locks 
     os.register_at_fork(after_in_child=_running.clear)
 
 
-def _run(state: _State) -> None:
+def _run(state: _State, opened: Line) -> None:
     running: Running | None = None
     _thread.state = state
+    warn_at(opened)
     while True:
         job = None
         with state.changed:

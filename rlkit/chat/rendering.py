@@ -6,16 +6,15 @@ import copy
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlkit._calls import caller
 from rlkit._interaction import Action, Message
 from rlkit._lazy import missing
+from rlkit._warn import warn
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat.control import CUT, ControlText
 from rlkit.errors import ConfigError, DataError
@@ -234,7 +233,7 @@ def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, 
         where = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if choice == "auto":  # nobody asked for it: the model's own template does
             text = f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}"
-            warnings.warn(text, RuntimeWarning, stacklevel=caller())
+            warn(text, RuntimeWarning)
             return None
         what = f"{choice if isinstance(choice, str) else type(choice).__name__!r} cannot be used ({where})"
         raise ConfigError("Chat.renderer", what, "a renderer for this model", _INSTEAD) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import attrs
 from rlkit import _check
 from rlkit._disk import replacing
 from rlkit._json import plain
+from rlkit._warn import warn
 from rlkit.backends.sampling import entropy_of
 from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
@@ -48,7 +48,7 @@ def withdraw(made: list[Path]) -> None:
                 folder.rmdir()
 
 
-def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel: int) -> int:
+def seed_of(folder: Path, seed: int | None, record: Record | None) -> int:
     """Return the seed that the run in ``folder`` began with, or ``seed`` (None: a fresh one), written down.
 
     A checkpoint has it too: where run.json is gone or damaged it is taken from there, with a warning.
@@ -63,7 +63,7 @@ def seed_of(folder: Path, seed: int | None, record: Record | None, *, stacklevel
     if problem and saved is None and path.exists():
         raise CheckpointError(f"{path} {problem}")
     if problem and saved is not None:
-        warnings.warn(f"{path} {problem}; the seed is the checkpoint's", RuntimeWarning, stacklevel=stacklevel)
+        warn(f"{path} {problem}; the seed is the checkpoint's", RuntimeWarning)
         _write(path, {"format": 1, "seed": saved})
         noted = saved
     if noted is None:
@@ -90,7 +90,7 @@ def _noted(path: Path) -> tuple[int | None, str]:
     return (seed, "") if type(seed) is int and seed >= 0 else (None, "is damaged: its seed is no integer >= 0")
 
 
-def note_config(folder: Path, config: object, *, stacklevel: int) -> None:
+def note_config(folder: Path, config: object) -> None:
     """Write ``config`` down without what looks like a key, and warns of each setting that has changed.
 
     Raises:
@@ -108,7 +108,7 @@ def note_config(folder: Path, config: object, *, stacklevel: int) -> None:
         except (ValueError, RecursionError) as error:  # nothing goes on from it, so it is written anew
             text = f"{path} is damaged, so whether the config has changed is not known: {error}"
         if text:
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+            warn(text, RuntimeWarning)
     _write(path, plain)
 
 

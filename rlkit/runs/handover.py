@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlkit._warn import warn
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,5 +41,5 @@ def take_over(folder: Path) -> None:
             f"{folder} was open in this process, at step {run.step}; it is closed, and what came after its last "
             f"checkpoint, of step {run.saved}, is done again"
         )
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warn(message, RuntimeWarning)
     run.close()

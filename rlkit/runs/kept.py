@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rlkit import _check
+from rlkit._warn import warn
 from rlkit.errors import ConfigError
 from rlkit.runs.record import Record
 from rlkit.runs.state import capture, encode, restore
@@ -34,7 +34,7 @@ class Kept:
             if name in record.kept:
                 restore(name, kept, record.kept[name])
             else:
-                warnings.warn(f"the checkpoint has no {name!r}: it starts anew", RuntimeWarning, stacklevel=3)
+                warn(f"the checkpoint has no {name!r}: it starts anew", RuntimeWarning)
         self.objects[name] = kept
         return kept
 

@@ -7,9 +7,9 @@ import errno
 import os
 import socket
 import uuid
-import warnings
 from pathlib import Path
 
+from rlkit._warn import warn
 from rlkit.errors import ConfigError
 
 try:
@@ -87,7 +87,7 @@ class Lock:
                 file.write(mine)
             self._file = path
             _ours.add(path)
-            warnings.warn(f"{why}: {path} stands for one while the run is open", RuntimeWarning, stacklevel=6)
+            warn(f"{why}: {path} stands for one while the run is open", RuntimeWarning)
             return
         raise ConfigError(f"{path} comes and goes: several processes want to write to the run")
 

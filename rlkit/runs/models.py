@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rlkit import _check
+from rlkit._warn import warn
 from rlkit.backends.protocol import Storage
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.futures import Future
@@ -77,7 +77,7 @@ class Models:
                 if not older or self.opened:
                     raise
                 message = f"skipped the checkpoint of step {record.step}, going on from step {older[-1].step}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=5)
+                warn(message, RuntimeWarning)
                 record = older[-1]
         if record is not None and not {"init_from", "resume_from"} & options.keys():
             there = ", ".join(map(repr, record.policies)) or "no policy at all"
@@ -87,8 +87,8 @@ class Models:
             )
         return opener(name, **options), record
 
-    def check(self, policies: Mapping[str, object], *, anything_else: bool, warn: bool) -> None:
-        """Raise where nothing, or something that cannot be saved, is to be saved; warn where it is no policy."""
+    def check(self, policies: Mapping[str, object], *, anything_else: bool, first: bool) -> None:
+        """Raise where nothing, or something that cannot be saved, is to be saved; warn of a first without a policy."""
         for role, model in policies.items():
             if not callable(getattr(model, "save", None)):
                 what = f"got {_check.shown(model)}"
@@ -98,8 +98,8 @@ class Models:
         )
         if not (policies or self.opened or anything_else):
             raise ConfigError(f"checkpoint: there is nothing to save; {remedy}")
-        if not (policies or self.opened) and warn:
-            warnings.warn(f"this checkpoint holds no policy; {remedy}", RuntimeWarning, stacklevel=3)
+        if not (policies or self.opened) and first:
+            warn(f"this checkpoint holds no policy; {remedy}", RuntimeWarning)
 
     def save(self, step: int, policies: Mapping[str, Model]) -> dict[str, str]:
         """Save ``policies`` (none: all that are open) and every critic; return their paths, relative within the run."""

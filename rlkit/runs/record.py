@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from rlkit._warn import warn
 from rlkit.backends import saves
 from rlkit.errors import CheckpointError, RlkitError
 from rlkit.runs.state import decode
@@ -153,7 +153,7 @@ def records(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Reco
             break  # else some were removed meanwhile, and newer ones are there
         there, whole, damaged = _looked(Path(folder), verify)
     for error in damaged:
-        warnings.warn(f"skipped a checkpoint: {error}", RuntimeWarning, stacklevel=2)
+        warn(f"skipped a checkpoint: {error}", RuntimeWarning)
     return whole
 
 
@@ -203,7 +203,7 @@ def latest(folder: Path) -> Record | None:
             record = read(path)
             check(record)
         except CheckpointError as error:
-            warnings.warn(f"skipped a checkpoint, going on from the one before: {error}", RuntimeWarning, stacklevel=3)
+            warn(f"skipped a checkpoint, going on from the one before: {error}", RuntimeWarning)
             continue
         return record
     if there:

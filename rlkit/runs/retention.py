@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import attrs
 
 from rlkit import _check
 from rlkit._calls import answered
+from rlkit._warn import warn
 from rlkit.errors import BackendError, ConfigError
 from rlkit.runs import record as folders
 from rlkit.runs.record import Record
@@ -71,4 +71,4 @@ def prune(folder: Path, retention: Retention, delete: Callable[[Sequence[str]], 
             delete(folders.remove(record))
         folders.tidy(folder, [record for record in there if record not in spent])
     except (OSError, BackendError) as error:
-        warnings.warn(f"a checkpoint that is spent could not be removed: {error}", RuntimeWarning, stacklevel=4)
+        warn(f"a checkpoint that is spent could not be removed: {error}", RuntimeWarning)

@@ -118,8 +118,8 @@ class Run:
         try:
             self.record = records.latest(self.folder)
             self.step = 0 if self.record is None else self.record.step
-            self.seed = beginning.seed_of(self.folder, seed, self.record, stacklevel=4)
-            beginning.note_config(self.folder, config, stacklevel=4)
+            self.seed = beginning.seed_of(self.folder, seed, self.record)
+            beginning.note_config(self.folder, config)
             surroundings.note(self.folder)
             self._logs = Logs(trackers, self.folder, self.record)
             self.trackers = self._logs.trackers
@@ -267,7 +267,7 @@ class Run:
         if not (after % every == 0 or last or self._stopper.signal is not None):
             return None
         saved = dict(policies) if policy is None else {"policy": policy, **policies}
-        self._models.check(saved, anything_else=bool(self._kept.objects), warn=self.saved == 0)
+        self._models.check(saved, anything_else=bool(self._kept.objects), first=self.saved == 0)
         content = {
             "kept": self._kept.state(self.record),
             "metrics": encode("checkpoint(metrics)", values.checked(metrics or {}, after, "checkpoint")[0]),

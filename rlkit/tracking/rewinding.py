@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlkit._disk import replacing, synced
+from rlkit._warn import warn
 from rlkit.errors import CheckpointError
 
 __all__ = ["record_of", "rewound"]
@@ -43,7 +43,7 @@ def rewound(path: Path, step: int, place: int) -> int:
         if not intact:
             what = f"has {size} bytes of {place}" if size < place else "is not what it was"
             text = f"{path}: {what}, after the checkpoint of step {step} was made: lines may be lost"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warn(text, RuntimeWarning)
             if not size:
                 return 0
         return _cut(path, step, place if intact else 0)

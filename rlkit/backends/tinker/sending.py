@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlkit._lazy import torch
+from rlkit._warn import warn
 from rlkit.backends.protocol import Route
 from rlkit.backends.queue import Inner, Sent
 from rlkit.backends.tinker import custom, routes, wire
@@ -151,10 +151,9 @@ class Sending:
         """Warn once, in the caller's thread, that a matrix of weights goes by no other loss."""
         if prepared.driver == "target_logprobs" and not self._weighs and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"the loss {prepared.name!r} is sent as a cross entropy with weights of both signs, and this server, "
                 "neither the hosted one nor rlkit's, may divide by their sum: compare a step with another backend's",
-                stacklevel=5,
             )
 
     def _forward(self, used: Sequence[Datum], prepared: PreparedLoss | None) -> Inner[types.ForwardBackwardOutput]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from functools import cached_property
 
 import attrs
 import torch
 
+from rlkit._warn import warn
 from rlkit.backends.local.gemm.lora_linear import LoraLinear
 from rlkit.backends.local.model.decoder_layer import Layer, Tensors
 
@@ -120,13 +120,13 @@ def fused_works(device: torch.device, dtype: torch.dtype) -> bool:
                 numbers += pass_through(kind, device, dtype, normed=normed)
             results.append(numbers)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        warnings.warn(f"layers are computed without fused norms, which do not work here: {error}", stacklevel=2)
+        warn(f"layers are computed without fused norms, which do not work here: {error}")
         return False
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     pairs = [(a.float(), b.float()) for a, b in zip(*results, strict=True)]
     right = all(bool((a - b).norm() < tolerance * a.norm()) for a, b in pairs)
     if not right:
-        warnings.warn("layers are computed without fused norms, which give other numbers here", stacklevel=2)
+        warn("layers are computed without fused norms, which give other numbers here")
     return right
 
 

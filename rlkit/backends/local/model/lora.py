@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlkit._calls import caller
+from rlkit._warn import warn
 from rlkit.backends.local.model.base import PROCESS_WIDE, Base
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
@@ -82,7 +82,7 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
     if odd:
         raise ConfigError(_rewritten(base, lora, odd))
     if fresh and lora.train_mlp and lora.target_modules is None and (missing or _experts(base.model)):
-        warnings.warn(_left_out(base, names, missing), stacklevel=caller())
+        warn(_left_out(base, names, missing))
     generator = torch.Generator().manual_seed(seed % 2**63)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from pathlib import Path
 
 import torch
 
 import rlkit
-from rlkit._calls import caller
+from rlkit._warn import warn
 from rlkit.backends.local.model.hub import cache_folder
 
 __all__ = ["note_tried", "silence", "warn_untried"]
@@ -23,10 +22,9 @@ def warn_untried(device: torch.device) -> None:
     if device.type in ("cpu", "meta") or str(device) in _warned or _note(device).exists():
         return
     _warned.add(str(device))
-    warnings.warn(
+    warn(
         f"this version of rlkit was not checked on this device yet; `rlkit doctor --device {device}` does so in at "
         "most ten minutes, and its report is welcome",
-        stacklevel=caller(),
     )
 
 

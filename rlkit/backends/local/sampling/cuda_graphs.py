@@ -13,7 +13,6 @@ warning.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -22,6 +21,7 @@ import attrs
 import numpy as np
 import torch
 
+from rlkit._warn import warn
 from rlkit.backends.local.cache.kv_attention import CachedTokens
 from rlkit.backends.local.cache.kv_cache import KVCache
 from rlkit.backends.local.gemm.lora_linear import upcast
@@ -150,7 +150,7 @@ class CudaGraphs:
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
         self.works, self._record = False, None
-        warnings.warn(f"decoding goes on without CUDA graphs, {reason}", stacklevel=2)
+        warn(f"decoding goes on without CUDA graphs, {reason}")
 
 
 def row_bucket(rows: int) -> int:

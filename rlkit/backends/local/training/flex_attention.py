@@ -7,7 +7,6 @@ nobody sees; where it does not work, ``MaskedAttention`` computes them too.
 from __future__ import annotations
 
 import functools
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlkit._warn import warn
 from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.tree_attention import Segment, TreeAttention, positions, spans, visible
@@ -161,10 +161,10 @@ def _flex_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
                 out, saved = attention.forward(q / head_dim**0.5, k, v)
                 numbers += [out, *attention.backward(grad.flatten(1), saved)]
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises
-        warnings.warn(f"training goes on without flex_attention, which does not work here: {error}", stacklevel=2)
+        warn(f"training goes on without flex_attention, which does not work here: {error}")
         return False
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     right = all(bool((a - b).norm() < tolerance * b.norm()) for a, b in zip(*results, strict=True))
     if not right:
-        warnings.warn("training goes on without flex_attention, which gives other numbers here", stacklevel=2)
+        warn("training goes on without flex_attention, which gives other numbers here")
     return right
