@@ -28,7 +28,7 @@ FORMAT = "rlkit.group"
 _DRAWN = ("stop_reason", "version", *DRAWN_WITH)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
 _PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
-VERSION = 3  # 1: nonterminal_reward stood in the place of an episode's rewards; 2: no min_p, no penalties
+VERSION = 4  # 1: nonterminal_reward stood in the place of an episode's rewards; 2: no min_p, no penalties; 3: no weight
 
 
 class TornLine(UserWarning):
@@ -155,6 +155,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
                 "rewards": None if turn.rewards is None else [_number(reward) for reward in turn.rewards],
                 **{name: getattr(sample, name) for name in _DRAWN},
                 "metrics": dict(turn.metrics),
+                "weight": turn.weight,
                 "prompt": {"kept": kept, "added": turn.prompt[kept:].tolist()},
                 "tokens": turn.tokens.tolist(),
                 "logprobs": [float(x) for x in turn.logprobs],  # float32 is exact in float64, and that in JSON
@@ -181,7 +182,8 @@ def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
         sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
         reward, several = _reward(each["reward"]), each["rewards"] if version > 1 else None
         several = None if several is None else [_reward(x) for x in several]
-        turns.append(Turn(sample, reward, each["metrics"], rewards=several))
+        weight = each["weight"] if version > 3 else 1.0
+        turns.append(Turn(sample, reward, each["metrics"], rewards=several, weight=weight))
         before = np.concatenate([sample.prompt, sample.tokens])
     ends = {name: record[name] for name in _ENDS} if version > 1 else {_ENDS[1]: record[_ENDS[0]]}
     return Trajectory(turns, **{name: record[name] for name in (*_PLAIN, "tags", "metrics", "messages")}, **ends)

@@ -310,3 +310,21 @@ def test_lengths_of_one_group():
     assert [float(a[0]) for a in batch.advantages] == [1.0, 2.0, 2.0, 2.0, 3.0]
     flat = advantages.by_group(per_token, [2.0, 6.0, 4.0], ["a", "b", "a"], lengths=[2, 3, 2])
     assert flat.tolist() == [1.0, 2.0, 2.0]
+
+
+def test_weights_of_turns_are_multiplied():
+    """By those of the batch, by a number, and by an array per token."""
+    whole = trajectory([0.5, 1.5], [1, 2])
+    first, second = whole.turns
+    played = attrs.evolve(whole, turns=[attrs.evolve(first, weight=0.5), second])
+    groups = [Group([played, trajectory([1.0, 0.0], [2, 1])])]
+
+    def weights(batch):
+        return [d.select(d.inputs["weights"]).tolist() for d in batch.data if d.inputs["weights"].ndim]
+
+    assert weights(assign(groups, "grpo", weights="token-sum")) == [[0.5, 1.0, 1.0]]
+    assert weights(assign(groups, "grpo", weights="token-mean"))[0] == pytest.approx([0.5 / 6, 1 / 6, 1 / 6])
+    assert weights(assign(groups, "grpo", weights=[3.0, 1.0])) == [[1.5, 3.0, 3.0]]
+    assert weights(assign(groups, "grpo", weights=[[2.0, 4.0, 6.0], 1.0])) == [[1.0, 4.0, 6.0]]
+    plain = credit.weigh(assign([Group([whole])], "grpo", weights=None).items, "token-sum")
+    assert plain[0].inputs["weights"].ndim == 0

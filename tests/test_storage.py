@@ -48,6 +48,7 @@ def equal(one, two):
         assert [dict(m) for m in s.messages] == [dict(m) for m in t.messages]
         for u, v in zip(s.turns, t.turns, strict=True):
             assert u.metrics == v.metrics
+            assert u.weight == v.weight
             assert (u.rewards is None) == (v.rewards is None)
             np.testing.assert_array_equal(u.rewards or (), v.rewards or ())
             assert (
@@ -86,7 +87,7 @@ def odd():
             Sample([5], [6], [-1e-30], "length", temperature=0.7, top_p=0.9, top_k=5, version=3, min_p=0.1),
             float("nan"),
         ),
-        Turn(Sample([5], [], []), -0.1 - 0.2, {"score": 1 / 3}),
+        Turn(Sample([5], [], []), -0.1 - 0.2, {"score": 1 / 3}, weight=0.3),
         Turn(Sample([5], [6], [-1.0]), rewards=(0.1, 0.2, float("nan"))),
         Turn(Sample([5], [6], [-1.0]), rewards=()),
     ]
@@ -109,6 +110,14 @@ def odd():
 def test_everything_comes_back(tmp_path):
     append(tmp_path / "a", [odd()])
     assert equal(odd(), next(read(tmp_path / "a")))
+
+
+def test_lines_of_version_3():
+    """There turns had no weight."""
+    record = to_record(Group([Trajectory([Turn(Sample([5], [6], [-1.0]), weight=0.5)])]))
+    del record["trajectories"][0]["turns"][0]["weight"]
+    (trajectory,) = from_record(record | {"version": 3}).trajectories
+    assert trajectory.turns[0].weight == 1.0
 
 
 def test_lines_of_version_2():
@@ -198,7 +207,7 @@ def test_several_processes_append(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r | {"version": 4}, "version 4"),
+        (lambda r: r | {"version": 5}, "version 5"),
         (lambda r: r | {"format": "other"}, "format"),
         (lambda r: [r], "format"),
         (lambda r: {k: v for k, v in r.items() if k != "env"}, "damaged: KeyError"),

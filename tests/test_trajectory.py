@@ -14,7 +14,7 @@ import rlkit
 from rlkit import DataError, Sample
 from rlkit.advantages import token_weights
 from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
-from rlkit.trajectory.turns import token_rewards
+from rlkit.trajectory.turns import token_rewards, turn_states
 
 VOCABULARY = 259  # the toy's
 
@@ -355,3 +355,37 @@ def test_a_trajectory_s_fields():
     for wrong in ({"tags": {1: "x"}}, {"tags": {"x": None}}, {"metrics": {"x": np.nan}}, {"metrics": [1.0]}):
         with pytest.raises(DataError, match=f"^Trajectory.{next(iter(wrong))}"):
             Trajectory([], **wrong)
+
+
+def test_turns_with_weights():
+    """The weights of turns are those of their tokens, times what is given; unit weights are not written."""
+    first = Turn(Sample([5, 6], [7], [-0.5]), weight=0.5)
+    second = Turn(Sample([5, 6, 7, 1], [8, 9], [-1.0, -2.0]), weight=2.0)
+    branch = Turn(Sample([5, 6, 7, 2], [4], [-1.0]), weight=0.0)
+    trajectory = Trajectory([first, second, branch])
+    one, two = datums(trajectory, 1.0, split="allow")
+    assert one.inputs["weights"].tolist() == [0, 0, 0.5, 0, 2.0, 2.0]
+    assert two.inputs["weights"].tolist() == [0] * 5
+    one, _ = datums(trajectory, 1.0, split="allow", weights=0.25)
+    assert one.inputs["weights"].tolist() == [0, 0, 0.125, 0, 0.5, 0.5]
+    one, _ = datums(trajectory, 1.0, split="allow", weights=[[2.0], [1.0, 3.0], [1.0]])
+    assert one.inputs["weights"].tolist() == [0, 0, 1.0, 0, 2.0, 6.0]
+    assert "weights" not in datums(Trajectory([attrs.evolve(first, weight=1.0)]), 1.0)[0].inputs
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), "all"])
+def test_a_weight_is_a_number(weight):
+    """It is at least 0."""
+    with pytest.raises(DataError, match=r"Turn\.weight"):
+        Turn(Sample([5], [7], [-0.5]), weight=weight)
+
+
+def test_states_of_turns_in_branches():
+    """Where messages are not one conversation of these turns, a state is the prompt."""
+    turns = [Turn(Sample([5, i], [7], [-0.5])) for i in range(2)]
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    chain = [*said, {"role": "assistant", "content": "d"}]
+    assert turn_states(Trajectory(turns, messages=chain)) == [("a",), ("c",)]
+    prompts = [turn.prompt.tobytes() for turn in turns]
+    assert turn_states(Trajectory(turns, messages=said)) == prompts
+    assert turn_states(Trajectory(turns, messages=[*chain, *said])) == prompts

@@ -13,7 +13,7 @@ from rlkit import _check, advantages, metrics
 from rlkit._calls import answered
 from rlkit.backends import reference_logprobs
 from rlkit.backends.protocol import Sampler
-from rlkit.credit.batch import Batch, Item
+from rlkit.credit.batch import Batch, Item, multiply_weights
 from rlkit.credit.levels import LEVELS, Arrays, Estimator, Known, Played
 from rlkit.errors import ConfigError, DataError
 from rlkit.trajectory import Group, Trajectory, datums
@@ -222,9 +222,9 @@ def _with(part: Sequence[Datum], inputs: Mapping[str, np.ndarray]) -> list[Datum
 
 def _weighted(item: Item, where: str, weight: ArrayLike) -> Item:
     array = _per_token(where, weight, item.length)
-    data = (
-        [d.with_inputs(weights=array) for d in item.data] if array.ndim == 0 else _with(item.data, {"weights": array})
-    )
+    cuts = np.cumsum([int(datum.mask.sum()) for datum in item.data])[:-1]
+    pieces = np.split(array, cuts) if array.ndim else [array] * len(item.data)
+    data = [multiply_weights(datum, piece) for datum, piece in zip(item.data, pieces, strict=True)]
     return attrs.evolve(item, data=data)
 
 

@@ -76,7 +76,8 @@ def weigh(items: Sequence[Item], mode: str | None = "token-mean", *, constant: f
 
     Args:
         items: those of the step.
-        mode: of ``rlkit.advantages.token_weights``, an item being a sequence; None: the datums as they are.
+        mode: of ``rlkit.advantages.token_weights``, an item being a sequence; None: the datums as they are. Weights
+            that a datum has, such as those of its turns, are multiplied.
         constant: > 0, for the modes that end in "-norm".
 
     Raises:
@@ -93,7 +94,15 @@ def weigh(items: Sequence[Item], mode: str | None = "token-mean", *, constant: f
         return [datum for item in items for datum in item.data]
     groups = [item.group for item in items] if mode == "prompt-mean" else None
     weights = token_weights([item.length for item in items], mode, constant=constant, groups=groups)
-    return [d.with_inputs(weights=weight) for item, weight in zip(items, weights, strict=True) for d in item.data]
+    return [multiply_weights(d, weight) for item, weight in zip(items, weights, strict=True) for d in item.data]
+
+
+def multiply_weights(datum: Datum, weight: float | np.ndarray) -> Datum:
+    """Return the datum with its weights, 1 where it has none, times a number or [n]."""
+    own = datum.inputs.get("weights")
+    if own is None:
+        return datum.with_inputs(weights=weight)
+    return datum.with_inputs(weights=weight * (own if own.ndim == 0 else datum.select(own)))
 
 
 @answered

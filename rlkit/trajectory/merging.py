@@ -31,7 +31,8 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
         inputs: further inputs in the same forms, ``weights=`` for example: what ``token_weights`` gives for
             ``trajectory.token_count`` goes to every datum of the trajectory. Per token also [n_i, K]. A single
             number other than an advantage stays one number per datum. An explicit ``sampling_logprobs=`` takes the
-            place of the recorded ones and says that truncation and penalties have been corrected for.
+            place of the recorded ones and says that truncation and penalties have been corrected for. ``weights`` are
+            multiplied by those of the turns, and are there without being given where a turn has one other than 1.
 
     Returns:
         One datum or, with split="allow", as many as needed, none where no action has a token. Each has
@@ -60,7 +61,12 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
     if advantages is not None:
         inputs["advantages"] = advantages
     turns = trajectory.turns
+    weighted = any(turn.weight != 1.0 for turn in turns)
+    if weighted:
+        inputs.setdefault("weights", 1.0)
     forms = {name: _per_token(name, value, turns) for name, value in inputs.items()}
+    if weighted:
+        forms["weights"] = _times(forms["weights"], turns)
     runs = _runs(turns)
     if len(runs) > 1 and split == "raise":
         raise DataError(
@@ -130,6 +136,12 @@ def _per_token(name: str, value: object, turns: Sequence[Turn]) -> np.ndarray | 
         raise DataError(where, f"has shape {array.shape}", expected, hint)
     _finite(where, array)
     return [np.full(turn.tokens.size, array) for turn in turns] if name == "advantages" else array
+
+
+def _times(weights: np.ndarray | list[np.ndarray], turns: Sequence[Turn]) -> list[np.ndarray]:
+    """Return the weights, one for all or one array [n_i] per turn, times those of the turns."""
+    parts = weights if isinstance(weights, list) else [np.full(turn.tokens.size, weights) for turn in turns]
+    return [part * turn.weight for part, turn in zip(parts, turns, strict=True)]
 
 
 def _tokens_of(where: str, value: object, turn: Turn) -> np.ndarray:

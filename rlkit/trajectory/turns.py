@@ -47,6 +47,6 @@ def turn_states(trajectory: Trajectory) -> list[Hashable]:
             said.append([])
         else:
             said[-1].append(str(message.get("content")))
-    if len(said) > len(trajectory.turns):
-        return [tuple(texts) for texts in said[: len(trajectory.turns)]]
+    if len(said) == len(trajectory.turns) + 1:  # each of the policy's messages is a turn, and there is one branch
+        return [tuple(texts) for texts in said[:-1]]
     return [turn.prompt.tobytes() for turn in trajectory.turns]

@@ -32,6 +32,8 @@ class Turn:
         metrics: name -> finite number, such as what the environment said about the step.
         rewards: what the turn got one by one, where that was not one reward: several, as of several tool calls, or
             none, (). ``reward`` is their sum. None: ``reward`` alone.
+        weight: finite, >= 0: the loss on its tokens is multiplied by it, as where an episode has several branches that
+            are not to count alike.
 
     Raises:
         DataError: naming the field.
@@ -46,6 +48,7 @@ class Turn:
     reward: float = attrs.field(default=0.0, converter=keep)
     metrics: Mapping[str, float] = attrs.field(factory=dict, converter=read_only)
     rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=keep)
+    weight: float = attrs.field(default=1.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         _check.require(isinstance(self.sample, Sample), "Turn.sample", self.sample, "an rlkit.Sample", error=DataError)
@@ -54,6 +57,7 @@ class Turn:
             object.__setattr__(self, "rewards", several(self.rewards, self.reward))
             object.__setattr__(self, "reward", float(sum(self.rewards)))
         numbers("Turn.metrics", self.metrics)
+        object.__setattr__(self, "weight", _check.real("Turn.weight", self.weight, low=0.0, error=DataError))
 
     @property
     def prompt(self) -> np.ndarray:
