@@ -11,8 +11,8 @@ from http import HTTPStatus
 
 import attrs
 
+from rlkit._hosts import is_own_name
 from rlkit._resource import Resource
-from rlkit.backends.tinker.connection import is_loopback
 from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError, Response
 from rlkit.server.service import Service
@@ -141,7 +141,7 @@ class Server(Resource):
         if "origin" in head.headers or head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise ApiError(403, "requests of web pages are refused")
         self.service.admit(head.headers, head.path)
-        if not self.service.has_keys and not _own_name(head.headers.get("host")):
+        if not self.service.has_keys and not is_own_name(head.headers.get("host")):
             raise ApiError(403, f"host is {head.headers['host']!r}; without a key, expected localhost or its address")
 
     def _size(self, head: _Head) -> int:
@@ -172,14 +172,6 @@ def _most_connections() -> int:
         return _CONNECTIONS
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _CONNECTIONS if files < 0 else max(16, min(_CONNECTIONS, files - _OTHER_FILES))
-
-
-def _own_name(host: str | None) -> bool:
-    """Whether the header names this machine, by "localhost" or a loopback address; also where it is missing."""
-    if host is None:
-        return True
-    name = host.strip().lower()
-    return is_loopback(name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0])
 
 
 @attrs.frozen

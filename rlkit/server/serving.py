@@ -10,8 +10,8 @@ from typing import Any
 
 import rlkit
 from rlkit import _check
+from rlkit._hosts import is_loopback
 from rlkit.backends.protocol import TrainerBackend
-from rlkit.backends.tinker.connection import is_loopback
 from rlkit.errors import ConfigError
 from rlkit.server.adapter import BackendModels
 from rlkit.server.http import Server

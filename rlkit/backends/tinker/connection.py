@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import difflib
 import importlib
-import ipaddress
 import os
 import socket
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 
 from rlkit import _check, _install
+from rlkit._hosts import is_loopback
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tinker import faults, guard, secrets
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError, UnsupportedError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient, TrainingClient
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Address", "bounded", "check_model", "hosted", "is_loopback", "sdk", "service_client", "tokenizer_of"]
+__all__ = ["Address", "bounded", "check_model", "hosted", "sdk", "service_client", "tokenizer_of"]
 
 T = TypeVar("T")
 _CONTACT = 60.0  # seconds for the first answer of a service; afterwards it may take as long as the deadline says
@@ -173,14 +173,6 @@ def _check_listening(address: str) -> None:
         raise BackendError(
             f"connect: no answer from {where} ({error.strerror or error}); is the server running?"
         ) from error
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a name or address is this machine's own."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def tokenizer_of(
