@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Literal, Protocol, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit._interaction import Message
+from rlkit.backends.protocol import Tokenizer
 from rlkit.tools import ToolCall
 from rlkit.types import Sample
 
-__all__ = ["Choice", "Draw", "GatewayError", "Reply", "Request"]
+__all__ = ["Answerer", "Choice", "Draw", "GatewayError", "Reply", "Request", "Service"]
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -22,7 +23,8 @@ class Draw:
     """How a client wants to have its completion drawn; None: the client did not say.
 
     Attributes:
-        max_tokens, temperature, top_p, top_k, min_p: as of ``SamplingParams``.
+        max_tokens: as of ``SamplingParams``, but may be 0: nothing is sampled, the prompt is scored.
+        temperature, top_p, top_k, min_p: as of ``SamplingParams``.
         repetition_penalty, presence_penalty, frequency_penalty: as of ``SamplingParams``.
         stop: texts, or token ids, that end a completion beside the model's end tokens; () where none was named.
         ignore_eos: nothing but ``stop`` and ``max_tokens`` ends it.
@@ -148,3 +150,51 @@ class GatewayError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+
+
+class Answerer(Protocol):
+    """What answers the requests of one client: a session, or a gateway that is open to all.
+
+    Attributes:
+        model: the name of the policy.
+        tokenizer: the policy's.
+        max_length: longest prompt + completion, in tokens.
+        responses: of the responses API, by id, the conversation that ends with each; None: they are not remembered.
+    """
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def responses(self) -> MutableMapping[str, Sequence[Message]] | None: ...
+
+    async def answer(self, request: Request) -> Reply:
+        """Sample what was asked for. May be cancelled. Raises GatewayError."""
+
+    async def render(self, request: Request) -> np.ndarray:
+        """Return the prompt int64 [P] that ``answer`` would sample from; nothing is recorded. Raises GatewayError."""
+
+
+class Service(Protocol):
+    """What a gateway is to its endpoints."""
+
+    @property
+    def model(self) -> str:
+        """The name of the policy."""
+
+    def admit(self, session: str | None, key: str | None) -> Answerer:
+        """Return what answers a client.
+
+        Args:
+            session: the id in the URL, ``/s/<id>/...``; the key does not matter then. None: there is none.
+            key: what the client sent as its API key; None: nothing.
+
+        Raises:
+            GatewayError: 401, there is no such session, or no such key and the gateway is not open.
+        """
