@@ -19,6 +19,7 @@ from rlkit.errors import DataError, EnvTimeout
 from rlkit.rollouts import seeds
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start, attempts
 from rlkit.rollouts.counters import Counters, numeric
+from rlkit.rollouts.faults import SHORT, Deadline, Fault, described
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.scoring import rewarded
@@ -29,7 +30,6 @@ __all__ = ["Episode", "Shared"]
 
 _log = logging.getLogger(__name__)
 LONGEST = 1_000_000  # characters or tokens of one observation; beyond, the episode has failed
-_SHORT = 500
 _KINDS = {"context": "context", "deadline": "timeout"}
 _LEFT = {"context": "room in the context", "deadline": "time"}
 
@@ -45,20 +45,6 @@ class Shared:
     counters: Counters
     computing: Lanes  # for the sampler's and the chat's calls
     playing: Lanes  # for those of environments
-
-
-class _Fault(Exception):
-    """Something that is not the policy's doing; ends an attempt."""
-
-    def __init__(self, where: str, error: Exception, *, kind: str | None = None) -> None:
-        super().__init__(str(error))
-        self.where = where
-        self.error = error
-        self.kind = type(error).__name__ if kind is None else kind
-
-
-class _Deadline(Exception):
-    """The episode's time is over."""
 
 
 class Episode:
@@ -96,7 +82,7 @@ class Episode:
                 with attempt:
                     self._count("retried", int(attempt.num > 1))
                     trajectory = await self._attempt()
-        except _Fault as fault:
+        except Fault as fault:
             self.error = fault.error
             text = described(fault.error)
             return Failure(self._task.name, fault.kind, text, fault.where, len(self._turns), self._member)
@@ -105,7 +91,7 @@ class Episode:
         return trajectory if self._task.score is not None else rewarded(trajectory, self._member)
 
     def _listed(self, error: Exception) -> bool:
-        return isinstance(error, _Fault) and isinstance(error.error, self._shared.plan.retry)
+        return isinstance(error, Fault) and isinstance(error.error, self._shared.plan.retry)
 
     def _left(self) -> float:
         return max(0.0, self._ends - time.monotonic())
@@ -138,7 +124,7 @@ class Episode:
         name = f"env/{self._task.name}/close_failed"
         if not self._shared.counters.sums[name]:
             text = f"environment {self._task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
-            _log.warning("%s; %s counts how many could not", text[:_SHORT], name)
+            _log.warning("%s; %s counts how many could not", text[:SHORT], name)
 
     async def _conversation(self, env: Guarded) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """Play until the end; return why it ended, and what was said."""
@@ -155,7 +141,7 @@ class Episode:
                 ended, params = self._room(prompt)
                 if params is None and not self._turns:  # nothing to keep, and not the policy's doing
                     what = f"the first prompt, of {prompt.size} tokens, left no {_LEFT[ended]}"
-                    raise _Fault("chat", DataError(f"rollout: {what}"), kind=_KINDS[ended])
+                    raise Fault("chat", DataError(f"rollout: {what}"), kind=_KINDS[ended])
                 if params is None:
                     break
                 sample = await self._sampled(prompt, params)
@@ -167,7 +153,7 @@ class Episode:
                 turn = Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards)
                 self._turns.append(turn)
                 if isinstance(answer := result.info.get("answer"), (str, int, float)):
-                    self._answer = {"answer": answer[:_SHORT] if isinstance(answer, str) else answer}
+                    self._answer = {"answer": answer[:SHORT] if isinstance(answer, str) else answer}
                 ended = "terminated" if result.terminated else "truncated" if result.truncated else self._over()
                 if ended:
                     async with self._within("chat"):
@@ -176,7 +162,7 @@ class Episode:
                 async with self._within("chat"):
                     await call(conversation.add, action, result.observation, timeout=self._left(), where="chat")
                 self._count("rewritten", int(not conversation.extends))
-        except _Deadline:
+        except Deadline:
             ended = "deadline"
         return ended, _messages(conversation)
 
@@ -193,10 +179,10 @@ class Episode:
         except EnvTimeout as error:
             over = self._left() == 0.0
             if over and self._turns:
-                raise _Deadline from error
-            raise _Fault(where, error, kind="timeout") from error
+                raise Deadline from error
+            raise Fault(where, error, kind="timeout") from error
         except Exception as error:
-            raise _Fault(where, error) from error
+            raise Fault(where, error) from error
 
     def _call(self) -> float:
         """Return the seconds that a call of the environment may take."""
@@ -248,10 +234,10 @@ class Episode:
             if dead is not None:
                 raise SamplerFailed(dead) from error
             if self._turns:
-                raise _Deadline from error
-            raise _Fault("sampler", error, kind="timeout") from error
+                raise Deadline from error
+            raise Fault("sampler", error, kind="timeout") from error
         except DataError as error:
-            raise _Fault("sampler", error) from error
+            raise Fault("sampler", error) from error
         finally:
             self._shared.counters.add("time/sampler", time.monotonic() - began)
         return sample
@@ -292,8 +278,3 @@ def _last(observation: Observation) -> tuple[Mapping[str, Any], ...]:
 
 def _messages(conversation: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(dict(message) for message in getattr(conversation, "messages", ()))
-
-
-def described(error: BaseException) -> str:
-    """Return the error's text with its notes, which say whose it is; shortened."""
-    return "; ".join([str(error), *getattr(error, "__notes__", ())])[:_SHORT]

@@ -17,7 +17,8 @@ from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts import seeds
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start
 from rlkit.rollouts.counters import Counters
-from rlkit.rollouts.episode import Episode, Shared, described
+from rlkit.rollouts.episode import Episode, Shared
+from rlkit.rollouts.faults import described
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.progress import Progress
