@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 
@@ -64,6 +65,12 @@ class Conversation:
             del self.messages[before[0] :], self._safe[before[0] :]
             self._as_tokens = before[1]
             raise
+
+    def fork(self) -> Conversation:
+        """Return another conversation that begins with all of this one; what is added to one is not in the other."""
+        other = copy.copy(self)
+        vars(other).update(messages=list(self.messages), _safe=list(self._safe), _prompts=copy.copy(self._prompts))
+        return other
 
     def _add(self, action: Action, observation: Observation | None) -> None:
         if self._chat.history == "none":

@@ -97,6 +97,16 @@ class Chat:
         if lacking:
             what = f"got {_check.shown(tokenizer)}, which lacks {lacking[0]}"
             raise ConfigError("Chat(tokenizer)", what, "the policy's: policy.tokenizer")
+        self._options = {
+            "system": system,
+            "template": template,
+            "thinking": thinking,
+            "prefill": prefill,
+            "history": history,
+            "tool_format": tool_format,
+            "variables": variables,
+            "renderer": renderer,
+        }
         self.tokenizer = tokenizer
         self.system = system
         self.prefill = prefill
@@ -119,6 +129,18 @@ class Chat:
         if thinking is not None and self.renderer is None:
             self.variables |= self._switch(thinking)
         self.ends = frozenset(tokenizer.eos_ids) | (self.renderer.ends if self.renderer else frozenset())
+
+    def with_options(self, **changes: object) -> Chat:
+        """Return a chat with the same tokenizer and these arguments of ``Chat`` replaced.
+
+        Raises:
+            ConfigError: as for ``Chat``; an argument that there is not.
+
+        >>> import rlkit
+        >>> Chat(rlkit.connect("toy").tokenizer, system="Be brief.").with_options(history="append").history
+        'append'
+        """
+        return Chat(self.tokenizer, **{**self._options, **changes})  # type: ignore[arg-type]
 
     def start(self, observation: Observation, tools: Sequence[Message] = ()) -> Conversation:
         """Begin a conversation with what an environment said first.

@@ -1,1 +1,19 @@
-"""The endpoints that agents speak, over any policy: what is sampled through them is what is trained."""
+"""The endpoints that agents speak, over any policy: what is sampled through them is what is trained.
+
+with Gateway(sampler) as gateway, gateway.session(seed=1) as session:
+run_my_agent(session.base_url, session.api_key)
+trajectory = session.trajectory(reward=1.0)
+"""
+
+from __future__ import annotations
+
+from rlkit.gateway.gateway import Gateway
+from rlkit.gateway.limits import Limits
+from rlkit.gateway.session import Session
+from rlkit.gateway.tree import Branch, Node
+from rlkit.gateway.types import Choice, Draw, GatewayError, Reply, Request
+
+__all__ = ["Branch", "Choice", "Draw", "Gateway", "GatewayError", "Limits", "Node", "Reply", "Request", "Session"]
+
+for _public in (Branch, Choice, Draw, Gateway, GatewayError, Limits, Node, Reply, Request, Session):
+    _public.__module__ = __name__  # where users import them from

@@ -1,0 +1,224 @@
+"""The gateway: a policy, how it is talked to, and the sessions in which that is done."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlkit import _check
+from rlkit._lazy import missing
+from rlkit._resource import Resource
+from rlkit.backends.protocol import Sampler
+from rlkit.chat import Chat
+from rlkit.errors import BackendError, RlkitError
+from rlkit.gateway.limits import Limits
+from rlkit.gateway.session import Ask, Session
+from rlkit.gateway.types import GatewayError
+from rlkit.types import SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+    from rlkit.gateway.server import Server  # type: ignore[import-not-found]
+
+__all__ = ["Gateway"]
+
+_CHATS = 32  # variants of the chat that are kept
+
+
+class Gateway(Resource):
+    """The endpoints that agents speak, over one policy.
+
+    Args:
+        sampler: the policy.
+        chat: how it is talked to; None: ``Chat`` with its tokenizer. Its history is always "append": what was sampled
+            is never written anew.
+        params: how turns are drawn, for sessions that say nothing else; None: as clients ask.
+        limits: of sessions that say nothing else.
+        model: the name that clients are told.
+        host: a loopback address.
+        port: 0 for a free one. The socket is opened when the first URL is asked for.
+        open: whether requests without a session are answered; they are not recorded.
+        key: what such requests must give as their API key; None lets any in.
+
+    Attributes:
+        chat: how the policy is talked to.
+        model: the name that clients are told.
+
+    Raises:
+        ConfigError: an argument of the wrong type or out of range.
+
+    >>> import asyncio, rlkit
+    >>> from rlkit.gateway import Gateway, Request
+    >>> sampler = rlkit.connect("toy", seed=0).sampler().result()
+    >>> with Gateway(sampler) as gateway, gateway.session(seed=1) as session:
+    ...     reply = asyncio.run(session.answer(Request(messages=[{"role": "user", "content": "1 + 1?"}])))
+    ...     len(reply.choices), len(session.turns)
+    (1, 1)
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        chat: Chat | None = None,
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        open: bool = False,  # noqa: A002
+        key: str | None = None,
+    ) -> None:
+        _check.require(hasattr(sampler, "sample"), "Gateway(sampler)", sampler, "a sampler: policy.sampler().result()")
+        _check.require(chat is None or isinstance(chat, Chat), "Gateway(chat)", chat, "an rlkit.chat.Chat")
+        self._sampler = sampler
+        self.chat = (Chat(sampler.tokenizer) if chat is None else chat).with_options(history="append")
+        self.model = model
+        self.host, self.port = host, _check.integer("Gateway(port)", port, low=0, high=65535)
+        self.key = key
+        self._params, self._limits = params, limits
+        self._chats: OrderedDict[str, Chat] = OrderedDict()
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+        self._closed = False
+        self._open = self._new(params=params, limits=limits, record=False) if open else None
+
+    def session(
+        self,
+        *,
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
+        seed: int = 0,
+        ask: Ask | None = None,
+    ) -> Session:
+        """Open a session for one episode, with the policy as it is now.
+
+        Args:
+            params: how turns are drawn, whatever clients ask; None: the gateway's.
+            limits: what it may use; None: the gateway's.
+            seed: >= 0. The same seed and requests draw the same tokens, in whatever order they arrive.
+            ask: samples in place of the sampler: (prompt, params, n, seed) -> samples.
+
+        Raises:
+            BackendError: the gateway is closed.
+        """
+        return self._new(params=params or self._params, limits=limits or self._limits, seed=seed, ask=ask)
+
+    def _new(
+        self,
+        *,
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
+        seed: int = 0,
+        ask: Ask | None = None,
+        record: bool = True,
+    ) -> Session:
+        session = Session(self, self._sampler, ask=ask, params=params, limits=limits, seed=seed, record=record)
+        with self._lock:
+            if self._closed:
+                raise BackendError("the gateway is closed")
+            self._sessions[session.id] = self._sessions[session.api_key] = session
+        return session
+
+    def update(self, sampler: Sampler) -> None:
+        """Give sessions that are opened from now on another policy; those that are open keep theirs."""
+        _check.require(hasattr(sampler, "sample"), "update(sampler)", sampler, "a sampler")
+        with self._lock:
+            self._sampler = sampler
+            if self._open is not None:
+                self._open.use(sampler)
+
+    def find(self, *, id: str | None = None, key: str | None = None) -> Session:  # noqa: A002
+        """Return the session that a request names by its URL or by its key, or the open one.
+
+        Raises:
+            GatewayError: 401, there is none.
+        """
+        with self._lock:
+            name = id if id is not None else key
+            session = self._sessions.get(name) if name is not None else None
+            if session is not None:
+                return session
+            if id is None and self._open is not None and (self.key is None or key == self.key):
+                return self._open
+        what = "this session does not exist, or has ended" if id is not None else "the API key names no session"
+        raise GatewayError(401, what, code="invalid_api_key")
+
+    def forget(self, session: Session) -> None:
+        """Let go of a session that has ended."""
+        with self._lock:
+            self._sessions.pop(session.id, None)
+            self._sessions.pop(session.api_key, None)
+
+    def chat_with(self, template: Mapping[str, object]) -> Chat:
+        """Return the chat with these variables of its template.
+
+        Raises:
+            GatewayError: 400, the template does not know them.
+        """
+        if not template:
+            return self.chat
+        name = json.dumps(template, sort_keys=True, default=str)
+        with self._lock:
+            chat = self._chats.get(name)
+        if chat is None:
+            variables = dict(template)
+            thinking = variables.pop("enable_thinking", variables.pop("thinking", None))
+            options: dict[str, object] = {"variables": {**self.chat.variables, **variables}}
+            if thinking is not None:
+                options["thinking"] = thinking
+            try:
+                chat = self.chat.with_options(**options)
+            except RlkitError as error:
+                raise GatewayError(400, str(error), param="chat_template_kwargs") from error
+            with self._lock:
+                self._chats[name] = chat
+                while len(self._chats) > _CHATS:
+                    self._chats.popitem(last=False)
+        return chat
+
+    @property
+    def url(self) -> str:
+        """Where the gateway listens; the first use starts it.
+
+        Raises:
+            MissingPackageError: starlette or uvicorn is not installed.
+            BackendError: the port is taken, or the gateway is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise BackendError("the gateway is closed")
+            if self._server is None:
+                from rlkit.gateway.server import Server
+
+                self._server = Server(self, self.host, self.port)
+            url: str = self._server.url
+            return url
+
+    def client(self, session: Session) -> httpx.AsyncClient:
+        """Return a client that reaches a session without a socket."""
+        try:
+            import httpx
+
+            from rlkit.gateway.app import app  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise missing("Gateway.client", "starlette, httpx", "gateway") from error
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        transport = httpx.ASGITransport(app=app(self))
+        return httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1/s/{session.id}/v1", headers=headers)
+
+    def close(self) -> None:
+        """Stop listening and end all sessions. The sampler stays open."""
+        with self._lock:
+            self._closed = True
+            server, self._server = self._server, None
+            sessions = set(self._sessions.values())
+        for session in sessions:
+            session.close()
+        if server is not None:
+            server.close()

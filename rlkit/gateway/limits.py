@@ -1,0 +1,144 @@
+"""What a session may use, and what it has used."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import attrs
+
+from rlkit import _check
+from rlkit._calls import answered
+from rlkit.gateway.types import GatewayError
+
+__all__ = ["Limits", "Meter"]
+
+_COUNTED = ("requests", "turns", "tokens", "refused", "cancelled", "errors", "rewritten")
+
+
+@answered
+@attrs.frozen
+class Limits:
+    """What a session may use; None: as much as it wants.
+
+    Attributes:
+        turns: completions, >= 1.
+        tokens: of the policy's own, >= 1.
+        seconds: since the session was opened, > 0.
+        at_once: requests that are answered at the same time, >= 1.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    >>> Limits(turns=8, seconds=60.0).tokens is None
+    True
+    """
+
+    turns: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    at_once: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("turns", "tokens", "at_once"):
+            _check.optional(_check.integer, f"Limits.{name}", getattr(self, name), low=1)
+        if self.seconds is not None:
+            _check.real("Limits.seconds", self.seconds, above=0.0)
+
+
+class Meter:
+    """Counts what a session uses, and refuses what it may not.
+
+    Attributes:
+        ended: the limit that was reached: "max_turns", "max_total_tokens", "deadline", "context"; "" while none was.
+        counts: requests, turns, tokens, refused, cancelled, errors, rewritten.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.ended = ""
+        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self._lock = threading.Lock()
+        self._ends = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
+        self._drawing = 0  # completions on their way
+        self._answering = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def request(self, n: int) -> Iterator[None]:
+        """Let a request for ``n`` completions in, and take note when it ends.
+
+        Raises:
+            GatewayError: 429, with ``retry_after`` where trying again later is of use.
+        """
+        self._admit(n)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._drawing -= n
+                self._answering -= 1
+
+    def _admit(self, n: int) -> None:
+        limits = self.limits
+        with self._lock:
+            self.counts["requests"] += 1
+            problem, ended, again = "", "", None
+            if self._closed:
+                problem = "this session has ended"
+            elif self.left() == 0.0:
+                problem, ended = self.over, "deadline"
+            elif limits.turns is not None and self.counts["turns"] + self._drawing + n > limits.turns:
+                problem, ended = f"this session may have {limits.turns} completions", "max_turns"
+            elif limits.tokens is not None and self.counts["tokens"] >= limits.tokens:
+                problem, ended = f"this session may have {limits.tokens} tokens of completions", "max_total_tokens"
+            elif limits.at_once is not None and self._answering >= limits.at_once:
+                problem, again = f"this session may have {limits.at_once} requests at a time", 1.0
+            if not problem:
+                self._drawing += n
+                self._answering += 1
+                return
+            self.counts["refused"] += 1
+            self.ended = self.ended or ended
+        code = "limit_reached" if ended else "session_ended" if again is None else "rate_limit_exceeded"
+        raise GatewayError(429, problem, code=code, retry_after=again)
+
+    @property
+    def over(self) -> str:
+        """What a client is told once the time is over."""
+        return f"this session's {self.limits.seconds:g} seconds are over"
+
+    def left(self) -> float:
+        """Return the seconds that are left; infinity where there is no limit."""
+        return max(0.0, self._ends - time.monotonic())
+
+    def tokens_left(self) -> int:
+        """Return how many tokens may still be drawn, >= 1: a request was let in."""
+        return 2**31 - 1 if self.limits.tokens is None else max(1, self.limits.tokens - self.counts["tokens"])
+
+    def turn(self, tokens: int) -> None:
+        """Count a completion."""
+        with self._lock:
+            self.counts["turns"] += 1
+            self.counts["tokens"] += tokens
+            if self.ended == "context":  # the agent has found a way on
+                self.ended = ""
+
+    def count(self, name: str) -> None:
+        """Count something else."""
+        with self._lock:
+            self.counts[name] += 1
+
+    def reach(self, ended: str) -> None:
+        """Note the limit that was reached; the first one stays."""
+        with self._lock:
+            self.ended = self.ended or ended
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        with self._lock:
+            self._closed = True

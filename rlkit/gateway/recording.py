@@ -1,0 +1,125 @@
+"""What a session remembers: the tree of its turns, and which of them a request continues."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit._interaction import Action
+from rlkit.chat import Chat, Conversation
+from rlkit.gateway.history import History, digests, rendered
+from rlkit.gateway.tree import Branch, Node, Tree
+from rlkit.gateway.types import Choice, Request
+from rlkit.types import Sample
+
+__all__ = ["Prompt", "Recording"]
+
+
+@attrs.frozen(eq=False)
+class Prompt:
+    """A request as tokens, and its place.
+
+    Attributes:
+        tokens: int64 [P], what to sample from.
+        chat: of the conversation.
+        digest: of the tokens.
+        repeat: how often they were asked for before in this session.
+        continues: the recorded turn whose conversation or text the request continues, where there is one.
+        rewritten: the request has turns of the policy, none of which were recorded.
+        conversation: what was said so far; None for a prompt of text or tokens.
+        chain: digests of the request's messages.
+    """
+
+    tokens: np.ndarray
+    chat: Chat
+    digest: bytes = b""
+    repeat: int = 0
+    continues: Node | None = None
+    rewritten: bool = False
+    conversation: Conversation | None = None
+    chain: Sequence[bytes] = ()
+
+    @property
+    def place(self) -> str:
+        """Names the request among all of its session, whatever came first."""
+        return f"{self.digest.hex()}/{self.repeat}"
+
+
+class Recording:
+    """Turns, found again by what clients send. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._tree = Tree()
+        self._history = History()
+        self._asked: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The turns, in the order in which they ended."""
+        with self._lock:
+            return list(self._tree.nodes)
+
+    @property
+    def branches(self) -> list[Branch]:
+        """The branches, in the order of their last turns."""
+        with self._lock:
+            return self._tree.branches
+
+    def prompt(self, chat: Chat, request: Request) -> Prompt:
+        """Return the tokens to sample from: those of the turn that the request continues, and what is new behind them.
+
+        Raises:
+            DataError: messages that the template refuses, or ids that are no tokens.
+        """
+        made = self._prompt(chat, request)
+        digest = hashlib.blake2b(made.tokens.tobytes(), digest_size=16).digest()
+        with self._lock:
+            repeat = self._asked[digest]
+            self._asked[digest] += 1
+        return attrs.evolve(made, digest=digest, repeat=repeat)
+
+    def _prompt(self, chat: Chat, request: Request) -> Prompt:
+        if request.prompt is not None:
+            vocabulary = chat.tokenizer.vocab_size
+            return Prompt(_check.token_ids("prompt", request.prompt, low_length=1, vocab_size=vocabulary), chat)
+        if request.text is not None:
+            return self._of_text(chat, request.text)
+        chain, messages = digests(request), [rendered(message) for message in request.messages or ()]
+        with self._lock:
+            node, said = self._history.find(request, chain)
+            any_turns = bool(self._tree.nodes)
+        if node is not None and node.conversation is not None and node.action is not None:
+            conversation = node.conversation.fork()
+            conversation.add(node.action, messages[said:])
+            return Prompt(conversation.prompt, chat, continues=node, conversation=conversation, chain=chain)
+        conversation = chat.start(messages, request.tools)
+        rewritten = any_turns and any(message.get("role") == "assistant" for message in messages)
+        return Prompt(conversation.prompt, chat, rewritten=rewritten, conversation=conversation, chain=chain)
+
+    def _of_text(self, chat: Chat, text: str) -> Prompt:
+        with self._lock:
+            node = self._history.find_text(text)
+        if node is None or node.text is None:
+            return Prompt(chat.tokenizer.encode(text, special=True), chat)
+        rest = chat.tokenizer.encode(text[len(node.text) :], special=True)
+        return Prompt(np.concatenate([node.tokens, rest]), chat, continues=node)
+
+    def add(self, request: Request, prompt: Prompt, choice: Choice, action: Action) -> None:
+        """Remember a completion."""
+        text = None if request.text is None else request.text + choice.text
+        sample: Sample = choice.sample
+        with self._lock:
+            node = self._tree.add(
+                sample, hint=prompt.continues, conversation=prompt.conversation, action=action, text=text
+            )
+            if prompt.conversation is not None:
+                self._history.add(node, prompt.chain, choice)
+            elif text is not None:
+                self._history.add_text(node)

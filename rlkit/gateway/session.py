@@ -1,0 +1,276 @@
+"""One episode of an agent: what it asked, what was sampled for it, and what becomes of that."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit._resource import Resource
+from rlkit.backends.protocol import Sampler
+from rlkit.errors import DataError
+from rlkit.gateway import trajectories
+from rlkit.gateway.drawing import params_for, seed_for, stops
+from rlkit.gateway.limits import Limits, Meter
+from rlkit.gateway.reading import read
+from rlkit.gateway.recording import Prompt, Recording
+from rlkit.gateway.scoring import Scorer
+from rlkit.gateway.trajectories import Credit
+from rlkit.gateway.tree import Branch, Node
+from rlkit.gateway.types import Choice, GatewayError, Reply, Request
+from rlkit.trajectory import Trajectory
+from rlkit.types import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+    from rlkit.gateway.gateway import Gateway
+
+__all__ = ["Ask", "Session"]
+
+Ask: TypeAlias = Callable[[np.ndarray, SamplingParams, int, int], Awaitable[Sequence[Sample]]]
+"""(prompt int64 [P], how to draw, completions, seed) -> the samples."""
+
+
+class Session(Resource):
+    """One episode. Made by ``Gateway.session``.
+
+    Calls may come at the same time, from any thread and any event loop. Each completion becomes a turn; turns whose
+    prompts continue each other are a branch.
+
+    Attributes:
+        id: stands in the URL.
+        api_key: names the session where the URL does not.
+        params: how turns are drawn, whatever clients ask; None: as they ask.
+        limits: what it may use.
+        error: what the sampler raised first; None where it did not.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        sampler: Sampler,
+        *,
+        ask: Ask | None = None,
+        params: SamplingParams | None = None,
+        limits: Limits | None = None,
+        seed: int = 0,
+        record: bool = True,
+    ) -> None:
+        self._gateway = gateway
+        self._sampler = sampler
+        self._asked = ask
+        self.id = secrets.token_hex(12)
+        self.api_key = f"rlkit-{secrets.token_hex(16)}"
+        self._seed = _check.integer("session(seed)", seed, low=0)
+        self.params = params
+        self.limits = limits or Limits()
+        self.error: Exception | None = None
+        self._meter = Meter(self.limits)
+        self._recording = Recording()
+        self._record = record
+
+    # What a client needs to be told.
+
+    @property
+    def root_url(self) -> str:
+        """Where the session's endpoints lie, without ``/v1``; the first use opens the gateway's socket."""
+        return f"{self._gateway.url}/s/{self.id}"
+
+    @property
+    def base_url(self) -> str:
+        """The same with ``/v1``, as clients of OpenAI's API want it."""
+        return f"{self.root_url}/v1"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables by which agents find their model."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.root_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "RLKIT_MODEL": self._gateway.model,
+        }
+
+    def client(self) -> httpx.AsyncClient:
+        """Return a client that reaches the session without a socket; SDKs take it as ``http_client``."""
+        return self._gateway.client(self)
+
+    # What was sampled.
+
+    @property
+    def ended(self) -> str:
+        """The limit that was reached: "max_turns", "max_total_tokens", "deadline" or "context"; "" while none was."""
+        return self._meter.ended
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Counts: requests, turns, tokens, branches, and those of what went wrong.
+
+        refused: by a limit, or not valid; cancelled: the client went away; errors: of the sampler; rewritten: a
+        conversation that had turns of the policy, none of them as they were recorded, and began anew.
+        """
+        return {**self._meter.counts, "branches": len(self.branches)}
+
+    @property
+    def turns(self) -> list[Node]:
+        """The turns, in the order in which they ended."""
+        return self._recording.nodes
+
+    @property
+    def branches(self) -> list[Branch]:
+        """The branches, in the order of their last turns."""
+        return self._recording.branches
+
+    def trajectory(self, reward: float = 0.0, *, credit: Credit = "every", **fields: object) -> Trajectory:
+        """Return the whole session as one trajectory.
+
+        Every turn that counts is in it once, branch after branch, so ``datums(..., split="allow")`` makes a datum of
+        each branch, and the turns that branches share are in the first of them.
+
+        Args:
+            reward: of the episode; the last turn has it.
+            credit: "every" branch, the "last" one, or a function from branches to weights, one >= 0 for each, which
+                become the turns' ``weight``; turns of branches with weight 0 alone are left out.
+            fields: of ``Trajectory``; ``messages`` are those of the branch that ended last.
+
+        Raises:
+            ConfigError: ``credit`` is none of these.
+
+        >>> import asyncio, rlkit
+        >>> from rlkit.gateway import Gateway, Request
+        >>> with Gateway(rlkit.connect("toy", seed=0).sampler().result()) as gateway, gateway.session() as session:
+        ...     for question in ("1 + 1?", "2 + 2?"):
+        ...         _ = asyncio.run(session.answer(Request(messages=[{"role": "user", "content": question}])))
+        ...     len(session.trajectory(1.0).turns), len(session.trajectory(1.0, credit="last").turns)
+        (2, 1)
+        """
+        branches = self.branches
+        weights = trajectories.node_weights(branches, trajectories.branch_weights(branches, credit))
+        messages = max(branches, key=lambda branch: branch.last.number).messages if branches else []
+        nodes = [node for branch in branches for node in branch.fresh]
+        about = {**self._ends(), "messages": messages, **fields}
+        return Trajectory(trajectories.turns(nodes, weights, reward), **about)  # type: ignore[arg-type]
+
+    def trajectories(self, reward: float = 0.0, *, credit: Credit = "every", **fields: object) -> list[Trajectory]:
+        """Return a trajectory for each branch that counts, each with the reward.
+
+        A turn that several branches share is in the first of them; the others have its tokens in their prompts.
+
+        Args:
+            reward, credit, fields: as for ``trajectory``.
+        """
+        branches = self.branches
+        weights = trajectories.node_weights(branches, trajectories.branch_weights(branches, credit))
+        made = []
+        for branch in branches:
+            about = {**self._ends(), "messages": branch.messages, **fields}
+            if turns := trajectories.turns(branch.fresh, weights, reward):
+                made.append(Trajectory(turns, **about))  # type: ignore[arg-type]
+        return made
+
+    def _ends(self) -> dict[str, object]:
+        return {"terminated": not self.ended, "truncated": bool(self.ended), "ended": self.ended or "terminated"}
+
+    # Answering.
+
+    async def answer(self, request: Request) -> Reply:
+        """Sample what a request asks for, and record it.
+
+        Raises:
+            GatewayError: a limit (429), a prompt that is too long or that the policy cannot take (400), or the
+                sampler's failure (503).
+        """
+        try:
+            with self._meter.request(request.n):
+                return await self._answered(request)
+        except asyncio.CancelledError:
+            self._meter.count("cancelled")
+            raise
+        except DataError as error:  # of the prompt, which is the client's
+            self._meter.count("refused")
+            raise GatewayError(400, str(error)) from error
+        except GatewayError as error:
+            if error.status != 429:  # those are counted already
+                self._meter.count("errors" if error.status >= 500 else "refused")
+            raise
+
+    async def _answered(self, request: Request) -> Reply:
+        chat = self._gateway.chat_with(request.template)
+        prompt = await asyncio.to_thread(self._recording.prompt, chat, request)  # a template takes its time
+        if prompt.rewritten:
+            self._meter.count("rewritten")
+        created, model = int(time.time()), request.model or self._gateway.model
+        if request.draw.max_tokens == 0:
+            samples: Sequence[Sample] = [Sample(prompt.tokens, [], [], "length")] * request.n
+        else:
+            samples = await self._sampled(request, prompt)
+        choices = await asyncio.to_thread(self._recorded, request, prompt, samples)
+        scorer = Scorer(self._sampler)
+        if request.top_logprobs:
+            tops = [await scorer.top(choice.sample, request.top_logprobs) for choice in choices]
+            choices = [attrs.evolve(choice, top=top) for choice, top in zip(choices, tops, strict=True)]
+        reply_id = hashlib.blake2b(f"{self.id}/{prompt.place}".encode(), digest_size=12).hexdigest()
+        reply = Reply(reply_id, created, model, prompt.tokens, choices)
+        if request.prompt_logprobs is None:
+            return reply
+        logprobs, alternatives = await scorer.prompt(prompt.tokens, request.prompt_logprobs)
+        return attrs.evolve(reply, prompt_logprobs=logprobs, prompt_top=alternatives)
+
+    async def _sampled(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
+        context, size = self._sampler.max_length, prompt.tokens.size
+        if size >= context:
+            self._meter.reach("context")
+            what = f"the context has {context} tokens, and the prompt has {size}"
+            raise GatewayError(400, what, param="messages", code="context_length_exceeded")
+        room = min(context - size, self._meter.tokens_left())
+        params = params_for(prompt.chat, request.draw, self.params, room)
+        seed = request.draw.seed if self.params is None else None
+        seed = seed_for(self._seed, prompt.digest, prompt.repeat) if seed is None else seed
+        left = self._meter.left()
+        try:
+            async with asyncio.timeout(None if left == float("inf") else left):
+                return await self._ask(prompt.tokens, params, request.n, seed)
+        except (DataError, GatewayError):
+            raise
+        except Exception as error:
+            if self._meter.left() == 0.0:
+                self._meter.reach("deadline")
+                raise GatewayError(429, self._meter.over, code="limit_reached") from error
+            self.error = self.error or error
+            what = f"the policy cannot be sampled ({type(error).__name__})"
+            raise GatewayError(503, what, code="sampler") from error
+
+    async def _ask(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
+        if self._asked is not None:
+            return await self._asked(prompt, params, n, seed)
+        return await (await asyncio.to_thread(self._sampler.sample, prompt, params, n=n, seed=seed))
+
+    def _recorded(self, request: Request, prompt: Prompt, samples: Sequence[Sample]) -> list[Choice]:
+        tools = () if request.tool_choice == "none" else request.tools
+        stop = stops(request.draw, self.params) or ()
+        choices = []
+        for i, sample in enumerate(samples):
+            choice, action = read(prompt.chat, sample, tools, stop, f"{self.id}/{prompt.place}/{i}")
+            choices.append(choice)
+            if self._record and request.draw.max_tokens != 0:
+                self._recording.add(request, prompt, choice, action)
+                self._meter.turn(int(sample.tokens.size))
+        return choices
+
+    def use(self, sampler: Sampler) -> None:
+        """Sample from another policy from now on."""
+        self._sampler = sampler
+
+    def close(self) -> None:
+        """End the session: later requests are refused. What was sampled stays."""
+        self._meter.close()
+        self._gateway.forget(self)

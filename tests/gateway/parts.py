@@ -1,0 +1,81 @@
+"""A policy that says what it is told to, and helpers to talk to a session."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+
+from rlkit import Future, Sample
+from rlkit.gateway import Draw, Gateway, Request
+
+
+class Scripted:
+    """A sampler whose i-th request is answered with the i-th text, or by a function of the prompt's text."""
+
+    def __init__(self, tokenizer, say, *, max_length=65536, version=3):
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.version = version
+        self.requests = []
+        self._say = say
+        self._lock = threading.Lock()
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        prompt = np.asarray(prompt)
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append((prompt, params, n, seed))
+        said = (
+            self._say(self.tokenizer.decode(prompt, skip_special=False)) if callable(self._say) else self._say[number]
+        )
+        texts = [said] * n if isinstance(said, str) else said
+        return Future.of([self._sample(prompt, text, params, i) for i, text in enumerate(texts)])
+
+    def _sample(self, prompt, text, params, i):
+        ids = np.append(self.tokenizer.encode(text, special=True), self.tokenizer.eos_ids[-1])
+        stop = "stop" if ids.size <= params.max_tokens else "length"
+        ids = ids[: params.max_tokens]
+        logprobs = -0.001 - 0.001 * (np.arange(ids.size) + i)
+        return Sample(prompt, ids, logprobs, stop, version=self.version, **params.drawn_with)
+
+    def logprobs(self, tokens, *, temperature=1.0):
+        return Future.of(np.zeros(len(tokens), np.float32))
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(choice):
+    """Return a choice as a client sends it back."""
+    turn = {"role": "assistant", "content": choice.content}
+    if choice.calls:
+        turn["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
+            for c in choice.calls
+        ]
+    return turn
+
+
+def ask(session, messages, **fields):
+    return asyncio.run(session.answer(Request(messages=messages, **fields)))
+
+
+def gateway(sampler, **options):
+    return Gateway(sampler, **options)
+
+
+def short(n=16):
+    return Draw(max_tokens=n)

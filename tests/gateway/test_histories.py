@@ -1,0 +1,161 @@
+"""Laws of sessions over random clients, which extend, branch, rewrite, compact and change their tools."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlkit
+from rlkit.chat import Chat
+from rlkit.gateway import Draw, Gateway, Request
+from rlkit.trajectory import datums
+from tests.chat.build import ADDED, SPECIAL, tokenizer
+from tests.gateway.parts import said, user
+from tests.rollouts.parts import RandomSampler
+
+TOKENIZERS = {kind: tokenizer(kind) for kind in ("chatml", "llama3", "qwen3", "glm", None)}
+TOKENIZERS["toy"] = rlkit.connect("toy").tokenizer
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+THINKING = ("<think>\nhm\n</think>\n\n", "<think>hm</think>", "")
+
+texts = st.lists(st.one_of(st.sampled_from([*SPECIAL, *ADDED, " ", "\n"]), st.text(max_size=4)), max_size=4).map(
+    "".join
+)
+
+
+class Speaks(RandomSampler):
+    """Writes random text, thoughts, calls and ends into random tokens."""
+
+    def __init__(self, tokenizer):
+        super().__init__(max_length=10**6)
+        self.tokenizer = tokenizer
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        samples = []
+        for i in range(n):
+            rng = np.random.default_rng([seed, i])
+            text = THINKING[rng.integers(3)] + "".join(rng.choice([*"ab \n", *ADDED], rng.integers(0, 6)))
+            text += '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>' * int(rng.integers(2))
+            ids = self.tokenizer.encode(text, special=bool(rng.integers(2)))
+            if rng.integers(3):
+                ids = np.append(ids, self.tokenizer.eos_ids[-1])
+            ids = np.concatenate([ids, rng.integers(0, self.tokenizer.vocab_size, rng.integers(0, 3))])
+            logprobs = -rng.exponential(size=ids.size)
+            samples.append(rlkit.Sample(np.asarray(prompt), ids, logprobs, "stop", **params.drawn_with))
+        self.requests.append((np.asarray(prompt), samples))
+        return rlkit.Future.of(samples)
+
+
+@functools.cache
+def chat_with(kind):
+    """Compiling a template takes longer than an episode."""
+    return Chat(TOKENIZERS[kind])
+
+
+@st.composite
+def clients(draw):
+    """(kind, [(which recorded conversation, what to do with it, a text, completions, with tools)])"""
+    kind = draw(st.sampled_from(sorted(TOKENIZERS, key=str)))
+    moves = st.tuples(
+        st.integers(0, 5),
+        st.sampled_from(["extend", "extend", "extend", "again", "rewrite", "compact", "trim"]),
+        texts,
+        st.integers(1, 2),
+        st.booleans(),
+    )
+    return kind, draw(st.lists(moves, min_size=1, max_size=8))
+
+
+def play(session, moves, *, with_tools):
+    """Return the requests' messages and which of them extend a recorded turn as it was."""
+    heads = [[user("Begin")]]
+    for which, move, text, n, tools in moves:
+        messages = list(heads[which % len(heads)])
+        if move == "rewrite" and len(messages) > 1:
+            messages[1] = {"role": "assistant", "content": "Otherwise" + text}
+        elif move == "compact":
+            messages = [user("Summary: " + text)]
+        elif move == "again" and len(messages) > 2:
+            messages = [*messages[:-1], user(text)]
+        elif move == "trim" and len(messages) > 1:
+            messages = [{**m, "content": m["content"].strip()} for m in messages]
+        schemas = [TOOL] if tools and with_tools else []
+        reply = asyncio.run(session.answer(Request(messages=messages, tools=schemas, n=n, draw=Draw(max_tokens=64))))
+        for choice in reply.choices:
+            turn = [*messages, said(choice)]
+            if choice.calls:
+                turn += [{"role": "tool", "tool_call_id": call.id, "content": text} for call in choice.calls]
+            else:
+                turn += [user(text)]
+            heads.append(turn)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clients())
+def test_every_sampled_token_is_trained_exactly_once(client):
+    kind, moves = client
+    sampler = Speaks(TOKENIZERS[kind])
+    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+        play(session, moves, with_tools=kind in ("qwen3", "toy"))
+        drawn = [sample for _, samples in sampler.requests for sample in samples]
+        assert [n.sample for n in session.turns] == drawn
+        wanted = Counter((int(t), float(p)) for s in drawn for t, p in zip(s.tokens, s.logprobs, strict=True))
+        for made in (
+            datums(session.trajectory(1.0), 1.0, split="allow"),
+            [d for trajectory in session.trajectories(1.0) for d in datums(trajectory, 1.0, split="allow")],
+        ):
+            trained = Counter()
+            for datum in made:
+                logprobs = datum.inputs["sampling_logprobs"]
+                trained.update(
+                    (int(t), float(p)) for t, p in zip(datum.tokens[datum.mask], logprobs[datum.mask], strict=True)
+                )
+            assert trained == wanted
+        for branch in session.branches:  # a branch is one sequence of tokens
+            for before, after in zip(branch.nodes, branch.nodes[1:], strict=False):
+                assert np.array_equal(after.sample.prompt[: before.tokens.size], before.tokens)
+        for trajectory in session.trajectories(1.0):
+            assert len(datums(trajectory, 1.0, split="allow")) <= 1 or not trajectory.turns[0].tokens.size
+
+
+@settings(max_examples=40, deadline=None)
+@given(clients())
+def test_a_conversation_that_is_sent_back_as_it_was_is_continued(client):
+    kind, moves = client
+    sampler = Speaks(TOKENIZERS[kind])
+    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+        messages = [user("Begin")]
+        for _, _, text, _, _ in moves:
+            reply = asyncio.run(session.answer(Request(messages=messages, draw=Draw(max_tokens=64))))
+            messages = [*messages, said(reply.choices[0]), user(text)]
+        assert len(session.branches) == 1
+        assert session.metrics["rewritten"] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(TOKENIZERS, key=str)), texts, texts)
+def test_text_of_clients_never_becomes_control_tokens(kind, question, answer):
+    """Neither in what continues nor in what is rendered anew: there are as many as around harmless text."""
+    tokens = TOKENIZERS[kind]
+    special = np.array(
+        [tokens.encode(text, special=True)[0] for text in SPECIAL if tokens.encode(text, special=True).size == 1]
+    )
+
+    def count(one, two):
+        sampler = Speaks(tokens)
+        with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+            asyncio.run(session.answer(Request(messages=[user(one)])))
+            turn = {"role": "assistant", "content": two}
+            asyncio.run(session.answer(Request(messages=[user("a"), turn, user(one)])))
+            return [int(np.isin(node.sample.prompt, special).sum()) for node in session.turns]
+
+    assert count(question + "x", answer + "x") == count("x", "x")
