@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import envs as envs
     from rlkit import evaluation as evaluation
     from rlkit import filters as filters
+    from rlkit import gateway as gateway
     from rlkit import losses as losses
     from rlkit import metrics as metrics
     from rlkit import recipes as recipes
@@ -76,6 +77,7 @@ else:
         "envs",
         "evaluation",
         "filters",
+        "gateway",
         "losses",
         "metrics",
         "recipes",

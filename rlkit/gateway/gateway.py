@@ -133,20 +133,24 @@ class Gateway(Resource):
             if self._open is not None:
                 self._open.use(sampler)
 
-    def find(self, *, id: str | None = None, key: str | None = None) -> Session:  # noqa: A002
+    def admit(self, session: str | None, key: str | None) -> Session:
         """Return the session that a request names by its URL or by its key, or the open one.
 
+        Args:
+            session: the id in the URL, ``/s/<id>/...``; the key does not matter then. None: there is none.
+            key: what the client sent as its API key; None: nothing.
+
         Raises:
-            GatewayError: 401, there is none.
+            GatewayError: 401, there is no such session, or no such key and the gateway is not open.
         """
+        name = key if session is None else session
         with self._lock:
-            name = id if id is not None else key
-            session = self._sessions.get(name) if name is not None else None
-            if session is not None:
-                return session
-            if id is None and self._open is not None and (self.key is None or key == self.key):
+            named = None if name is None else self._sessions.get(name)
+            if named is not None:
+                return named
+            if session is None and self._open is not None and (self.key is None or key == self.key):
                 return self._open
-        what = "this session does not exist, or has ended" if id is not None else "the API key names no session"
+        what = "this session does not exist, or has ended" if session is not None else "the API key names no session"
         raise GatewayError(401, what, code="invalid_api_key")
 
     def forget(self, session: Session) -> None:

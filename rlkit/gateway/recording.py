@@ -85,6 +85,10 @@ class Recording:
             self._asked[digest] += 1
         return attrs.evolve(made, digest=digest, repeat=repeat)
 
+    def render(self, chat: Chat, request: Request) -> np.ndarray:
+        """Return the tokens alone; that they were asked for is not counted."""
+        return self._prompt(chat, request).tokens
+
     def _prompt(self, chat: Chat, request: Request) -> Prompt:
         if request.prompt is not None:
             vocabulary = chat.tokenizer.vocab_size

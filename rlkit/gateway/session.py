@@ -6,15 +6,16 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._interaction import Message
 from rlkit._resource import Resource
-from rlkit.backends.protocol import Sampler
+from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.errors import DataError
 from rlkit.gateway import trajectories
 from rlkit.gateway.drawing import params_for, seed_for, stops
@@ -76,8 +77,29 @@ class Session(Resource):
         self._meter = Meter(self.limits)
         self._recording = Recording()
         self._record = record
+        self._responses: dict[str, Sequence[Message]] = {}
 
     # What a client needs to be told.
+
+    @property
+    def model(self) -> str:
+        """The name of the policy."""
+        return self._gateway.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's."""
+        return self._sampler.tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and completion, in tokens."""
+        return self._sampler.max_length
+
+    @property
+    def responses(self) -> MutableMapping[str, Sequence[Message]] | None:
+        """Of the responses API, by id, the conversation that ends with each; None where nothing is recorded."""
+        return self._responses if self._record else None
 
     @property
     def root_url(self) -> str:
@@ -97,7 +119,7 @@ class Session(Resource):
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.root_url,
             "ANTHROPIC_API_KEY": self.api_key,
-            "RLKIT_MODEL": self._gateway.model,
+            "RLKIT_MODEL": self.model,
         }
 
     def client(self) -> httpx.AsyncClient:
@@ -203,12 +225,24 @@ class Session(Resource):
                 self._meter.count("errors" if error.status >= 500 else "refused")
             raise
 
+    async def render(self, request: Request) -> np.ndarray:
+        """Return the prompt int64 [P] that ``answer`` would sample from; nothing is recorded.
+
+        Raises:
+            GatewayError: 400, messages that the policy cannot take.
+        """
+        try:
+            chat = self._gateway.chat_with(request.template)
+            return await asyncio.to_thread(self._recording.render, chat, request)
+        except DataError as error:
+            raise GatewayError(400, str(error)) from error
+
     async def _answered(self, request: Request) -> Reply:
         chat = self._gateway.chat_with(request.template)
         prompt = await asyncio.to_thread(self._recording.prompt, chat, request)  # a template takes its time
         if prompt.rewritten:
             self._meter.count("rewritten")
-        created, model = int(time.time()), request.model or self._gateway.model
+        created, model = int(time.time()), request.model or self.model
         if request.draw.max_tokens == 0:
             samples: Sequence[Sample] = [Sample(prompt.tokens, [], [], "length")] * request.n
         else:
@@ -226,7 +260,7 @@ class Session(Resource):
         return attrs.evolve(reply, prompt_logprobs=logprobs, prompt_top=alternatives)
 
     async def _sampled(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
-        context, size = self._sampler.max_length, prompt.tokens.size
+        context, size = self.max_length, prompt.tokens.size
         if size >= context:
             self._meter.reach("context")
             what = f"the context has {context} tokens, and the prompt has {size}"

@@ -339,18 +339,18 @@ def test_sessions_end_with_their_gateway(session_of):
 
 def test_sessions_are_found_by_id_and_key_and_an_open_gateway_answers_without():
     with Gateway(Scripted(TOKENIZER, lambda _: "a")) as gateway, gateway.session() as session:
-        assert gateway.find(id=session.id) is gateway.find(key=session.api_key) is session
-        for wrong in ({"id": "x"}, {"key": "x"}, {}):
+        assert gateway.admit(session.id, None) is gateway.admit(None, session.api_key) is session
+        for wrong in (("x", None), (None, "x"), (None, None)):
             with pytest.raises(GatewayError) as caught:
-                gateway.find(**wrong)
+                gateway.admit(*wrong)
             assert caught.value.status == 401
     with Gateway(Scripted(TOKENIZER, lambda _: "a"), open=True, key="secret") as gateway:
-        opened = gateway.find(key="secret")
+        opened = gateway.admit(None, "secret")
         for _ in range(3):
             ask(opened, [user("a")])
         assert not opened.turns
         with pytest.raises(GatewayError):
-            gateway.find(key="wrong")
+            gateway.admit(None, "wrong")
 
 
 def test_an_update_is_for_new_sessions():
