@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
 import attrs
-import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit.envs._checked import observation
+from rlkit.envs._prompts import Rows, noted
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings
-from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
 
 __all__ = ["function"]
-
-_FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
 
 
 @answered
@@ -57,35 +52,18 @@ def function(
     >>> env.reset(0), env.step(Action("It is 8.")).reward
     ('4 + 4 =', 1.0)
     """
-    if isinstance(prompts, Mapping):
-        if split not in prompts:
-            known = ", ".join(map(str, prompts)) or "none"
-            raise UnknownNameError(f"rlkit.envs.function: no split named {split!r}. There are: {known}")
-        prompts = prompts[split]
-    if isinstance(prompts, str) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
-        raise DataError("prompts", f"got {_check.shown(prompts)}", _FORMS)
-    if len(prompts) == 0:
-        raise DataError("prompts", "is empty", "at least one row")
-    _check.require(callable(reward), "reward", reward, "a function of the answer")
+    rows = Rows("function", prompts, reward, split=split)
     _check.flag("group", group)
-    fields = _fields(reward)
-    ready = isinstance(prompts, (list, tuple))  # others may read each row from a disk
-    for i in range(len(prompts) if ready else 1):
-        row = prompts[i]
-        _prompt(f"prompts[{i}]", row)
-        fields(f"prompts[{i}]", row)
 
     def make(index: int) -> _Prompt:
-        row = prompts[index]
-        where = f"prompts[{index}]"
-        info = {"answer": row["answer"]} if isinstance(row, Mapping) and "answer" in row else {}
-        scored = None if group else functools.partial(reward, **fields(where, row))
-        return _Prompt(_prompt(where, row), scored, info, f"in the reward {_name(reward)} for {where}")
+        row = rows[index]
+        scored = None if group else functools.partial(reward, **row.fields)
+        return _Prompt(row.prompt, scored, row.info, row.note)
 
     def scores(index: int) -> Callable[[Sequence[Action]], object]:
-        return lambda actions: reward(actions, **fields(f"prompts[{index}]", prompts[index]))
+        return lambda actions: reward(actions, **rows[index].fields)
 
-    return Tasks(make, len(prompts), name=name, split=split, settings=settings, scores=scores if group else None)
+    return Tasks(make, len(rows), name=name, split=split, settings=settings, scores=scores if group else None)
 
 
 @attrs.frozen(eq=False)
@@ -101,7 +79,7 @@ class _Prompt:
         return self._prompt
 
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
-        with _noted(self._where):
+        with noted(self._where):
             value = None if self._reward is None else self._reward(action)  # None: the group's is to come
         return self._later(value) if inspect.isawaitable(value) else self._result(value)
 
@@ -112,69 +90,5 @@ class _Prompt:
         return StepResult("", cast("float | None", value), terminated=True, info=self._info)
 
     async def _later(self, value: Awaitable[object]) -> StepResult:
-        with _noted(self._where):
+        with noted(self._where):
             return self._result(await value)
-
-
-@contextlib.contextmanager
-def _noted(where: str) -> Iterator[None]:
-    """Let an error of the user's own function pass, with a note of where it was raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise
-
-
-def _name(reward: Callable[..., object]) -> str:
-    return repr(getattr(reward, "__name__", type(reward).__name__))
-
-
-def _prompt(where: str, row: object) -> Observation:
-    """Return the prompt of a row."""
-    if isinstance(row, Mapping):
-        if "prompt" not in row:
-            raise DataError(where, f"has only {sorted(map(str, row))}", "a field 'prompt'")
-        row, where = row["prompt"], f"{where}['prompt']"
-    if isinstance(row, np.ndarray) and row.dtype.kind not in "iu":
-        raise DataError(where, f"got {_check.shown(row)}", "text, chat messages or token ids")
-    try:
-        return observation(row, where=where, max_chars=10**9)
-    except EnvError as error:
-        raise DataError(str(error)) from error
-
-
-def _fields(reward: Callable[..., object]) -> Callable[[str, object], dict[str, object]]:
-    """Return a function of (where, row) that gives the fields of a row that the reward names."""
-    try:
-        parameters = list(inspect.signature(reward).parameters.values())[1:]
-    except ValueError:  # some built-in functions do not say
-        return lambda where, row: {}
-    _check_form(reward)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def fields(where: str, row: object) -> dict[str, object]:
-        row_fields = dict(row) if isinstance(row, Mapping) else {"prompt": row}
-        for parameter in named:
-            if parameter.default is parameter.empty and parameter.name not in row_fields:
-                what = f"has no field {parameter.name!r}"
-                raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, row_fields)))
-        return {str(k): v for k, v in row_fields.items() if every or k in {p.name for p in named}}
-
-    return fields
-
-
-def _check_form(reward: Callable[..., object]) -> None:
-    """Raise ConfigError for a reward of another library's form, which takes all completions and gives a list."""
-    names = list(inspect.signature(reward).parameters)
-    why = ""
-    if {"completions", "completion_ids"} & set(names):
-        why = "it takes completions, and gives a list of rewards"
-    elif {"solution_str", "data_source"} <= set(names):
-        why = "it takes data_source and solution_str"
-    if why:
-        raise ConfigError(
-            f"reward: {_name(reward)} is of another library's form: {why}; here it is called once for each answer: "
-            "def reward(text, answer): return 1.0, with the row's fields by name (for whole groups: group=True)"
-        )

@@ -17,6 +17,7 @@ from rlkit import _check, _install
 from rlkit._calls import answered
 from rlkit.envs import calling
 from rlkit.envs._extras import package
+from rlkit.envs._schemas import function_schema
 from rlkit.envs.protocol import Action, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvBusy, EnvError, RlkitError, UnknownNameError
 
@@ -183,7 +184,10 @@ class _Env:
             self._session = environment.session(split=self._split, index=self._index, **self._options)
             await self._session.__aenter__()
             messages = await self._session.get_messages()
-            self.tools = [_schema(tool) for tool in await self._session.list_tools()]
+            self.tools = [
+                function_schema(tool.name, tool.description, tool.input_schema)
+                for tool in await self._session.list_tools()
+            ]
         return [{"role": message.role, "content": _text(message.blocks)} for message in messages]
 
     async def step(self, action: Action) -> StepResult:
@@ -273,28 +277,3 @@ def _text(blocks: Any) -> str:
         if block.type != "text":
             raise EnvError("openreward", f"got a block of type {block.type!r}", "text blocks")
     return "\n".join(block.text for block in blocks)
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    """Return a tool in the form that chat templates take."""
-    parameters = _untitled(dict(tool.input_schema or {"type": "object", "properties": {}}))
-    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def _untitled(schema: Any) -> Any:
-    """Return a schema without pydantic's titles: they say nothing, and a prompt is paid for by the token."""
-    if isinstance(schema, list):
-        return [_untitled(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    untitled = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
-    named = ("properties", "$defs", "definitions")
-    return {
-        key: {name: _untitled(part) for name, part in value.items()}
-        if key in named and isinstance(value, Mapping)
-        else value
-        if key in ("enum", "const", "default", "examples")
-        else _untitled(value)
-        for key, value in untitled.items()
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
 from rlkit import _check
@@ -12,7 +12,7 @@ from rlkit.errors import ConfigError
 from rlkit.tools.formats import Format, formats, parameters, read_calls
 from rlkit.tools.functions import schema
 from rlkit.tools.messages import error_message, tool_message
-from rlkit.tools.types import Malformed
+from rlkit.tools.types import Malformed, ToolCall
 
 __all__ = ["ToolEnv"]
 
@@ -78,27 +78,58 @@ class ToolEnv:
 
     async def step(self, action: Action) -> StepResult:
         """Make the calls of a turn, or score the answer."""
-        parsed = read_calls(action, self._format, self.tools)
-        if not parsed.in_order:
-            return StepResult(reward=cast("float | None", await _value(self._reward, action.content)), terminated=True)
-        messages = []
-        for call in parsed.in_order:
-            if isinstance(call, Malformed):
-                messages.append(error_message(call))
-                continue
-            try:
-                result = await _value(self._functions[call.name], **call.arguments)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # the tool's own, and the policy is to see it
-                result = f"{type(error).__name__}: {error}"
-            message = tool_message(call, result)
-            if len(message["content"]) > self._max_result:
-                message["content"] = message["content"][: self._max_result] + " ... (cut)"
-            messages.append(message)
-        info = {"tool_calls": len(parsed.calls), "malformed_calls": len(parsed.errors)}
-        return StepResult(messages, self._malformed if parsed.errors else 0.0, info=info)
+        return await play_turn(
+            action,
+            self._format,
+            self.tools,
+            call=self._call,
+            reward=self._reward,
+            malformed_reward=self._malformed,
+            max_result=self._max_result,
+        )
+
+    async def _call(self, call: ToolCall) -> object:
+        try:
+            return await _value(self._functions[call.name], **call.arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the tool's own, and the policy is to see it
+            return f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+async def play_turn(
+    action: Action,
+    format: str | Format,  # noqa: A002
+    tools: Sequence[Mapping[str, object]],
+    *,
+    call: Callable[[ToolCall], Awaitable[object]],
+    reward: Callable[[str], object],
+    malformed_reward: float,
+    max_result: int,
+) -> StepResult:
+    """Return what a turn with calls is told, or the reward of one without.
+
+    Args:
+        action, format, tools: as for ``read_calls``.
+        call: makes a call; what it gives is told to the policy.
+        reward: the answer's text -> reward.
+        malformed_reward, max_result: as of ``ToolEnv``.
+    """
+    parsed = read_calls(action, format, tools)
+    if not parsed.in_order:
+        return StepResult(reward=cast("float | None", await _value(reward, action.content)), terminated=True)
+    messages = []
+    for item in parsed.in_order:
+        if isinstance(item, Malformed):
+            messages.append(error_message(item))
+            continue
+        message = tool_message(item, await call(item))
+        if len(message["content"]) > max_result:
+            message["content"] = message["content"][:max_result] + " ... (cut)"
+        messages.append(message)
+    info = {"tool_calls": len(parsed.calls), "malformed_calls": len(parsed.errors)}
+    return StepResult(messages, malformed_reward if parsed.errors else 0.0, info=info)
 
 
 async def _value(function: Callable[..., object], *args: object, **kwargs: object) -> object:

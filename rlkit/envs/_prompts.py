@@ -1,0 +1,157 @@
+"""Rows of prompts, and what a reward function is given of them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit.envs._checked import observation
+from rlkit.envs.protocol import Observation
+from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
+
+_FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
+
+
+class Rows:
+    """Prompts of one split, and a reward that is called with those of a row's fields that it names.
+
+    Args:
+        adapter: whose they are, for messages.
+        prompts: anything with a length and an index, or a mapping from splits to such.
+        reward: a function of the answer, and by keyword of a row's fields.
+        split: which rows to take, where there are several splits.
+        offered: names beside the row's fields that the reward may have; the caller of the reward adds them.
+
+    Raises:
+        DataError: there are no rows, or one is of no such form.
+        ConfigError: the reward is no function, or wants a field that the rows do not have.
+        UnknownNameError: no such split.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        prompts: object,
+        reward: Callable[..., object],
+        *,
+        split: str,
+        offered: Mapping[str, object] | None = None,
+    ) -> None:
+        if isinstance(prompts, Mapping):
+            if split not in prompts:
+                known = ", ".join(map(str, prompts)) or "none"
+                raise UnknownNameError(f"rlkit.envs.{adapter}: no split named {split!r}. There are: {known}")
+            prompts = prompts[split]
+        if isinstance(prompts, str) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+            raise DataError("prompts", f"got {_check.shown(prompts)}", _FORMS)
+        self._rows = cast("Sequence[object]", prompts)
+        if len(self._rows) == 0:
+            raise DataError("prompts", "is empty", "at least one row")
+        _check.require(callable(reward), "reward", reward, "a function of the answer")
+        self._reward = reward
+        self._fields = _fields(reward)
+        self._offered = {} if offered is None else offered
+        ready = isinstance(prompts, (list, tuple))  # others may read each row from a disk
+        for i in range(len(self._rows) if ready else 1):
+            self[i]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row, which is read once."""
+        value = self._rows[index]
+        where = f"prompts[{index}]"
+        every = value if isinstance(value, Mapping) else {"prompt": value}
+        fields = self._fields(where, {**self._offered, **every})
+        info = {"answer": every["answer"]} if "answer" in every else {}
+        note = f"in the reward {_name(self._reward)} for {where}"
+        return Row(_prompt(where, value), every, fields, info, note)
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """One row.
+
+    Attributes:
+        prompt: what the policy is told first.
+        every: all its fields.
+        fields: those that the reward names.
+        info: what a step's ``info`` says of it: the right answer, where it has one.
+        note: what is noted on an error that the reward raises.
+    """
+
+    prompt: Observation
+    every: Mapping[str, object]
+    fields: dict[str, object]
+    info: dict[str, object]
+    note: str
+
+
+@contextlib.contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Let an error of the user's own function pass, with a note of where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+def _name(reward: Callable[..., object]) -> str:
+    return repr(getattr(reward, "__name__", type(reward).__name__))
+
+
+def _prompt(where: str, row: object) -> Observation:
+    """Return the prompt of a row."""
+    if isinstance(row, Mapping):
+        if "prompt" not in row:
+            raise DataError(where, f"has only {sorted(map(str, row))}", "a field 'prompt'")
+        row, where = row["prompt"], f"{where}['prompt']"
+    if isinstance(row, np.ndarray) and row.dtype.kind not in "iu":
+        raise DataError(where, f"got {_check.shown(row)}", "text, chat messages or token ids")
+    try:
+        return observation(row, where=where, max_chars=10**9)
+    except EnvError as error:
+        raise DataError(str(error)) from error
+
+
+def _fields(reward: Callable[..., object]) -> Callable[[str, Mapping[str, object]], dict[str, object]]:
+    """Return a function of (where, row) that gives the fields of a row that the reward names."""
+    try:
+        parameters = list(inspect.signature(reward).parameters.values())[1:]
+    except ValueError:  # some built-in functions do not say
+        return lambda where, row: {}
+    _check_form(reward)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def fields(where: str, row: Mapping[str, object]) -> dict[str, object]:
+        for parameter in named:
+            if parameter.default is parameter.empty and parameter.name not in row:
+                what = f"has no field {parameter.name!r}"
+                raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, row)))
+        return {str(k): v for k, v in row.items() if every or k in {p.name for p in named}}
+
+    return fields
+
+
+def _check_form(reward: Callable[..., object]) -> None:
+    """Raise ConfigError for a reward of another library's form, which takes all completions and gives a list."""
+    names = list(inspect.signature(reward).parameters)
+    why = ""
+    if {"completions", "completion_ids"} & set(names):
+        why = "it takes completions, and gives a list of rewards"
+    elif {"solution_str", "data_source"} <= set(names):
+        why = "it takes data_source and solution_str"
+    if why:
+        raise ConfigError(
+            f"reward: {_name(reward)} is of another library's form: {why}; here it is called once for each answer: "
+            "def reward(text, answer): return 1.0, with the row's fields by name (for whole groups: group=True)"
+        )
