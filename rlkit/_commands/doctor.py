@@ -28,7 +28,7 @@ EXTRAS = {
     "chat": ("jinja2",),
     "math": ("math-verify",),
     "config": ("omegaconf",),
-    "environments": ("reasoning-gym", "gem-llm", "openreward", "gymnasium"),
+    "environments": ("reasoning-gym", "gem-llm", "openreward", "mcp", "gymnasium"),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
     "report": ("matplotlib",),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlkit.envs.from_function import function
 from rlkit.envs.from_gem import gem
 from rlkit.envs.from_gymnasium import gymnasium
+from rlkit.envs.from_mcp import mcp
 from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
 from rlkit.envs.mixtures import Mixture, mixture
@@ -24,6 +25,7 @@ __all__ = [
     "function",
     "gem",
     "gymnasium",
+    "mcp",
     "mixture",
     "openreward",
     "reasoning_gym",
@@ -31,5 +33,5 @@ __all__ = [
 
 Settings = TaskSettings  # its older name
 
-for _name in ("Action", "StepResult", "function", "gem", "gymnasium", "mixture", "openreward", "reasoning_gym"):
+for _name in ("Action", "StepResult", "function", "gem", "gymnasium", "mcp", "mixture", "openreward", "reasoning_gym"):
     globals()[_name].__module__ = __name__  # where users import them from

@@ -90,7 +90,7 @@ class ToolEnv:
 
     async def _call(self, call: ToolCall) -> object:
         try:
-            return await _value(self._functions[call.name], **call.arguments)
+            return await awaited(self._functions[call.name], **call.arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the tool's own, and the policy is to see it
             return f"{type(error).__name__}: {error}"
 
@@ -118,7 +118,7 @@ async def play_turn(
     """
     parsed = read_calls(action, format, tools)
     if not parsed.in_order:
-        return StepResult(reward=cast("float | None", await _value(reward, action.content)), terminated=True)
+        return StepResult(reward=cast("float | None", await awaited(reward, action.content)), terminated=True)
     messages = []
     for item in parsed.in_order:
         if isinstance(item, Malformed):
@@ -132,7 +132,7 @@ async def play_turn(
     return StepResult(messages, malformed_reward if parsed.errors else 0.0, info=info)
 
 
-async def _value(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+async def awaited(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Return what a plain or async function gives; plain ones run in a thread and hold up no other episode."""
     import asyncio
 

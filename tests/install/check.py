@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 TRACKERS = {"wandb": [], "tensorboard": ["tensorboard"], "trackio": [], "mlflow": []}  # and what reads what they wrote
-UNPINNED = {"gem", "trackio"}  # whose own pins are older than those of constraints.txt, or newer
+UNPINNED = {"gem", "mcp", "trackio"}  # whose own pins are older than those of constraints.txt, or newer
 NOT_ALONE = {"all", "docs", "test"}  # README's lines install the first; the others are for developers
 SECONDS = 1800  # one line, on a machine that is busy
 

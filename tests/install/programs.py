@@ -166,6 +166,40 @@ def reasoning_gym():
     assert 0.0 <= env.step(Action("7")).reward <= 1.0
 
 
+def mcp():
+    """A server of this process, and one in a process of its own, whose tool is called."""
+    import asyncio
+
+    from mcp.server import MCPServer
+
+    from rlkit.envs import Action
+    from rlkit.envs import mcp as questions
+    from rlkit.envs.calling import Guarded
+
+    def add(x: int, y: int) -> int:
+        """Adds."""
+        return x + y
+
+    server = MCPServer("sums")
+    server.tool()(add)
+    program = "from mcp.server import MCPServer\nserver = MCPServer('sums')\n@server.tool()\n"
+    program += "def add(x: int, y: int) -> int:\n    return x + y\nserver.run('stdio')"
+
+    async def scene(place):
+        tasks = questions(place, ["7 + 8?"], lambda text, calls: float(calls[0][1] == "15"))
+        env = await Guarded.opened(tasks[0], timeout=60)
+        try:
+            await env.reset(0, timeout=60)
+            call = '<tool_call>{"name": "add", "arguments": {"x": 7, "y": 8}}</tool_call>'
+            assert (await env.step(Action(call), timeout=60)).observation[0]["content"] == "15"
+            assert (await env.step(Action("15"), timeout=60)).reward == 1.0
+        finally:
+            assert await env.close(timeout=60) is None
+
+    for place in (server, [sys.executable, "-c", program]):
+        asyncio.run(scene(place))
+
+
 def gem():
     """A game of one turn."""
     from rlkit.envs import Action
