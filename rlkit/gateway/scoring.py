@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import attrs
 import numpy as np
 
 from rlkit.backends.protocol import Sampler, TopK
 from rlkit.errors import DataError, RlkitError
 from rlkit.futures import Future
-from rlkit.gateway.types import GatewayError
-from rlkit.types import Sample
+from rlkit.gateway.types import GatewayError, Reply, Request
 
 __all__ = ["Scorer"]
 
@@ -25,27 +25,37 @@ class Scorer:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    async def prompt(self, tokens: np.ndarray, k: int) -> tuple[np.ndarray, list[Mapping[int, float]] | None]:
-        """Return logprobs [P] of a prompt, 0 for its first token, and ``k`` alternatives for each (None: k is 0).
+    async def scored(self, request: Request, reply: Reply) -> Reply:
+        """Return the reply with the logprobs and alternatives that were asked for.
+
+        Where a prompt is to have the same number of alternatives as its completions (lm-eval's requests are such), both
+        are of one pass.
 
         Raises:
             GatewayError: 400 where the sampler gives no alternatives or refuses the tokens, 503 where it fails.
         """
-        logprobs = await self._asked(lambda: self._sampler.logprobs(tokens))
-        return logprobs, await self._alternatives(tokens, 0, k) if k else None
+        size, k, of_prompt = int(reply.prompt.size), request.top_logprobs or 0, request.prompt_logprobs
+        rows = [
+            await self._alternatives(np.concatenate([reply.prompt, x.sample.tokens]), k) for x in reply.choices if k
+        ]
+        choices = [attrs.evolve(x, top=row[size:]) for x, row in zip(reply.choices, rows, strict=bool(k))]
+        reply = attrs.evolve(reply, choices=choices or reply.choices)
+        if of_prompt is None:
+            return reply
+        logprobs = await self._asked(lambda: self._sampler.logprobs(reply.prompt))
+        top = None
+        if of_prompt:
+            top = rows[0][:size] if rows and k == of_prompt else await self._alternatives(reply.prompt, of_prompt)
+        return attrs.evolve(reply, prompt_logprobs=logprobs, prompt_top=top)
 
-    async def top(self, sample: Sample, k: int) -> list[Mapping[int, float]]:
-        """Return ``k`` alternatives for each token of a sample, id -> logprob, the most probable first."""
-        tokens = np.concatenate([sample.prompt, sample.tokens])
-        return await self._alternatives(tokens, int(sample.prompt.size), k)
-
-    async def _alternatives(self, tokens: np.ndarray, start: int, k: int) -> list[Mapping[int, float]]:
+    async def _alternatives(self, tokens: np.ndarray, k: int) -> list[Mapping[int, float]]:
+        """Return ``k`` alternatives for each token, id -> logprob, the most probable first."""
         sampler = self._sampler
         if not isinstance(sampler, TopK):
             what = "this policy's sampler gives no alternatives to tokens"
             raise GatewayError(400, f"{what}; ask for logprobs without top_logprobs", param="top_logprobs")
         ids, logprobs = await self._asked(lambda: sampler.top_logprobs(tokens, k))
-        rows = zip(ids[start:].tolist(), logprobs[start:].tolist(), strict=True)
+        rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
         return [dict(zip(*row, strict=True)) for row in rows]
 
     async def _asked(self, submit: Callable[[], Future[T]]) -> T:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import attrs
 import numpy as np
 
 from rlkit import _check
@@ -248,16 +247,9 @@ class Session(Resource):
         else:
             samples = await self._sampled(request, prompt)
         choices = await asyncio.to_thread(self._recorded, request, prompt, samples)
-        scorer = Scorer(self._sampler)
-        if request.top_logprobs:
-            tops = [await scorer.top(choice.sample, request.top_logprobs) for choice in choices]
-            choices = [attrs.evolve(choice, top=top) for choice, top in zip(choices, tops, strict=True)]
         reply_id = hashlib.blake2b(f"{self.id}/{prompt.place}".encode(), digest_size=12).hexdigest()
         reply = Reply(reply_id, created, model, prompt.tokens, choices)
-        if request.prompt_logprobs is None:
-            return reply
-        logprobs, alternatives = await scorer.prompt(prompt.tokens, request.prompt_logprobs)
-        return attrs.evolve(reply, prompt_logprobs=logprobs, prompt_top=alternatives)
+        return await Scorer(self._sampler).scored(request, reply)
 
     async def _sampled(self, request: Request, prompt: Prompt) -> Sequence[Sample]:
         context, size = self.max_length, prompt.tokens.size

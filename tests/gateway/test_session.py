@@ -374,6 +374,27 @@ def test_prompt_logprobs_and_scoring_alone():
         assert not session.turns
 
 
+@pytest.mark.parametrize("of_prompt", [None, 0, 2, 3])
+def test_alternatives(of_prompt):
+    """Those of prompt and completion are the sampler's own, whether they are of one pass or of two."""
+    with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler, Gateway(sampler) as gateway:
+        draw = Draw(max_tokens=3)
+        request = Request(text="abc", draw=draw, n=2, top_logprobs=2, prompt_logprobs=of_prompt)
+        reply = asyncio.run(gateway.session().answer(request))
+        for choice in reply.choices:
+            tokens = np.concatenate([reply.prompt, choice.sample.tokens])
+            ids, logprobs = sampler.top_logprobs(tokens, 2).result()
+            assert [list(row) for row in choice.top] == ids[reply.prompt.size :].tolist()
+            assert [list(row.values()) for row in choice.top] == logprobs[reply.prompt.size :].tolist()
+        if of_prompt:
+            ids, logprobs = sampler.top_logprobs(reply.prompt, of_prompt).result()
+            assert [list(row) for row in reply.prompt_top[1:]] == ids[1:].tolist()
+            assert np.allclose([list(row.values()) for row in reply.prompt_top[1:]], logprobs[1:])
+        else:
+            assert reply.prompt_top is None
+        assert (reply.prompt_logprobs is None) == (of_prompt is None)
+
+
 def test_the_chat_is_the_user_s_with_history_append():
     chat = Chat(TOKENIZER, system="Be brief.", history="template")
     with Gateway(Scripted(TOKENIZER, ["a"]), chat=chat) as gateway, gateway.session() as session:
