@@ -6,6 +6,8 @@ through unchanged. All of them can be pickled.
 
 from __future__ import annotations
 
+import concurrent.futures
+
 __all__ = [
     "ArgumentError",
     "BackendError",
@@ -17,6 +19,7 @@ __all__ = [
     "EnvError",
     "EnvTimeout",
     "MissingPackageError",
+    "RequestCancelled",
     "RlkitError",
     "StepOutcomeUnknown",
     "TrainerFailed",
@@ -71,6 +74,10 @@ class BackendError(RlkitError, RuntimeError):
 
 class BackendTimeout(BackendError, TimeoutError):
     """Waiting was given up; the work itself goes on."""
+
+
+class RequestCancelled(BackendError, concurrent.futures.CancelledError):
+    """A sampler's request was cancelled, or given up when nobody waited for it any more; nothing was trained by it."""
 
 
 class StepOutcomeUnknown(BackendError):

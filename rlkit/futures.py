@@ -8,10 +8,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rlkit import _check
-from rlkit.errors import ArgumentError, BackendError, BackendTimeout
+from rlkit.errors import ArgumentError, BackendError, BackendTimeout, RequestCancelled
 
 __all__ = ["Future", "all_done", "settled"]
 
@@ -60,12 +61,21 @@ async def settled(inner: concurrent.futures.Future[Any], timeout: float | None =
     return inner.done()
 
 
+def _cancelled(inner: concurrent.futures.Future[Any], on_cancel: Callable[[], object]) -> bool:
+    try:
+        inner.set_exception(RequestCancelled("this request was cancelled; ask for it again"))
+    except concurrent.futures.InvalidStateError:  # it is done
+        return False
+    on_cancel()
+    return True
+
+
 class Future(Generic[T]):
     """A value that is on its way.
 
-    There is no ``cancel()``: cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the
-    waiting and never the work, so that a training call cannot be lost from the middle of a sequence. Sampling alone
-    may stop, where nobody can want it any more: when its future was forgotten, or Ctrl-C ended the last waiting for it.
+    Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting and never the work, so that a
+    training call cannot be lost from the middle of a sequence. A sampler's requests alone may stop: by ``cancel()``,
+    when their future was forgotten, or when Ctrl-C ended the last waiting for it.
 
     ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and
     ``TaskGroup.create_task`` want a coroutine, which ``async def value(): return await future`` makes of it.
@@ -74,7 +84,7 @@ class Future(Generic[T]):
     3
     """
 
-    __slots__ = ("_convert", "_inner", "_on_drop", "_on_error", "_process", "_waiting")
+    __slots__ = ("_cancel", "_convert", "_inner", "_on_drop", "_on_error", "_process", "_waiting")
 
     def __init__(
         self,
@@ -83,11 +93,13 @@ class Future(Generic[T]):
         convert: Callable[[Any], T] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         on_drop: Callable[[], None] | None = None,
+        cancel: Callable[[], bool] | None = None,
     ) -> None:
         self._inner = inner
         self._convert = convert
         self._on_error = on_error
         self._on_drop = on_drop
+        self._cancel = cancel
         self._process = os.getpid()
         self._waiting: list[None] = []  # one for each reader that waits; appending and popping need no lock
 
@@ -106,6 +118,7 @@ class Future(Generic[T]):
         convert: Callable[[Any], T] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         on_drop: Callable[[], None] | None = None,
+        on_cancel: Callable[[], object] | None = None,
     ) -> Future[T]:
         """Return a future over ``inner``, for authors of backends.
 
@@ -116,12 +129,17 @@ class Future(Generic[T]):
             on_drop: told that the work may stop, because this future was forgotten before it was done, or the last
                 waiting in ``result`` was interrupted. It is called by whatever thread collects garbage, perhaps in the
                 middle of something, so it may set a flag and must not lock.
+            on_cancel: told that ``cancel`` has set ``inner`` to ``RequestCancelled``, so that the work may stop, and
+                its result is not to be set. None where the work must not be lost.
         """
-        return cls(inner, convert=convert, on_error=on_error, on_drop=on_drop)
+        cancel = None if on_cancel is None else partial(_cancelled, inner, on_cancel)
+        return cls(inner, convert=convert, on_error=on_error, on_drop=on_drop, cancel=cancel)
 
     @classmethod
     def all(cls, futures: Sequence[Future[U]], convert: Callable[[list[U]], T] | None = None) -> Future[Any]:
         """Return a future of the values of several, in their order; the first that failed raises when it is read.
+
+        Cancelling it cancels those of them that can be cancelled.
 
         Args:
             futures: of any kinds.
@@ -140,7 +158,12 @@ class Future(Generic[T]):
                 if not future._waiting:  # noqa: SLF001  # nobody else waits for it by itself
                     future._drop()  # noqa: SLF001
 
-        return Future(all_done([future._inner for future in futures]), convert=values, on_drop=drop)  # noqa: SLF001
+        def cancel() -> bool:
+            cancelled = [future.cancel() for future in futures]
+            return any(cancelled)
+
+        whole = all_done([future._inner for future in futures])  # noqa: SLF001
+        return Future(whole, convert=values, on_drop=drop, cancel=cancel)
 
     def done(self) -> bool:
         """Return whether ``result()`` would return or raise at once."""
@@ -177,6 +200,21 @@ class Future(Generic[T]):
             raise
         return value if self._convert is None else self._convert(value)
 
+    def cancel(self) -> bool:
+        """Cancel a request of a sampler, which makes room for others at once; reading it raises ``RequestCancelled``.
+
+        Returns:
+            Whether it was cancelled. False where it is done, and of every training call, snapshot and save.
+
+        Raises:
+            BackendError: this process was forked off before it was done.
+
+        >>> Future.of(3).cancel()
+        False
+        """
+        self._check_process()
+        return self._cancel is not None and self._cancel()
+
     def __await__(self) -> Generator[Any, None, T]:
         if not self._inner.done():
             self._check_process()
@@ -207,8 +245,7 @@ class Future(Generic[T]):
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__"):  # asked for by copy, pickle and the like
                 raise AttributeError(f"'Future' object has no attribute {name!r}")
-            what = "cannot be cancelled, so that no training call is lost" if name == "cancel" else f"has no {name!r}"
-            raise AttributeError(f"a Future {what}; {_HINT}")
+            raise AttributeError(f"a Future has no {name!r}; {_HINT}")
 
         def __getitem__(self, item: object) -> NoReturn:
             raise ArgumentError(f"a Future is not the list itself; {_HINT}")

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import rlkit
-from rlkit import BackendTimeout, Future
+from rlkit import BackendTimeout, Future, RequestCancelled
 
 
 @pytest.fixture
@@ -137,9 +137,55 @@ def test_result_set_after_the_loop_is_closed(pending):
     pending.set_result(1)
 
 
-def test_there_is_no_cancel():
-    """A training call cannot be taken back."""
-    assert not hasattr(Future.of(1), "cancel")
+def test_training_calls_are_not_cancelled(pending):
+    """What is under way and may not be lost is not cancelled, nor is what is done."""
+    assert not Future.wrap(pending).cancel()
+    assert not Future.of(1).cancel()
+    pending.set_result(5)
+    assert not Future.wrap(pending, on_cancel=lambda: None).cancel()
+    assert Future.wrap(pending).result() == 5
+
+
+def test_cancel(pending):
+    """Whoever works on it is told once, and all readers get the error, also those that wait."""
+    told = []
+    future = Future.wrap(pending, on_cancel=lambda: told.append(1))
+
+    async def main():
+        task = asyncio.create_task(wait(future))
+        await asyncio.sleep(0)
+        assert future.cancel()
+        with pytest.raises(RequestCancelled, match="this request was cancelled"):
+            await task
+
+    asyncio.run(main())
+    assert not future.cancel()
+    assert told == [1]
+    assert future.done()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+
+
+def test_cancel_wakes_a_waiting_thread(pending):
+    """Which waits without a limit."""
+    future = Future.wrap(pending, on_cancel=lambda: None)
+    threading.Timer(0.02, future.cancel).start()
+    with pytest.raises(RequestCancelled):
+        future.result()
+
+
+def test_cancel_of_several(pending):
+    """Each that can be is; the others are awaited, and the first cancelled one raises."""
+    others = [concurrent.futures.Future() for _ in range(2)]
+    futures = [Future.wrap(pending), *(Future.wrap(x, on_cancel=lambda: None) for x in others)]
+    whole = Future.all(futures)
+    assert whole.cancel()
+    assert not whole.done()
+    pending.set_result(1)
+    with pytest.raises(RequestCancelled):
+        whole.result()
+    assert not whole.cancel()
+    assert not Future.all([]).cancel()
 
 
 def test_repr(pending):

@@ -91,7 +91,7 @@ def test_error_tree():
     assert issubclass(rlkit.UnknownNameError, LookupError)
     assert issubclass(rlkit.UnsupportedError, NotImplementedError)
     assert issubclass(rlkit.BackendTimeout, TimeoutError)
-    for name in ("BackendTimeout", "StepOutcomeUnknown", "TrainerFailed", "CheckpointError"):
+    for name in ("BackendTimeout", "RequestCancelled", "StepOutcomeUnknown", "TrainerFailed", "CheckpointError"):
         assert issubclass(getattr(rlkit, name), rlkit.BackendError)
     assert issubclass(rlkit.BackendError, RuntimeError)
 

@@ -90,9 +90,9 @@ class TinkerSampler(Resource):
         def finish(response: types.SampleResponse) -> list[Sample]:
             return [self._sample(array, sequence, params) for sequence in response.sequences]
 
-        if params.temperature not in (0.0, 1.0) and self._off_temperature == "rescore":
-            return Future.wrap(self._request("sample", sent, finish, then=self._rescored))
-        return Future.wrap(self._request("sample", sent, finish))
+        rescored = params.temperature not in (0.0, 1.0) and self._off_temperature == "rescore"
+        asked = self._request("sample", sent, finish, then=self._rescored if rescored else None)
+        return Future.wrap(asked, on_cancel=sent.cancel)  # which the SDK tells the service
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """Return float32 [T]. See ``Sampler.logprobs``.
@@ -107,7 +107,8 @@ class TinkerSampler(Resource):
                 f"logprobs(temperature={temperature}): the service scores at temperature 1 alone; sample and score at "
                 "1, or connect with off_temperature='rescore' and ask for temperature 1"
             )
-        return Future.wrap(self._scored(array))
+        sent = self.client.compute_logprobs(_prompt(array)).future()
+        return Future.wrap(self._scored(array, sent), on_cancel=sent.cancel)
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, logprobs), each [T, k]. See ``TopK``."""
@@ -182,14 +183,15 @@ class TinkerSampler(Resource):
 
     def _rescored(self, samples: list[Sample]) -> Inner[list[Sample]]:
         """Return the samples with untempered logprobs of this snapshot."""
-        parts = [self._scored(np.concatenate([s.prompt, s.tokens])) for s in samples]
+        texts = [np.concatenate([s.prompt, s.tokens]) for s in samples]
+        parts = [self._scored(text, self.client.compute_logprobs(_prompt(text)).future()) for text in texts]
 
         def finish(_: object) -> list[Sample]:
             return [attrs.evolve(s, logprobs=x.result()[s.prompt.size :]) for s, x in zip(samples, parts, strict=True)]
 
         return self._request("sample", all_done(parts), finish)
 
-    def _scored(self, array: np.ndarray) -> Inner[np.ndarray]:
+    def _scored(self, array: np.ndarray, sent: Inner[list[float | None]]) -> Inner[np.ndarray]:
         def finish(values: Sequence[float | None]) -> np.ndarray:
             logprobs = np.array([0.0 if x is None else x for x in values], np.float32)
             if logprobs.size == array.size - 1:  # some servers leave out the first token, which has none
@@ -199,7 +201,7 @@ class TinkerSampler(Resource):
             logprobs[0] = 0.0
             return logprobs
 
-        return self._request("logprobs", self.client.compute_logprobs(_prompt(array)).future(), finish)
+        return self._request("logprobs", sent, finish)
 
     def _prefill(
         self, call: str, array: np.ndarray, finish: Callable[[types.SampleResponse], T], **options: object
@@ -208,7 +210,7 @@ class TinkerSampler(Resource):
 
         params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
         inner = self.client.sample(_prompt(array), 1, params, **options).future()
-        return Future.wrap(self._request(call, inner, finish))
+        return Future.wrap(self._request(call, inner, finish), on_cancel=inner.cancel)
 
     def _request(
         self, call: str, inner: Inner[U], finish: Callable[[U], T], then: Callable[[T], Inner[T]] | None = None

@@ -139,6 +139,25 @@ class CallTests(Harness):
             future.result(timeout=0.0)
         assert future.result().metrics["datums:sum"] == 180
 
+    def test_only_requests_of_samplers_are_cancelled(self, policy: TrainerBackend) -> None:
+        """A training call goes on; a sample is cancelled or comes, and then is the one that was asked for."""
+        data = self.data(policy)
+        policy.forward_backward(data, "ppo")
+        step, snapshot = policy.optim_step(STEP), policy.sampler()
+        assert (step.cancel(), snapshot.cancel(), policy.forward(data).cancel()) == (False, False, False)
+        assert step.result() is not None
+        with policy.sampler().result() as sampler:
+            params = rlkit.SamplingParams(max_tokens=12, stop=())
+            expected = sampler.sample([1, 2], params, seed=7).result()[0].tokens.tolist()
+            future = sampler.sample([1, 2], params, seed=7)
+            if future.cancel():
+                with pytest.raises(rlkit.RequestCancelled):
+                    future.result()
+            else:
+                assert future.result()[0].tokens.tolist() == expected
+            assert not future.cancel()
+            assert sampler.sample([1, 2], params, seed=7).result()[0].tokens.tolist() == expected
+
     def test_closed_backend_refuses(self, policy: TrainerBackend) -> None:
         """close() may be called twice; every call after it raises."""
         data = self.data(policy)

@@ -45,6 +45,14 @@ def drawn(policy, n=4, **params):
         return sampler.sample(policy.tokenizer.encode("hello"), params, n=n, seed=3).result()
 
 
+def reached(fake, endpoint, *, since):
+    """Wait until a request to ``endpoint`` has reached the service behind the first ``since`` of all."""
+    deadline = time.monotonic() + 30
+    while all(request.endpoint != endpoint for request in fake.requests[since:]):
+        assert time.monotonic() < deadline, f"no {endpoint} came"
+        time.sleep(0.01)
+
+
 class TestConnecting:
     def test_nothing_listens(self):
         """An address of this machine without a server is answered within seconds, by name."""
@@ -300,6 +308,23 @@ class TestInFlight:
         assert trained == ["forward_backward", "optim_step"] * 3
         for future in futures:
             future.result()
+
+    def test_a_cancelled_sample_is_cancelled_on_the_service(self, fake, policy):
+        """And one whose answer is there is not; the next is as ever."""
+        sampler = policy.sampler().result()
+        asked = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1)
+        expected = asked.result()
+        assert not asked.cancel()
+        fake.latency, so_far = {"retrieve_future": 0.5}, len(fake.requests)
+        future = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1)
+        reached(fake, "retrieve_future", since=so_far)
+        assert future.cancel()
+        with pytest.raises(rlkit.RequestCancelled):
+            future.result()
+        reached(fake, "cancel_future", since=so_far)
+        fake.latency = 0.0
+        again = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=2), seed=1).result()
+        assert again[0].tokens.tolist() == expected[0].tokens.tolist()
 
     def test_chunks_of_one_call_stay_in_order(self):
         with FakeTinker(seed=0, config={"fwdbwd_max_chunk_len": 3}) as fake, connect(fake) as policy:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attrs
 import numpy as np
@@ -17,6 +18,14 @@ from rlkit.backends.sampling import Stop
 from rlkit.types import Sample, SamplingParams
 
 __all__ = ["SampleRequest", "SampleRow", "ScoreRequest"]
+
+T = TypeVar("T")
+
+
+def _settle(future: concurrent.futures.Future[T], value: T) -> None:
+    """Set a future, unless it was cancelled, which may happen at any moment."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        future.set_result(value)
 
 
 @attrs.define(eq=False)
@@ -56,8 +65,7 @@ class ScoreRequest:
 
     def finish(self) -> None:
         """Complete it, if it was not given up."""
-        if not self.future.done():
-            self.future.set_result((self.ids, self.logprobs))
+        _settle(self.future, (self.ids, self.logprobs))
 
 
 @attrs.define(eq=False)
@@ -86,7 +94,7 @@ class SampleRequest:
         self.dropped = True
 
     def finish(self, row: SampleRow, reason: Literal["stop", "length"]) -> None:
-        """Take in a row that ended; the last one completes the request."""
+        """Take in a row that ended; the last one completes the request, if it was not given up."""
         self.samples[row.index] = Sample(
             self.prompt,
             row.tokens,
@@ -96,7 +104,7 @@ class SampleRequest:
             **self.params.drawn_with,
         )
         if len(self.samples) == len(self.rngs):
-            self.future.set_result([self.samples[i] for i in range(len(self.rngs))])
+            _settle(self.future, [self.samples[i] for i in range(len(self.rngs))])
 
 
 @attrs.define(eq=False)

@@ -57,7 +57,8 @@ class LocalSampler:
     ) -> Future[list[Sample]]:
         """See ``Sampler.sample``. Requests made at about the same time are decoded in one batch.
 
-        A request whose future was forgotten, or whose waiting was ended by Ctrl-C, makes room within a token.
+        A request that was cancelled, whose future was forgotten, or whose waiting was ended by Ctrl-C, makes room
+        within a token.
         """
         snapshot = self.snapshot
         tokens = checked_request(
@@ -72,7 +73,7 @@ class LocalSampler:
             min(params.max_tokens, self.max_length - tokens.size),
         )
         self._submit(request)
-        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop)
+        return Future.wrap(request.future, convert=self._returned, on_drop=request.drop, on_cancel=request.drop)
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
@@ -128,7 +129,11 @@ class LocalSampler:
 
     def _score(self, request: ScoreRequest, convert: Callable[[np.ndarray, np.ndarray], T]) -> Future[T]:
         self._submit(request)
-        return Future.wrap(request.future, convert=lambda pair: self._returned(convert(*pair)), on_drop=request.drop)
+
+        def returned(pair: tuple[np.ndarray, np.ndarray]) -> T:
+            return self._returned(convert(*pair))
+
+        return Future.wrap(request.future, convert=returned, on_drop=request.drop, on_cancel=request.drop)
 
     def _returned(self, result: T) -> T:
         return result  # a bound method: a future that is waited for keeps its sampler, and so the worker, alive

@@ -8,6 +8,8 @@ wait until another has run out.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import itertools
 import os
 import threading
@@ -25,7 +27,7 @@ from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.memory import telling
 from rlkit.backends.worker import check_process
-from rlkit.errors import BackendError
+from rlkit.errors import BackendError, RequestCancelled
 
 __all__ = ["Scheduler"]
 
@@ -162,7 +164,7 @@ class Scheduler:
             gone += [request for request in self.waiting if request.dropped]
             if gone:
                 self.waiting = deque(request for request in self.waiting if not request.dropped)
-        _refuse(gone, BackendError("nobody waited for this any more, so it was given up; ask for it again"))
+        _refuse(gone, RequestCancelled("nobody waited for this any more, so it was given up; ask for it again"))
 
     def _next_lane(self, started: list[Request]) -> _Lane | None:
         """Return the decoder whose turn it is, after those that wait got one as far as there are any."""
@@ -266,5 +268,5 @@ class Scheduler:
 
 def _refuse(requests: Iterable[Request], error: BaseException) -> None:
     for request in requests:
-        if not request.future.done():
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled, or is done
             request.future.set_exception(error)

@@ -80,6 +80,46 @@ def test_a_forgotten_future_makes_room(policy):
     assert not white_box.waiting(policy)
 
 
+def test_a_cancelled_request_makes_room(policy):
+    """Between two tokens, and before it has begun; the others go on as without it."""
+    sampler = policy.sampler().result()
+    params = rlkit.SamplingParams(max_tokens=12, stop=())
+    expected = sampler.sample([5, 6, 7], params, seed=3).result()[0]
+    future, beside = begun(policy), sampler.sample([5, 6, 7], params, seed=3)
+    waiting, scored = sampler.sample([5], LONG, n=100), sampler.logprobs([5, 6])
+    for request in (waiting, future):
+        assert request.cancel()
+        assert not request.cancel()
+        with pytest.raises(rlkit.RequestCancelled):
+            request.result()
+    found = beside.result()[0]
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert soon(lambda: rows(policy) == 0)
+    assert not white_box.waiting(policy)
+    assert scored.cancel() or scored.done()
+    assert not beside.cancel()
+    assert sampler.sample([5, 6], ONE).result()
+
+
+def test_a_request_that_is_cancelled_while_it_ends(policy):
+    """Its last token is drawn all the same, and disturbs nobody."""
+    sampler = policy.sampler().result()
+    decoder = white_box.decoder(policy)
+    step, cancelled, futures = decoder.step, [], []
+
+    def cancelling():  # when what it is about has been looked at for this turn
+        cancelled.extend(future.cancel() for future in futures[:1])
+        step()
+
+    decoder.step = cancelling
+    params = rlkit.SamplingParams(max_tokens=2, stop=())
+    futures += [sampler.sample([5, 6, 7], params, seed=i) for i in (0, 1)]
+    assert futures[1].result()[0].tokens.size == 2
+    assert cancelled[0]
+    with pytest.raises(rlkit.RequestCancelled):
+        futures[0].result()
+
+
 def test_a_future_that_is_kept_goes_on(policy):
     """A timeout, a cancelled await and the garbage collector change nothing while it can be read."""
     sampler = policy.sampler().result()
