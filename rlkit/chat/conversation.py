@@ -66,6 +66,13 @@ class Conversation:
             self._as_tokens = before[1]
             raise
 
+    def begin_turn(self, text: str) -> None:
+        """Have the policy's next turn begin with ``text``, which joins the prompt and the turn, as a prefill does.
+
+        The action to ``add`` then is one of a chat with that prefill behind its own.
+        """
+        self.prompt = _check.frozen(np.concatenate([self.prompt, self._chat.control.encode(text, first=False)]))
+
     def fork(self) -> Conversation:
         """Return another conversation that begins with all of this one; what is added to one is not in the other."""
         other = copy.copy(self)

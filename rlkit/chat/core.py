@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -140,7 +141,12 @@ class Chat:
         >>> Chat(rlkit.connect("toy").tokenizer, system="Be brief.").with_options(history="append").history
         'append'
         """
-        return Chat(self.tokenizer, **{**self._options, **changes})  # type: ignore[arg-type]
+        if changes.keys() != {"prefill"}:
+            return Chat(self.tokenizer, **{**self._options, **changes})  # type: ignore[arg-type]
+        chat = copy.copy(self)  # nothing is compiled again
+        chat.prefill = str(changes["prefill"])
+        chat._options = self._options | changes  # noqa: SLF001
+        return chat
 
     def start(self, observation: Observation, tools: Sequence[Message] = ()) -> Conversation:
         """Begin a conversation with what an environment said first.

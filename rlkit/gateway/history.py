@@ -62,7 +62,7 @@ def policy_turn(choice: Choice) -> Message:
 
 def digests(request: Request) -> list[bytes]:
     """Return digests of the first 0, 1, 2, ... messages, each with the tools and what the template is to see."""
-    about = [request.tools, request.template, "none" if request.tool_choice == "none" else ""]
+    about = [request.tools, request.template]
     chain = [_digest(json.dumps(about, sort_keys=True, default=str))]
     for message in request.messages or ():
         chain.append(_next(chain[-1], message))

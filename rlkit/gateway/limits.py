@@ -17,7 +17,7 @@ from rlkit.gateway.types import GatewayError
 
 __all__ = ["Limits", "Meter"]
 
-_COUNTED = ("requests", "turns", "tokens", "refused", "cancelled", "errors", "rewritten")
+_COUNTED = ("requests", "turns", "tokens", "refused", "cancelled", "errors", "rewritten", "unforced")
 
 
 @answered
@@ -55,7 +55,7 @@ class Meter:
 
     Attributes:
         ended: the limit that was reached: "max_turns", "max_total_tokens", "deadline", "context"; "" while none was.
-        counts: requests, turns, tokens, refused, cancelled, errors, rewritten.
+        counts: requests, turns, tokens, refused, cancelled, errors, rewritten, unforced.
     """
 
     def __init__(self, limits: Limits) -> None:

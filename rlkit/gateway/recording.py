@@ -16,6 +16,7 @@ from rlkit.chat import Chat, Conversation
 from rlkit.gateway.history import History, digests, rendered
 from rlkit.gateway.tree import Branch, Node, Tree
 from rlkit.gateway.types import Choice, Request
+from rlkit.tools.formats import opening
 from rlkit.types import Sample
 
 __all__ = ["Prompt", "Recording"]
@@ -100,12 +101,17 @@ class Recording:
             node, said = self._history.find(request, chain)
             any_turns = bool(self._tree.nodes)
         if node is not None and node.conversation is not None and node.action is not None:
-            conversation = node.conversation.fork()
+            conversation, rewritten = node.conversation.fork(), False
             conversation.add(node.action, messages[said:])
-            return Prompt(conversation.prompt, chat, continues=node, conversation=conversation, chain=chain)
-        conversation = chat.start(messages, request.tools)
-        rewritten = any_turns and any(message.get("role") == "assistant" for message in messages)
-        return Prompt(conversation.prompt, chat, rewritten=rewritten, conversation=conversation, chain=chain)
+        else:
+            node, conversation = None, chat.start(messages, request.tools)
+            rewritten = any_turns and any(message.get("role") == "assistant" for message in messages)
+        if begins := _forced(chat, request):
+            conversation.begin_turn(begins)
+            chat = chat.with_options(prefill=chat.prefill + begins)
+        return Prompt(
+            conversation.prompt, chat, continues=node, rewritten=rewritten, conversation=conversation, chain=chain
+        )
 
     def _of_text(self, chat: Chat, text: str) -> Prompt:
         with self._lock:
@@ -127,3 +133,14 @@ class Recording:
                 self._history.add(node, prompt.chain, choice)
             elif text is not None:
                 self._history.add_text(node)
+
+
+def _forced(chat: Chat, request: Request) -> str:
+    """Return the beginning of the call that the request wants to have, "" where it leaves that to the policy.
+
+    A renderer writes calls in the model's own way, which has no such beginning here: it is left to the policy.
+    """
+    if not request.tools or request.tool_choice in ("auto", "none") or chat.renderer is not None:
+        return ""
+    name = None if request.tool_choice == "required" else request.tool_choice
+    return opening(chat.tool_format, name) or ""

@@ -137,7 +137,8 @@ class Session(Resource):
         """Counts: requests, turns, tokens, branches, and those of what went wrong.
 
         refused: by a limit, or not valid; cancelled: the client went away; errors: of the sampler; rewritten: a
-        conversation that had turns of the policy, none of them as they were recorded, and began anew.
+        conversation that had turns of the policy, none of them as they were recorded, and began anew; unforced: a turn
+        without a call although one was required.
         """
         return {**self._meter.counts, "branches": len(self.branches)}
 
@@ -287,6 +288,8 @@ class Session(Resource):
         for i, sample in enumerate(samples):
             choice, action = read(prompt.chat, sample, tools, stop, f"{self.id}/{prompt.place}/{i}")
             choices.append(choice)
+            if not choice.calls and tools and request.tool_choice != "auto":
+                self._meter.count("unforced")
             if self._record and request.draw.max_tokens != 0:
                 self._recording.add(request, prompt, choice, action)
                 self._meter.turn(int(sample.tokens.size))

@@ -16,7 +16,7 @@ from rlkit.tools._reading import Findings, Unreadable, behind, json_at, skip
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 from rlkit.tools.validation import check_schema, problems
 
-__all__ = ["Format", "formats", "parameters", "parse", "read_calls"]
+__all__ = ["Format", "formats", "opening", "parameters", "parse", "read_calls"]
 
 Format: TypeAlias = Callable[[str, Mapping[str, Mapping[str, object]]], Parsed]
 
@@ -76,6 +76,30 @@ def read_calls(action: Action, format: str | Format, tools: Sequence[Mapping[str
     if not parsed.in_order and action.raw != action:
         parsed = parse(action.raw, format, tools)  # some formats begin with a control token
     return parsed
+
+
+_OPENINGS = {  # (of any call, of the call of one tool)
+    "hermes": ("<tool_call>\n", '<tool_call>\n{{"name": "{name}", "arguments": '),
+    "qwen3_coder": ("<tool_call>\n<function=", "<tool_call>\n<function={name}>\n"),
+    "json": ('{{"name": "', '{{"name": "{name}", "arguments": '),
+    "llama": ('{{"name": "', '{{"name": "{name}", "parameters": '),
+    "python": ("```python\n", "```python\n"),
+}
+
+
+def opening(format: str, name: str | None = None) -> str | None:  # noqa: A002
+    r"""Return how a call begins, so that a turn can be made to begin with one; None for a format of your own.
+
+    Args:
+        format: a name in ``formats``.
+        name: of the tool; None: any.
+
+    >>> opening("hermes", "add")
+    '<tool_call>\n{"name": "add", "arguments": '
+    """
+    if format not in _OPENINGS:
+        return None
+    return _OPENINGS[format][name is not None].format(name=name)
 
 
 def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, object]]:

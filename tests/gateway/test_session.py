@@ -80,6 +80,26 @@ def test_calls_stay_text_without_tools_and_where_they_cannot_be_read(session_of)
     assert ask(session, [user("c")], tools=[ADD], tool_choice="none").choices[0].content == CALL
 
 
+@pytest.mark.parametrize(
+    ("choice", "rest"),
+    [("required", '{"name": "add", "arguments": {"x": 1}}\n</tool_call>'), ("add", '{"x": 1}}\n</tool_call>')],
+)
+def test_a_call_that_is_required_begins_in_the_prompt(session_of, choice, rest):
+    _, session = session_of([rest, "Two.", "No call"])
+    messages = [user("1 + 1?")]
+    found = ask(session, messages, tools=[ADD], tool_choice=choice).choices[0]
+    assert (found.finish, [dict(call.arguments) for call in found.calls]) == ("tool_calls", [{"x": 1}])
+    turn = session.turns[0].sample
+    assert TOKENIZER.decode(turn.tokens) == rest
+    assert TOKENIZER.decode(turn.prompt).endswith(("<tool_call>\n", '"arguments": '))
+    messages += [said(found), {"role": "tool", "tool_call_id": found.calls[0].id, "content": "2"}]
+    ask(session, messages, tools=[ADD])
+    assert len(session.branches) == 1
+    assert CALL in TOKENIZER.decode(session.turns[1].sample.prompt)
+    ask(session, [user("x")], tools=[ADD], tool_choice=choice)
+    assert session.metrics["unforced"] == 1
+
+
 def test_ids_of_calls_are_unique_and_do_not_depend_on_what_came_first(session_of):
     _, session = session_of([[CALL * 2, CALL], [CALL, CALL]])
     replies = [ask(session, [user("a")], tools=[ADD], n=2) for _ in range(2)]
