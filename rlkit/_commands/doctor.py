@@ -28,6 +28,7 @@ EXTRAS = {
     "chat": ("jinja2",),
     "math": ("math-verify",),
     "config": ("omegaconf",),
+    "gateway": ("starlette", "uvicorn"),
     "environments": ("reasoning-gym", "gem-llm", "openreward", "mcp", "gymnasium"),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
     "report": ("matplotlib",),

@@ -22,7 +22,7 @@ from rlkit.types import SamplingParams
 if TYPE_CHECKING:
     import httpx
 
-    from rlkit.gateway.server import Server  # type: ignore[import-not-found]
+    from rlkit.gateway.server import Server
 
 __all__ = ["Gateway"]
 
@@ -201,15 +201,14 @@ class Gateway(Resource):
                 from rlkit.gateway.server import Server
 
                 self._server = Server(self, self.host, self.port)
-            url: str = self._server.url
-            return url
+            return self._server.url
 
     def client(self, session: Session) -> httpx.AsyncClient:
         """Return a client that reaches a session without a socket."""
         try:
             import httpx
 
-            from rlkit.gateway.app import app  # type: ignore[import-not-found]
+            from rlkit.gateway.app import app
         except ImportError as error:
             raise missing("Gateway.client", "starlette, httpx", "gateway") from error
         headers = {"authorization": f"Bearer {session.api_key}"}

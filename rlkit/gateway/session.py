@@ -256,7 +256,7 @@ class Session(Resource):
         context, size = self.max_length, prompt.tokens.size
         if size >= context:
             self._meter.reach("context")
-            what = f"the context has {context} tokens, and the prompt has {size}"
+            what = f"this model's maximum context length is {context} tokens, but the prompt has {size}"
             raise GatewayError(400, what, param="messages", code="context_length_exceeded")
         room = min(context - size, self._meter.tokens_left())
         params = params_for(prompt.chat, request.draw, self.params, room)

@@ -279,7 +279,7 @@ def test_limits(limits, ended):
 
 def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on():
     with Gateway(Scripted(TOKENIZER, lambda _: "abc", max_length=300)) as gateway, gateway.session() as session:
-        with pytest.raises(GatewayError, match=r"the context has 300 tokens") as caught:
+        with pytest.raises(GatewayError, match=r"maximum context length is 300 tokens") as caught:
             ask(session, [user("a" * 300)])
         assert (caught.value.status, caught.value.code, session.ended) == (400, "context_length_exceeded", "context")
         ask(session, [user("a")])

@@ -144,6 +144,27 @@ def tools():
     assert "not of type 'integer'" in parse(text, tools=[schema(add)]).errors[0].problem
 
 
+def gateway():
+    """The endpoints answer on a socket."""
+    import httpx
+
+    import rlkit.gateway.types
+    from rlkit.gateway.server import Server
+
+    class Closed:
+        """Lets nobody in."""
+
+        model = "policy"
+
+        def admit(self, session, key):
+            raise rlkit.gateway.types.GatewayError(401, f"no session {session}, {key}", code="invalid_api_key")
+
+    with Server(Closed()) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        answer = httpx.get(f"{server.url}/s/x/v1/models")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
 def tinker():
     """Samples, learns by a hosted loss and saves on a server of the API, without torch."""
     assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"

@@ -1,0 +1,268 @@
+"""Chat completions, asked by OpenAI's SDK and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests.gateway.dialects.fake import Says
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def streamed(client, **options):
+    return [chunk async for chunk in await client.chat.completions.create(model="m", stream=True, **options)]
+
+
+def joined(chunks, index=0, field="content"):
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(getattr(choice.delta, field, None) or "" for choice in choices)
+
+
+def test_an_answer(client, service):
+    got = run(client.chat.completions.create(model="m", messages=HI, max_tokens=32, temperature=0.5, seed=-1, stop="Z"))
+    assert got.choices[0].message.content == "Hello there, Wörld!"
+    assert got.choices[0].message.role == "assistant"
+    assert got.choices[0].finish_reason == "stop"
+    assert got.id == "chatcmpl-000000000000000000000001"
+    assert (got.object, got.created, got.model) == ("chat.completion", 1700000000, "m")
+    request = service.requests[0]
+    assert got.usage.prompt_tokens == len("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n") - 12 * 2 - 10 + 3
+    assert got.usage.completion_tokens == 21  # 20 bytes and the end token
+    assert got.usage.total_tokens == got.usage.prompt_tokens + 21
+    assert request.draw.max_tokens == 32
+    assert request.draw.temperature == 0.5
+    assert request.draw.seed == 2**64 - 1
+    assert request.draw.stop == ("Z",)
+    assert request.messages == HI
+    assert request.top_logprobs is None
+    assert service.admitted == [("s1", "any")]
+
+
+def test_a_stream_says_the_same(client, service):
+    chunks = run(streamed(client, messages=HI, stream_options={"include_usage": True}))
+    assert joined(chunks) == "Hello there, Wörld!"
+    assert len(chunks) > 10
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 21
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_several_answers(client, service):
+    service.says = [Says("one"), Says("two", length=True)]
+    got = run(client.chat.completions.create(model="m", messages=HI, n=2))
+    assert [(c.index, c.message.content, c.finish_reason) for c in got.choices] == [
+        (0, "one", "stop"),
+        (1, "two", "length"),
+    ]
+    chunks = run(streamed(client, messages=HI, n=2))
+    assert sorted([joined(chunks, 0), joined(chunks, 1)]) == ["one", "two"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(client, service, stream):
+    service.says = [Says("Let me.", calls=[("add", {"x": [1, "é"]}), ("add", {})])]
+    options = {"messages": HI, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    if stream:
+
+        async def collect():
+            async with client.chat.completions.stream(model="m", **options) as events:
+                return await events.get_final_completion()
+
+        got = run(collect())
+    else:
+        got = run(client.chat.completions.create(model="m", **options))
+    message = got.choices[0].message
+    assert message.content == "Let me."
+    assert [(c.id, c.type, c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == [
+        ("call00000", "function", "add", {"x": [1, "é"]}),
+        ("call00001", "function", "add", {}),
+    ]
+    assert got.choices[0].finish_reason == "tool_calls"
+    assert service.requests[0].tool_choice == "add"
+    assert service.requests[0].tools == (ADD,)
+
+
+def test_a_call_without_words_has_no_content(client, service):
+    service.says = [Says(calls=[("add", {})])]
+    got = run(client.chat.completions.create(model="m", messages=HI, tools=[ADD]))
+    assert got.choices[0].message.content is None
+
+
+def test_history(client, service):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    run(
+        client.chat.completions.create(
+            model="m",
+            messages=[
+                {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "user", "content": "1 + 1?", "name": "eve"},
+                {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+                {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c1"},
+            ],
+        )
+    )
+    assert service.requests[0].messages == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "user", "content": "1 + 1?", "name": "eve"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+
+
+def test_functions_which_came_before_tools(client, service):
+    service.says = [Says(calls=[("add", {"x": 1})])]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}},
+        {"role": "function", "name": "add", "content": "3"},
+    ]
+    options = {"messages": messages, "functions": [ADD["function"]], "function_call": "auto"}
+    got = run(client.chat.completions.create(model="m", **options))
+    assert got.choices[0].finish_reason == "function_call"
+    assert got.choices[0].message.function_call.name == "add"
+    assert got.choices[0].message.tool_calls is None
+    chunks = run(streamed(client, **options))
+    calls = [c.choices[0].delta.function_call for c in chunks if c.choices[0].delta.function_call]
+    assert calls[0].name == "add"
+    assert "".join(call.arguments for call in calls) == '{"x": 1}'
+    request = service.requests[0]
+    assert request.tools == (ADD,)
+    assert request.messages[1]["tool_calls"][0]["id"] == request.messages[2]["tool_call_id"] == "call00000"
+    assert request.messages[2] == {"role": "tool", "name": "add", "content": "3", "tool_call_id": "call00000"}
+
+
+def test_logprobs(client, service):
+    service.says = [Says("aé")]
+    options = {"messages": HI, "logprobs": True, "top_logprobs": 2}
+    entries = run(client.chat.completions.create(model="m", **options)).choices[0].logprobs.content
+    assert [(e.token, e.bytes, e.logprob) for e in entries] == [
+        ("a", [97], -0.125),
+        ("", None, -0.125),  # the first of two bytes
+        ("é", [195, 169], -0.125),
+        ("<|im_end|>", list(b"<|im_end|>"), -0.125),
+    ]
+    assert [(t.token, t.logprob) for t in entries[0].top_logprobs] == [("a", -0.125), ("!", -2.0)]
+    chunks = run(streamed(client, **options))
+    parts = [choice.logprobs.content for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [e for part in parts for e in part] == entries
+    as_ids = {**options, "extra_body": {"return_tokens_as_token_ids": True}}
+    entries = run(client.chat.completions.create(model="m", **as_ids)).choices[0].logprobs.content
+    assert [e.token for e in entries] == ["token_id:97", "token_id:195", "token_id:169", "token_id:257"]
+
+
+@pytest.mark.parametrize("said", [Says("Wörld, how are you?"), Says("a", reasoning="b", calls=[("add", {})]), Says("")])
+def test_token_ids(client, service, said):
+    """As vLLM returns them: every sampled token once, streamed or not."""
+    service.says = [said]
+    options = {"messages": HI, "extra_body": {"return_token_ids": True}}
+    got = run(client.chat.completions.create(model="m", **options))
+    tokens = got.choices[0].token_ids
+    assert got.prompt_token_ids == run(service.render(service.requests[0])).tolist()
+    assert tokens[-1] == 257
+    chunks = run(streamed(client, **options))
+    assert chunks[0].prompt_token_ids == got.prompt_token_ids
+    ids = [getattr(choice, "token_ids", None) or [] for chunk in chunks for choice in chunk.choices]
+    assert [token for part in ids for token in part] == tokens
+
+
+def test_reasoning(client, service):
+    service.says = [Says("4", reasoning="2 + 2")]
+    message = run(client.chat.completions.create(model="m", messages=HI)).choices[0].message
+    assert (message.content, message.reasoning_content) == ("4", "2 + 2")
+    chunks = run(streamed(client, messages=HI))
+    assert (joined(chunks), joined(chunks, field="reasoning_content")) == ("4", "2 + 2")
+
+
+def test_the_text_that_ended_an_answer(client, service):
+    service.says = [Says("one", stop="two")]
+    got = run(client.chat.completions.create(model="m", messages=HI, stop=["x", "two"]))
+    assert (got.choices[0].message.content, got.choices[0].stop_reason) == ("one", "two")
+    assert joined(run(streamed(client, messages=HI, stop=["x", "two"]))) == "one"
+
+
+def test_template_settings(client, service):
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 0, "min_p": 0.5, "stop_token_ids": [7]}
+    run(client.chat.completions.create(model="m", messages=HI, reasoning_effort="low", extra_body=extra))
+    request = service.requests[0]
+    assert request.template == {"enable_thinking": False}
+    assert (request.draw.top_k, request.draw.min_p, request.draw.stop) == (-1, 0.5, (7,))
+
+
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("param", "change"),
+    [
+        ("messages", {"messages": []}),
+        ("messages[0].role", {"messages": [{"role": "robot", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user"}]}),
+        ("messages[0].content[0].type", {"messages": IMAGE}),
+        ("messages[1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": JSON_SCHEMA}),
+        ("logit_bias", {"logit_bias": {"5": 100}}),
+        ("temperature", {"temperature": 1e-7}),
+        ("temperature", {"temperature": "hot"}),
+        ("top_p", {"top_p": 0}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("n", {"n": 1000}),
+        ("n", {"n": 1.5}),
+        ("stop[1]", {"stop": ["a", ""]}),
+        ("stop_token_ids[0]", {"extra_body": {"stop_token_ids": [5000]}}),
+        ("top_logprobs", {"top_logprobs": 3}),
+        ("tools[1]", {"tools": [ADD, ADD]}),
+        ("tools[0].type", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        (
+            "tool_choice.function.name",
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        ),
+        ("guided_json", {"extra_body": {"guided_json": {}, "guided_regex": ""}}),
+        ("continue_final_message", {"extra_body": {"continue_final_message": True}}),
+        ("chat_template_kwargs.messages", {"extra_body": {"chat_template_kwargs": {"messages": []}}}),
+    ],
+)
+def test_refusals_name_the_field(client, service, param, change):
+    if param == "guided_json":
+        change["extra_body"]["guided_json"] = {"type": "object"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        run(client.chat.completions.create(**{"model": "m", "messages": HI, **change}))
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.body["message"].startswith(param)
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert not service.requests
+
+
+def test_what_has_no_effect_is_let_through(client, service):
+    run(
+        client.chat.completions.create(
+            model="m",
+            messages=HI,
+            response_format={"type": "text"},
+            logit_bias={},
+            parallel_tool_calls=True,
+            store=False,
+            user="me",
+            metadata={"a": "b"},
+            extra_body={"unheard_of": 1, "best_of": 1, "use_beam_search": False, "min_tokens": 0},
+        )
+    )
+    assert len(service.requests) == 1

@@ -1,0 +1,338 @@
+"""Who is let in, what is refused, and what becomes of clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlkit.gateway import streaming
+from rlkit.gateway.app import app
+from rlkit.gateway.server import Server
+from rlkit.gateway.types import GatewayError
+from tests.gateway.dialects.conftest import *  # noqa: F403
+from tests.gateway.dialects.fake import FakeService
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+POSTS = ["/v1/chat/completions"]
+
+
+def run(coroutine):
+    async def awaited():  # the SDK's lists are awaitable, and no coroutines
+        return await coroutine
+
+    return asyncio.run(awaited())
+
+
+@pytest.fixture
+def served(service):
+    with Server(service) as server:
+        yield server
+
+
+def post(http, path="/v1/chat/completions", **options):
+    return run(http.post(path, **options))
+
+
+def test_a_session_is_named_by_the_url_or_by_the_key(http, service):
+    assert post(http, json=CHAT).status_code == 200
+    assert post(http, "/s/s7/v1/chat/completions", json=CHAT).status_code == 200
+    assert post(http, json=CHAT, headers={"x-api-key": "sk-2"}).status_code == 200
+    assert service.admitted == [(None, "sk-1"), ("s7", "sk-1"), (None, "sk-2")]
+
+
+@pytest.mark.parametrize("path", ["/s/x/v1/chat/completions", "/v1/chat/completions", "/v1/models", "/s/x/v1/models"])
+def test_unknown_sessions_and_keys(http, path):
+    headers = {"authorization": "Bearer unknown"}
+    got = (
+        run(http.get(path, headers=headers))
+        if path.endswith("models")
+        else post(http, path, json=CHAT, headers=headers)
+    )
+    assert got.status_code == 401
+    assert got.json()["error"]["code"] == "invalid_api_key"
+    assert got.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"", {}, 400),
+        (b"[]", {}, 400),
+        (b'{"n": NaN}', {}, 400),
+        (b'{"model": "\\ud800"}', {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (b'{"n": ' + b"9" * 5000 + b"}", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b"{}", {"content-encoding": "gzip"}, 415),
+        (b"{}", {"origin": "https://page.example"}, 403),
+        (b"{}", {"sec-fetch-site": "cross-site"}, 403),
+        (b"{}", {"host": "page.example"}, 403),
+    ],
+)
+def test_what_is_no_request(http, content, headers, status):
+    got = post(http, content=content, headers=headers)
+    assert got.status_code == status, got.text
+    assert got.json()["error"]["message"]
+    assert got.headers["x-should-retry"] == "false"
+
+
+def test_hosts_do_not_matter_where_it_is_not_loopback(service):
+    transport = httpx2.ASGITransport(app(service, loopback=False))
+    http = httpx2.AsyncClient(transport=transport, base_url="http://gateway.example")
+    assert post(http, "/s/s1/v1/chat/completions", json=CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_may_be_too_large(service, chunked):
+    transport = httpx2.ASGITransport(app(service, body_limit=1000))
+    http = httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1/s/s1")
+
+    async def content():
+        for _ in range(20):
+            yield b"x" * 100
+
+    got = run(http.post("/v1/chat/completions", content=content() if chunked else b"x" * 1001))
+    assert got.status_code == 413
+    assert got.json()["error"]["code"] == "request_too_large"
+
+
+def test_paths_and_methods_that_there_are_not(http):
+    assert run(http.get("/v1/files")).status_code == 404
+    assert run(http.get("/v1/files")).json()["error"]["code"] == "not_found"
+    assert run(http.get("/v1/chat/completions")).status_code == 405
+    assert run(http.get("/v1/messages/batches")).json()["type"] == "error"
+
+
+def test_health(http):
+    assert [run(http.get(path)).status_code for path in ("/", "/health", "/ping", "/s/s1/health")] == [200] * 4
+    assert run(http.get("/version")).json()["version"]
+
+
+def test_models(client, claude, service):
+    (model,) = run(client.models.list()).data
+    assert (model.id, model.object, model.max_model_len) == ("policy", "model", 4096)
+    assert run(client.models.retrieve("policy")).id == "policy"
+    with pytest.raises(openai.NotFoundError):
+        run(client.models.retrieve("gpt-4"))
+    (model,) = run(claude.models.list()).data
+    assert (model.id, model.type) == ("policy", "model")
+    assert run(claude.models.retrieve("policy")).display_name == "policy"
+    with pytest.raises(anthropic.NotFoundError):
+        run(claude.models.retrieve("claude"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_say_whether_to_try_again(client, service, stream):
+    client = client.with_options(max_retries=0)
+    service.raises = GatewayError(429, "two turns are all there are", code="limit_reached")
+    with pytest.raises(openai.RateLimitError) as caught:
+        run(client.chat.completions.create(**CHAT, stream=stream))
+    assert caught.value.code == "limit_reached"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert "retry-after" not in caught.value.response.headers
+    service.raises = GatewayError(429, "busy", retry_after=0.3)
+    with pytest.raises(openai.RateLimitError) as caught:
+        run(client.chat.completions.create(**CHAT, stream=stream))
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+def test_a_limit_is_not_asked_again(client, service):
+    service.raises = GatewayError(429, "two turns are all there are", code="limit_reached")
+    with pytest.raises(openai.RateLimitError):
+        run(client.with_options(max_retries=5).chat.completions.create(**CHAT))
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_our_own_tells_nothing_of_the_inside(http, service, stream, caplog):
+    service.raises = RuntimeError("a secret path: /home/me")
+    got = post(http, json={**CHAT, "stream": stream})
+    assert got.status_code == 500
+    assert got.json()["error"] == {
+        "message": "internal error: RuntimeError",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+    assert "a secret path" in caplog.text  # the log has it
+
+
+def test_a_prompt_that_is_too_long(client, service):
+    service.max_length = 10
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 10") as caught:
+        run(client.chat.completions.create(**CHAT))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_stream_that_has_to_wait_is_kept_open_by_comments(http, service, monkeypatch):
+    monkeypatch.setattr(streaming, "_SOON", 0.01)
+    monkeypatch.setattr(streaming, "_SILENCE", 0.01)
+    service.hold = threading.Event()
+
+    async def both():
+        asking = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+        await asyncio.sleep(0.1)
+        service.hold.set()
+        return await asking
+
+    got = run(both())
+    assert got.headers["content-type"].startswith("text/event-stream")
+    assert got.text.startswith(": waiting\n\n: waiting\n\n")
+    assert got.text.endswith("data: [DONE]\n\n")
+    assert '"delta":{"content":"H"}' in got.text
+
+
+@pytest.mark.parametrize("problem", [GatewayError(503, "the policy is gone", code="gone"), RuntimeError("secret")])
+def test_an_error_after_the_stream_has_begun_is_told_in_it(http, client, service, monkeypatch, problem):
+    monkeypatch.setattr(streaming, "_SOON", 0.01)
+    service.raises = problem
+    service.hold = threading.Event()
+
+    async def both(asking):
+        asking = asyncio.ensure_future(asking)
+        await asyncio.sleep(0.1)
+        service.hold.set()
+        return await asking
+
+    got = run(both(http.post("/v1/chat/completions", json={**CHAT, "stream": True})))
+    assert got.status_code == 200
+    last = [line for line in got.text.splitlines() if line.startswith("data: ")][-1]
+    expected = "the policy is gone" if isinstance(problem, GatewayError) else "internal error: RuntimeError"
+    assert json.loads(last[6:])["error"]["message"] == expected
+
+    async def read():
+        return [chunk async for chunk in await client.chat.completions.create(**CHAT, stream=True)]
+
+    service.hold.clear()
+    with pytest.raises(openai.APIError, match=expected):
+        run(both(read()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_row(served, service, stream):
+    """Over a socket that is closed while the answer is sampled: ``answer`` is cancelled at once."""
+    service.hold = threading.Event()
+    body = json.dumps({**CHAT, "stream": stream}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /s/s1/v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert service.running.acquire(timeout=30)
+    assert service.cancelled.acquire(timeout=30)
+
+
+def test_a_client_in_process_that_is_cancelled_frees_its_row(http, service):
+    service.hold = threading.Event()
+
+    async def leave():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(http.post("/v1/chat/completions", json=CHAT), 0.1)
+
+    run(leave())
+    assert service.cancelled.acquire(timeout=30)
+
+
+def test_a_client_that_leaves_while_it_sends(served, service):
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /s/s1/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n{")
+    assert httpx2.get(f"{served.url}/health").status_code == 200
+    assert not service.requests
+
+
+def test_closing_ends_what_runs(service):
+    service.hold = threading.Event()
+    server = Server(service)
+    asked = openai.OpenAI(base_url=f"{server.url}/s/s1/v1", api_key="any", max_retries=0)
+    failures = []
+
+    def ask():
+        try:
+            asked.chat.completions.create(**CHAT)
+        except openai.APIError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert service.running.acquire(timeout=30)
+    server.close()
+    server.close()
+    thread.join(timeout=30)
+    assert len(failures) == 1
+    assert service.cancelled.acquire(timeout=30)
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{server.url}/health")
+
+
+def test_two_hundred_at_once(served, service):
+    service.hold = threading.Event()
+
+    async def all_of_them():
+        limits = httpx2.Limits(max_connections=200)
+        async with httpx2.AsyncClient(base_url=served.url, limits=limits, timeout=120) as http:
+            asking = [http.post(f"/s/s{i}/v1/chat/completions", json=CHAT) for i in range(200)]
+            asked = asyncio.gather(*asking)
+            for _ in range(200):
+                await asyncio.to_thread(service.running.acquire, timeout=60)
+            service.hold.set()
+            return await asked
+
+    assert {got.status_code for got in run(all_of_them())} == {200}
+    assert {session for session, _ in service.admitted} == {f"s{i}" for i in range(200)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sdks_over_a_socket(served, service, stream):
+    sdk = openai.OpenAI(base_url=f"{served.url}/v1", api_key="sk-1")
+    got = sdk.chat.completions.create(**CHAT, stream=stream)
+    text = "".join(c.choices[0].delta.content or "" for c in got) if stream else got.choices[0].message.content
+    assert text == "Hello there, Wörld!"
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9)
+)
+WORDS = st.sampled_from(
+    [
+        *("model", "messages", "role", "content", "tools", "type", "function", "name", "arguments", "tool_calls", "n"),
+        *("user", "assistant", "system", "tool", "text", "input", "prompt", "token_ids", "sampling_params", "stream"),
+        *("max_tokens", "logprobs", "stop", "tool_choice", "call_id", "output", "instructions", "echo", "tool_result"),
+        *(
+            "tool_use",
+            "input_text",
+            "function_call",
+            "function_call_output",
+            "thinking",
+            "top_logprobs",
+            "input_schema",
+        ),
+    ]
+)
+VALUES = st.recursive(
+    LEAVES | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=5), inner, max_size=6),
+)
+
+
+@pytest.mark.parametrize("path", POSTS)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=st.dictionaries(WORDS, VALUES, max_size=7))
+def test_any_json_is_answered_or_refused(path, body):
+    """Never with a 500, and a refusal says what is wrong."""
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app(FakeService())), base_url="http://127.0.0.1/s/s1")
+    good = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "token_ids": [5]}
+    for value in (body, {**good, "max_tokens": 5, "sampling_params": {}, "tokens": [5], **body}):
+        got = run(http.post(path, json=value))
+        assert got.status_code in (200, 400), got.text
+        if got.status_code == 400:
+            assert got.json()["error"]["message"]

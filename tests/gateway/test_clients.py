@@ -1,0 +1,74 @@
+"""Official SDKs and a real policy: what they are told, and what is recorded."""
+
+from __future__ import annotations
+
+import numpy as np
+import openai
+import pytest
+
+import rlkit
+from rlkit.gateway import Gateway, Limits
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
+        yield sampler
+
+
+@pytest.fixture
+def gateway(sampler):
+    params = rlkit.SamplingParams(max_tokens=24)
+    with Gateway(sampler, params=params) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_over_a_socket(gateway, stream):
+    session = gateway.session(seed=1)
+    client = openai.OpenAI(base_url=session.base_url, api_key="any")
+    messages = list(HI)
+    for turn in range(3):
+        options = {"model": "m", "messages": messages, "logprobs": True, "extra_body": {"return_token_ids": True}}
+        answer = client.chat.completions.create(**options, stream=stream)
+        chunks = list(answer) if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        node = session.turns[turn]
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        np.testing.assert_allclose([entry.logprob for entry in entries], node.sample.logprobs, atol=1e-6)
+        tokens = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
+        assert tokens == node.sample.tokens.tolist()
+        assert chunks[0].prompt_token_ids == node.sample.prompt.tolist()
+        said = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+        messages += [{"role": "assistant", "content": "".join(said)}, {"role": "user", "content": "More"}]
+    assert len(session.branches) == 1
+    assert session.metrics["turns"] == 3
+
+
+def test_a_key_names_the_session_at_the_root(gateway):
+    session = gateway.session()
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=session.api_key)
+    assert client.chat.completions.create(model="m", messages=HI).usage.completion_tokens > 0
+    assert len(session.turns) == 1
+    session.close()
+    with pytest.raises(openai.AuthenticationError):
+        client.chat.completions.create(model="m", messages=HI)
+
+
+def test_limits_are_not_tried_again(gateway):
+    session = gateway.session(limits=Limits(turns=1))
+    client = openai.OpenAI(base_url=session.base_url, api_key="any")
+    client.chat.completions.create(model="m", messages=HI)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model="m", messages=HI)
+    assert caught.value.code == "limit_reached"
+    assert session.metrics["refused"] == 1
+
+
+def test_too_long_a_prompt(gateway):
+    client = openai.OpenAI(base_url=gateway.session().base_url, api_key="any")
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 10**6}])
+    assert caught.value.code == "context_length_exceeded"
