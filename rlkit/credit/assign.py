@@ -22,7 +22,7 @@ from rlkit.trajectory.types import checked_groups
 from rlkit.types import Datum
 
 if TYPE_CHECKING:
-    from rlkit.critics import Critic
+    from rlkit.critics.protocol import Critic
 
 __all__ = ["assign"]
 

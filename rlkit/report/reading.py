@@ -13,7 +13,8 @@ from rlkit import _check, storage
 from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.tracking import masked, read_metrics, surroundings
-from rlkit.tracking.jsonl import FILES, MetricsRow, lines
+from rlkit.tracking.jsonl import FILES, MetricsRow
+from rlkit.tracking.lines import lines
 from rlkit.tracking.vocabulary import read_vocabulary
 from rlkit.trajectory import Group
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import attrs
 
@@ -19,12 +18,13 @@ from rlkit._secrets import masked, redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError
 from rlkit.tracking import pertoken, values
-from rlkit.tracking.rewinding import record_of, rewound
+from rlkit.tracking.lines import append, lines
+from rlkit.tracking.rewinding import rewound
 from rlkit.tracking.vocabulary import Vocabulary
 from rlkit.trajectory import Group
 from rlkit.trajectory.types import checked_groups
 
-__all__ = ["FILES", "Jsonl", "lines", "read_metrics"]
+__all__ = ["FILES", "Jsonl", "read_metrics"]
 
 FILES = {
     "metrics": "metrics.jsonl",
@@ -214,28 +214,6 @@ def read_metrics(folder: str | Path) -> list[MetricsRow]:
         readable = {name: value for name, value in numbers.items() if value is not None}
         rows.append({"step": step, "time": seconds or 0.0, "metrics": readable})
     return rows
-
-
-def lines(path: Path) -> Iterator[dict[str, object]]:
-    """Return the whole records of a file of JSON lines; nothing where there is no such file."""
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                record = record_of(line)
-                if record is not None:
-                    yield record
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
-def append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add records to a file of JSON lines; a line that a crash left unfinished is closed off first."""
-    try:
-        _disk.append(path, (json.dumps(record, allow_nan=False) for record in records))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
 
 def _clean(group: Group, step: int) -> Group:

@@ -10,6 +10,7 @@ import numpy as np
 from rlkit import _check
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError
+from rlkit.tracking.lines import append, lines
 from rlkit.trajectory import Group
 
 __all__ = ["Vocabulary", "read_vocabulary", "runs"]
@@ -48,8 +49,6 @@ class Vocabulary:
 
     def add(self, groups: Iterable[Group]) -> dict[str, str]:
         """Return what these groups bring that was not known."""
-        from rlkit.tracking.jsonl import append
-
         new: dict[str, str] = {}
         for group in groups:
             for trajectory in group.trajectories:
@@ -97,8 +96,6 @@ def runs(tokens: list[int], unclear: set[int]) -> Iterable[list[int]]:
 
 def read_vocabulary(path: Path) -> dict[str, str]:
     """Return the texts in a file that ``Vocabulary`` wrote; {} where there is none."""
-    from rlkit.tracking.jsonl import lines
-
     vocabulary: dict[str, str] = {}
     for record in lines(path):
         texts = record.get("texts")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlkit import CheckpointError, ConfigError, DataError, Sample, storage
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.tracking import Jsonl, Tracker, read_metrics
-from rlkit.tracking.jsonl import lines
+from rlkit.tracking.lines import lines
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 
 
