@@ -6,20 +6,31 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlkit._warn import warn
 from rlkit.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rlkit.runs.run import Run
-
-__all__ = ["opened", "take_over"]
-
-_open: weakref.WeakValueDictionary[tuple[int, Path], Run] = weakref.WeakValueDictionary()
+__all__ = ["OpenRun", "opened", "take_over"]
 
 
-def opened(run: Run) -> None:
+class OpenRun(Protocol):
+    """A run, as far as it matters whether another may take its place; the attributes are those of ``Run``."""
+
+    folder: Path
+    step: int
+    saved: int
+    looping: int | None
+    closed: bool
+
+    def close(self) -> None:
+        """End it."""
+
+
+_open: weakref.WeakValueDictionary[tuple[int, Path], OpenRun] = weakref.WeakValueDictionary()
+
+
+def opened(run: OpenRun) -> None:
     """Note that ``run`` is open."""
     _open[os.getpid(), run.folder.resolve()] = run
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import importlib
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from rlkit.testing.faketinker import FakeTinker
+    import httpx
 
-__all__ = ["NAMES", "SdkTokenizer", "add", "remove"]
+__all__ = ["NAMES", "Fake", "SdkTokenizer", "add", "remove"]
 
 _HOLDER = "tinker.lib.internal_client_holder"
 _SAMPLING = "tinker.lib.public_interfaces.sampling_client"
@@ -29,11 +31,23 @@ NAMES = (
 )
 
 _lock = threading.Lock()
-_live: dict[str, FakeTinker] = {}
+_live: dict[str, Fake] = {}
 _originals: dict[tuple[str, str], Any] = {}
 
 
-def add(fake: FakeTinker) -> None:
+class Fake(Protocol):
+    """What takes the transport's place: ``FakeTinker``."""
+
+    base_url: str
+    names: tuple[str, ...]
+    telemetry: bool
+    tokenizer: Tokenizer
+
+    def respond(self, request: httpx.Request) -> Coroutine[None, None, httpx.Response]:
+        """Return the answer to a request."""
+
+
+def add(fake: Fake) -> None:
     """Has clients of the fake's base URL talk to it.
 
     Raises:
@@ -45,7 +59,7 @@ def add(fake: FakeTinker) -> None:
         _live[fake.base_url] = fake
 
 
-def remove(fake: FakeTinker) -> None:
+def remove(fake: Fake) -> None:
     """Unregister a fake; restore the SDK when none are left."""
     with _lock:
         _live.pop(fake.base_url, None)
