@@ -19,8 +19,10 @@ from rlkit.backends.local.model.windows import Window
 
 __all__ = ["Segment", "TreeAttention", "spans", "visible"]
 
-SCORES = 2**22  # numbers computed at once at most, by looking at fewer queries at a time
-QUERIES = 128  # at once at least where there is a window
+# Of how many scores are computed at once, by some heads' queries at a time: as many as stay in a core's second cache
+# (1 MB), through which five products and the softmax go. So most keys behind a query are left out, too.
+SCORES = 2**18
+QUERIES = 64  # at once at least; products of fewer rows are slower
 
 
 @attrs.frozen
@@ -40,6 +42,26 @@ class Segment:
     def start(self) -> int:
         """The position of its first token in its own sequence."""
         return sum(s.stop - s.start for s in self.before)
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """Of the tokens of its own sequence, in order."""
+        return (*self.before, slice(self.begin, self.end))
+
+
+@attrs.frozen
+class _Tile:
+    """What is computed at once.
+
+    Attributes:
+        heads: of the keys.
+        rows: of the stacked queries.
+        keys: of the run's own sequence.
+    """
+
+    heads: slice
+    rows: slice
+    keys: slice
 
 
 def positions(runs: Sequence[Segment]) -> np.ndarray:
@@ -126,28 +148,36 @@ class TreeAttention:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """From q [N, H, D], already scaled, k and v [N, H / G, D] -> [N, H D], and what ``backward`` wants."""
         q, k, v = self._stacked(q), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-        out = torch.empty_like(q)
-        for rows, weights, places in self._weights(q, k):
-            out[:, rows] = weights.to(v.dtype) @ _at(v, places)
+        out, wide = torch.empty_like(q), upcast(q)
+        for run in self._runs:
+            keys, values = (_at(x, run.places) for x in (k, v))
+            for tile, weights in self._weights(run, wide, keys):
+                out[tile.heads, tile.rows] = weights.to(v.dtype) @ values[tile.heads, tile.keys]
         return self._flat(out), (q, k, v)
 
     def backward(
         self, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v from that of the output [N, H D]."""
-        # Of one run: o = p v with p = softmax(s) and s = q k^T. From do: dv = p^T do, dp = do v^T,
-        # ds = p * (dp - sum(dp * p)), dq = ds k, dk = ds^T q. Keys that several runs see get the sum of theirs.
+        # Of one tile: o = p v with p = softmax(s) and s = q k^T. From do: dv = p^T do, dp = do v^T,
+        # ds = p * (dp - sum(dp * p)), dq = ds k, dk = ds^T q. Keys that several tiles see get the sum of theirs.
         q, k, v = saved
         grad = self._stacked(grad.view(grad.shape[0], -1, q.shape[2]))
-        dq = torch.empty_like(q)
+        dq, wide = torch.empty_like(q), upcast(q)
         dk, dv = torch.zeros_like(upcast(k)), torch.zeros_like(upcast(v))
-        for rows, weights, places in self._weights(q, k):
-            above, weights = grad[:, rows], weights.to(v.dtype)
-            _add(dv, places, weights.transpose(1, 2) @ above)
-            scores = above @ _at(v, places).transpose(1, 2)
-            scores.sub_((scores * weights).sum(-1, keepdim=True)).mul_(weights)
-            dq[:, rows] = scores @ _at(k, places)
-            _add(dk, places, scores.transpose(1, 2) @ q[:, rows])
+        for run in self._runs:
+            keys, values = (_at(x, run.places) for x in (k, v))
+            dkeys, dvalues = (torch.zeros_like(upcast(x)) for x in (keys, values))
+            for tile, weights in self._weights(run, wide, keys):
+                heads, rows, seen = tile.heads, tile.rows, tile.keys
+                above, weights = grad[heads, rows], weights.to(v.dtype)
+                dvalues[heads, seen] += weights.transpose(1, 2) @ above
+                scores = above @ values[heads, seen].transpose(1, 2)
+                scores.sub_((scores * weights).sum(-1, keepdim=True)).mul_(weights)
+                dq[heads, rows] = scores @ keys[heads, seen]
+                dkeys[heads, seen] += scores.transpose(1, 2) @ q[heads, rows]
+            _add(dk, run.places, dkeys)
+            _add(dv, run.places, dvalues)
         dk, dv = dk.to(k.dtype), dv.to(v.dtype)
         return (
             self._flat(dq).view(-1, self._key_heads * self._group, q.shape[2]),
@@ -155,26 +185,30 @@ class TreeAttention:
             dv.transpose(0, 1),
         )
 
-    def _weights(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, list[slice]]]:
-        """Of some queries at a time: their rows, the softmax [H / G, rows, S] in float32, the places of their keys."""
-        q, k = upcast(q), upcast(k)
-        for run in self._runs:
-            start, length = run.start, run.end - run.begin
-            step = max(1, SCORES // (self._key_heads * self._group * (start + length)))
-            if self._window is not None:  # of more queries at once most keys are outside of the windows of most
-                step = min(step, max(self._window.size, QUERIES))
-            for first in range(run.begin, run.end, step):
-                last = min(first + step, run.end)
-                position = start + first - run.begin
-                low, least = self._lowest(position, position + last - first - 1)
-                places = _without(low, [*run.before, slice(run.begin, last)])
-                rows = slice(first * self._group, last * self._group)
-                scores = q[:, rows] @ _at(k, places).transpose(1, 2)
+    def _weights(self, run: Segment, q: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[_Tile, torch.Tensor]]:
+        """Yield a run's tiles and the softmax [heads, rows, keys] of each, in float32.
+
+        Args:
+            run: whose queries.
+            q: all queries, stacked, in float32 at least.
+            keys: [H / G, S, D], of the run's own sequence.
+        """
+        keys = upcast(keys)
+        most = SCORES // (self._group * self._key_heads * keys.shape[1])
+        for first, last in _parts(run.end - run.begin, most, QUERIES):
+            rows = slice((run.begin + first) * self._group, (run.begin + last) * self._group)
+            position = run.start + first
+            low, least = self._lowest(position, run.start + last - 1)
+            seen = slice(low, run.start + last)
+            size = self._group * (last - first) * (seen.stop - seen.start)
+            for some in _parts(self._key_heads, SCORES // size, 1):
+                heads = slice(*some)
+                scores = q[heads, rows] @ keys[heads, seen].transpose(1, 2)
                 if least > 0:
                     scores += self._mask_of_window(position, last - first, low, q.device)
                 else:
                     scores[:, :, position:] += self._mask(last - first, q.device)
-                yield rows, torch.softmax(scores, dim=-1), places
+                yield _Tile(heads, rows, seen), torch.softmax(scores, dim=-1)
 
     def _lowest(self, *positions: int) -> tuple[int, ...]:
         """Return the first position that is seen from each."""
@@ -213,19 +247,15 @@ class TreeAttention:
         return x.view(heads, n, self._group * width).transpose(0, 1).reshape(n, heads * self._group * width)
 
 
-def _without(count: int, places: Sequence[slice]) -> list[slice]:
-    """Return ``places`` without the first ``count``.
+def _parts(length: int, most: int, least: int) -> Iterator[tuple[int, int]]:
+    """Yield where to begin and end equal parts of at most ``most``, or of ``least`` where that is less.
 
-    >>> _without(3, [slice(0, 2), slice(5, 9)])
-    [slice(6, 9, None)]
+    >>> list(_parts(200, 90, 64)), list(_parts(3, 0, 1))
+    ([(0, 67), (67, 134), (134, 200)], [(0, 1), (1, 2), (2, 3)])
     """
-    rest = []
-    for s in places:
-        skipped = min(count, s.stop - s.start)
-        count -= skipped
-        if s.start + skipped < s.stop:
-            rest.append(slice(s.start + skipped, s.stop))
-    return rest
+    size = -(-length // -(-length // max(most, least)))
+    for first in range(0, length, size):
+        yield first, min(first + size, length)
 
 
 def _at(x: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
