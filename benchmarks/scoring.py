@@ -59,6 +59,7 @@ def main() -> None:
 
     parts: dict[str, Callable[[], object]] = {
         "a group: sampler.logprobs": lambda: [f.result() for f in [sampler.logprobs(text) for text in texts]],
+        "a group: reference_logprobs of completions": lambda: rlkit.reference_logprobs(sampler, completions).result(),
         "a group: policy.forward, all tokens": lambda: policy.forward(scored).result(),
         "a group: policy.forward, completions": lambda: policy.forward(completions).result(),
         "a group: sampler.logprobs, one after the other": lambda: [sampler.logprobs(text).result() for text in texts],

@@ -112,8 +112,8 @@ class Rlkit(_Side):
         data = [self.rlkit.Datum.supervised(prompt, completion) for prompt, completion in pairs]
         began = time.process_time()
         with self.policy.base_sampler().result() as sampler:
-            futures = [sampler.logprobs(datum.tokens) for datum in data]
-            scored = [datum.with_inputs(reference_logprobs=f.result()) for datum, f in zip(data, futures, strict=True)]
+            reference = self.rlkit.reference_logprobs(sampler, data).result()
+        scored = [datum.with_inputs(reference_logprobs=lp) for datum, lp in zip(data, reference, strict=True)]
         self.policy.forward_backward(scored, "dpo")
         self.policy.optim_step(self.rlkit.Adam()).result()
         return {"cpu": time.process_time() - began, "tokens": sum(d.tokens.size for d in data)}

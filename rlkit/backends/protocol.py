@@ -22,6 +22,7 @@ __all__ = [
     "Capabilities",
     "Config",
     "LossLike",
+    "MaskedLogprobs",
     "OpensSamplers",
     "Route",
     "Routes",
@@ -204,6 +205,14 @@ class TargetLogprobs(Protocol):
 
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """Return float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
+
+
+@runtime_checkable
+class MaskedLogprobs(Protocol):
+    """A sampler that computes the logprobs of a part of a text for less than those of all of it."""
+
+    def masked_logprobs(self, tokens: TokenIds, mask: ArrayLike, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """Return float32 [T]: ``logprobs`` where ``mask`` [T] is true, else 0."""
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit.backends.protocol import Sampler
+from rlkit.backends.protocol import MaskedLogprobs, Sampler
 from rlkit.errors import ConfigError, DataError
 from rlkit.futures import Future
 from rlkit.types import Datum, Sample
@@ -55,13 +55,19 @@ def reference_logprobs(
         raise DataError("reference_logprobs(samples)", f"got {_check.shown(samples)}", "a list of samples or datums")
     datums = [_datum(i, sample) for i, sample in enumerate(samples)]
     heads = [np.zeros(0, np.int64)] * len(datums) if prefixes is None else _prefixes(sampler, datums, prefixes)
-    asked = [
-        sampler.logprobs(np.concatenate([head, datum.tokens]), temperature=datum.temperature or 1.0)
-        for head, datum in zip(heads, datums, strict=True)
-    ]
+    asked = [_asked(sampler, head, datum) for head, datum in zip(heads, datums, strict=True)]
     return Future.all(
         asked, lambda arrays: [d.select(x[head.size :]) for d, head, x in zip(datums, heads, arrays, strict=True)]
     )
+
+
+def _asked(sampler: Sampler, head: np.ndarray, datum: Datum) -> Future[np.ndarray]:
+    """Ask for the logprobs [P + T] of a datum behind ``head``, where its mask is 1 at least."""
+    tokens, temperature = np.concatenate([head, datum.tokens]), datum.temperature or 1.0
+    if isinstance(sampler, MaskedLogprobs):
+        mask = np.concatenate([np.zeros(head.size, bool), datum.mask])
+        return sampler.masked_logprobs(tokens, mask, temperature=temperature)
+    return sampler.logprobs(tokens, temperature=temperature)
 
 
 def _prefixes(sampler: Sampler, datums: Sequence[Datum], prefixes: Sequence[object]) -> list[np.ndarray]:

@@ -19,6 +19,7 @@ from rlkit.types import SamplingParams
 __all__ = [
     "SeedStream",
     "Stop",
+    "checked_mask",
     "checked_prompt",
     "checked_request",
     "checked_targets",
@@ -121,6 +122,19 @@ def checked_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarra
         span = f"spans [{array.min()}, {array.max()}]"
         raise DataError(_check.problem(where, span, "ids of the vocabulary, or -1 for none"))
     return np.ascontiguousarray(array, np.int64)
+
+
+def checked_mask(mask: ArrayLike, size: int) -> np.ndarray:
+    """Return the mask of ``masked_logprobs`` as bool [size].
+
+    Raises:
+        DataError: another shape, or other numbers than 0 and 1.
+    """
+    where = "masked_logprobs(mask)"
+    array = _check.as_array(where, mask, "bool [T]")
+    if array.shape != (size,) or array.dtype.kind not in "biu" or not np.isin(array, (0, 1)).all():
+        raise DataError(_check.problem(where, f"is {_check.shown(array)}", f"bool [{size}]", "one for each token"))
+    return array.astype(bool)
 
 
 class Stop:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.protocol import TargetLogprobs, TopK
+from rlkit.backends.protocol import MaskedLogprobs, TargetLogprobs, TopK
 from rlkit.testing.conformance.harness import Harness, worst
 
 
@@ -48,6 +48,20 @@ class ScoreTests(Harness):
             assert (scores == 0).tolist() == [[True, True], [True, False], [False, False]]
             assert not sampler.target_logprobs([1], [[5]]).result().any()
             assert not sampler.top_logprobs([1], 2).result()[1].any()
+
+    def test_masked_logprobs_are_those_of_the_whole_text(self, policy: Any) -> None:
+        """Where the mask is true, but for the first token; 0 elsewhere."""
+        tokens = self.prompt(policy, "hello there")
+        mask = np.arange(tokens.size) % 2 == 0
+        with policy.sampler().result() as sampler:
+            whole = sampler.logprobs(tokens).result()
+            if not isinstance(sampler, MaskedLogprobs):
+                pytest.skip("its samplers have no MaskedLogprobs")
+            masked = sampler.masked_logprobs(tokens, mask).result()
+            assert masked.dtype == np.float32
+            assert worst([masked], [np.where(mask, whole, 0.0)]) < self.tolerance
+            with pytest.raises(rlkit.DataError, match="mask"):
+                sampler.masked_logprobs(tokens, mask[1:])
 
     def test_bad_targets_are_refused(self, policy: Any) -> None:
         """At the call, naming the argument."""

@@ -51,6 +51,12 @@ class ScoreRequest:
     def __attrs_post_init__(self) -> None:
         self.logprobs = np.zeros(self.ids.shape, np.float32)
 
+    @property
+    def mask(self) -> np.ndarray:
+        """Bool [T], the places that are asked for, of which the first is none."""
+        asked = np.full(self.tokens.size, True) if self.top else np.any(self.ids >= 0, axis=1)
+        return asked & (np.arange(asked.size) > 0)
+
     def drop(self) -> None:
         """Drop it; from any thread, at any time."""
         self.dropped = True

@@ -14,7 +14,15 @@ from rlkit._forms import TokenIds
 from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
+from rlkit.backends.sampling import (
+    SeedStream,
+    Stop,
+    checked_mask,
+    checked_prompt,
+    checked_request,
+    checked_targets,
+    streams,
+)
 from rlkit.errors import BackendError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
@@ -93,6 +101,13 @@ class LocalSampler:
         array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         ids = checked_targets(targets, array.size, self.tokenizer.vocab_size)
         return self._score(ScoreRequest(self.snapshot, array, ids), lambda _, logprobs: logprobs)
+
+    def masked_logprobs(self, tokens: TokenIds, mask: ArrayLike, *, temperature: float = 1.0) -> Future[np.ndarray]:
+        """See ``MaskedLogprobs``."""
+        array = checked_prompt("masked_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        ids = np.where(checked_mask(mask, array.size), array, -1)[:, None]
+        temperature = _check.temperature("masked_logprobs(temperature)", temperature, zero=False)
+        return self._score(ScoreRequest(self.snapshot, array, ids, temperature), lambda _, logprobs: logprobs[:, 0])
 
     def close(self) -> None:
         """Free the snapshot; what was asked for before is still answered."""

@@ -31,7 +31,7 @@ class ScoreBatch:
     Attributes:
         requests: what is asked for.
         tree: their tokens.
-        places: of each request's tokens in the tree, but for its last one.
+        places: in the tree, of the tokens whose logits each request asks for.
     """
 
     requests: Sequence[ScoreRequest]
@@ -58,7 +58,7 @@ class ScoreBatch:
                 if request.temperature not in warm:
                     scaled = logits[part] if request.temperature == 1.0 else logits[part] / request.temperature
                     warm[request.temperature] = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
-                request.read(here + 1, warm[request.temperature], rows[here])
+                request.read(np.flatnonzero(request.mask)[here], warm[request.temperature], rows[here])
             row_of[places[part]] = -1
 
     def finish(self) -> None:
@@ -68,21 +68,23 @@ class ScoreBatch:
 
 
 def score_batches(requests: Sequence[ScoreRequest], budget: int, *, share: bool = True) -> Iterator[ScoreBatch]:
-    """Yield the requests in batches of at most ``budget`` tokens; those of one token alone are completed.
+    """Yield the requests in batches of at most ``budget`` tokens; those that ask for nothing are completed.
 
     Args:
         requests: of one snapshot.
         budget: a text that is longer is a batch by itself.
         share: whether texts may share what they begin with.
     """
+    asking = []
     for request in requests:
-        if request.tokens.size == 1:
+        if request.mask.any():
+            asking.append(request)
+        else:
             request.finish()
-    longer = [request for request in requests if request.tokens.size > 1]
-    data = [Datum(request.tokens, np.arange(request.tokens.size) > 0) for request in longer]
+    data = [Datum(request.tokens, request.mask) for request in asking]
     for tree in pack(data, budget, share=share):
-        members = [longer[i] for i in tree.members]
-        ends = np.cumsum([request.tokens.size - 1 for request in members])
+        members = [asking[i] for i in tree.members]
+        ends = np.cumsum([data[i].mask.sum() for i in tree.members])
         yield ScoreBatch(members, tree, np.split(tree.index, ends[:-1]))
 
 
@@ -102,6 +104,8 @@ def score_tree(
         shape: pads rows and their length.
     """
     cache = TreeCache(batch.tree.tokens.size)
+    wanted = np.zeros(batch.tree.tokens.size, bool)
+    wanted[batch.tree.index] = True
     for part in parts(batch.tree.runs, limit, shape):
         if batch.dropped:
             return
@@ -109,10 +113,13 @@ def score_tree(
         tokens = np.zeros((len(part), width), np.int64)
         for row, branch in zip(tokens, part, strict=True):
             row[: branch.new.size] = batch.tree.tokens[branch.new]
+        places = np.concatenate([branch.new for branch in part])
         index = np.concatenate([b * width + np.arange(branch.new.size) for b, branch in enumerate(part)])
+        asked = np.flatnonzero(wanted[places])
+        asked = asked if asked.size else np.zeros(1, np.int64)  # a forward reads one token's logits at least
         cache.choose(part)
-        logits = compute(tokens, np.array([branch.start for branch in part]), index, cache)
-        batch.read(logits, np.concatenate([branch.new for branch in part]))
+        logits = compute(tokens, np.array([branch.start for branch in part]), index[asked], cache)
+        batch.read(logits, places[asked])
         yield
     batch.finish()
 

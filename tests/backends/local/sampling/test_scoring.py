@@ -39,11 +39,13 @@ def texts():
 
 
 def ask(sampler, kind, text, temperature):
-    """One of the three calls; its numbers."""
+    """One of the four calls; its numbers."""
     if kind == 0:
         return sampler.logprobs(text, temperature=temperature)
     if kind == 1:
         return sampler.top_logprobs(text, 3)
+    if kind == 2:
+        return sampler.masked_logprobs(text, np.arange(text.size) % 5 == 3, temperature=temperature)
     return sampler.target_logprobs(text, np.stack([text, np.full(text.size, -1), np.roll(text, 3)], axis=1))
 
 
@@ -60,7 +62,7 @@ def test_texts_together_are_as_alone(tiny, kind, merge, monkeypatch):
     """All calls and temperatures mixed, in large trees and small ones; to the bit where rows are."""
     with connect(tiny(kind), merge=merge) as policy:
         sampler = policy.sampler().result()
-        asked = [(k % 3, text, 0.7 if k % 2 else 1.0) for k, text in enumerate(texts() * 2)]
+        asked = [(k % 4, text, 0.7 if k % 3 else 1.0) for k, text in enumerate(texts() * 2)]
         alone = [numbers(ask(sampler, *one).result()) for one in asked]
         exact = policy.capabilities()["batch_invariant"]
         assert exact is (kind in ("llama", "qwen3", "gpt2", "mistral", "gemma2"))
@@ -133,3 +135,37 @@ def test_a_long_text_is_given_up_between_two_parts(tmp_path):
             time.sleep(0.01)
         assert sum(seen) < 60_000
         assert sampler.logprobs([5, 6]).result().size == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mamba"])
+def test_logits_are_computed_where_they_are_asked_for(tiny, kind, monkeypatch):
+    """Masked logprobs are those of the whole text, 0 elsewhere; a reference is asked for its samples' tokens alone."""
+    rows = []
+    read = scoring.ScoreBatch.read
+
+    def counted(batch, logits, places):
+        rows.append(len(logits))
+        read(batch, logits, places)
+
+    monkeypatch.setattr(scoring.ScoreBatch, "read", counted)
+    rng = np.random.default_rng(2)
+    with connect(tiny(kind)) as policy:
+        sampler = policy.sampler().result()
+        text = rng.integers(3, 200, 60)
+        mask = np.isin(np.arange(60), [0, 41, 42, 50])  # the first token has no logprob
+        whole = sampler.logprobs(text).result()
+        assert sum(rows) == 59
+        rows.clear()
+        masked = sampler.masked_logprobs(text, mask).result()
+        assert sum(rows) == 3
+        assert np.flatnonzero(masked).tolist() == [41, 42, 50]
+        assert np.abs(masked - whole)[mask].max() < 1e-5
+        assert not sampler.masked_logprobs(text, np.zeros(60, bool)).result().any()
+        rows.clear()
+        datums = [rlkit.Datum(np.append(text, rng.integers(3, 200, 5)), np.arange(65) >= 60) for _ in range(2)]
+        for scored, datum in zip(rlkit.reference_logprobs(sampler, datums).result(), datums, strict=True):
+            assert np.abs(scored - sampler.logprobs(datum.tokens).result()[60:]).max() < 1e-5
+        assert min(rows) <= 10
+        for bad in (mask[:-1], np.full(60, 2), np.full(60, 0.5)):
+            with pytest.raises(rlkit.DataError, match="masked_logprobs"):
+                sampler.masked_logprobs(text, bad)
