@@ -29,7 +29,7 @@ EXTRAS = {
     "math": ("math-verify",),
     "config": ("omegaconf",),
     "gateway": ("starlette", "uvicorn"),
-    "environments": ("reasoning-gym", "gem-llm", "openreward", "mcp", "gymnasium"),
+    "environments": ("reasoning-gym", "gem-llm", "textarena", "openreward", "mcp", "gymnasium"),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
     "report": ("matplotlib",),
 }

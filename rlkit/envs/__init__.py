@@ -8,6 +8,7 @@ from rlkit.envs.from_gymnasium import gymnasium
 from rlkit.envs.from_mcp import mcp
 from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
+from rlkit.envs.from_textarena import textarena
 from rlkit.envs.mixtures import Mixture, mixture
 from rlkit.envs.protocol import Action, Env, Message, Observation, StepResult, Task, Tasks, TaskSettings, TaskSource
 
@@ -29,9 +30,21 @@ __all__ = [
     "mixture",
     "openreward",
     "reasoning_gym",
+    "textarena",
 ]
 
 Settings = TaskSettings  # its older name
 
-for _name in ("Action", "StepResult", "function", "gem", "gymnasium", "mcp", "mixture", "openreward", "reasoning_gym"):
+for _name in (
+    "Action",
+    "StepResult",
+    "function",
+    "gem",
+    "gymnasium",
+    "mcp",
+    "mixture",
+    "openreward",
+    "reasoning_gym",
+    "textarena",
+):
     globals()[_name].__module__ = __name__  # where users import them from
