@@ -20,6 +20,7 @@ from rlkit.gateway import streaming
 from rlkit.gateway.dialects import anthropic, models, openai
 from rlkit.gateway.dialects.call import Call, Json
 from rlkit.gateway.dialects.chat import ChatCall
+from rlkit.gateway.dialects.completions import CompletionCall
 from rlkit.gateway.incoming import Gone, check_origin, key_of, read_object
 from rlkit.gateway.types import Answerer, GatewayError, Reply, Service
 
@@ -31,6 +32,7 @@ ErrorForm: TypeAlias = Callable[[GatewayError], Json]
 _log = logging.getLogger(__name__)
 _POSTS: Final[Mapping[str, tuple[Handler, ErrorForm]]] = {
     "/v1/chat/completions": (ChatCall.parse, openai.error),
+    "/v1/completions": (CompletionCall.parse, openai.error),
 }
 
 

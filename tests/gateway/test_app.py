@@ -22,7 +22,7 @@ from tests.gateway.dialects.conftest import *  # noqa: F403
 from tests.gateway.dialects.fake import FakeService
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-POSTS = ["/v1/chat/completions"]
+POSTS = ["/v1/chat/completions", "/v1/completions"]
 
 
 def run(coroutine):

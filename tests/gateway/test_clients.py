@@ -72,3 +72,24 @@ def test_too_long_a_prompt(gateway):
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 10**6}])
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_prompts_are_scored_as_the_sampler_scores_them(sampler):
+    with Gateway(sampler, open=True) as gateway:
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="any")
+        texts = ["One, two", "Ünlike"]
+        options = {"model": "m", "prompt": texts, "echo": True, "logprobs": 1, "seed": 1}
+        for max_tokens in (0, 1):
+            answer = client.completions.create(**options, max_tokens=max_tokens, temperature=0)
+            for text, choice in zip(texts, answer.choices, strict=True):
+                tokens = sampler.tokenizer.encode(text)
+                expected = sampler.logprobs(tokens).result()
+                assert choice.logprobs.token_logprobs[0] is None
+                np.testing.assert_allclose(choice.logprobs.token_logprobs[1 : tokens.size], expected[1:], atol=1e-6)
+                assert len(choice.logprobs.tokens) == tokens.size + max_tokens
+                for logprob, top in zip(
+                    choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True
+                ):
+                    assert 1 <= len(top) <= 2
+                    assert logprob in top.values()
+        assert not gateway.session().turns

@@ -61,8 +61,8 @@ def chat_logprobs(choice: Choice, tokenizer: Tokenizer, *, as_ids: bool, ids: bo
 
 
 def text_logprobs(
-    tokenizer: Tokenizer, tokens: np.ndarray, logprobs: np.ndarray, top: Top, *, first: int, as_ids: bool
-) -> Json:
+    tokenizer: Tokenizer, tokens: np.ndarray, logprobs: np.ndarray, top: Top, *, first: int = 0, as_ids: bool = False
+) -> dict[str, list[object] | None]:
     """Return the logprobs object of the completions API.
 
     Args:
@@ -76,8 +76,8 @@ def text_logprobs(
     ids = tokens.tolist()
     texts = [token_name(token) for token in ids] if as_ids else spell(tokenizer, tokens)
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
-    values: list[float | None] = [finite(x) for x in logprobs.tolist()]
-    best: list[Json | None] | None = None
+    values: list[object] = [finite(x) for x in logprobs.tolist()]
+    best: list[object] | None = None
     if top is not None:
         name = _namer(tokenizer, as_ids)
         best = []
@@ -88,7 +88,7 @@ def text_logprobs(
             best.append(named)
         best[:first] = [None] * first
     values[:first] = [None] * first
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
+    return {"tokens": [*texts], "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
 
 def prompt_logprobs(reply: Reply, tokenizer: Tokenizer) -> list[Json | None] | None:
