@@ -21,6 +21,7 @@ from rlkit.gateway.dialects import anthropic, models, openai
 from rlkit.gateway.dialects.call import Call, Json
 from rlkit.gateway.dialects.chat import ChatCall
 from rlkit.gateway.dialects.completions import CompletionCall
+from rlkit.gateway.dialects.tokens import GenerateCall, detokenize, tokenize, tokenizer_info
 from rlkit.gateway.incoming import Gone, check_origin, key_of, read_object
 from rlkit.gateway.types import Answerer, GatewayError, Reply, Service
 
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 _POSTS: Final[Mapping[str, tuple[Handler, ErrorForm]]] = {
     "/v1/chat/completions": (ChatCall.parse, openai.error),
     "/v1/completions": (CompletionCall.parse, openai.error),
+    "/inference/v1/generate": (GenerateCall.parse, openai.error),
+    "/tokenize": (tokenize, openai.error),
+    "/detokenize": (detokenize, openai.error),
 }
 
 
@@ -52,6 +56,7 @@ def app(service: Service, *, loopback: bool = True, body_limit: int = 64 * 2**20
         Route("/v1/models", _get(service, models.list_models)),
         Route("/v1/models/{model:path}", _get(service, models.retrieve_model)),
         *(Route(path, _healthy, methods=["GET", "POST"]) for path in ("/", "/health", "/ping")),
+        Route("/tokenizer_info", _get(service, tokenizer_info)),
         Route("/version", _version),
     ]
     routes = [*posts, *gets]

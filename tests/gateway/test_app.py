@@ -22,7 +22,7 @@ from tests.gateway.dialects.conftest import *  # noqa: F403
 from tests.gateway.dialects.fake import FakeService
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-POSTS = ["/v1/chat/completions", "/v1/completions"]
+POSTS = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"]
 
 
 def run(coroutine):
@@ -325,7 +325,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("path", POSTS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.dictionaries(WORDS, VALUES, max_size=7))
 def test_any_json_is_answered_or_refused(path, body):
     """Never with a 500, and a refusal says what is wrong."""
