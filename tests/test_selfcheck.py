@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 
 from rlkit import _selfcheck  # noqa: E402
 from rlkit._selfcheck import numbers  # noqa: E402
-from rlkit._selfcheck.report import scrubbed  # noqa: E402
+from rlkit._selfcheck.report import processor, scrubbed  # noqa: E402
 from rlkit.backends.local.model import untried  # noqa: E402
 from rlkit.cli import main  # noqa: E402
 
@@ -27,7 +27,9 @@ def test_a_cpu_passes(tmp_path, capsys, monkeypatch):
     out = tmp_path / "report.json"
     assert main(["doctor", "--device", "cpu", "--out", str(out)]) == 0
     told = capsys.readouterr()
-    assert told.out.count("\nok ") == len(numbers.checks())
+    assert told.out.count("\n  ok ") == 6 * len(numbers.comparisons())  # three architectures in two dtypes
+    for comparison in numbers.comparisons():
+        assert comparison.otherwise in told.out
     assert "all numbers are right" in told.out
     report = json.loads(out.read_text("utf-8"))
     assert report["right"]
@@ -41,15 +43,6 @@ def test_a_cpu_passes(tmp_path, capsys, monkeypatch):
     assert list((tmp_path / "cache" / "devices").iterdir())
 
 
-def test_bfloat16_is_held_to_its_rounding(tmp_path):
-    """What a GPU computes by default, here on a CPU."""
-    model = _selfcheck.models.build("tiny", tmp_path / "model")
-    for title, check in numbers.checks():
-        if "transformers" in title or "peft" in title or "samples against" in title:
-            value, bound = check(model, tmp_path, "cpu", "bfloat16")
-            assert value <= bound, title
-
-
 def test_wrong_numbers_are_told(tmp_path, capsys, monkeypatch):
     """A check that fails, one that raises and one that there was no time for: exit status 1, and nothing is noted."""
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "cache"))
@@ -57,19 +50,25 @@ def test_wrong_numbers_are_told(tmp_path, capsys, monkeypatch):
     def raises(*_):
         raise OSError(f"{tmp_path} does not compute")
 
-    found = [("right", lambda *_: (0.0, 1.0)), ("wrong", lambda *_: (2.0, 1.0)), ("broken", raises)]
-    monkeypatch.setattr(numbers, "checks", lambda: found)
+    found = {"right": lambda *_: (0.5, 1.0), "wrong": lambda *_: (2.0, 1.0), "broken": raises}
+    comparisons = [numbers.Comparison(title, f"{title} matters", check) for title, check in found.items()]
+    monkeypatch.setattr(numbers, "comparisons", lambda: comparisons)
+    monkeypatch.setattr(_selfcheck.models, "KINDS", {"Qwen3": ("qwen3", {})})
     for name in ("roofline", "measured"):
         monkeypatch.setattr(_selfcheck.speed, name, raises)
     monkeypatch.setattr(_selfcheck.launches, "of_a_layer", lambda *_: {})
     assert main(["doctor", "--device", "cpu"]) == 1
     told = capsys.readouterr().out
-    assert "ok     right" in told
-    assert "WRONG  wrong, float32: 2 (at most 1)" in told
-    assert "WRONG  broken, float32: OSError: <path> does not compute" in told
-    assert "roofline: failed: OSError: <path> does not compute" in told
+    for line in (
+        "Wrong\n  (else: wrong matters)\n",
+        "\n  ok     Qwen3, float32: 0.5 apart (at most 1)\n",
+        "\n  WRONG  Qwen3, float32: 2 apart (at most 1)\n",
+        "\n  WRONG  Qwen3, bfloat16: OSError: <path> does not compute\n",
+        "\n  failed: OSError: <path> does not compute\n",
+    ):
+        assert line in told
     assert main(["doctor", "--device", "cpu", "--minutes", "0"]) == 1
-    assert "-      right, float32: left out" in capsys.readouterr().out
+    assert "  -      Qwen3, float32: left out" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
 
 
@@ -78,10 +77,16 @@ def test_a_difference_is_found(tmp_path, monkeypatch):
     model = _selfcheck.models.build("tiny", tmp_path / "model")
     right = numbers._plain_logprobs
     monkeypatch.setattr(numbers, "_plain_logprobs", lambda *arguments: right(*arguments) + 0.001)
-    for title, check in numbers.checks():
-        if title.startswith("logprobs of the trainer"):
-            value, bound = check(model, tmp_path, "cpu", "float32")
-            assert bound < value == pytest.approx(0.001, rel=0.01)
+    value, bound = numbers.comparisons()[0].check(model, tmp_path, "cpu", "float32")
+    assert bound < value == pytest.approx(0.001, rel=0.01)
+
+
+def test_the_processor_has_a_name(tmp_path):
+    """As Linux tells it; elsewhere whatever the platform says."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz \nmodel name\t: Other\n")
+    assert processor(cpuinfo) == "Some CPU @ 3 GHz"
+    assert processor(tmp_path / "none")
 
 
 def test_options_of_the_self_check(capsys):

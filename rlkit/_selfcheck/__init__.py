@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from rlkit._selfcheck import launches, models, numbers, speed
 from rlkit._selfcheck.report import Check, Report, machine, scrubbed
@@ -49,14 +52,22 @@ def self_check(
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small = models.build("tiny", folder / "tiny")
-        for dtype in dict.fromkeys(("float32", default_dtype(place))):
-            for title, check in numbers.checks():
+        for kind, dtype in itertools.product(models.KINDS, dtypes(place)):
+            of, where = f"{kind}, {dtype}", folder / f"{kind}-{dtype}"
+            for comparison in numbers.comparisons():
+                about = comparison.title, comparison.otherwise, of
                 if not time_left():
-                    report.checks.append(Check(f"{title}, {dtype}", None, None, "left out: out of time"))
+                    report.checks.append(Check(*about, None, None, "left out: out of time"))
                     continue
-                say(f"{title}, {dtype}")
-                report.checks.append(_tried(f"{title}, {dtype}", lambda: check(small, folder, str(place), dtype)))  # noqa: B023
+                say(f"{of}: {comparison.title}")
+                try:
+                    if not where.exists():
+                        models.build("tiny", where / "model", kind=kind)
+                    value, bound = comparison.check(where / "model", where, str(place), dtype)
+                    report.checks.append(Check(*about, value, bound))
+                except Exception as error:  # noqa: BLE001  # a report says what failed, whatever it was
+                    text = scrubbed(f"{type(error).__name__}: {error}")
+                    report.checks.append(Check(*about, None, None, text, failed=True))
         parts: list[tuple[str, Callable[[], dict[str, object]]]] = [
             ("roofline", lambda: speed.roofline(place)),
             ("launches", lambda: launches.of_a_layer(folder, place)),
@@ -69,7 +80,7 @@ def self_check(
             say(title)
             try:
                 report.parts[title] = part()
-            except Exception as error:  # noqa: BLE001  # a report says what failed, whatever it was
+            except Exception as error:  # noqa: BLE001  # as above
                 report.parts[title] = {"failed": scrubbed(f"{type(error).__name__}: {error}")}
     report.seconds = time.monotonic() - began
     if report.right:
@@ -77,9 +88,11 @@ def self_check(
     return report
 
 
-def _tried(name: str, check: Callable[[], tuple[float, float]]) -> Check:
-    try:
-        value, bound = check()
-    except Exception as error:  # noqa: BLE001  # as above
-        return Check(name, None, None, scrubbed(f"{type(error).__name__}: {error}"), failed=True)
-    return Check(name, value, bound)
+def dtypes(device: torch.device) -> list[str]:
+    """Return those that the numbers are checked in: not bfloat16 where the device only imitates it.
+
+    >>> dtypes(torch.device("cpu")), dtypes(torch.device("mps"))
+    (['float32', 'bfloat16'], ['float32'])
+    """
+    computes = device.type == "cpu" or default_dtype(device) == "bfloat16"
+    return ["float32", "bfloat16"] if computes else ["float32"]

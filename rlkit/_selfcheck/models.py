@@ -11,7 +11,7 @@ from rlkit import _check
 from rlkit.backends.local.model.base import quiet
 from rlkit.errors import ConfigError
 
-__all__ = ["SHAPES", "build", "check_shape"]
+__all__ = ["KINDS", "SHAPES", "build", "check_shape"]
 
 SHAPES: dict[str, dict[str, int | bool]] = {
     "tiny": {
@@ -46,13 +46,33 @@ SHAPES: dict[str, dict[str, int | bool]] = {
     },
 }
 
+# Each goes by other code: rlkit's own forward, the library's modules with windows, and with its cache.
+KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "Qwen3": ("qwen3", {}),
+    "Gemma 3, windows": (
+        "gemma3_text",
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Qwen3.5, hybrid": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+}
 
-def build(shape: str, folder: Path, *, layers: int | None = None) -> Path:
-    """Write a model of Qwen3's architecture with random weights, and a tokenizer of bytes.
+
+def build(shape: str, folder: Path, *, kind: str = "Qwen3", layers: int | None = None) -> Path:
+    """Write a model with random weights, and a tokenizer of bytes.
 
     Args:
         shape: a key of ``SHAPES``.
         folder: where; it is made.
+        kind: of architecture, a key of ``KINDS``.
         layers: another number of them.
 
     Raises:
@@ -61,14 +81,14 @@ def build(shape: str, folder: Path, *, layers: int | None = None) -> Path:
     import transformers
 
     check_shape(shape)
-    settings = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = transformers.Qwen3Config(
-        **settings, max_position_embeddings=4096, bos_token_id=0, eos_token_id=2, pad_token_id=2
-    )
+    family, special = KINDS[kind]
+    settings = SHAPES[shape] | special | ({} if layers is None else {"num_hidden_layers": layers})
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
+    config = transformers.AutoConfig.for_model(family, **settings, max_position_embeddings=4096, **ids)
     small = settings["hidden_size"] == SHAPES["tiny"]["hidden_size"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = transformers.Qwen3ForCausalLM(config).to(torch.float32 if small else torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32 if small else torch.bfloat16)
         if small:
             with torch.no_grad():
                 for parameter in model.parameters():  # far from uniform

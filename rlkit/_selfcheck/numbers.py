@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import attrs
 import numpy as np
 import torch
 
@@ -18,7 +19,7 @@ import rlkit
 from rlkit.backends.local.model.base import quiet
 from rlkit.backends.protocol import TrainerBackend
 
-__all__ = ["checks"]
+__all__ = ["Comparison", "comparisons"]
 
 Number: TypeAlias = tuple[float, float]
 Checked: TypeAlias = Callable[[Path, Path, str, str], Number]
@@ -30,22 +31,65 @@ STEP = rlkit.Adam(learning_rate=0.01)
 TELLING = rlkit.Adam(learning_rate=1e4, beta1=0.0, beta2=0.0, eps=1e4)
 
 
-def checks() -> list[tuple[str, Checked]]:
-    """Return the checks with their titles."""
+@attrs.frozen
+class Comparison:
+    """Two ways to compute the same.
+
+    Attributes:
+        title: what is compared with what.
+        otherwise: what it means for a user if they differ.
+        check: from a model's folder, one for what is saved, a device and a dtype to a distance and what it may be.
+    """
+
+    title: str
+    otherwise: str
+    check: Checked
+
+
+def comparisons() -> list[Comparison]:
+    """Return what is compared."""
     return [
-        ("logprobs of the trainer against transformers", _forward),
-        ("gradient against plain peft, one text at a time", _gradient),
-        ("logprobs of samples against the trainer", _sampler),
-        ("a gradient in small micro-batches against one in large ones", _micro_batches),
-        ("a sampler after a step against before it", _snapshot),
-        ("a resumed run against one that goes on", _resumed),
-        ("samples alone against samples in company", _company),
+        Comparison(
+            "logprobs of the trainer, against transformers' own with the same adapter in peft",
+            "losses and rewards are of another model than the one that is saved",
+            _forward,
+        ),
+        Comparison(
+            "gradient of a batch, against plain peft's, one text at a time",
+            "training goes another way than everywhere else",
+            _gradient,
+        ),
+        Comparison(
+            "logprobs that samples come with, against the trainer's of the same tokens",
+            "ratios are off 1 before the first step",
+            _sampler,
+        ),
+        Comparison(
+            "gradient in micro-batches of 30 tokens, against one micro-batch",
+            "results depend on micro_batch_tokens",
+            _micro_batches,
+        ),
+        Comparison(
+            "logprobs of a sampler after an optimizer step, against its own before the step",
+            "a step changes the snapshot that is being sampled from",
+            _snapshot,
+        ),
+        Comparison(
+            "logprobs after save, resume and a step, against those after the same step without a break",
+            "a resumed run goes another way",
+            _resumed,
+        ),
+        Comparison(
+            "logprobs of a sample drawn while others are decoded, against the same sample drawn alone",
+            "samples depend on what is asked beside them",
+            _company,
+        ),
     ]
 
 
 def _connect(model: Path, folder: Path, device: str, dtype: str, **options: object) -> TrainerBackend:
     settings: dict[str, Any] = {"lora": rlkit.Lora(rank=4), "seed": 0, "dtype": dtype, "device": device, **options}
-    if "resume_from" in settings:
+    if {"resume_from", "init_from"} & settings.keys():
         del settings["lora"], settings["seed"]
     return rlkit.connect("local", model=str(model), folder=folder, **settings)
 
@@ -151,10 +195,12 @@ def _sampler(model: Path, folder: Path, device: str, dtype: str) -> Number:
 
 
 def _micro_batches(model: Path, folder: Path, device: str, dtype: str) -> Number:
+    with _connect(model, folder, device, dtype) as policy:
+        _trained(policy)
+        path = policy.save("trained", optimizer=False).result()
     results = []
     for tokens in (30, 1024):
-        with _connect(model, folder, device, dtype, micro_batch_tokens=tokens) as policy:
-            _trained(policy)
+        with _connect(model, folder, device, dtype, micro_batch_tokens=tokens, init_from=path) as policy:
             results.append(_gradients(policy))
     return _off(*results), BOUNDS[dtype][1]
 

@@ -8,26 +8,41 @@ import platform
 import re
 import socket
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import attrs
 import torch
 
-__all__ = ["Check", "Report", "machine", "scrubbed"]
+__all__ = ["Check", "Report", "machine", "processor", "scrubbed"]
 
+TITLES = {
+    "roofline": "What the device can do, measured on large products and copies",
+    "launches": "Operations of one decoder layer of rlkit's own forward, each of them a launch on a GPU",
+    "speed": "Speed of a {shape} model with random weights, and which part that is of what the device can do",
+}
+NUMBERS = (
+    "Tiny models with random weights compute the same in two ways each, which must be about equal. Apart is the logprob",
+    "that differs most (in bfloat16 the mean of all), or a gradient as part of its norm.",
+)
 PACKAGES = ("rlkit-lm", "torch", "transformers", "peft", "accelerate")
 
 
 @attrs.frozen
 class Check:
-    """A number that must be small.
+    """A number that must be small: how far two ways to compute the same are apart.
 
     Attributes:
+        name: what is compared with what.
+        otherwise: what it means for a user if they differ.
+        of: the model and the dtype that it was found for.
         value: what was found, None where it failed or was left out.
         bound: what it may be.
         note: why there is no value.
     """
 
     name: str
+    otherwise: str
+    of: str
     value: float | None
     bound: float | None
     note: str = ""
@@ -39,6 +54,12 @@ class Check:
         if self.value is None or self.bound is None:
             return False if self.failed else None
         return self.value <= self.bound
+
+    def text(self) -> str:
+        """Return a line to read."""
+        verdict = {True: "ok", False: "WRONG", None: "-"}[self.right]
+        apart = self.note if self.value is None else f"{self.value:.2g} apart (at most {self.bound:.2g})"
+        return f"  {verdict:6} {self.of}: {'equal' if self.value == 0 else apart}"
 
 
 @attrs.define
@@ -72,19 +93,36 @@ class Report:
     def text(self) -> str:
         """Return lines to read."""
         lines = [f"{key:15} {value}" for key, value in self.machine.items()]
-        for check in self.checks:
-            verdict = {True: "ok", False: "WRONG", None: "-"}[check.right]
-            number = check.note if check.value is None else f"{check.value:.2g} (at most {check.bound:.2g})"
-            lines.append(f"{verdict:6} {check.name}: {number}")
+        if self.checks:
+            lines += ["", *NUMBERS]
+        for name in dict.fromkeys(check.name for check in self.checks):
+            checks = [check for check in self.checks if check.name == name]
+            lines += ["", f"{name[0].upper()}{name[1:]}", f"  (else: {checks[0].otherwise})"]
+            lines += [check.text() for check in checks]
         for title, part in self.parts.items():
-            lines += [f"{title}: {name}: {_shown(value)}" for name, value in part.items()]
+            lines += ["", TITLES[title].format(shape=self.shape)]
+            lines += [f"  {name}: {_shown(name, value)}" for name, value in part.items()]
         verdict = "all numbers are right" if self.right else "NOT all numbers are right, or not all were tried"
-        return "\n".join([*lines, f"{verdict}; {self.seconds:.0f} s"])
+        return "\n".join([*lines, "", f"{verdict}; {self.seconds:.0f} s"])
 
 
-def _shown(value: object) -> str:
+def _shown(name: str, value: object) -> str:
+    """Return a value with its unit, which its name tells.
+
+    >>> _shown("float32 operations per second", 1.16e10), _shown("peak bytes, loaded", 462155776)
+    ('11.6 billion', '462 million')
+    >>> _shown("decoding 8 rows", {"tokens per second": 543.7, "of the memory's limit": 0.03})
+    "tokens per second 544, of the memory's limit 3 %"
+    """
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(x)}" for key, x in value.items())
+        return ", ".join(f"{key} {_shown(key, x)}" for key, x in value.items())
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return str(value)
+    if "limit" in name:
+        return f"{100 * value:.2g} %"
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if value >= size:
+            return f"{value / size:.3g} {word}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -96,7 +134,7 @@ def machine(device: torch.device) -> dict[str, object]:
         found["memory"] = torch.cuda.get_device_properties(device).total_memory
         found["cuda"] = torch.version.cuda
     else:
-        found["name"] = platform.processor() or platform.machine()
+        found["processor"] = processor() if device.type == "cpu" else platform.machine()
         found["threads"] = torch.get_num_threads()
     found["python"] = platform.python_version()
     for name in PACKAGES:
@@ -105,6 +143,15 @@ def machine(device: torch.device) -> dict[str, object]:
         except PackageNotFoundError:
             found[name] = None
     return found
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of this machine's processor: what Linux says of it, else what the platform calls it."""
+    try:
+        told = re.search(r"^model name\s*:\s*(.*\S)", cpuinfo.read_text("utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        told = None
+    return told[1] if told else platform.processor() or platform.machine()
 
 
 def scrubbed(text: str) -> str:

@@ -56,6 +56,7 @@ def measured(
     settings: dict[str, Any] = SMALL if device.type == "cpu" else LARGE
     limits = parts.get("roofline", {})
     found: dict[str, object] = {}
+    peak = "peak bytes" if device.type == "cuda" else "peak bytes of the process"
     for graphs in (True, False) if device.type == "cuda" else (False,):
         _reset_peak(device)
         policy = LocalBackend(
@@ -68,16 +69,18 @@ def measured(
         )
         with policy:
             how = ", CUDA graphs" if graphs else ""
-            if "peak bytes, loaded" not in found:
-                found["peak bytes, loaded"] = _peak(device)
+            if f"{peak}, loaded" not in found:
+                found[f"{peak}, loaded"] = _peak(device)
             for rows in settings["rows"]:
                 if time_left():
-                    found[f"decoding {rows} rows{how}"] = _decoding(policy, device, rows, settings, limits)
-            found[f"peak bytes, decoding{how}"] = _peak(device)
+                    found[f"decoding {rows} row{'s' * (rows > 1)}{how}"] = _decoding(
+                        policy, device, rows, settings, limits
+                    )
+            found[f"{peak}, decoding{how}"] = _peak(device)
             if not graphs and time_left():
                 _reset_peak(device)
                 found["training"] = _training(policy, device, settings, limits)
-                found["peak bytes, training"] = _peak(device)
+                found[f"{peak}, training"] = _peak(device)
     return found
 
 
