@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 
 __all__ = [
+    "AgentError",
     "ArgumentError",
     "BackendError",
     "BackendTimeout",
@@ -102,3 +103,7 @@ class EnvTimeout(EnvError, TimeoutError):
 
 class EnvBusy(EnvError):
     """An environment has no capacity now; the same call may succeed later."""
+
+
+class AgentError(EnvError):
+    """An agent's program failed: the message has its exit code and the end of what it wrote to stderr."""

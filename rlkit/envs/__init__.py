@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlkit.envs.from_agent import agent
 from rlkit.envs.from_function import function
 from rlkit.envs.from_gem import gem
 from rlkit.envs.from_gymnasium import gymnasium
@@ -10,11 +11,23 @@ from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
 from rlkit.envs.from_textarena import textarena
 from rlkit.envs.mixtures import Mixture, mixture
-from rlkit.envs.protocol import Action, Env, Message, Observation, StepResult, Task, Tasks, TaskSettings, TaskSource
+from rlkit.envs.protocol import (
+    Action,
+    Env,
+    Harness,
+    Message,
+    Observation,
+    StepResult,
+    Task,
+    Tasks,
+    TaskSettings,
+    TaskSource,
+)
 
 __all__ = [
     "Action",
     "Env",
+    "Harness",
     "Message",
     "Mixture",
     "Observation",
@@ -23,6 +36,7 @@ __all__ = [
     "TaskSettings",
     "TaskSource",
     "Tasks",
+    "agent",
     "function",
     "gem",
     "gymnasium",
@@ -35,16 +49,17 @@ __all__ = [
 
 Settings = TaskSettings  # its older name
 
-for _name in (
-    "Action",
-    "StepResult",
-    "function",
-    "gem",
-    "gymnasium",
-    "mcp",
-    "mixture",
-    "openreward",
-    "reasoning_gym",
-    "textarena",
+for _public in (
+    Action,
+    StepResult,
+    agent,
+    function,
+    gem,
+    gymnasium,
+    mcp,
+    mixture,
+    openreward,
+    reasoning_gym,
+    textarena,
 ):
-    globals()[_name].__module__ = __name__  # where users import them from
+    _public.__module__ = __name__  # where users import them from

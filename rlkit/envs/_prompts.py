@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping
 
 import attrs
 import numpy as np
 
 from rlkit import _check
 from rlkit.envs._checked import observation
+from rlkit.envs._rows import named, rows_of
 from rlkit.envs.protocol import Observation
-from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
+from rlkit.errors import ConfigError, DataError, EnvError
 
 _FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
 
@@ -43,21 +42,12 @@ class Rows:
         split: str,
         offered: Mapping[str, object] | None = None,
     ) -> None:
-        if isinstance(prompts, Mapping):
-            if split not in prompts:
-                known = ", ".join(map(str, prompts)) or "none"
-                raise UnknownNameError(f"rlkit.envs.{adapter}: no split named {split!r}. There are: {known}")
-            prompts = prompts[split]
-        if isinstance(prompts, str) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
-            raise DataError("prompts", f"got {_check.shown(prompts)}", _FORMS)
-        self._rows = cast("Sequence[object]", prompts)
-        if len(self._rows) == 0:
-            raise DataError("prompts", "is empty", "at least one row")
+        self._rows = rows_of(prompts, split, where="prompts", forms=_FORMS, function=f"rlkit.envs.{adapter}")
         _check.require(callable(reward), "reward", reward, "a function of the answer")
         self._reward = reward
         self._fields = _fields(reward)
         self._offered = {} if offered is None else offered
-        ready = isinstance(prompts, (list, tuple))  # others may read each row from a disk
+        ready = isinstance(self._rows, (list, tuple))  # others may read each row from a disk
         for i in range(len(self._rows) if ready else 1):
             self[i]
 
@@ -71,7 +61,7 @@ class Rows:
         every = value if isinstance(value, Mapping) else {"prompt": value}
         fields = self._fields(where, {**self._offered, **every})
         info = {"answer": every["answer"]} if "answer" in every else {}
-        note = f"in the reward {_name(self._reward)} for {where}"
+        note = f"in the reward {named(self._reward)} for {where}"
         return Row(_prompt(where, value), every, fields, info, note)
 
 
@@ -92,20 +82,6 @@ class Row:
     fields: dict[str, object]
     info: dict[str, object]
     note: str
-
-
-@contextlib.contextmanager
-def noted(where: str) -> Iterator[None]:
-    """Let an error of the user's own function pass, with a note of where it was raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise
-
-
-def _name(reward: Callable[..., object]) -> str:
-    return repr(getattr(reward, "__name__", type(reward).__name__))
 
 
 def _prompt(where: str, row: object) -> Observation:
@@ -129,15 +105,15 @@ def _fields(reward: Callable[..., object]) -> Callable[[str, Mapping[str, object
     except ValueError:  # some built-in functions do not say
         return lambda where, row: {}
     _check_form(reward)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wanted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     every = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def fields(where: str, row: Mapping[str, object]) -> dict[str, object]:
-        for parameter in named:
+        for parameter in wanted:
             if parameter.default is parameter.empty and parameter.name not in row:
                 what = f"has no field {parameter.name!r}"
                 raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, row)))
-        return {str(k): v for k, v in row.items() if every or k in {p.name for p in named}}
+        return {str(k): v for k, v in row.items() if every or k in {p.name for p in wanted}}
 
     return fields
 
@@ -152,6 +128,6 @@ def _check_form(reward: Callable[..., object]) -> None:
         why = "it takes data_source and solution_str"
     if why:
         raise ConfigError(
-            f"reward: {_name(reward)} is of another library's form: {why}; here it is called once for each answer: "
+            f"reward: {named(reward)} is of another library's form: {why}; here it is called once for each answer: "
             "def reward(text, answer): return 1.0, with the row's fields by name (for whole groups: group=True)"
         )

@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from rlkit import _check
 from rlkit.envs import _home
@@ -17,6 +17,9 @@ from rlkit.envs._running import Running, abandoned
 from rlkit.envs.protocol import Action, Observation, StepResult, Task
 from rlkit.errors import EnvError, EnvTimeout, UnsupportedError
 from rlkit.futures import settled
+
+if TYPE_CHECKING:
+    from rlkit.gateway import Session
 
 _T = TypeVar("_T")
 
@@ -80,6 +83,7 @@ class Guarded:
         name: the task's.
         env: what ``task.make`` gave.
         seconds: spent waiting for its answers.
+        plays: whether it is a harness, which drives itself.
     """
 
     def __init__(
@@ -95,7 +99,8 @@ class Guarded:
         self._lock = threading.Lock()
         self._closing: Running | None = None
         self._ended = "is closed"
-        for method in ("reset", "step"):
+        self.plays = callable(getattr(env, "play", None)) and not callable(getattr(env, "step", None))
+        for method in () if self.plays else ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 what = f"made {shown(env)}, which has no method {method!r}"
                 raise EnvError(self._where("make"), what, "an environment")
@@ -152,6 +157,10 @@ class Guarded:
     async def step(self, action: Action, *, timeout: float | None = None) -> StepResult:
         """Return what the action led to: checked, with a finite float as its reward."""
         return await self._call("step", step_result, action, timeout=timeout)
+
+    async def play(self, session: Session, seed: int) -> StepResult:
+        """Return how the episode of a harness ended; checked. The caller sees to its end in time, by cancelling."""
+        return await self._call("play", step_result, session, seed, timeout=None)
 
     async def close(self, *, timeout: float | None = 5.0) -> Exception | None:
         """Close the environment, once; return what went wrong with that, if anything did.

@@ -11,7 +11,8 @@ import attrs
 
 from rlkit import _check
 from rlkit._calls import answered
-from rlkit.envs._prompts import Rows, noted
+from rlkit.envs._prompts import Rows
+from rlkit.envs._rows import noted
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings
 
 __all__ = ["function"]

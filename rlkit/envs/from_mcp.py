@@ -12,7 +12,8 @@ from rlkit._calls import answered
 from rlkit.envs._extras import package
 from rlkit.envs._mcp_keeper import Keeper, Sessions
 from rlkit.envs._mcp_session import Server
-from rlkit.envs._prompts import Row, Rows, noted
+from rlkit.envs._prompts import Row, Rows
+from rlkit.envs._rows import noted
 from rlkit.envs.protocol import Action, Observation, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import ConfigError, EnvError
 from rlkit.tools import ToolCall

@@ -1,15 +1,16 @@
 """What an environment is, and sets of tasks to play in it.
 
 An environment is any object with ``reset``, ``step`` and ``close``, plain or ``async``; plain ones run in threads. One
-object plays one episode. A ``Task`` makes such objects, all for the same problem, so that a group can be compared; a
-``Tasks`` is a set of them from which batches are drawn.
+object plays one episode. A harness is one that drives itself: it has ``play`` in place of the first two. A ``Task``
+makes such objects, all for the same problem, so that a group can be compared; a ``Tasks`` is a set of them from which
+batches are drawn.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Literal, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, overload, runtime_checkable
 
 import attrs
 
@@ -19,7 +20,24 @@ from rlkit._interaction import Action, Message, Observation, StepResult
 from rlkit._shuffle import epoch_places
 from rlkit.errors import ConfigError
 
-__all__ = ["Action", "Env", "Message", "Observation", "StepResult", "Task", "TaskSettings", "TaskSource", "Tasks"]
+if TYPE_CHECKING:
+    from rlkit.gateway import Branch, Session
+
+__all__ = [
+    "Action",
+    "Credit",
+    "Env",
+    "Harness",
+    "Message",
+    "Observation",
+    "StepResult",
+    "Task",
+    "TaskSettings",
+    "TaskSource",
+    "Tasks",
+]
+
+Credit: TypeAlias = Literal["every", "last"] | Callable[[Sequence["Branch"]], Sequence[float]]
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "last")
 _ENDS = ("nonterminal_reward", "nonterminal_override")
@@ -38,6 +56,22 @@ class Env(Protocol):
 
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
         """Play one action. The five values of gymnasium, as a tuple, do as well as a ``StepResult``."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Free what the episode holds; called once, whatever happened before."""
+
+
+@runtime_checkable
+class Harness(Protocol):
+    """One episode that drives itself: ``play`` once, ``close`` always.
+
+    An environment waits for actions; a harness, such as an agent that was written for an API, asks for them, through
+    the endpoints of a session. Each method may be ``async``. An optional attribute ``credit`` says which branches of
+    the session are trained, as of ``rlkit.envs.agent``.
+    """
+
+    def play(self, session: Session, seed: int) -> StepResult | Awaitable[StepResult]:
+        """Play the episode; return its reward, and whether it came to an end of its own."""
 
     def close(self) -> Awaitable[None] | None:
         """Free what the episode holds; called once, whatever happened before."""
@@ -118,7 +152,7 @@ class Task:
             It gives a reward for each, which is added to that of its last step. May be ``async``. None: there is none.
     """
 
-    make: Callable[[], Env] = attrs.field(repr=False)
+    make: Callable[[], Env | Harness] = attrs.field(repr=False)
     name: str = "env"
     index: int | None = None
     seed: int | None = None
@@ -180,7 +214,7 @@ class Tasks(Sequence[Task]):
 
     def __init__(
         self,
-        make: Callable[[int], Env],
+        make: Callable[[int], Env | Harness],
         size: int | Sequence[int],
         *,
         name: str = "env",

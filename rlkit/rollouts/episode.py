@@ -13,10 +13,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlkit.envs import Observation, Task, TaskSettings
+from rlkit.envs import Observation, StepResult, Task, TaskSettings
 from rlkit.envs.calling import Guarded, call
 from rlkit.errors import DataError, EnvTimeout
 from rlkit.rollouts import seeds
+from rlkit.rollouts.agent_episode import AgentEpisode, Endpoint
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start, attempts
 from rlkit.rollouts.counters import Counters, numeric
 from rlkit.rollouts.faults import SHORT, Deadline, Fault, described
@@ -43,6 +44,7 @@ class Shared:
     chat: Any
     asker: Asker
     counters: Counters
+    endpoint: Endpoint  # for episodes that drive themselves
     computing: Lanes  # for the sampler's and the chat's calls
     playing: Lanes  # for those of environments
 
@@ -108,7 +110,7 @@ class Episode:
                 self._task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=plan.close_timeout / 2
             )
         try:
-            ended, messages = await self._conversation(env)
+            ended, messages = await (self._driven(env) if env.plays else self._conversation(env))
         finally:
             self._shared.counters.add("time/env", env.seconds)
             began = time.monotonic()
@@ -125,6 +127,26 @@ class Episode:
         if not self._shared.counters.sums[name]:
             text = f"environment {self._task.name!r}: could not be closed: {type(problem).__name__}: {problem}"
             _log.warning("%s; %s counts how many could not", text[:SHORT], name)
+
+    async def _driven(self, env: Guarded) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+        """Let a harness play until the end; return why it ended, and what was said."""
+        shared = self._shared
+        episode = AgentEpisode(
+            env,
+            shared.plan,
+            self._settings,
+            shared.asker,
+            shared.counters,
+            seed=self._seed,
+            draws=seeds.sampling_seed(shared.plan.seed, shared.step, self._group, self._member, 0),
+            pauses=self._pauses,
+            left=self._left,
+            deadline=self._deadline,
+        )
+        played = await episode.play(shared.endpoint)
+        self._turns = list(played.turns)
+        self._remember(played.result)
+        return played.ended, tuple(played.messages)
 
     async def _conversation(self, env: Guarded) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """Play until the end; return why it ended, and what was said."""
@@ -152,8 +174,7 @@ class Episode:
                     result = await env.step(action, timeout=self._call())
                 turn = Turn(sample, result.reward or 0.0, numeric(result.info), rewards=result.rewards)
                 self._turns.append(turn)
-                if isinstance(answer := result.info.get("answer"), (str, int, float)):
-                    self._answer = {"answer": answer[:SHORT] if isinstance(answer, str) else answer}
+                self._remember(result)
                 ended = "terminated" if result.terminated else "truncated" if result.truncated else self._over()
                 if ended:
                     async with self._within("chat"):
@@ -165,6 +186,11 @@ class Episode:
         except Deadline:
             ended = "deadline"
         return ended, _messages(conversation)
+
+    def _remember(self, result: StepResult) -> None:
+        """Keep what would have been right, for the logs."""
+        if isinstance(answer := result.info.get("answer"), (str, int, float)):
+            self._answer = {"answer": answer[:SHORT] if isinstance(answer, str) else answer}
 
     @contextlib.asynccontextmanager
     async def _within(self, where: str) -> AsyncIterator[None]:

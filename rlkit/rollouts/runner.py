@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -15,6 +16,7 @@ from rlkit.envs import Task, TaskSettings
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts import seeds
+from rlkit.rollouts.agent_episode import Endpoint
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start
 from rlkit.rollouts.counters import Counters
 from rlkit.rollouts.episode import Episode, Shared
@@ -24,6 +26,9 @@ from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.progress import Progress
 from rlkit.rollouts.scoring import rewarded, scored
 from rlkit.trajectory import Failure, Group, Trajectory
+
+if TYPE_CHECKING:
+    from rlkit.chat import Chat
 
 __all__ = ["Runner"]
 
@@ -97,7 +102,8 @@ class Runner:
         computing, playing = Lanes(2, 0.25), Lanes(8, 0.02)
         asker = Asker(self._sampler, plan, self._counters, computing)
         chat = await call(self._chat, where="chat")  # in a thread: it may import and compile
-        self._shared = Shared(plan, self._step, chat, asker, self._counters, computing, playing)
+        endpoint = Endpoint(self._sampler, chat, plan)
+        self._shared = Shared(plan, self._step, chat, asker, self._counters, endpoint, computing, playing)
         self._counters.mean("sampler/version", self._sampler.version)
         with Progress(self._total(), plan.progress) as self._progress:
             supervisor = asyncio.create_task(self._supervise())
@@ -115,8 +121,9 @@ class Runner:
                 await asyncio.wait([supervisor])
                 if not supervisor.cancelled():
                     supervisor.exception()  # whoever reads on has been told
+                await endpoint.close()
 
-    def _chat(self) -> object:
+    def _chat(self) -> Chat:
         if self._plan.chat is not None:
             return self._plan.chat
         from rlkit.chat import Chat

@@ -217,10 +217,10 @@ class Failure:
 
     Attributes:
         env: name of the environment.
-        kind: the exception's class name, "timeout", "context" where the first prompt already did not fit, or
-            "no_reward" where the environment gave none in the whole episode.
+        kind: the exception's class name, "timeout", "context" where the first prompt already did not fit, "no_reward"
+            where the environment gave none in the whole episode, or "no_turns" where an agent asked for nothing.
         message: what it said, shortened.
-        where: "make", "reset", "step", "score", "chat" or "sampler".
+        where: "make", "reset", "step", "play" (of an agent), "score", "chat" or "sampler".
         turns: how many turns had been made.
         member: which member of its group.
     """
