@@ -7,6 +7,7 @@ from rlkit.envs.from_function import function
 from rlkit.envs.from_gem import gem
 from rlkit.envs.from_gymnasium import gymnasium
 from rlkit.envs.from_mcp import mcp
+from rlkit.envs.from_openenv import openenv
 from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
 from rlkit.envs.from_textarena import textarena
@@ -42,6 +43,7 @@ __all__ = [
     "gymnasium",
     "mcp",
     "mixture",
+    "openenv",
     "openreward",
     "reasoning_gym",
     "textarena",
@@ -58,6 +60,7 @@ for _public in (
     gymnasium,
     mcp,
     mixture,
+    openenv,
     openreward,
     reasoning_gym,
     textarena,

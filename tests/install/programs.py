@@ -221,6 +221,14 @@ def mcp():
         asyncio.run(scene(place))
 
 
+def openenv():
+    """A server that is not there is named; what a server needs is not needed here."""
+    from rlkit.envs import openenv as served
+
+    assert importlib.util.find_spec("openenv") is None
+    assert "Connection refused" in refused(lambda: served("http://127.0.0.1:9"))
+
+
 def textarena():
     """A game for one player, and one against an opponent."""
     import asyncio
