@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 _POSTS: Final[Mapping[str, tuple[Handler, ErrorForm]]] = {
     "/v1/chat/completions": (ChatCall.parse, openai.error),
     "/v1/completions": (CompletionCall.parse, openai.error),
+    "/v1/messages": (anthropic.MessagesCall.parse, anthropic.error),
+    "/v1/messages/count_tokens": (anthropic.count_tokens, anthropic.error),
     "/inference/v1/generate": (GenerateCall.parse, openai.error),
     "/tokenize": (tokenize, openai.error),
     "/detokenize": (detokenize, openai.error),

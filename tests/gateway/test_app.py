@@ -22,7 +22,10 @@ from tests.gateway.dialects.conftest import *  # noqa: F403
 from tests.gateway.dialects.fake import FakeService
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-POSTS = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"]
+POSTS = [
+    *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+]
 
 
 def run(coroutine):

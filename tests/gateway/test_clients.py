@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -93,3 +94,18 @@ def test_prompts_are_scored_as_the_sampler_scores_them(sampler):
                     assert 1 <= len(top) <= 2
                     assert logprob in top.values()
         assert not gateway.session().turns
+
+
+def test_messages_of_anthropic(gateway):
+    session = gateway.session(seed=2)
+    client = anthropic.Anthropic(base_url=session.root_url, api_key=session.api_key)
+    messages = list(HI)
+    for _ in range(2):
+        counted = client.messages.count_tokens(model="m", messages=messages).input_tokens
+        answer = client.messages.create(model="m", max_tokens=8, messages=messages)
+        assert answer.usage.input_tokens == counted
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "More"}]
+    assert len(session.branches) == 1
+    assert [turn.sample.tokens.size for turn in session.turns] == [8, 8]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(model="m", max_tokens=8, messages=[{"role": "user", "content": "x" * 10**6}])

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Self
 
-from rlkit.gateway.dialects.call import Json
-from rlkit.gateway.types import GatewayError
+import attrs
 
-__all__ = ["error"]
+from rlkit._interaction import Message
+from rlkit.gateway.dialects import openai
+from rlkit.gateway.dialects.blocks import block_messages, system_messages
+from rlkit.gateway.dialects.body import Body, refuse, wrong
+from rlkit.gateway.dialects.call import Call, Event, Json, count
+from rlkit.gateway.dialects.drawing import draw
+from rlkit.gateway.dialects.messages import unended
+from rlkit.gateway.dialects.spelling import matched_stop, parts
+from rlkit.gateway.types import Answerer, Choice, GatewayError, Reply, Request
 
-_TYPES: Final = {
+__all__ = ["MessagesCall", "count_tokens", "error"]
+
+_UNSUPPORTED: Final = {"container": (), "mcp_servers": (), "output_format": ()}
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none", "tool": ""}
+_STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -20,11 +33,144 @@ _TYPES: Final = {
 }
 
 
+@attrs.frozen(eq=False)
+class MessagesCall(Call):
+    """One call of ``POST /v1/messages``."""
+
+    @classmethod
+    def parse(cls, value: Mapping[str, object], answerer: Answerer) -> Self:
+        """Read a request. Raises GatewayError."""
+        body = Body(value)
+        max_tokens = body.integer("max_tokens", low=1)
+        if max_tokens is None:
+            raise GatewayError(400, "max_tokens: is missing", param="max_tokens")
+        how = attrs.evolve(draw(body, answerer, max_tokens), stop=body.texts("stop_sequences"))
+        request = attrs.evolve(_request(body), draw=how)
+        return cls(answerer=answerer, requests=[request], stream=body.flag("stream"))
+
+    def body(self, replies: Sequence[Reply]) -> Json:
+        (choice,) = replies[0].choices
+        content: list[Json] = []
+        if choice.reasoning is not None:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.content or (choice.reasoning is None and not choice.calls):
+            content.append({"type": "text", "text": choice.content})
+        content += [_tool_use(choice, i, dict(call.arguments)) for i, call in enumerate(choice.calls)]
+        return {**_head(replies), "content": content, **self._end(choice), "usage": _usage(replies)}
+
+    def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        (choice,) = replies[0].choices
+        none: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event(
+            "message_start", message={**_head(replies), **none, "usage": _usage(replies) | {"output_tokens": 0}}
+        )
+        yield _event("ping")
+        index, open_block = -1, ("", 0)
+        for part in parts(choice, self.answerer.tokenizer, [openai.arguments(call) for call in choice.calls]):
+            if (part.kind, part.call) != open_block:
+                if index >= 0:
+                    yield from _closed(index, open_block[0])
+                index, open_block = index + 1, (part.kind, part.call)
+                block: Json = {"type": "text", "text": ""}
+                if part.kind == "reasoning":
+                    block = {"type": "thinking", "thinking": "", "signature": ""}
+                elif part.kind == "call":
+                    block = _tool_use(choice, part.call, {})
+                yield _event("content_block_start", index=index, content_block=block)
+            kind, field = _DELTAS[part.kind]
+            yield _event("content_block_delta", index=index, delta={"type": kind, field: part.text})
+        yield from _closed(index, open_block[0])
+        yield _event("message_delta", delta=self._end(choice), usage=_usage(replies))
+        yield _event("message_stop")
+
+    def failed(self, error: Mapping[str, object]) -> Iterator[Event]:
+        yield "error", dict(error)
+
+    def _end(self, choice: Choice) -> Json:
+        stop = None
+        if choice.finish == "stop":
+            stop = matched_stop(choice, self.answerer.tokenizer, self.requests[0].draw.stop)
+        reason = _STOP_REASONS[choice.finish] if stop is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+
+_DELTAS: Final = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+async def count_tokens(value: Mapping[str, object], answerer: Answerer) -> Json:
+    """Answer ``POST /v1/messages/count_tokens``. Raises GatewayError."""
+    return {"input_tokens": int((await answerer.render(_request(Body(value)))).size)}
+
+
 def error(problem: GatewayError) -> Json:
     """Return the JSON of an error."""
     message = problem.message
     if problem.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
-    fallback = "api_error" if problem.status >= 500 else "invalid_request_error"
-    kind = _TYPES.get(problem.status, fallback)
+    kind = _ERROR_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+def _request(body: Body) -> Request:
+    """Return the conversation and the tools."""
+    refuse(body, _UNSUPPORTED)
+    output = body.body("output_config")
+    if output is not None:
+        refuse(output, {"format": ()})
+    messages = [*system_messages(body), *block_messages(body)]
+    tools = openai.distinct([_tool(each) for each in body.objects("tools")], "tools")
+    return Request(
+        messages=unended(messages, "messages"),
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        model=body.text("model") or "",
+    )
+
+
+def _tool(body: Body) -> Message:
+    if body.get("type") not in (None, "custom"):
+        raise wrong(body.path("type"), body.get("type"), "'custom'", "the policy knows no tools but those described")
+    schema = body.body("input_schema")
+    about = {name: body.get(name) for name in ("name", "description")}
+    return openai.function_tool(Body({**about, "parameters": None if schema is None else schema.value}, body.where))
+
+
+def _tool_choice(body: Body, tools: Sequence[Message]) -> str:
+    choice = body.body("tool_choice")
+    if choice is None:
+        return "auto"
+    kind = choice.required("type", choice.choice("type", _CHOICES))
+    if kind == "tool":
+        return openai.known_tool(choice.required("name", choice.text("name")), tools, choice.path("name"))
+    if kind == "any" and not tools:
+        raise wrong(choice.path("type"), kind, "tools to choose from")
+    return _CHOICES[kind]
+
+
+def _head(replies: Sequence[Reply]) -> Json:
+    return {"id": f"msg_{replies[0].id}", "type": "message", "role": "assistant", "model": replies[0].model}
+
+
+def _usage(replies: Sequence[Reply]) -> Json:
+    prompt, completion = count(replies)
+    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": prompt, "output_tokens": completion, **cache}
+
+
+def _tool_use(choice: Choice, index: int, arguments: Mapping[str, object]) -> Json:
+    call = choice.calls[index]
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(arguments)}
+
+
+def _event(name: str, **data: object) -> Event:
+    return name, {"type": name, **data}
+
+
+def _closed(index: int, kind: str) -> Iterator[Event]:
+    if kind == "reasoning":  # readers want a signature; nobody checks this one
+        yield _event("content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""})
+    yield _event("content_block_stop", index=index)

@@ -11,6 +11,7 @@ from rlkit._interaction import Message
 from rlkit.gateway.dialects import openai
 from rlkit.gateway.dialects.body import Body, refuse, wrong
 from rlkit.gateway.dialects.call import Call, Event, Json
+from rlkit.gateway.dialects.drawing import draw
 from rlkit.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from rlkit.gateway.dialects.messages import conversation
 from rlkit.gateway.dialects.spelling import matched_stop, parts
@@ -54,7 +55,7 @@ class ChatCall(Call):
         limits = [body.integer(name, low=1) for name in ("max_completion_tokens", "max_tokens")]
         request = attrs.evolve(
             chat_request(body),
-            draw=openai.draw(body, answerer, min((x for x in limits if x is not None), default=None)),
+            draw=draw(body, answerer, min((x for x in limits if x is not None), default=None)),
             n=body.integer("n", low=1, high=128) or 1,
             top_logprobs=(top or 0) if logprobs else None,
             prompt_logprobs=body.integer("prompt_logprobs", low=0, high=20),

@@ -11,6 +11,7 @@ import numpy as np
 from rlkit.gateway.dialects import openai
 from rlkit.gateway.dialects.body import Body, refuse, wrong
 from rlkit.gateway.dialects.call import Call, Event, Json
+from rlkit.gateway.dialects.drawing import draw
 from rlkit.gateway.dialects.logprobs import prompt_logprobs, text_logprobs
 from rlkit.gateway.dialects.spelling import matched_stop, parts
 from rlkit.gateway.types import Answerer, Choice, GatewayError, Reply, Request
@@ -47,7 +48,7 @@ class CompletionCall(Call):
         of_prompt = body.integer("prompt_logprobs", low=0, high=20)
         shared = Request(
             text="",
-            draw=openai.draw(body, answerer, max_tokens),
+            draw=draw(body, answerer, max_tokens),
             n=n,
             top_logprobs=logprobs,
             prompt_logprobs=logprobs if echo and of_prompt is None else of_prompt,

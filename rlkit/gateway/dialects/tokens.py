@@ -13,6 +13,7 @@ from rlkit.gateway.dialects import openai
 from rlkit.gateway.dialects.body import Body, refuse, wrong
 from rlkit.gateway.dialects.call import Call, Event, Json
 from rlkit.gateway.dialects.chat import chat_request
+from rlkit.gateway.dialects.drawing import draw
 from rlkit.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from rlkit.gateway.dialects.spelling import matched_stop, spell
 from rlkit.gateway.types import Answerer, Choice, GatewayError, Reply, Request
@@ -55,7 +56,7 @@ class GenerateCall(Call):
         max_tokens = how.integer("max_tokens", low=1)
         request = Request(
             prompt=np.array(tokens, np.int64),
-            draw=openai.draw(how, answerer, max_tokens, tokens_only=mode == "tokens"),
+            draw=draw(how, answerer, max_tokens, tokens_only=mode == "tokens"),
             n=how.integer("n", low=1, high=128) or 1,
             top_logprobs=0 if top == 1 else top,
             prompt_logprobs=how.integer("prompt_logprobs", low=0, high=20),
