@@ -32,7 +32,7 @@ def sampler(path: str | os.PathLike[str], *, role: str = "policy", step: int | N
     >>> sampler(run.folder).version
     0
     """
-    saved = newest(path, role=role, step=step) if is_run(path) else os.fspath(path)
+    saved = str(newest(path, role=role, step=step).policy(role)) if is_run(path) else os.fspath(path)
     if not saved.startswith("tinker://"):
         _, state = saves.read(saved, backend=None)
         return backends.sampler(state["backend"], path=saved, **options)

@@ -164,13 +164,13 @@ def is_run(folder: object) -> bool:
     return os.path.isdir(Path(folder) / CHECKPOINTS)  # noqa: PTH112  # False for what cannot be a path, too
 
 
-def newest(folder: str | os.PathLike[str], *, role: str = "policy", step: int | None = None) -> str:
-    """Return the path of a run's newest policy, or of the one that it had after ``step``.
+def newest(folder: str | os.PathLike[str], *, role: str = "policy", step: int | None = None) -> Record:
+    """Return a run's newest checkpoint that has the policy, or the one of ``step``.
 
     Raises:
         CheckpointError: no checkpoint that is whole has one.
     """
-    saved = [path for r in records(folder) if step in (None, r.step) and (path := r.policy(role)) is not None]
+    saved = [record for record in records(folder) if step in (None, record.step) and record.policy(role) is not None]
     if not saved:
         which = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{folder} has no whole checkpoint{which} with a {role!r}")
