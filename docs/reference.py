@@ -86,6 +86,7 @@ OBJECTS = {
         "rlkit": "Run",
         "rlkit.runs": "Record Retention records sampler",
         "rlkit.evaluation": "evaluate evaluate_sync Evaluation Score interval",
+        "rlkit.harnesses": "evaluate installed results Result Score",
         "rlkit.report": "write Display live",
     },
 }

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # what is imported on first use, for checkers and editors
     from rlkit import evaluation as evaluation
     from rlkit import filters as filters
     from rlkit import gateway as gateway
+    from rlkit import harnesses as harnesses
     from rlkit import losses as losses
     from rlkit import metrics as metrics
     from rlkit import recipes as recipes
@@ -78,6 +79,7 @@ else:
         "evaluation",
         "filters",
         "gateway",
+        "harnesses",
         "losses",
         "metrics",
         "recipes",

@@ -139,7 +139,7 @@ def install_lines():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.yaml")]
     for page in pages:
         for line in page.read_text("utf-8").splitlines():
-            if re.search(r"pip install [^`]*\[[\w,-]+\]", line):
+            if re.search(r"pip install [^`]*(\.|rlkit[\w-]*)\[[\w,-]+\]", line):
                 yield page, line
 
 

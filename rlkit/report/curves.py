@@ -49,6 +49,7 @@ class _Panel:
 _PANELS = (
     _Panel("Reward", ("env/*/reward", "reward/mean", "reward"), note="mean of the episodes"),
     _Panel("Evaluation", ("eval/mean", "eval/*/mean", "eval/*/success"), note="mean score"),
+    _Panel("Benchmarks", ("=benchmarks",), note="score of a harness, 95 % interval"),
     _Panel("KL, sampler to trainer", ("train/kl_v1", "train/kl_v2", "train/kl_k3", "train/kl*"), note="nats per token"),
     _Panel("Entropy", ("train/entropy",), note="nats per token"),
     _Panel("Clip fraction", ("train/clip_fraction*", "train/clip*"), "share", "of tokens, ratio out of bounds"),
@@ -72,15 +73,18 @@ _MEANS = ("reward", "turns", "tokens")
 def table(rows: Iterable[MetricsRow]) -> Table:
     """Return the lines, by name."""
     points_of: dict[str, dict[int, float]] = defaultdict(dict)
-    times = []
+    times: list[float] = []
+    later: list[float] = []
     for row in rows:
-        times.append(row["time"])
+        # the time of a run does not go on because its checkpoints are looked at
+        (later if all(name.startswith("eval/") for name in row["metrics"]) else times).append(row["time"])
         for name, value in row["metrics"].items():
             points_of[name][row["step"]] = value
     steps = {name: sorted(points) for name, points in points_of.items()}
     values = {name: [points_of[name][step] for step in steps[name]] for name in points_of}
     ends = {name: each[-1] for name, each in steps.items()}
     last = max([end for name, end in ends.items() if not name.startswith("eval/")] or ends.values(), default=-1)
+    times = times or later
     return Table(steps, values, max(times) - min(times) if times else 0.0, last)
 
 
@@ -245,6 +249,23 @@ def _add_intervals(curves: Iterable[_Chart], of: Table) -> set[str]:
     return used
 
 
+def _benchmarks(of: Table) -> tuple[list[_Chart], set[str]]:
+    """Return a curve of each score that has a standard error, with 1.96 of it to both sides, as normal."""
+    curves, used = [], set()
+    for name in sorted(of.steps):
+        error = f"{name}_stderr"
+        if name.startswith("eval/") and error in of.steps:
+            errors = dict(zip(of.steps[error], of.values[error], strict=True))
+            curve = _curve(name, of.steps[name], of.values[name])
+            sides = [1.96 * errors.get(step, math.nan) for step in curve["x"]]
+            if all(math.isfinite(side) for side in sides):
+                curve["low"] = [_digits(y - side) for y, side in zip(curve["y"], sides, strict=True)]
+                curve["high"] = [_digits(y + side) for y, side in zip(curve["y"], sides, strict=True)]
+            curves.append(curve)
+            used |= {name, error}
+    return curves, used
+
+
 def _speed(of: Table) -> tuple[list[_Chart], set[str]]:
     rows = _joined(of, "sampler/tokens", "time/rollout")
     speeds = {step: tokens / seconds for step, (tokens, seconds) in sorted(rows.items()) if seconds > 0 and tokens > 0}
@@ -256,6 +277,7 @@ _WORKED_OUT: dict[str, _WorkedOut] = {
     "=cut": lambda of: _shares(of, "cut", "turns", total=lambda cut, turns, episodes: turns * episodes),
     "=truncated": lambda of: _shares(of, "truncated", total=lambda truncated, episodes: episodes),
     "=failed": lambda of: _shares(of, "failed", total=lambda failed, episodes: episodes + failed),
+    "=benchmarks": _benchmarks,
     "=time": _time,
     "=speed": _speed,
 }

@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+import attrs
+
 import rlkit
 from rlkit import _check
 from rlkit._disk import replacing
 from rlkit._secrets import redact
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import CheckpointError
+from rlkit.harnesses import Result
 from rlkit.report import curves
 from rlkit.report.episodes import Episodes, chosen, texts
 from rlkit.report.packing import packed
 from rlkit.report.reading import RunFolder
+from rlkit.tracking.jsonl import MetricsRow
 
 __all__ = ["write"]
 
@@ -77,7 +81,10 @@ def write(
         if known is not None:
             vocabulary |= known.add([group])
     episodes.finish()
-    table = curves.table(run.metrics())
+    judged = run.results()
+    # a run that went on from a checkpoint has dropped the lines behind it, but not the scores
+    rows: list[MetricsRow] = [{"step": each.step, "time": each.time, "metrics": each.metrics} for each in judged[::-1]]
+    table = curves.table([*rows, *run.metrics()])
     about = {
         "name": redact(run.name),
         "rlkit": rlkit.__version__,
@@ -85,6 +92,7 @@ def write(
         "seconds": table.seconds,
         "panels": curves.panels(table),
         "counters": curves.counters(table),
+        "benchmarks": [row for each in judged for row in _benchmarks(each)],
         "config": run.config(),
         "surroundings": run.surroundings(),
         "index": episodes.index,
@@ -100,6 +108,13 @@ def write(
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
     return path
+
+
+def _benchmarks(result: Result) -> Iterator[dict[str, object]]:
+    """Yield the rows of the page's table of a harness's scores."""
+    for score in result.scores:
+        about = {"step": result.step, "harness": f"{result.harness} {result.version}"}
+        yield about | attrs.asdict(score)
 
 
 def _pieces(name: str, about: dict[str, object], parts: list[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from rlkit import _check, storage
 from rlkit._json import plain
 from rlkit.errors import CheckpointError, ConfigError, DataError
+from rlkit.harnesses import Result, results
 from rlkit.tracking import masked, read_metrics, surroundings
 from rlkit.tracking.jsonl import FILES, MetricsRow
 from rlkit.tracking.lines import lines
@@ -51,6 +52,10 @@ class RunFolder:
     def metrics(self) -> list[MetricsRow]:
         """As ``rlkit.tracking.read_metrics``."""
         return read_metrics(self.path)
+
+    def results(self) -> list[Result]:
+        """What evaluation harnesses said about it, the last step first."""
+        return results(self.path)[::-1]
 
     def config(self) -> dict[str, Any]:
         """Return the settings, keys masked; {} where there are none that can be read."""

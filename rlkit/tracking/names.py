@@ -99,7 +99,10 @@ NAMES: tuple[Name, ...] = tuple(
         ("train/<loss's own>", "what a loss reports beside its value"),
         ("filter/<name>", "groups or samples that a filter dropped"),
         ("eval/mean", "mean score over the environments"),
-        ("eval/<name>/<what>", "mean, low and high of the interval, success, pass@k, episodes, failed"),
+        (
+            "eval/<name>/<what>",
+            "mean, low and high of the interval, success, pass@k, episodes, failed; a harness's scores",
+        ),
         ("time/step", "seconds of the whole step"),
         ("time/rollout", "of it, playing the episodes"),
         ("time/train", "of it, forward_backward and optim_step"),

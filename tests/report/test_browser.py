@@ -111,6 +111,19 @@ def test_evaluations_have_intervals(driver, tmp_path):
     assert page.complaints() == []
 
 
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_scores_of_harnesses_are_a_table(driver, tmp_path, size):
+    """With standard errors, the last step first; a curve has an interval at each checkpoint."""
+    page = Page(driver, write(build.judged(tmp_path)), size=size)
+    page.until(lambda: page.count("#standard canvas") > 0)
+    rows = [row.split(" ", 1) for row in page.text(".benchmarks tbody").split("\n")]
+    assert [step for step, _ in rows] == ["3", "3", "1", "1"]
+    assert rows[0][1] == "lm-eval 0.4.13 arc acc 0.5 ± 0.05 100"
+    assert "<b>gsm</b>" in rows[1][1]
+    assert page.js("return document.documentElement.scrollWidth <= innerWidth")
+    assert page.complaints() == []
+
+
 def test_what_it_ran_on_is_under_settings(driver, tmp_path):
     page = Page(driver, write(build.cut(tmp_path)), tab="settings")
     shown = page.text("#settings")

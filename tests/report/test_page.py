@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rlkit import CheckpointError, ConfigError, Sample
 from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.harnesses import Result, Score, keeping
 from rlkit.report import write
 from rlkit.report.curves import MOST_POINTS, counters, panels, table
 from rlkit.report.episodes import chosen
@@ -266,6 +267,35 @@ def test_evaluations_are_shown_once_and_are_no_steps():
         "eval/sums/success",
     ]
     assert table([{"time": 1.0, "step": 1, "metrics": scored}]).last == 1
+
+
+def test_scores_of_harnesses_are_in_a_table_and_in_curves(tmp_path):
+    """Also those whose line the run's metrics have no more; their time is not the run's."""
+    Jsonl(tmp_path, clock=iter((1.0, 3.0)).__next__).log({"train/loss": 1.0}, 0)
+    Jsonl(tmp_path, clock=lambda: 2.0).log({"train/loss": 0.5}, 9)
+    for step, time, value in ((10, 5e8, 0.5), (5, 6e8, 0.25)):
+        folder = keeping.new_folder(tmp_path, "lm-eval", step)
+        keeping.make(folder)
+        scores = [Score("arc", "acc", value, 0.05, 100), Score("arc", "f1", value)]
+        keeping.keep(Result("lm-eval", "1.2", step, time, 60.0, scores, folder))
+    about = data(write(tmp_path).read_text())
+    first = {"step": 10, "harness": "lm-eval 1.2", "task": "arc", "metric": "acc"}
+    assert about["benchmarks"][0] == {**first, "value": 0.5, "stderr": 0.05, "samples": 100}
+    assert [(row["step"], row["metric"]) for row in about["benchmarks"]] == [
+        (10, "acc"),
+        (10, "f1"),
+        (5, "acc"),
+        (5, "f1"),
+    ]
+    (curve,) = panel(about["panels"], "Benchmarks")["curves"]
+    assert (curve["x"], curve["y"], curve["low"], curve["high"]) == (
+        [5, 10],
+        [0.25, 0.5],
+        [0.152, 0.402],
+        [0.348, 0.598],
+    )
+    assert panel(about["panels"], "eval/arc/f1")["curves"][0]["y"] == [0.25, 0.5]
+    assert (about["seconds"], about["steps"]) == (1.0, 10)
 
 
 def test_every_metric_has_a_panel():

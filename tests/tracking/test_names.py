@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rlkit
@@ -125,6 +125,7 @@ SEGMENT = st.text(st.characters(exclude_characters="/"), min_size=1).map(lambda 
 WHATS = [each.pattern.removeprefix("env/<name>/") for each in NAMES if each.pattern.startswith("env/")]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a machine that is busy
 @given(st.lists(SEGMENT, min_size=1, max_size=3).map("/".join), st.sampled_from(WHATS), SEGMENT)
 def test_an_environments_name_may_hold_slashes(environment, what, segment):
     """As those of a hub do: the name ends where what is counted of it begins, also where that holds slashes."""

@@ -30,6 +30,14 @@ const countersTable = (about) => {
       h("dl", {}, Object.entries(counts).map(([name, value]) => h("div", { class: bad(name) && value ? "marked" : "" }, h("dt", {}, name), h("dd", {}, number(value)))))));
 };
 
+const benchmarksTable = (rows) => {
+  const cell = (row) => [row.step, row.harness, row.task, row.metric, number(row.value) + (row.stderr === null ? "" : ` ± ${number(row.stderr)}`), row.samples === null ? "" : number(row.samples)];
+  const names = ["step", "harness", "task", "metric", "score ± standard error", "samples"];
+  return rows.length > 0 && h("article", { class: "card" }, h("h3", {}, "Benchmarks"),
+    h("table", { class: "benchmarks" }, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, cell(row).map((text) => h("td", {}, `${text}`)))))));
+};
+
 const flat = (value, path = []) => {
   if (value !== null && typeof value === "object" && Object.keys(value).length) return Object.entries(value).flatMap(([key, each]) => flat(each, [...path, key]));
   return [[path.join("."), value]];
@@ -68,6 +76,7 @@ const flatPanel = (panel) => panel.unit !== "stack" && panel.title !== "Reward" 
 
 const curvesPart = (about, gallery) => {
   fill(byId("tiles"), tiles(about));
+  fill(byId("benchmarks"), benchmarksTable(about.benchmarks));
   const known = about.panels.filter((panel) => panel.standard);
   const [standard, level] = [known.filter((panel) => !flatPanel(panel)), known.filter(flatPanel)];
   const others = about.panels.filter((panel) => !panel.standard);

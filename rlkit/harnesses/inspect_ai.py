@@ -1,0 +1,93 @@
+"""The UK AI Security Institute's inspect: its command line, and the logs that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlkit.errors import EnvError
+from rlkit.harnesses.types import Call, Harness, Json, Score, listed, mapping, number, parsed, taken
+
+__all__ = ["INSPECT"]
+
+_SERVICE = "rlkit"  # of its provider openai-api, which reads the key from RLKIT_API_KEY
+_KEPT = "--out FOLDER, or a run, whose folder takes it"
+_OURS = {
+    "model": "rlkit's own: the policy is what is evaluated",
+    "model-base-url": "nothing: it is the policy's",
+    "log-dir": _KEPT,
+    "log-format": _KEPT,
+}
+_MAIN = ("accuracy", "mean")  # what its metric "stderr" is of
+
+
+def command(call: Call) -> list[str]:
+    """Return the arguments of the interpreter.
+
+    Raises:
+        ConfigError: an option that rlkit sets.
+    """
+    arguments = [(name.replace("_", "-"), value) for name, value in call.arguments]
+    taken(arguments, _OURS)
+    words = ["-m", "inspect_ai", "eval", *call.tasks]
+    words += [f"--model=openai-api/{_SERVICE}/{call.model}", f"--model-base-url={call.url}/v1"]
+    words += [f"--log-dir={call.folder}", "--log-format=json"]
+    if "display" not in dict(arguments):
+        words.append("--display=plain")
+    for name, value in arguments:
+        if len(name) == 1:  # -T, -M, -S, each KEY=VALUE
+            words += [f"-{name}", value]
+        elif value != "false":
+            words.append(f"--{name}" if value == "true" else f"--{name}={value}")
+    return words
+
+
+def environment(call: Call) -> Mapping[str, str]:
+    """Return the variables that it reads."""
+    return {"RLKIT_API_KEY": call.key}
+
+
+def read(folder: Path) -> list[Score]:
+    """Return what its logs say, one for each task.
+
+    Raises:
+        EnvError: there is none, a task did not succeed, or none has a score.
+    """
+    scores: list[Score] = []
+    logs = sorted(folder.glob("*.json"), key=lambda path: path.name)
+    if not logs:
+        raise EnvError(f"{folder}: inspect wrote no log")
+    for path in logs:
+        log = parsed(path)
+        task = str(mapping(log.get("eval"), f"{path}: eval").get("task"))
+        if log.get("status") != "success":
+            error = log.get("error")
+            why = f": {error.get('message')}" if isinstance(error, dict) else ""
+            raise EnvError(f"{path}: the task {task} ended as {log.get('status')!r}{why}")
+        results = log.get("results")
+        if isinstance(results, dict):
+            scores += _scores(task, results, str(path))
+    if not scores:
+        raise EnvError(f"{folder}: no task has a score; has it a scorer?")
+    return scores
+
+
+def _scores(task: str, results: Json, where: str) -> list[Score]:
+    samples = number(results.get("completed_samples"))
+    scores = []
+    for each in listed(results.get("scores"), f"{where}: results.scores"):
+        of = mapping(each, f"{where}: results.scores")
+        values = {}
+        for name, metric in mapping(of.get("metrics"), f"{where}: metrics").items():
+            value = number(mapping(metric, f"{where}: metrics[{name!r}]").get("value"))
+            if value is not None:
+                values[name] = value
+        stderr = values.pop("stderr", None)
+        main = next((name for name in _MAIN if name in values), next(iter(values), None))
+        for name, value in values.items():
+            count = None if samples is None else int(samples)
+            scores.append(Score(f"{task}/{of.get('name')}", name, value, stderr if name == main else None, count))
+    return scores
+
+
+INSPECT = Harness("inspect", "inspect_ai", "inspect-ai openai", command, environment, read)
