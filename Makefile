@@ -14,7 +14,7 @@ PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TES
 $(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache attention_tiles) \
 --deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
-.PHONY: help demo test test-server test-processors test-install processor-own processor-avx2 processor-oldest lint types clean
+.PHONY: help demo test test-server test-processors test-install test-harnesses processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -41,6 +41,9 @@ processor-own processor-avx2 processor-oldest: $(READY)
 
 test-install: $(READY) ## README's lines, examples, notebooks and the wheel with each extra, in empty environments
 	$(BIN)/python tests/install/check.py $(ARGS)
+
+test-harnesses: $(READY) ## lm-eval and inspect, which this installs in environments of their own, on a real model
+	$(BIN)/python tests/install/harnesses.py $(ARGS)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check

@@ -16,7 +16,8 @@ __all__ = ["main"]
 
 COMMANDS = ("checkpoints", "doctor", "eval", "report", "serve", "train")
 """Names of modules in ``rlkit._commands``. Each has a docstring, whose first line is its help; ``add_options(parser)``;
-and ``run(options)``, which returns the exit status. Importing one imports nothing heavy."""
+and ``run(options)``, which returns the exit status. Importing one imports nothing heavy. One that takes a list of words
+says by ``set_defaults(words=)`` which, so that some may stand behind an option."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,10 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         parser.exit(2)
     options, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
+    words: str | None = getattr(options, "words", None)
+    if rest and (words is None or any(text.startswith("-") for text in rest)):
         parser.error(f"{options.command}: unrecognized arguments: {' '.join(rest)}")
-    elif rest:  # overrides that stand behind an option
-        options.overrides += rest
+    elif rest and words is not None:  # those that stand behind an option
+        setattr(options, words, [*getattr(options, words), *rest])
     shown, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         status: int = options.run(options)

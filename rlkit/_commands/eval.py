@@ -4,6 +4,8 @@ rlkit eval RUN chain_sum                                  the newest checkpoint 
 rlkit eval smollm2-135m-instruct chain_sum leg_counting   an untrained model, on two of them
 rlkit eval policies/step-00000200-... questions.jsonl     a saved path, on rows with "prompt" and "answer"
 rlkit eval RUN digits --import my_tasks                   an environment of your own, as `rlkit train` knows it
+rlkit eval RUN --harness lm-eval --tasks arc_easy,piqa    benchmarks of lm-eval; their scores go into the run
+rlkit eval RUN --harness inspect --tasks quiz.py@quiz     a task of inspect
 """
 
 from __future__ import annotations
@@ -14,11 +16,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlkit._commands import _modules
+from rlkit._commands import _harness, _modules, _policy
 from rlkit._commands._settings import settings
 
 if TYPE_CHECKING:
-    from rlkit.backends import Sampler
     from rlkit.envs import Task
 
 __all__ = ["add_options", "run"]
@@ -26,14 +27,14 @@ __all__ = ["add_options", "run"]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit eval``."""
-    parser.add_argument("policy", metavar="POLICY", help="a run's folder, what save() returned, or a model")
+    parser.add_argument("policy", metavar="POLICY", help=_policy.KINDS)
     parser.add_argument(
-        "tasks", metavar="TASKS", nargs="+", help="reasoning-gym tasks, .jsonl files, or your environments"
+        "tasks", metavar="TASKS", nargs="*", help="reasoning-gym tasks, .jsonl files, or your environments"
     )
+    parser.set_defaults(words="tasks")
     _modules.add_option(parser)
     parser.add_argument("--backend", default="local", help="of a model (default: local)")
-    parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest that is whole)")
-    parser.add_argument("--role", default="policy", help="which policy of it (default: policy)")
+    _policy.add_options(parser)
     parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
     parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks")
@@ -46,11 +47,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--success", type=float, default=1.0, help="a reward that counts as one (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
     parser.add_argument("--out", metavar="FOLDER", help="keeps metrics and trajectories there, for `rlkit report`")
+    _harness.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plays, and prints a line for each kind of task."""
-    _check_paths(options)
+    if options.harness is not None:
+        return _harness.run(options)
+    _harness.refuse(options)
+    _check_files(options)
+    _policy.check("POLICY", options.policy, options.backend)
     import rlkit  # the rest takes seconds
     from rlkit.evaluation import evaluate_sync
 
@@ -58,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     params = rlkit.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
     tasks = _tasks(options)
     print(f"{len(tasks)} tasks, {options.n} episodes each", file=sys.stderr, flush=True)
-    with _sampler(options) as sampler:
+    with _policy.opened(options.policy, options.backend, role=options.role, step=options.step) as sampler:
         evaluation = evaluate_sync(
             sampler,
             tasks,
@@ -84,18 +90,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_paths(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a policy or a file of tasks that looks like a path and is not there."""
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise ConfigError for tasks that are not named, or a file of them that is not there."""
     from rlkit.errors import ConfigError
 
+    if not options.tasks:
+        expected = "reasoning-gym tasks, .jsonl files or your environments; with --harness, --tasks A,B"
+        raise ConfigError("TASKS", "are missing", expected)
     for path in options.tasks:
         if Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(path).exists():
             raise ConfigError("TASKS", f"is {path!r}", "a file that exists")
-    policy = options.policy
-    elsewhere = "://" in policy or options.backend != "local"
-    if not elsewhere and policy != "smollm2-135m-instruct" and policy.count("/") != 1 and not Path(policy).exists():
-        known = "a run's folder, what save() returned, a hub id (owner/name) or smollm2-135m-instruct"
-        raise ConfigError(f"POLICY: {policy}: there is no such folder; give {known}")
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:
@@ -129,13 +133,3 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         )
         tasks += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
     return tasks
-
-
-def _sampler(options: argparse.Namespace) -> Sampler:
-    """Return the policy, frozen."""
-    import rlkit
-
-    policy, saved = options.policy, Path(options.policy)
-    if "://" in policy or (saved / "state.json").is_file() or (saved / "checkpoints").is_dir():
-        return rlkit.runs.sampler(policy, role=options.role, step=options.step)
-    return rlkit.sampler(options.backend, model=None if options.backend == "toy" else policy)

@@ -1,6 +1,7 @@
-"""Serve a model of this machine as the Tinker API, until it is interrupted.
+"""Serve a model of this machine to programs, until it is interrupted.
 
-Programs written for the Tinker SDK then train LoRAs here: set TINKER_BASE_URL to the address that is printed.
+rlkit serve --model M             the Tinker API: programs of its SDK train LoRAs here (TINKER_BASE_URL)
+rlkit serve --openai --model M    the endpoints of OpenAI and Anthropic, to sample a model, a run or a saved policy
 """
 
 from __future__ import annotations
@@ -9,24 +10,30 @@ import argparse
 import os
 import signal
 import threading
+from pathlib import Path
 
+from rlkit._commands import _policy
 from rlkit._commands._settings import settings
 
 __all__ = ["add_options", "run"]
 
 KEY = "RLKIT_SERVER_KEY"
+_FOLDER = "rlkit-saves"
+_SHORTEST = 12  # characters of a key
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit serve``."""
-    parser.add_argument("--model", help="as for rlkit.connect: a directory, a hub id, smollm2-135m-instruct")
+    text = "a directory, a hub id, smollm2-135m-instruct; with --openai also a run's folder or what save() returned"
+    parser.add_argument("--model", help=text)
     parser.add_argument("--backend", default="local", help="local, toy, or another that is installed (default: local)")
-    parser.add_argument("--name", help="the base model's name for clients (default: the last part of --model)")
+    parser.add_argument("--openai", action="store_true", help="serve chat completions, completions and their like")
+    parser.add_argument("--name", help="the model's name for clients (default: the last part of --model)")
     parser.add_argument(
         "--host", default="127.0.0.1", help=f"other than loopback: needs a key in ${KEY}, and TLS in front"
     )
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
-    parser.add_argument("--folder", default="rlkit-saves", help="where states are saved (default: rlkit-saves)")
+    parser.add_argument("--folder", help=f"where states are saved (default: {_FOLDER})")
     parser.add_argument(
         "--tokenizer", help="what clients load the tokenizer by (default: where the model's was read from)"
     )
@@ -38,14 +45,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200",
     )
     parser.add_argument("--seed", type=int, help="of session ids and of samples without a seed")
+    _policy.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal to end."""
+    from rlkit.errors import ConfigError
+
+    elsewhere = {"folder": None, "tokenizer": None} if options.openai else {"step": None, "role": "policy"}
+    for name, default in elsewhere.items():
+        if getattr(options, name) != default:
+            raise ConfigError(f"--{name}", "is given", f"it {'without' if options.openai else 'with'} --openai")
+    return (_openai if options.openai else _tinker)(options, os.environ.get(KEY) or None)
+
+
+def _wait() -> None:
+    """Return when a signal asks to end."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+
+
+def _tinker(options: argparse.Namespace, key: str | None) -> int:
     from rlkit.server import serve
 
-    key = os.environ.get(KEY) or None
-    stop = threading.Event()
     with serve(
         options.backend,
         model=options.model,
@@ -53,15 +77,40 @@ def run(options: argparse.Namespace) -> int:
         port=options.port,
         key=key,
         names=None if options.name is None else [options.name],
-        folder=options.folder,
+        folder=options.folder or _FOLDER,
         tokenizer_id=options.tokenizer,
         **settings("--option", options.option, taken=("seed",)),
         seed=options.seed,
     ) as server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
         shown = "tml-local" if key is None else f"<what is in ${KEY}>"
         print(f"serving {server.names[0]} at {server.url}", flush=True)
         print(f"clients: TINKER_BASE_URL={server.url} TINKER_API_KEY={shown}", flush=True)
-        stop.wait()
+        _wait()
+    return 0
+
+
+def _openai(options: argparse.Namespace, key: str | None) -> int:
+    from rlkit._hosts import is_loopback
+    from rlkit.errors import ConfigError
+    from rlkit.gateway import Gateway
+
+    if key is None and not is_loopback(options.host):
+        raise ConfigError("--host", f"{options.host} can be reached from other machines", f"a key in ${KEY}")
+    if key is not None and len(key) < _SHORTEST:
+        raise ConfigError(f"${KEY}", "is shorter than that", f"at least {_SHORTEST} characters")
+    if options.model is not None:
+        _policy.check("--model", options.model, options.backend)
+    name = options.name or Path(options.model or options.backend).name
+    of_backend = settings("--option", options.option, taken=("seed",))
+    if options.seed is not None:
+        of_backend["seed"] = options.seed
+    with (
+        _policy.opened(options.model, options.backend, role=options.role, step=options.step, **of_backend) as sampler,
+        Gateway(sampler, model=name, host=options.host, port=options.port, open=True, key=key) as gateway,
+    ):
+        shown = "none" if key is None else f"<what is in ${KEY}>"
+        print(f"serving {name} at {gateway.url}/v1", flush=True)
+        print(f"clients: OPENAI_BASE_URL={gateway.url}/v1 OPENAI_API_KEY={shown}", flush=True)
+        print(f"         ANTHROPIC_BASE_URL={gateway.url} ANTHROPIC_API_KEY={shown}", flush=True)
+        _wait()
     return 0

@@ -20,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="or none; such as algorithm.optimizer.lr=1e-4"
     )
+    parser.set_defaults(words="overrides")
     _modules.add_option(parser)
     parser.add_argument("--check", action="store_true", help="only check the settings and what they name")
     parser.add_argument("--keys", action=_Keys, nargs=0, help="say every key there is, its kind, default and meaning")
