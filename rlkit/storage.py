@@ -28,7 +28,8 @@ FORMAT = "rlkit.group"
 _DRAWN = ("stop_reason", "version", *DRAWN_WITH)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
 _PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
-VERSION = 4  # 1: nonterminal_reward stood in the place of an episode's rewards; 2: no min_p, no penalties; 3: no weight
+# 1: nonterminal_reward stood in the place of an episode's rewards; 2: no min_p, no penalties; 3: no weight, no versions
+VERSION = 4
 
 
 class TornLine(UserWarning):
@@ -156,6 +157,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
                 **{name: getattr(sample, name) for name in _DRAWN},
                 "metrics": dict(turn.metrics),
                 "weight": turn.weight,
+                "versions": None if sample.versions is None else sample.versions.tolist(),
                 "prompt": {"kept": kept, "added": turn.prompt[kept:].tolist()},
                 "tokens": turn.tokens.tolist(),
                 "logprobs": [float(x) for x in turn.logprobs],  # float32 is exact in float64, and that in JSON
@@ -179,6 +181,7 @@ def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
         kept = _check.integer("prompt.kept", each["prompt"]["kept"], low=0, high=before.size, error=DataError)
         added = np.asarray(each["prompt"]["added"], dtype=np.int64)
         drawn = {name: each[name] for name in _DRAWN if version > 2 or name not in NEW_OPTIONS}
+        drawn |= {"versions": each.get("versions")}
         sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
         reward, several = _reward(each["reward"]), each["rewards"] if version > 1 else None
         several = None if several is None else [_reward(x) for x in several]

@@ -29,6 +29,10 @@ def _tokens(value: TokenIds) -> np.ndarray:
     return value  # type: ignore[return-value]
 
 
+def _maybe_tokens(value: TokenIds | None) -> np.ndarray | None:
+    return value  # type: ignore[return-value]
+
+
 def _numbers(value: Numbers) -> np.ndarray:
     return value  # type: ignore[return-value]
 
@@ -144,7 +148,10 @@ class Sample(Drawn):
             and min_p applied); for greedy samples (temperature 0) the untempered ones, penalties applied.
         stop_reason: "stop" or "length".
         temperature, top_p, top_k: how it was drawn.
-        version: optimizer steps that the policy had taken at the sampler's snapshot.
+        version: optimizer steps that the policy had taken at the sampler's snapshot; the fewest, where several policies
+            drew the tokens.
+        versions: int64 [n], the same for each token, where several policies drew them one after the other, as when
+            weights are updated in flight; None: ``version`` drew all.
         min_p, repetition_penalty, presence_penalty, frequency_penalty: how it was drawn. See ``SamplingParams``, whose
             ``truncates``, ``penalizes``, ``reshapes`` and ``drawn_with`` a sample has, too.
     """
@@ -161,6 +168,7 @@ class Sample(Drawn):
     repetition_penalty: float = attrs.field(default=1.0, kw_only=True)
     presence_penalty: float = attrs.field(default=0.0, kw_only=True)
     frequency_penalty: float = attrs.field(default=0.0, kw_only=True)
+    versions: np.ndarray | None = attrs.field(default=None, kw_only=True, converter=_maybe_tokens)
 
     def __attrs_post_init__(self) -> None:
         prompt = _check.token_ids("Sample.prompt", self.prompt, low_length=1)
@@ -179,9 +187,24 @@ class Sample(Drawn):
         _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
         self._check_drawn("Sample.", DataError)
         _check.integer("Sample.version", self.version, low=0, error=DataError)
+        if self.versions is not None:
+            version, versions = _versions(self.versions, tokens.size, self.version)
+            object.__setattr__(self, "version", version)
+            object.__setattr__(self, "versions", versions)
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """int64 [n]: the version that drew each token.
+
+        >>> Sample([5], [6, 7], [-1.0, -1.0], versions=[3, 4]).token_versions, Sample([5], [6], [-1.0]).token_versions
+        (array([3, 4]), array([0]))
+        """
+        return np.full(self.tokens.size, self.version) if self.versions is None else self.versions
 
     def datum(self, advantage: Number | Numbers | None = None, **inputs: Input) -> Datum:
         """Return the datum that trains this sample: ``sampling_logprobs`` and, when given, ``advantages``.
+
+        Where several policies drew its tokens, there is the input ``versions``, too.
 
         Args:
             advantage: one number for the sample, or one per sampled token.
@@ -200,6 +223,8 @@ class Sample(Drawn):
             raise DataError(f"Sample.datum: {min(taken)!r} is the sample's own; change it with attrs.evolve")
         truncated = self.reshapes and "sampling_logprobs" not in inputs
         inputs.setdefault("sampling_logprobs", self.logprobs)
+        if self.versions is not None:
+            inputs.setdefault("versions", self.versions)
         tokens = np.concatenate([self.prompt, self.tokens])
         mask = np.arange(tokens.size) >= self.prompt.size
         return Datum(tokens, mask, inputs, temperature=self.temperature, truncated=truncated)
@@ -245,6 +270,20 @@ def _mask(where: str, value: object, length: int) -> np.ndarray:
     if array[0]:
         raise DataError(_check.problem(f"{where}[0]", "is True", "False", "the first token has nothing before it"))
     return _check.frozen(array.astype(bool))
+
+
+def _versions(value: object, n: int, version: int) -> tuple[int, np.ndarray | None]:
+    """Return (the oldest version, one per token; None where all are the same)."""
+    where = "Sample.versions"
+    array = _check.as_array(where, value, f"int [{n}]")
+    if array.shape != (n,) or (n and array.dtype.kind not in "iu"):
+        raise DataError(where, f"has shape {array.shape} and type {array.dtype}", f"int [{n}]", "one per sampled token")
+    if n == 0:
+        return version, None
+    oldest = _check.integer(f"min({where})", int(array.min()), low=0, error=DataError)
+    if version not in (0, oldest):
+        raise DataError("Sample.version", f"is {version}", f"{oldest}", "the oldest of versions; it may be left out")
+    return oldest, None if (array == oldest).all() else _check.frozen(array.astype(np.int64))
 
 
 def _check_logprobs(where: str, array: np.ndarray) -> None:

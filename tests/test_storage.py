@@ -60,6 +60,7 @@ def equal(one, two):
                 assert a.tobytes() == b.tobytes()
             for name in ("stop_reason", "drawn_with", "version"):
                 assert getattr(u.sample, name) == getattr(v.sample, name)
+            assert u.sample.token_versions.tolist() == v.sample.token_versions.tolist()
     return True
 
 
@@ -256,3 +257,9 @@ def test_one_group_is_a_list_of_one(tmp_path):
     assert not (tmp_path / "one.jsonl").exists()
     replay.add(group)
     assert len(replay) == append(tmp_path / "one.jsonl", group) == 1
+
+
+def test_versions_of_tokens_come_back():
+    turns = [Turn(Sample([5], [6, 7], [-1.0, -1.0], versions=[2, 3]))]
+    record = json.loads(json.dumps(to_record(Group([Trajectory(turns)]))))
+    assert from_record(record).trajectories[0].turns[0].sample.versions.tolist() == [2, 3]

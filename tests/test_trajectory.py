@@ -389,3 +389,14 @@ def test_states_of_turns_in_branches():
     prompts = [turn.prompt.tobytes() for turn in turns]
     assert turn_states(Trajectory(turns, messages=said)) == prompts
     assert turn_states(Trajectory(turns, messages=[*chain, *said])) == prompts
+
+
+def test_turns_of_several_policies_say_so_in_their_datum():
+    first = Turn(Sample([5, 6], [7], [-0.5], version=3))
+    second = Turn(Sample([5, 6, 7, 1], [8, 9], [-1.0, -2.0], versions=[3, 4]))
+    (datum,) = datums(Trajectory([first, second]), 1.0)
+    assert datum.inputs["versions"].tolist() == [0, 0, 3, 0, 3, 4]
+    third = Turn(Sample([5, 6, 7, 1], [8], [-1.0], version=3))
+    assert "versions" not in datums(Trajectory([first, third]), 1.0)[0].inputs
+    fourth = Turn(Sample([5, 6, 7, 1], [8], [-1.0], version=4))
+    assert datums(Trajectory([first, fourth]), 1.0)[0].inputs["versions"].tolist() == [0, 0, 3, 0, 4]

@@ -287,3 +287,20 @@ def test_top_k_must_be_an_integer():
     """-1.0 is no way to say off."""
     with pytest.raises(ConfigError, match="top_k"):
         SamplingParams(top_k=-1.0)
+
+
+def test_versions_of_tokens():
+    mixed = Sample([5], [6, 7, 8], [-1.0] * 3, versions=[4, 5, 5])
+    assert (mixed.version, mixed.versions.tolist()) == (4, [4, 5, 5])
+    assert mixed.datum(1.0).inputs["versions"].tolist() == [0, 4, 5, 5]
+    assert mixed.datum(1.0).inputs["versions"].dtype == np.int64
+    same = Sample([5], [6, 7], [-1.0] * 2, versions=[4, 4])
+    assert (same.version, same.versions, same.token_versions.tolist()) == (4, None, [4, 4])
+    assert "versions" not in same.datum(1.0).inputs
+    assert Sample([5], [], [], version=2, versions=[]).version == 2
+    assert pickle.loads(pickle.dumps(mixed)).versions.tolist() == [4, 5, 5]
+    for wrong in ([4], [4, 5, -1], [4.5, 5, 5], "abc"):
+        with pytest.raises(DataError, match="versions"):
+            Sample([5], [6, 7, 8], [-1.0] * 3, versions=wrong)
+    with pytest.raises(DataError, match=r"Sample\.version: is 5; expected 4"):
+        Sample([5], [6, 7], [-1.0] * 2, version=5, versions=[4, 5])

@@ -36,7 +36,7 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
 
     Returns:
         One datum or, with split="allow", as many as needed, none where no action has a token. Each has
-        ``sampling_logprobs`` and what was given.
+        ``sampling_logprobs`` and what was given, and ``versions`` where several policies drew its tokens.
 
     Raises:
         DataError: what was given has none of the forms, or a split is needed.
@@ -112,6 +112,9 @@ def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.nd
         inputs[name] = np.concatenate([parts[i] for i in run]) if isinstance(parts, list) else parts
     truncated = last.sample.reshapes and "sampling_logprobs" not in inputs
     inputs.setdefault("sampling_logprobs", np.concatenate([turn.logprobs for turn in turns]))
+    versions = np.concatenate([turn.sample.token_versions for turn in turns])
+    if (versions != versions[0]).any():
+        inputs.setdefault("versions", versions)
     return Datum(tokens, mask, inputs, temperature=last.sample.temperature, truncated=truncated)
 
 
