@@ -21,8 +21,8 @@ TITLES = {
     "speed": "Speed of a {shape} model with random weights, and which part that is of what the device can do",
 }
 NUMBERS = (
-    "Tiny models with random weights compute the same in two ways each, which must be about equal. Apart is the logprob",
-    "that differs most (in bfloat16 the mean of all), or a gradient as part of its norm.",
+    "Tiny models with random weights compute the same in two ways each, which must be about equal. Apart is the",
+    "logprob that differs most (in bfloat16 the mean of all), or a gradient as part of its norm.",
 )
 PACKAGES = ("rlkit-lm", "torch", "transformers", "peft", "accelerate")
 
