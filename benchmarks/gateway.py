@@ -27,7 +27,7 @@ import workload
 import rlkit
 from rlkit.gateway import Draw, Gateway, Request, Session
 
-WORDS = "one two three four five six seven eight nine ten".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 CLIENT = """
 import asyncio, json, sys

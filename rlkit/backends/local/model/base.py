@@ -21,6 +21,7 @@ from rlkit.backends.local.gemm import mixed
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.device import device_of, to_device
 from rlkit.backends.local.model.hub import located, model_path
+from rlkit.backends.local.model.kv_account import KVAccount
 from rlkit.backends.local.model.lengths import context
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
 from rlkit.backends.local.model.output_head import Unembedding
@@ -47,6 +48,7 @@ class Base:
         llama: whether ``Llama`` computes what the library does.
         linear: names of the linear modules that an adapter on has its effect.
         known: what was found out about it once, by whoever asked first.
+        kv_account: who holds keys and values of it.
     """
 
     path: str
@@ -58,6 +60,7 @@ class Base:
     llama: bool
     linear: frozenset[str]
     known: dict[str, Any] = attrs.field(factory=dict)
+    kv_account: KVAccount = attrs.field(factory=KVAccount)
 
     def tree(self, attention: str | None = None) -> nn.Module:
         """Return a copy of the module tree whose tensors are the base's own, so that it costs no memory.

@@ -9,8 +9,9 @@ import torch
 
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.device import free_bytes
+from rlkit.backends.local.model.kv_account import Holder
 
-__all__ = ["default_dtype", "default_max_rows", "micro_batch_tokens_for", "rows_that_fit"]
+__all__ = ["default_dtype", "default_max_rows", "kv_bytes", "micro_batch_tokens_for", "rows_that_fit"]
 
 SHARE = 0.4  # of the memory that is free at connect, for the activations of a micro-batch
 KV_SHARE = 0.5  # of the memory that is free when requests come, for their keys and values; micro-batches come between
@@ -53,19 +54,19 @@ def micro_batch_tokens_for(base: Base, free: int | None = None) -> int:
     return int(min(max(SHARE * free / activation_bytes(base) // low * low, low), high))
 
 
-def rows_that_fit(base: Base, length: int, held: int = 0, free: int | None = None) -> int:
+def rows_that_fit(base: Base, length: int, holder: Holder, free: int | None = None) -> int:
     """Return how many rows of ``length`` tokens memory has for keys and values; on a CPU any number.
 
     Args:
         base: the model.
         length: of the longest of them, at its end.
-        held: bytes that are keys and values already.
+        holder: who asks; what others on the base hold, or will, is theirs.
         free: bytes that can be allocated; None asks the device.
     """
     free = free_bytes(base.device) if free is None else free
     if free is None:
         return sys.maxsize
-    return int(KV_SHARE * (free + held) // (length * kv_bytes(base)))
+    return max(0, base.kv_account.available(holder, free, KV_SHARE) // (length * kv_bytes(base)))
 
 
 def kv_bytes(base: Base) -> int:

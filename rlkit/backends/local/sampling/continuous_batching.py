@@ -115,7 +115,15 @@ class ContinuousBatching(Decoder):
         self._row_multiple, self._head_row_multiple, self._max_tokens = min(measured, key=lambda one: one[0] + one[1])
 
     def capacity(self, length: int) -> int:
-        return rows_that_fit(self._base, length, self.kv_cache.nbytes)
+        return rows_that_fit(self._base, length, self)
+
+    @property
+    def held(self) -> int:
+        return self.kv_cache.nbytes
+
+    @property
+    def reserved(self) -> int:
+        return self.kv_cache.nbytes  # slots are as large as their rows may become
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         prompts: dict[bytes, _Prompt] = {}

@@ -52,6 +52,21 @@ class Decoder(ABC):
         del length
         return sys.maxsize
 
+    @property
+    def held(self) -> int:
+        """Bytes of keys and values that it holds."""
+        return 0
+
+    @property
+    @abstractmethod
+    def reserved(self) -> int:
+        """The same, or what its rows will take when they are as long as they may become."""
+
+    def release(self) -> None:
+        """Give back what it holds, where it has no rows."""
+        if not self.rows:
+            self.abandon()
+
     @abstractmethod
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         """Begin the next ``count`` rows of each request, up to their first token."""

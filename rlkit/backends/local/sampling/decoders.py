@@ -41,6 +41,7 @@ def decoder_for(
         beside: the prefix caches of other decoders, with which it shares those bytes.
     """
     decoder = _decoder_for(base, merge, prefix_bytes, cuda_graphs, beside)
+    base.kv_account.add(decoder)
     graphs = isinstance(decoder, ContinuousBatching) and decoder.graphs is not None
     how = "CUDA graphs once a replay equals the step" if graphs else "steps"
     _log.info("decoding on %s: %s, %s", base.device, type(decoder).__name__, how)

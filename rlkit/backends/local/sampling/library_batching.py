@@ -92,6 +92,10 @@ class LibraryBatching(LibraryDecoder):
         self._on_forgotten.atexit = False
         return True
 
+    @property
+    def held(self) -> int:
+        return self.cache.nbytes
+
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         prompts: dict[bytes, _Prompt] = {}
         for request, count in admitted:

@@ -9,7 +9,7 @@ import torch
 
 from rlkit.backends.drawing import draw
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.defaults import rows_that_fit
+from rlkit.backends.local.model.defaults import kv_bytes, rows_that_fit
 from rlkit.backends.local.model.forward import LibraryForward
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.sampling.decoder import Decoder
@@ -40,7 +40,12 @@ class LibraryDecoder(Decoder):
             take_steps(self.model)
 
     def capacity(self, length: int) -> int:
-        return rows_that_fit(self.base, length)
+        return rows_that_fit(self.base, length, self)
+
+    @property
+    def reserved(self) -> int:
+        longest = max((row.request.end for row in self.rows), default=0)
+        return max(self.held, len(self.rows) * longest * kv_bytes(self.base))
 
     def start(self, admitted: Sequence[tuple[SampleRequest, int]]) -> None:
         rows = []

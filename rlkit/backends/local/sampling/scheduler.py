@@ -256,7 +256,13 @@ class Scheduler:
         if running and not decoder.mixes:
             return 0
         requests = [request, *(other for other, _ in admitted), *(row.request for row in decoder.rows)]
-        fitting = decoder.capacity(max(other.end for other in requests))
+        longest = max(other.end for other in requests)
+        fitting = decoder.capacity(longest)
+        if fitting < min(self._max_rows, running + len(request.rngs) - request.started):
+            for lane in self._lanes:
+                if not lane.busy and lane.decoder is not decoder:
+                    lane.decoder.release()
+            fitting = decoder.capacity(longest)
         return max(min(self._max_rows, fitting) - running, 0 if running else 1)  # one is tried in any case
 
     def _admissible(self, lane: _Lane) -> Iterator[Request]:

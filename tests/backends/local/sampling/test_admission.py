@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def memory(policy, monkeypatch):
 
         def free(_):
             decoders = policy._scheduler.decoders
-            held = sum(decoder.kv_cache.nbytes for decoder in decoders)
+            held = sum(decoder.held for decoder in decoders)
             return int(tokens * each / defaults.KV_SHARE) - held
 
         monkeypatch.setattr(defaults, "free_bytes", free)
@@ -132,9 +134,55 @@ def test_resize_keeps_what_is_in_it():
         assert torch.equal(stored[:2], expected[:2])
 
 
+class Holder:
+    """Who holds so many bytes, and will hold so many."""
+
+    def __init__(self, held=0, reserved=0):
+        self.held, self.reserved = held, max(held, reserved)
+
+
 def test_what_fits_is_counted(policy):
     """Half of the free memory and of what is held, in whole rows; any number where nobody knows."""
     each = defaults.kv_bytes(policy.base)
     assert each == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, 8 numbers of 4 bytes
-    assert defaults.rows_that_fit(policy.base, 10, held=10 * each, free=50 * each) == 3
-    assert defaults.rows_that_fit(policy.base, 10**9) > 10**9
+    asking = Holder(10 * each)
+    assert defaults.rows_that_fit(policy.base, 10, asking, free=50 * each) == 3
+    assert defaults.rows_that_fit(policy.base, 10**9, asking) > 10**9
+
+
+def test_all_decoders_of_a_base_share_one_account(policy):
+    """What others hold is counted once, as theirs, and what their rows will take is, too; also another backend's."""
+    each = defaults.kv_bytes(policy.base)
+    asking, other = Holder(10 * each), Holder(20 * each, 30 * each)
+    for holder in (asking, other):
+        policy.base.kv_account.add(holder)
+    assert defaults.rows_that_fit(policy.base, 10, asking, free=70 * each) == 2  # half of 100, less 30
+    assert defaults.rows_that_fit(policy.base, 10, other, free=70 * each) == 4
+    assert defaults.rows_that_fit(policy.base, 10, asking, free=0) == 0  # and never less
+    del other, holder
+    gc.collect()
+    assert defaults.rows_that_fit(policy.base, 10, asking, free=90 * each) == 5
+
+
+def test_snapshots_that_take_turns_share_the_memory(policy, memory):
+    """Policy and base have requests at once: together they never have more slots than there is room for."""
+    seen = memory(6 * 16)
+    step, together = ContinuousBatching.step, []
+
+    def noted(self):
+        together.append(sum(len(decoder.rows) for decoder in policy._scheduler.decoders))
+        step(self)
+
+    ContinuousBatching.step = noted  # which ``memory`` takes back
+    samplers = [policy.sampler().result(), policy.base_sampler().result()]
+    futures = [sampler.sample([5, 6, 7, 8, 9], PARAMS, n=6, seed=1) for sampler in samplers]
+    assert all(len(future.result()) == 6 for future in futures)
+    assert len(policy._scheduler.decoders) == 2
+    assert max(together) <= 6 + 1  # one is tried in any case
+    assert seen
+    idle = next(x for x in policy._scheduler.decoders if x.snapshot is samplers[1].snapshot)
+    idle.kv_cache.resize(6, 16)  # as graphs keep it
+    assert idle.held > 0
+    assert len(samplers[0].sample([5, 6, 7, 8, 9], PARAMS, n=6, seed=1).result()) == 6
+    assert idle.held == 0  # given back to whom it lacks
+    assert max(seen[-9:]) == 6
