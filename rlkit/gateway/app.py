@@ -21,6 +21,7 @@ from rlkit.gateway.dialects import anthropic, models, openai
 from rlkit.gateway.dialects.call import Call, Json
 from rlkit.gateway.dialects.chat import ChatCall
 from rlkit.gateway.dialects.completions import CompletionCall
+from rlkit.gateway.dialects.responses import ResponseCall
 from rlkit.gateway.dialects.tokens import GenerateCall, detokenize, tokenize, tokenizer_info
 from rlkit.gateway.incoming import Gone, check_origin, key_of, read_object
 from rlkit.gateway.types import Answerer, GatewayError, Reply, Service
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 _POSTS: Final[Mapping[str, tuple[Handler, ErrorForm]]] = {
     "/v1/chat/completions": (ChatCall.parse, openai.error),
     "/v1/completions": (CompletionCall.parse, openai.error),
+    "/v1/responses": (ResponseCall.parse, openai.error),
     "/v1/messages": (anthropic.MessagesCall.parse, anthropic.error),
     "/v1/messages/count_tokens": (anthropic.count_tokens, anthropic.error),
     "/inference/v1/generate": (GenerateCall.parse, openai.error),

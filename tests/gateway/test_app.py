@@ -24,7 +24,7 @@ from tests.gateway.dialects.fake import FakeService
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 POSTS = [
     *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
 ]
 
 

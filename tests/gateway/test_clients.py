@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -109,3 +112,42 @@ def test_messages_of_anthropic(gateway):
     assert [turn.sample.tokens.size for turn in session.turns] == [8, 8]
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model="m", max_tokens=8, messages=[{"role": "user", "content": "x" * 10**6}])
+
+
+def test_responses_remember(gateway):
+    session = gateway.session(seed=3)
+    client = openai.OpenAI(base_url=session.base_url, api_key="any")
+    first = client.responses.create(model="m", input="Hi", instructions="Be brief.")
+    options = {"model": "m", "input": "More", "instructions": "Be brief.", "previous_response_id": first.id}
+    events = list(client.responses.create(**options, stream=True))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    assert len(session.branches) == 1
+    assert events[-1].response.usage.output_tokens == session.turns[1].sample.tokens.size
+
+
+def test_tokens_continue_tokens(gateway):
+    """A client that keeps tokens itself: the next prompt begins with what was sampled, so it is the same branch."""
+    session = gateway.session(seed=4)
+    prompt = gateway.chat.start("Hi").prompt.tolist()
+    with httpx.Client(base_url=session.root_url) as client:
+        for _ in range(2):
+            body = {"token_ids": prompt, "sampling_params": {"logprobs": 1, "max_tokens": 8}}
+            (choice,) = client.post("/inference/v1/generate", json=body).json()["choices"]
+            node = session.turns[-1]
+            assert choice["token_ids"] == node.sample.tokens.tolist()
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            np.testing.assert_allclose(logprobs, node.sample.logprobs, atol=1e-6)
+            prompt = [*prompt, *choice["token_ids"], 10]
+        got = client.post("/tokenize", json={"messages": HI}).json()
+        assert got["tokens"] == gateway.chat.start("Hi").prompt.tolist()
+    assert len(session.branches) == 1
+
+
+def test_without_a_socket(gateway):
+    session = gateway.session()
+
+    async def ask():
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key="any", http_client=session.client())
+        return await client.chat.completions.create(model="m", messages=HI)
+
+    assert asyncio.run(ask()).usage.completion_tokens == session.turns[0].sample.tokens.size

@@ -34,7 +34,7 @@ def unended(messages: Sequence[Message], where: str) -> Sequence[Message]:
     """Return the messages, the last of which must not be the assistant's: it would have to be continued."""
     if messages[-1]["role"] == "assistant":
         expected = "a message of the user, the system or a tool at the end"
-        raise wrong(f"{where}[{len(messages) - 1}].role", "assistant", expected, "an answer is not continued here")
+        raise wrong(f"{where}[-1].role", "assistant", expected, "an answer is not continued here")
     return messages
 
 

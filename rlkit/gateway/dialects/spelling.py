@@ -11,7 +11,7 @@ import numpy as np
 from rlkit.backends.protocol import Tokenizer
 from rlkit.gateway.types import Choice
 
-__all__ = ["Part", "parts", "pieces", "spell"]
+__all__ = ["Kind", "Part", "matched_stop", "parts", "pieces", "reasoning_tokens", "spell"]
 
 Kind: TypeAlias = Literal["reasoning", "content", "call"]
 
@@ -114,6 +114,16 @@ def matched_stop(choice: Choice, tokenizer: Tokenizer, stops: Sequence[str] | Se
         if isinstance(stop, int) and stop == int(tokens[-1]):
             return stop
     return None
+
+
+def reasoning_tokens(choice: Choice, tokenizer: Tokenizer) -> int:
+    """Return how many tokens a choice begins with until all of its reasoning is said."""
+    if not choice.reasoning:
+        return 0
+    texts = spell(tokenizer, choice.sample.tokens)
+    end = "".join(texts).find(choice.reasoning) + len(choice.reasoning)
+    ends = np.cumsum([len(text) for text in texts])
+    return min(int(np.searchsorted(ends, end)) + 1, len(texts))
 
 
 def _clipped(texts: Sequence[str], whole: str) -> list[str]:

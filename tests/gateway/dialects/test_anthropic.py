@@ -161,7 +161,7 @@ def test_count_tokens(claude, service):
         ("messages", {"messages": []}),
         ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
         ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
-        ("messages[1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
+        ("messages[-1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
         ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         ("tools[0].name", {"tools": [{**ADD, "name": "a b"}]}),
         ("tool_choice.name", {"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}),

@@ -214,7 +214,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ("messages[0].role", {"messages": [{"role": "robot", "content": "x"}]}),
         ("messages[0].content", {"messages": [{"role": "user"}]}),
         ("messages[0].content[0].type", {"messages": IMAGE}),
-        ("messages[1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
+        ("messages[-1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("response_format", {"response_format": JSON_SCHEMA}),
         ("logit_bias", {"logit_bias": {"5": 100}}),
