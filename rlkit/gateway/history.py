@@ -3,6 +3,9 @@
 Clients send the whole conversation with every call. A digest of all messages up to and with a turn of the policy finds
 that turn again; what stands behind it is then put behind the tokens that were sampled. A conversation that was
 rewritten has another digest, finds nothing, and begins anew.
+
+A turn that a stop text or a limit ended is open: clients write on where the policy stopped, "</code>" which they had
+as their stop, or what they did with it. Such text is put behind the tokens, too.
 """
 
 from __future__ import annotations
@@ -24,31 +27,79 @@ class History:
 
     def __init__(self) -> None:
         self._turns: dict[bytes, Node] = {}
+        self._open: dict[bytes, list[tuple[str, Node]]] = {}  # by what was said before them, with what they said
         self._texts: list[Node] = []
 
-    def find(self, request: Request, chain: Sequence[bytes]) -> tuple[Node | None, int]:
-        """Return the last recorded turn in the request's messages, and how many messages there are up to and with it.
+    def find(self, request: Request, chain: Sequence[bytes]) -> tuple[Node | None, int, str]:
+        """Return the last recorded turn in the request's messages, and where it is.
 
-        ``chain`` has the digests of the messages; see ``digests``. Where there is no such turn: None, 0.
+        Args:
+            request: of a client.
+            chain: the digests of its messages; see ``digests``.
+
+        Returns:
+            The turn; how many messages there are up to and with it; and what the client has written behind what the
+            policy said in it. None, 0, "" where there is no such turn.
         """
         messages = request.messages or ()
         for i in range(len(messages), 0, -1):
-            if messages[i - 1].get("role") == "assistant" and (node := self._turns.get(chain[i])) is not None:
-                return node, i
-        return None, 0
+            if messages[i - 1].get("role") != "assistant":
+                continue
+            if (node := self._turns.get(chain[i])) is not None:
+                return node, i, ""
+            node, rest = self._written_on(messages[i - 1], chain[i - 1])
+            if node is not None:
+                return node, i, rest
+        return None, 0, ""
+
+    def _written_on(self, message: Message, before: bytes) -> tuple[Node | None, str]:
+        """Return the open turn that begins the message, and the rest of it; the longest, and of those the newest."""
+        text = _text(message)
+        if message.get("tool_calls") or not isinstance(text, str):
+            return None, ""
+        best: Node | None = None
+        rest = ""
+        for said, node in self._open.get(before, ()):
+            behind = _behind(text, said)
+            if behind is not None and (best is None or len(behind) <= len(rest)):
+                best, rest = node, behind
+        return best, rest
 
     def find_text(self, text: str) -> Node | None:
         """Return the turn with the longest text that ``text`` begins with; None where there is none."""
         fitting = [node for node in self._texts if node.text and text.startswith(node.text)]
         return max(fitting, key=lambda node: len(node.text or ""), default=None)
 
-    def add(self, node: Node, chain: Sequence[bytes], choice: Choice) -> None:
-        """Remember a turn that answered the conversation whose digests ``chain`` are."""
+    def add(self, node: Node, chain: Sequence[bytes], choice: Choice, open_text: str | None) -> None:
+        """Remember a turn.
+
+        Args:
+            node: it.
+            chain: the digests of the conversation that it answered.
+            choice: as the client was told.
+            open_text: all that was said, where the policy did not end the turn; None: it did.
+        """
         self._turns[_next(chain[-1], policy_turn(choice))] = node
+        if open_text is not None and not choice.calls:
+            self._open.setdefault(chain[-1], []).append((open_text, node))
 
     def add_text(self, node: Node) -> None:
         """Remember a turn that continued a text."""
         self._texts.append(node)
+
+
+def _behind(text: str, said: str) -> str | None:
+    r"""Return what a text has behind what was said; None if it does not begin so, white space around that aside.
+
+    >>> _behind("f(x)</code>\nCalling", "f(x)</code>\n\n"), _behind("Yesterday", "Yes "), _behind("Yes", " ")
+    ('Calling', None, None)
+    """
+    text, said = text.lstrip(), said.lstrip()
+    if not said or text.startswith(said):
+        return text[len(said) :] if said else None
+    trimmed = said.rstrip()
+    rest = text[len(trimmed) :]
+    return rest.lstrip() if text.startswith(trimmed) and rest[:1].strip() == "" else None
 
 
 def policy_turn(choice: Choice) -> Message:
@@ -82,14 +133,19 @@ def _essence(message: Message) -> list[object]:
 
     Of the policy's turns clients may leave out reasoning, and trim the text. Ids of calls are not compared.
     """
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-    role, text = message.get("role"), content or ""
+    role, text = message.get("role"), _text(message)
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     if role == "assistant" and isinstance(text, str):
         text = text.strip()
     return [role, text, calls, None if role in ("assistant", "tool") else message.get("name")]
+
+
+def _text(message: Message) -> object:
+    """Return a message's content, its parts as one text."""
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    return content or ""
 
 
 def _call(call: object) -> list[object]:

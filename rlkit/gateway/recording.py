@@ -98,11 +98,11 @@ class Recording:
             return self._of_text(chat, request.text)
         chain, messages = digests(request), [rendered(message) for message in request.messages or ()]
         with self._lock:
-            node, said = self._history.find(request, chain)
+            node, said, rest = self._history.find(request, chain)
             any_turns = bool(self._tree.nodes)
         if node is not None and node.conversation is not None and node.action is not None:
             conversation, rewritten = node.conversation.fork(), False
-            conversation.add(node.action, messages[said:])
+            conversation.add(_written_on(chat, node.action, rest), messages[said:])
         else:
             node, conversation = None, chat.start(messages, request.tools)
             rewritten = any_turns and any(message.get("role") == "assistant" for message in messages)
@@ -130,9 +130,26 @@ class Recording:
                 sample, hint=prompt.continues, conversation=prompt.conversation, action=action, text=text
             )
             if prompt.conversation is not None:
-                self._history.add(node, prompt.chain, choice)
+                self._history.add(node, prompt.chain, choice, _open_text(prompt.chat, action, choice))
             elif text is not None:
                 self._history.add_text(node)
+
+
+def _open_text(chat: Chat, action: Action, choice: Choice) -> str | None:
+    """Return all that the policy said, and the stop text that ended it; None where it ended its turn itself."""
+    if action.tokens.size and int(action.tokens[-1]) in chat.ends:
+        return None
+    return choice.content + action.raw.removeprefix(choice.text) if action.raw.startswith(choice.text) else None
+
+
+def _written_on(chat: Chat, action: Action, rest: str) -> Action:
+    """Return a turn with what a client has written behind it."""
+    if not rest:
+        return action
+    control = chat.control
+    tokens = np.concatenate([action.tokens, control.encode(control.mark(rest), first=False)])
+    raw = action.raw + rest
+    return Action(raw, tokens=tokens, raw=raw, stop_reason=action.stop_reason)
 
 
 def _forced(chat: Chat, request: Request) -> str:

@@ -13,14 +13,18 @@ from rlkit.gateway import Draw, Gateway, Request
 
 
 class Scripted:
-    """A sampler whose i-th request is answered with the i-th text, or by a function of the prompt's text."""
+    """A sampler whose i-th request is answered with the i-th text, or by a function of the prompt's text.
 
-    def __init__(self, tokenizer, say, *, max_length=65536, version=3):
+    With ``stops`` the stop texts of a request end what is said.
+    """
+
+    def __init__(self, tokenizer, say, *, max_length=65536, version=3, stops=False):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.version = version
         self.requests = []
         self._say = say
+        self._stops = stops
         self._lock = threading.Lock()
 
     def sample(self, prompt, params, *, n=1, seed=None):
@@ -36,6 +40,9 @@ class Scripted:
 
     def _sample(self, prompt, text, params, i):
         ids = np.append(self.tokenizer.encode(text, special=True), self.tokenizer.eos_ids[-1])
+        texts = [text for text in params.stop or () if self._stops and isinstance(text, str)]
+        ends = (k for k in range(1, ids.size) if any(text in self.tokenizer.decode(ids[:k]) for text in texts))
+        ids = ids[: next(ends, ids.size)]
         stop = "stop" if ids.size <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]
         logprobs = -0.001 - 0.001 * (np.arange(ids.size) + i)

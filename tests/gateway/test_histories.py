@@ -19,7 +19,7 @@ from rlkit.chat import Chat
 from rlkit.gateway import Draw, Gateway, Request
 from rlkit.trajectory import datums
 from tests.chat.build import ADDED, SPECIAL, tokenizer
-from tests.gateway.parts import said, user
+from tests.gateway.parts import Scripted, said, user
 from tests.rollouts.parts import RandomSampler
 
 TOKENIZERS = {kind: tokenizer(kind) for kind in ("chatml", "llama3", "qwen3", "glm", None)}
@@ -159,3 +159,49 @@ def test_text_of_clients_never_becomes_control_tokens(kind, question, answer):
             return [int(np.isin(node.sample.prompt, special).sum()) for node in session.turns]
 
     assert count(question + "x", answer + "x") == count("x", "x")
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS, key=str))
+@pytest.mark.parametrize("behind", ["\nCalling tools: [<|im_end|>]", " and more", "", "\n"])
+def test_what_clients_write_behind_a_stop_text_is_put_behind_its_tokens(kind, behind):
+    """smolagents ends its stop text again and says there what it did: the turn is continued, as it was sampled."""
+    tokens = TOKENIZERS[kind]
+    sampler = Scripted(tokens, ["Thought.\n<code>\nx\n</code>", "Done.", "Bye."], stops=True)
+    with Gateway(sampler, chat=chat_with(kind)) as gateway, gateway.session() as session:
+        head = [user("Begin")]
+        draw = Draw(max_tokens=64, stop=("</code>",))
+        content = asyncio.run(session.answer(Request(messages=head, draw=draw))).choices[0].content
+        assert content == "Thought.\n<code>\nx\n"
+        turn = {"role": "assistant", "content": [{"type": "text", "text": content + "</code>" + behind}]}
+        reply = asyncio.run(session.answer(Request(messages=[*head, turn, user("More")], draw=draw)))
+        first, second = session.turns
+        assert second.parent is first
+        assert np.array_equal(second.sample.prompt[: first.tokens.size], first.tokens)
+        rest = tokens.decode(second.sample.prompt[first.tokens.size :])
+        assert behind.strip() in rest
+        assert "More" in rest
+        assert session.metrics["rewritten"] == 0
+        last = {"role": "assistant", "content": reply.choices[0].content}
+        messages = [*head, turn, user("More"), last, user("On")]
+        asyncio.run(session.answer(Request(messages=messages, draw=Draw(max_tokens=1))))
+        assert len(session.branches) == 1
+
+
+@pytest.mark.parametrize("changed", ["Thought.\n<code>\nx\n</codes>", "Thoughts.\n<code>\nx\n</code>"])
+def test_what_a_client_changed_in_an_open_turn_begins_anew(changed):
+    sampler = Scripted(TOKENIZERS["chatml"], ["Thought.\n<code>\nx\n</code> \n", "Done."], stops=True)
+    with Gateway(sampler, chat=chat_with("chatml")) as gateway, gateway.session() as session:
+        asyncio.run(session.answer(Request(messages=[user("Begin")], draw=Draw(max_tokens=64, stop=("</code>",)))))
+        turn = {"role": "assistant", "content": changed}
+        asyncio.run(session.answer(Request(messages=[user("Begin"), turn, user("More")])))
+        assert session.metrics["rewritten"] == 1
+
+
+def test_a_turn_that_the_policy_ended_is_not_written_on():
+    sampler = Scripted(TOKENIZERS["chatml"], ["Yes", "Done."])
+    with Gateway(sampler, chat=chat_with("chatml")) as gateway, gateway.session() as session:
+        asyncio.run(session.answer(Request(messages=[user("Begin")])))
+        turn = {"role": "assistant", "content": "Yes and no"}
+        asyncio.run(session.answer(Request(messages=[user("Begin"), turn, user("More")])))
+        assert session.metrics["rewritten"] == 1
+        assert len(session.branches) == 2

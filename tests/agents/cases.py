@@ -1,0 +1,118 @@
+"""Who is tried, with what said to them, and what is to become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from tests.agents.policy import Say, call, messages, turns
+
+CLIENTS = "{clients}"  # the folder of the programs
+
+ADD_BOTH = call("add", '{"a": 2, "b": 3}') + "\n" + call("add", '{"a": 10, "b": 20}')
+ADD_LAST = "And both.\n" + call("add", '{"a": 5, "b": 30}')
+SUM = turns(ADD_BOTH, ADD_LAST, "It is 35.")
+
+
+@attrs.frozen
+class Case:
+    """One agent on one session.
+
+    Attributes:
+        name: of the client, and the way it is used.
+        environment: where it is installed.
+        command: what is run; ``{url}``, ``{root}``, ``{key}``, ``{model}``, ``{clients}`` and ``{work}`` are filled in.
+        say: what the policy says.
+        result: what is in the output at the end.
+        turns: that are sampled.
+        branches: of them; more than one where the client begins anew, or changes what was said.
+        variables: of the environment, beside the session's.
+        files: path -> text, in the folder in which it runs.
+        wanted: path -> text that is to be in a file at the end.
+    """
+
+    name: str
+    environment: str
+    command: Sequence[str]
+    say: Say
+    result: str = "35"
+    turns: int = 3
+    branches: int = 1
+    variables: Mapping[str, str] = attrs.field(factory=dict)
+    files: Mapping[str, str] = attrs.field(factory=dict)
+    wanted: Mapping[str, str] = attrs.field(factory=dict)
+    check: Callable[[object], None] | None = None
+
+
+def program(name: str, environment: str, file: str, way: str, say: Say = SUM, **fields) -> Case:
+    """Return a case of a program here."""
+    return Case(f"{name}/{way}", environment, ["python", f"{CLIENTS}/{file}.py", way], say, **fields)
+
+
+def team(prompt: str) -> str:
+    """Lead a helper and hand over to a writer; each has its own instructions."""
+    said = messages(prompt)
+    system, done = said[0][1], sum(role == "assistant" for role, _ in said)
+    if "You help" in system:
+        return [ADD_BOTH, "35"][min(done, 1)]
+    if "You lead" in system:
+        return [call("ask_helper", '{"input": "2 + 3 + 10 + 20"}'), call("transfer_to_writer", "{}")][min(done, 1)]
+    return "It is 35."
+
+
+CODE = turns(
+    "Thought: I add.\n<code>\nx = add(2, 3)\ny = add(10, 20)\nprint(x, y)\n</code>",
+    "Thought: both.\n<code>\nprint(add(x, y))\n</code>",
+    "Thought: done.\n<code>\nfinal_answer(x + y)\n</code>",
+)
+CALLS = turns(ADD_BOTH, ADD_LAST, call("final_answer", '{"answer": "It is 35."}'))
+
+SHELL = turns(
+    "Look.\n" + call("bash", '{"command": "ls; echo \\"a  b\\""}'),
+    call("bash", '{"command": "echo 35 > sum.txt"}') + call("bash", '{"command": "cat sum.txt"}'),
+    call("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat sum.txt"}'),
+)
+BLOCKS = turns(
+    "THOUGHT: look\n\n```mswea_bash_command\nls\n```",
+    "THOUGHT: write\n\n```mswea_bash_command\necho 35 > sum.txt\n```",
+    "THOUGHT: done\n\n```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat sum.txt\n```",
+)
+MINI = ["mini", "--yolo", "--exit-immediately", "-m", "openai/{model}", "-t", "Write the sum of 2, 3, 10 and 20."]
+MINI_VARIABLES = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "1"}
+
+
+def mini(way: str, *options: str, say: Say = SHELL, **fields) -> Case:
+    """Return a case of mini-swe-agent's own command."""
+    command = [*MINI, "-o", "{work}/episode.json", *options]
+    wanted = {"sum.txt": "35"}
+    return Case(
+        f"mini-swe-agent/{way}", "mini-swe-agent", command, say, "", variables=MINI_VARIABLES, wanted=wanted, **fields
+    )
+
+
+SDK, OTHER = "openai-sdk", "anthropic-sdk"
+CASES = [
+    *(program(SDK, "sdk", "openai_sdk", way) for way in ("sync", "asynchronous", "stream", "responses", "continued")),
+    program(SDK, "sdk", "openai_sdk", "several", turns(ADD_BOTH, "It is 35."), turns=5, branches=4),
+    program(SDK, "sdk", "openai_sdk", "text", turns(" 4, 35"), turns=2),
+    *(program(OTHER, "sdk", "anthropic_sdk", way) for way in ("sync", "asynchronous", "runner")),
+    *(
+        program("openai-agents", "openai-agents", "openai_agents", way)
+        for way in ("chat", "responses", "chat-stream", "responses-stream")
+    ),
+    *(
+        program("openai-agents", "openai-agents", "openai_agents", way, team, turns=5, branches=3)
+        for way in ("chat-team", "responses-team")
+    ),
+    program("smolagents", "smolagents", "smolagents_agents", "tools", CALLS, branches=3),
+    program("smolagents", "smolagents", "smolagents_agents", "code", CODE),
+    program("smolagents", "smolagents", "smolagents_agents", "code-stream", CODE),
+    *(
+        program("langgraph", "langgraph", "langgraph_agent", way)
+        for way in ("chat", "responses", "chat-stream", "responses-stream")
+    ),
+    mini("tools"),
+    mini("responses", "--model-class", "litellm_response"),
+    mini("text", "-c", "mini_textbased.yaml", "--model-class", "litellm_textbased", say=BLOCKS),
+]

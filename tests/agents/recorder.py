@@ -1,0 +1,51 @@
+"""What clients post, kept on its way to the endpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlkit.gateway import server
+from rlkit.gateway.app import app as endpoints
+from rlkit.gateway.types import Service
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Stands in front of the endpoints of all gateways that are opened from now on.
+
+    Attributes:
+        posted: [path behind the session's, body], in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, object]] = []
+        server.app = self._in_front  # type: ignore[assignment]
+
+    def write(self, path: Path) -> None:
+        """Write what was posted since the last time."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.posted, indent=1), "utf-8")
+        self.posted.clear()
+
+    def _in_front(self, service: Service, **options: bool) -> ASGIApp:
+        app = endpoints(service, **options)
+
+        async def record(scope: Scope, receive: Receive, send: Send) -> None:
+            parts: list[bytes] = []
+
+            async def read() -> Message:
+                event = await receive()
+                if event["type"] == "http.request" and scope["method"] == "POST":
+                    parts.append(event.get("body", b""))
+                    if not event.get("more_body") and any(parts):
+                        self.posted.append(("/" + scope["path"].split("/", 3)[-1], json.loads(b"".join(parts))))
+                        parts.clear()
+                return event
+
+            await app(scope, read, send)
+
+        return record
