@@ -14,7 +14,7 @@ PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TES
 $(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache attention_tiles) \
 --deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
-.PHONY: help demo test test-server test-processors test-install test-harnesses processor-own processor-avx2 processor-oldest lint types clean
+.PHONY: help demo test test-server test-processors test-install test-harnesses test-agents processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -45,6 +45,9 @@ test-install: $(READY) ## README's lines, examples, notebooks and the wheel with
 test-harnesses: $(READY) ## lm-eval and inspect, which this installs in environments of their own, on a real model
 	$(BIN)/python tests/install/harnesses.py $(ARGS)
 
+test-agents: $(READY) ## agents that others wrote, each in an environment of its own, against rlkit.gateway
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.agents.check $(ARGS)
+
 lint: $(READY) ## ruff
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -53,7 +56,7 @@ types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove what was installed and cached here
-	rm -rf $(VENV) $(SERVER) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVER) .venv-agents .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment

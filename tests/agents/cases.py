@@ -27,6 +27,7 @@ class Case:
         result: what is in the output at the end.
         turns: that are sampled.
         branches: of them; more than one where the client begins anew, or changes what was said.
+        rewritten: requests whose turns of the policy are not as they were sampled.
         variables: of the environment, beside the session's.
         files: path -> text, in the folder in which it runs.
         wanted: path -> text that is to be in a file at the end.
@@ -39,6 +40,7 @@ class Case:
     result: str = "35"
     turns: int = 3
     branches: int = 1
+    rewritten: int = 0
     variables: Mapping[str, str] = attrs.field(factory=dict)
     files: Mapping[str, str] = attrs.field(factory=dict)
     wanted: Mapping[str, str] = attrs.field(factory=dict)
@@ -102,10 +104,10 @@ CASES = [
         for way in ("chat", "responses", "chat-stream", "responses-stream")
     ),
     *(
-        program("openai-agents", "openai-agents", "openai_agents", way, team, turns=5, branches=3)
+        program("openai-agents", "openai-agents", "openai_agents", way, team, turns=5, branches=3, rewritten=1)
         for way in ("chat-team", "responses-team")
     ),
-    program("smolagents", "smolagents", "smolagents_agents", "tools", CALLS, branches=3),
+    program("smolagents", "smolagents", "smolagents_agents", "tools", CALLS, branches=3, rewritten=2),
     program("smolagents", "smolagents", "smolagents_agents", "code", CODE),
     program("smolagents", "smolagents", "smolagents_agents", "code-stream", CODE),
     *(

@@ -4,14 +4,15 @@
     python tests/agents/check.py --list                # the names
     python tests/agents/check.py langgraph smolagents/code
 
-Each client has an environment of its own, which is made on its first use. The policy says what each case tells it to, with
-the logprobs of the toy. When an agent has ended: it ended well and said what it should; the turns and branches are those
-that the case names; every sampled token is in exactly one datum; and the logprobs of the datums are the policy's.
+Each client has an environment of its own, which is made on its first use. The policy says what each case tells it to,
+with the logprobs of the toy. When an agent has ended: it ended well and said what it should; the turns and branches are
+those that the case names; every sampled token is in exactly one datum; and the logprobs of the datums are the policy's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -72,10 +73,8 @@ def run(case: Case, session: Session, bin_folder: Path, work: Path) -> Ended:
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         output.seek(0)
         return Ended(status, output.read())
@@ -102,6 +101,8 @@ def problems(case: Case, session: Session, ended: Ended, told: Told, policy: Tra
     counts = (len(session.turns), len(session.branches))
     if counts != (case.turns, case.branches):
         wrong.append(f"{counts[0]} turns in {counts[1]} branches; expected {case.turns} in {case.branches}")
+    if session.metrics["rewritten"] != case.rewritten:
+        wrong.append(f"{session.metrics['rewritten']} requests were rewritten; expected {case.rewritten}")
     return wrong + untrue(session, told.samples, policy)
 
 
@@ -157,14 +158,17 @@ def main() -> int:
     names = set(options.names or known)
     chosen = [case for case in CASES if case.name in names or case.name.partition("/")[0] in names]
     recorder, failures = Recorder() if options.record else None, 0
-    with tempfile.TemporaryDirectory(prefix="rlkit-agents-") as temporary, rlkit.connect(
-        "toy", seed=0, max_length=LENGTH
-    ) as policy:
+    with (
+        tempfile.TemporaryDirectory(prefix="rlkit-agents-") as temporary,
+        rlkit.connect("toy", seed=0, max_length=LENGTH) as policy,
+    ):
         for case in chosen:
             began, work = time.monotonic(), (options.keep or Path(temporary)).resolve() / case.name.replace("/", "-")
             shutil.rmtree(work, ignore_errors=True)
             counts, wrong, output = check(case, policy, options.folder.resolve(), work)
-            print(f"{'FAILED' if wrong else 'ok':7}{case.name:32}{time.monotonic() - began:5.0f} s  {counts}", flush=True)
+            print(
+                f"{'FAILED' if wrong else 'ok':7}{case.name:32}{time.monotonic() - began:5.0f} s  {counts}", flush=True
+            )
             if recorder is not None:
                 recorder.write(options.record / f"{work.name}.json")
             if wrong:

@@ -9,7 +9,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PYTHON = sorted(path.stem for path in (HERE / "requirements").glob("*.txt"))
-NODE = {"opencode": "opencode-ai@1.18.33", "codex": "@openai/codex@0.169.0", "claude-code": "@anthropic-ai/claude-code@2.1.197"}
+NODE = {
+    "opencode": "opencode-ai@1.18.33",
+    "codex": "@openai/codex@0.169.0",
+    "claude-code": "@anthropic-ai/claude-code@2.1.197",
+}
 KEPT = {"LANG", "TMPDIR"}
 
 

@@ -29,7 +29,8 @@ class Told:
     def sample(self, prompt, params, *, n=1, seed=None):
         """Return n times what is told, up to the end of the first stop text, with the real logprobs."""
         prompt = np.asarray(prompt)
-        text = self._say(self.tokenizer.decode(prompt, skip_special=False))
+        before = self.tokenizer.decode(prompt, skip_special=False)
+        text = self._say(before).removeprefix(before.rpartition("assistant\n")[2])  # a required call has begun
         ids, stop = self._ids(text, params.stop or ())
         stop, ids = "length" if ids.size > params.max_tokens else stop, ids[: params.max_tokens]
         whole = np.concatenate([prompt, ids])
@@ -50,6 +51,14 @@ class Told:
     def logprobs(self, tokens, *, temperature=1.0):
         """Return the real ones."""
         return self._sampler.logprobs(tokens, temperature=temperature)
+
+    def top_logprobs(self, tokens, k):
+        """Return the real ones."""
+        return self._sampler.top_logprobs(tokens, k)
+
+    def target_logprobs(self, tokens, targets):
+        """Return the real ones."""
+        return self._sampler.target_logprobs(tokens, targets)
 
     def close(self) -> None:
         """Leave the other sampler open."""

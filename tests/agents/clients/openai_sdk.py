@@ -58,7 +58,9 @@ async def _asynchronous():
             )
             message = completion.choices[0].message
             calls = [call.model_dump() for call in message.tool_calls or ()]
-            messages.append({"role": "assistant", "content": message.content, **({"tool_calls": calls} if calls else {})})
+            messages.append(
+                {"role": "assistant", "content": message.content, **({"tool_calls": calls} if calls else {})}
+            )
             for call in calls:
                 output = [{"type": "text", "text": add(call["function"]["arguments"])}]
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})

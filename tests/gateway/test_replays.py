@@ -1,0 +1,46 @@
+"""What agents that others wrote really post, replayed: tests/agents/check.py --record tests/gateway/clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import rlkit
+from rlkit.gateway import Gateway
+from tests.agents.cases import CASES
+from tests.agents.check import LENGTH, untrue
+from tests.agents.policy import Told
+
+BY_NAME = {case.name.replace("/", "-"): case for case in CASES}
+FILES = sorted(Path(__file__).with_name("clients").glob("*.json"))
+
+
+async def replay(session, posted):
+    """Post all bodies in order; an id of an earlier response is replaced by that of this session."""
+    last = None
+    async with session.client() as client:
+        for path, body in posted:
+            if body.get("previous_response_id"):
+                body["previous_response_id"] = last
+            answer = await client.post(path.removeprefix("/v1"), json=body)
+            assert answer.status_code == 200, answer.text
+            if not body.get("stream"):
+                last = answer.json().get("id", last)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_client_makes_the_branches_that_it_should(file):
+    case = BY_NAME[file.stem]
+    posted = json.loads(file.read_text("utf-8"))
+    with rlkit.connect("toy", seed=0, max_length=LENGTH) as policy, policy.sampler().result() as sampler:
+        told = Told(sampler, case.say)
+        with Gateway(told, params=rlkit.SamplingParams(max_tokens=4096)) as gateway, gateway.session() as session:
+            asyncio.run(replay(session, posted))
+            assert (len(session.turns), len(session.branches)) == (case.turns, case.branches)
+            assert session.metrics["rewritten"] == case.rewritten
+            assert untrue(session, told.samples, policy) == []
