@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
 import attrs
@@ -20,6 +19,8 @@ from rlkit.tools.formats import opening
 from rlkit.types import Sample
 
 __all__ = ["Prompt", "Recording"]
+
+_MOST_PROMPTS = 100_000  # whose repeats are counted: an open gateway answers any number
 
 
 @attrs.frozen(eq=False)
@@ -58,7 +59,7 @@ class Recording:
     def __init__(self) -> None:
         self._tree = Tree()
         self._history = History()
-        self._asked: Counter[bytes] = Counter()
+        self._asked: dict[bytes, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -82,8 +83,10 @@ class Recording:
         made = self._prompt(chat, request)
         digest = hashlib.blake2b(made.tokens.tobytes(), digest_size=16).digest()
         with self._lock:
-            repeat = self._asked[digest]
-            self._asked[digest] += 1
+            repeat = self._asked.pop(digest, 0)
+            self._asked[digest] = repeat + 1
+            if len(self._asked) > _MOST_PROMPTS:
+                del self._asked[next(iter(self._asked))]  # the one that was asked for longest ago
         return attrs.evolve(made, digest=digest, repeat=repeat)
 
     def render(self, chat: Chat, request: Request) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 import rlkit
 from rlkit import BackendError, ConfigError, Future, SamplingParams
 from rlkit.chat import Chat
-from rlkit.gateway import Draw, Gateway, GatewayError, Limits, Request
+from rlkit.gateway import Draw, Gateway, GatewayError, Limits, Request, recording
 from rlkit.trajectory import datums
 from tests.gateway.parts import Scripted, ask, said, user
 from tests.rollouts.parts import RandomSampler
@@ -392,6 +392,14 @@ def test_prompt_logprobs_and_scoring_alone():
         assert np.allclose(reply.prompt_logprobs, sampler.logprobs(tokens).result())
         assert reply.choices[0].sample.tokens.size == 0
         assert not session.turns
+
+
+def test_repeats_are_counted_of_the_prompts_asked_for_last(monkeypatch):
+    """The seed of a request hangs on how often its prompt was asked for; an open gateway does not remember all."""
+    monkeypatch.setattr(recording, "_MOST_PROMPTS", 2)
+    remembered, chat = recording.Recording(), Chat(TOKENIZER)
+    asked = [remembered.prompt(chat, Request(text=text)).repeat for text in "aabbcaab"]
+    assert asked == [0, 1, 0, 1, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("of_prompt", [None, 0, 2, 3])
