@@ -107,6 +107,25 @@ except rlkit.ConfigError as error:
     assert re.match(r"Chat.renderer needs renderers: pip install .*renderers\]", printed(["renderers"], program))
 
 
+def test_a_gateway_needs_its_extra_for_http_alone():
+    """Sessions answer without it; a URL or a client names what is missing."""
+    program = """
+import asyncio, rlkit
+from rlkit.gateway import Gateway, Request
+with Gateway(rlkit.connect("toy", seed=0).sampler().result()) as gateway, gateway.session() as session:
+    assert asyncio.run(session.answer(Request(messages=[{"role": "user", "content": "Hi"}]))).choices
+    for use in (lambda: session.base_url, session.client):
+        try:
+            use()
+        except rlkit.ConfigError as error:
+            print(error)
+"""
+    lines = printed(["starlette", "uvicorn"], program).splitlines()
+    assert len(lines) == 2
+    for name, line in zip(("url", "client"), lines, strict=True):
+        assert re.match(rf"Gateway.{name} needs starlette, .*: pip install .*gateway\]", line), line
+
+
 def test_a_foreign_error_is_not_taken_for_a_missing_package(monkeypatch):
     """A backend of a package whose own import fails raises that import's error."""
     monkeypatch.setitem(rlkit.backends.registry, "theirs", "nothing_of_that_name:Backend")

@@ -198,8 +198,10 @@ class Gateway(Resource):
             if self._closed:
                 raise BackendError("the gateway is closed")
             if self._server is None:
-                from rlkit.gateway.server import Server
-
+                try:
+                    from rlkit.gateway.server import Server
+                except ImportError as error:
+                    raise missing("Gateway.url", "starlette, uvicorn", "gateway") from error
                 self._server = Server(self, self.host, self.port)
             return self._server.url
 

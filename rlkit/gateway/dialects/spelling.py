@@ -106,7 +106,9 @@ def matched_stop(choice: Choice, tokenizer: Tokenizer, stops: Sequence[str] | Se
     tokens = choice.sample.tokens
     if choice.sample.stop_reason != "stop" or not tokens.size:
         return None
-    behind = tokenizer.decode(tokens)[len(choice.text) :]
+    spoken = tokenizer.decode(tokens)  # what a prefill began is in the text, and not in the tokens
+    told = next(k for k in range(min(len(spoken), len(choice.text)), -1, -1) if choice.text.endswith(spoken[:k]))
+    behind = spoken[told:]
     raw = tokenizer.decode(tokens[-1:], skip_special=False)
     for stop in stops:
         if isinstance(stop, str) and (stop in behind or stop == raw):
