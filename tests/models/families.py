@@ -183,14 +183,14 @@ FAMILIES = {
             "intermediate_size_mlp": 48,
         }
         | {"no_rope_layer_interval": 2, "floor_scale": 16},
-        "request",
+        "slots",
         NO_EXPERTS,
     ),
     "llama4_text, chunks beyond the context": Family(
         "llama4_text",
         {"num_local_experts": 4, "attention_chunk_size": 2 * LENGTH, "interleave_moe_layer_step": 2, "floor_scale": 16}
         | {"no_rope_layer_interval": 2, "intermediate_size_mlp": 48},
-        "request",
+        "slots",
         NO_EXPERTS,
     ),
     "glm4_moe": Family("glm4_moe", SHARED, note=NAMES),

@@ -23,6 +23,7 @@ from rlkit.backends.local.model.decoder_layer import Attention
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
 from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, read_in_chunks, read_logits
+from rlkit.backends.local.model.query_scales import scale_queries_by_position
 from rlkit.backends.local.model.windows import LayerMasks
 
 __all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight", "read_values"]
@@ -150,6 +151,7 @@ class LibraryForward:
 
     def __init__(self, model: Any, *, trees: bool = False) -> None:
         self.model, self.trees = model, trees
+        scale_queries_by_position(model)
         self._config = model.config.get_text_config()
         self._masks = LayerMasks(self._config, model.dtype)
         self.splits: bool | None = None
@@ -175,7 +177,7 @@ class LibraryForward:
         for name, (a, b) in adapter.items():
             module: Any = self.model.get_submodule(name)
             if not merge:
-                self._hooks.append(module.register_forward_hook(_add_lora(a, b, scale)))
+                self._hooks.append(module.register_forward_hook(_add_lora(a, b, scale), prepend=True))
                 self._low_rank += [a, b]
             elif self._packs(module):
                 if name in self._packed:

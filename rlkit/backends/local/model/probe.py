@@ -36,12 +36,12 @@ READ = {"cpu": 2 * 10**11, "other": 10**13}  # bytes of weights read at most for
 # are computed in slots and as a tree there, or in batches with the library's cache; and the last ones without it.
 _SLOTS = """
 afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2 deepseek_v3
-diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text gemma3n_text
-gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
-granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-iquestcoder jais2 jetmoe kolibri1 laguna longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3
-mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe
-qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text
+gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
+granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama4_text longcat_flash mellum mimo_v2_flash minicpm3
+minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon
+phi phi3 phi4_multimodal phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 SLOTS = frozenset(_SLOTS.split())
 _BATCHED = """
