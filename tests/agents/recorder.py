@@ -26,9 +26,9 @@ class Recorder:
         server.app = self._in_front  # type: ignore[assignment]
 
     def write(self, path: Path) -> None:
-        """Write what was posted since the last time."""
+        """Write what was posted since the last time; long texts, which instructions are, are cut."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.posted, indent=1), "utf-8")
+        path.write_text(json.dumps(shortened(self.posted), indent=1) + "\n", "utf-8")
         self.posted.clear()
 
     def _in_front(self, service: Service, **options: bool) -> ASGIApp:
@@ -49,3 +49,12 @@ class Recorder:
             await app(scope, read, send)
 
         return record
+
+
+def shortened(value: object) -> object:
+    """Return JSON whose long texts have their beginnings alone."""
+    if isinstance(value, str):
+        return value if len(value) <= 400 else value[:60] + " ..."
+    if isinstance(value, dict):
+        return {name: shortened(each) for name, each in value.items()}
+    return [shortened(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,12 @@ async def replay(session, posted):
         for path, body in posted:
             if body.get("previous_response_id"):
                 body["previous_response_id"] = last
+            if "thread" in body:  # was refused; what the SDK did then follows
+                continue
             answer = await client.post(path.removeprefix("/v1"), json=body)
             assert answer.status_code == 200, answer.text
-            if not body.get("stream"):
-                last = answer.json().get("id", last)
+            named = re.search(r'"id": ?"(resp_[^"]+)"', answer.text)
+            last = named and named[1]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -20,6 +20,7 @@ from rlkit.gateway.types import Answerer, Choice, GatewayError, Reply, Request
 __all__ = ["MessagesCall", "count_tokens", "error"]
 
 _UNSUPPORTED: Final = {"container": (), "mcp_servers": (), "output_format": ()}
+_NO_THREADS: Final = "thread_unsupported_request"  # by which the SDK knows that it has to send all messages
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none", "tool": ""}
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES: Final = {
@@ -112,12 +113,18 @@ def error(problem: GatewayError) -> Json:
     if problem.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
     kind = _ERROR_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    about: Json = {"type": kind, "message": message}
+    if problem.code == _NO_THREADS:
+        about["details"] = {"error_code": _NO_THREADS}
+    return {"type": "error", "error": about, "request_id": None}
 
 
 def _request(body: Body) -> Request:
     """Return the conversation and the tools."""
     refuse(body, _UNSUPPORTED)
+    if body.get("thread") is not None:
+        what = "thread: conversations are not kept here; send all messages"
+        raise GatewayError(400, what, param="thread", code=_NO_THREADS)
     output = body.body("output_config")
     if output is not None:
         refuse(output, {"format": ()})

@@ -39,7 +39,7 @@ def sync():
     messages = [{"role": "user", "content": QUESTION}]
     counted = client.messages.count_tokens(model=MODEL, messages=messages, tools=TOOLS, system=SYSTEM)
     for i in range(TURNS):
-        message = client.messages.create(model=MODEL, messages=messages, tools=TOOLS, system=SYSTEM, max_tokens=128)
+        message = client.messages.create(model=MODEL, messages=messages, tools=TOOLS, system=SYSTEM, max_tokens=1024)
         assert i or message.usage.input_tokens == counted.input_tokens
         blocks = results(message)
         assert message.stop_reason == ("tool_use" if blocks else message.stop_reason)
@@ -54,7 +54,7 @@ async def _asynchronous():
         messages = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
         for _ in range(TURNS):
             async with client.messages.stream(
-                model=MODEL, messages=messages, tools=TOOLS, system="You add.", max_tokens=128
+                model=MODEL, messages=messages, tools=TOOLS, system="You add.", max_tokens=1024
             ) as events:
                 async for event in events:
                     assert event.type
@@ -87,7 +87,7 @@ def runner():
 
     client = Anthropic()
     messages = [{"role": "user", "content": QUESTION}]
-    loop = client.beta.messages.tool_runner(model=MODEL, messages=messages, tools=[add], max_tokens=128)
+    loop = client.beta.messages.tool_runner(model=MODEL, messages=messages, tools=[add], max_tokens=1024)
     return said(loop.until_done())
 
 

@@ -178,6 +178,24 @@ def test_refusals_name_the_field(claude, service, field, change):
     assert not service.requests
 
 
+def test_the_tool_runner_sends_all_messages_where_threads_are_not_kept(service):
+    """It would continue by the id of a message, and is told that it cannot in the way that it understands."""
+    with Server(service) as server:
+        client = anthropic.Anthropic(base_url=f"{server.url}/s/s1", api_key="any")
+
+        @anthropic.beta_tool
+        def add(x: int) -> str:
+            """Add."""
+            return str(x + 1)
+
+        service.says = [Says("", calls=[("add", {"x": 4})]), Says("It is 5.")]
+        runner = client.beta.messages.tool_runner(model="claude", max_tokens=64, messages=HI, tools=[add])
+        assert runner.until_done().content[0].text == "It is 5."
+        client.close()
+    assert [message["role"] for message in service.requests[1].messages] == ["user", "assistant", "tool"]
+    assert service.requests[1].messages[2]["content"] == "5"
+
+
 def test_errors(claude, service):
     claude = claude.with_options(max_retries=0)
     service.max_length = 5
