@@ -44,6 +44,9 @@ def input_messages(body: Body) -> list[Message]:
             raise wrong(item.path("type"), kind, known, "tools of a provider are not here")
     if not messages:
         raise GatewayError(400, "input: is missing or empty; expected a text or items", param="input")
+    empty = [message for message in messages if message.get("reasoning_content") == ""]
+    for message in empty:  # the item said that a turn begins, and nothing more
+        del message["reasoning_content"]
     return [{"content": "", **message} for message in messages]
 
 
