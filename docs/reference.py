@@ -72,7 +72,7 @@ OBJECTS = {
     "Core": {
         "rlkit": "connect sampler Datum Sample SamplingParams Adam Lora Future ForwardBackwardOutput",
         "rlkit.backends": "TrainerBackend Sampler Tokenizer",
-        "rlkit.backends.protocol": "TopK TargetLogprobs MaskedLogprobs OpensSamplers",
+        "rlkit.backends.protocol": "TopK TargetLogprobs MaskedLogprobs PromptLogprobs OpensSamplers",
         "rlkit.backends.engine": "SamplingEngine LoraAdapter",
     },
     "Rollouts": {

@@ -24,6 +24,7 @@ __all__ = [
     "LossLike",
     "MaskedLogprobs",
     "OpensSamplers",
+    "PromptLogprobs",
     "Route",
     "Routes",
     "Sampler",
@@ -197,6 +198,14 @@ class TopK(Protocol):
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids int64 [T, k], logprobs float32 [T, k]), most probable first; row i: about token i, row 0: 0."""
+
+
+@runtime_checkable
+class PromptLogprobs(Protocol):
+    """A sampler that gives a text's own logprobs and the most probable tokens in one pass."""
+
+    def prompt_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Return what ``logprobs`` does [T], and the two of ``TopK.top_logprobs`` [T, k]."""
 
 
 @runtime_checkable

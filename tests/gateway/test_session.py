@@ -423,6 +423,27 @@ def test_alternatives(of_prompt):
         assert (reply.prompt_logprobs is None) == (of_prompt is None)
 
 
+def test_a_sampler_that_scores_in_one_pass_is_asked_once():
+    """As the local one; the numbers are those of its answer, for prompt and completion."""
+
+    class Both(Scripted):
+        asked = 0
+
+        def prompt_logprobs(self, tokens, k):
+            self.asked += 1
+            own = -np.arange(len(tokens), dtype=np.float32)
+            return Future.of((own, np.tile(np.arange(k), (len(tokens), 1)), np.tile(own[:, None], (1, k))))
+
+    sampler = Both(TOKENIZER, lambda _: "d", max_length=64)
+    with Gateway(sampler) as gateway:
+        request = Request(text="abc", draw=Draw(max_tokens=1), top_logprobs=2, prompt_logprobs=2)
+        reply = asyncio.run(gateway.session().answer(request))
+    assert sampler.asked == 1
+    assert reply.prompt_logprobs.tolist() == [0.0, -1.0, -2.0]
+    assert reply.prompt_top == [{0: -0.0, 1: -0.0}, {0: -1.0, 1: -1.0}, {0: -2.0, 1: -2.0}]
+    assert reply.choices[0].top == [{0: -3.0, 1: -3.0}]
+
+
 def test_the_chat_is_the_user_s_with_history_append():
     chat = Chat(TOKENIZER, system="Be brief.", history="template")
     with Gateway(Scripted(TOKENIZER, ["a"]), chat=chat) as gateway, gateway.session() as session:

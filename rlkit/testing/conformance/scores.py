@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.protocol import MaskedLogprobs, TargetLogprobs, TopK
+from rlkit.backends.protocol import MaskedLogprobs, PromptLogprobs, TargetLogprobs, TopK
 from rlkit.testing.conformance.harness import Harness, worst
 
 
@@ -30,6 +30,11 @@ class ScoreTests(Harness):
             ids, logprobs = sampler.top_logprobs(tokens, 5).result()
             whole = sampler.target_logprobs(tokens, everything).result()
             scored = sampler.logprobs(tokens).result()
+            both = sampler.prompt_logprobs(tokens, 5).result() if isinstance(sampler, PromptLogprobs) else None
+        if both is not None:  # of one pass
+            assert worst(both[:1], [scored]) < self.tolerance
+            assert worst(both[2:], [logprobs]) < self.tolerance
+            assert [each.dtype for each in both] == [np.float32, np.int64, np.float32]
         assert (ids.dtype, logprobs.dtype, whole.dtype) == (np.int64, np.float32, np.float32)
         assert ids.shape == logprobs.shape == (tokens.size, 5)
         assert not ids[0].any()
@@ -74,6 +79,9 @@ class ScoreTests(Harness):
             for k in (0, size + 1, 2.0):
                 with pytest.raises(rlkit.ConfigError, match="k"):
                     sampler.top_logprobs([1, 2], k)
+                if isinstance(sampler, PromptLogprobs):
+                    with pytest.raises(rlkit.ConfigError, match="k"):
+                        sampler.prompt_logprobs([1, 2], k)  # type: ignore[arg-type]  # on purpose
 
     def test_a_teacher_of_the_top_k_is_imitated(self, policy: Any) -> None:
         """The loss against the policy's own top k is 0, and its gradient vanishes where k is the vocabulary."""

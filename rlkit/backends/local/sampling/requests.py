@@ -35,14 +35,14 @@ class ScoreRequest:
     Attributes:
         tokens: int64 [T], the text.
         ids: int64 [T, K], whose logprobs are asked for; -1 for none.
-        top: fill ``ids`` with the K most probable, the best first.
+        top: fill as many of the last columns of ``ids`` with the most probable, the best first.
     """
 
     snapshot: Snapshot
     tokens: np.ndarray
     ids: np.ndarray
     temperature: float = 1.0
-    top: bool = False
+    top: int = 0
     future: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]] = attrs.field(factory=concurrent.futures.Future)
     arrived: float = attrs.field(factory=time.monotonic)
     logprobs: np.ndarray = attrs.field(init=False)
@@ -65,7 +65,7 @@ class ScoreRequest:
         """Take in what is known of the tokens at ``places`` [m]: rows [m] of the logprobs [n, V] behind others."""
         where = torch.from_numpy(rows).to(logprobs.device)[:, None]
         if self.top:
-            self.ids[places] = logprobs[where[:, 0]].topk(self.ids.shape[1]).indices.cpu().numpy()
+            self.ids[places, -self.top :] = logprobs[where[:, 0]].topk(self.top).indices.cpu().numpy()
         ids = torch.from_numpy(self.ids[places]).to(logprobs.device)
         self.logprobs[places] = logprobs[where, ids.clamp(min=0)].masked_fill(ids < 0, 0.0).cpu().numpy()
 

@@ -94,7 +94,16 @@ class LocalSampler:
         array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
         ids = np.zeros((array.size, k), np.int64)
-        return self._score(ScoreRequest(self.snapshot, array, ids, top=True), lambda ids, logprobs: (ids, logprobs))
+        return self._score(ScoreRequest(self.snapshot, array, ids, top=k), lambda ids, logprobs: (ids, logprobs))
+
+    def prompt_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """See ``PromptLogprobs``."""
+        array = checked_prompt("prompt_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        _check.integer("prompt_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
+        ids = np.zeros((array.size, 1 + k), np.int64)
+        ids[:, 0] = array
+        request = ScoreRequest(self.snapshot, array, ids, top=k)
+        return self._score(request, lambda ids, logprobs: (logprobs[:, 0], ids[:, 1:], logprobs[:, 1:]))
 
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""

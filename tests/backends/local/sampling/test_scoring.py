@@ -39,13 +39,15 @@ def texts():
 
 
 def ask(sampler, kind, text, temperature):
-    """One of the four calls; its numbers."""
+    """One of the five calls; its numbers."""
     if kind == 0:
         return sampler.logprobs(text, temperature=temperature)
     if kind == 1:
         return sampler.top_logprobs(text, 3)
     if kind == 2:
         return sampler.masked_logprobs(text, np.arange(text.size) % 5 == 3, temperature=temperature)
+    if kind == 3:
+        return sampler.prompt_logprobs(text, 2)
     return sampler.target_logprobs(text, np.stack([text, np.full(text.size, -1), np.roll(text, 3)], axis=1))
 
 
@@ -62,7 +64,7 @@ def test_texts_together_are_as_alone(tiny, kind, merge, monkeypatch):
     """All calls and temperatures mixed, in large trees and small ones; to the bit where rows are."""
     with connect(tiny(kind), merge=merge) as policy:
         sampler = policy.sampler().result()
-        asked = [(k % 4, text, 0.7 if k % 3 else 1.0) for k, text in enumerate(texts() * 2)]
+        asked = [(k % 5, text, 0.7 if k % 3 else 1.0) for k, text in enumerate(texts() * 2)]
         alone = [numbers(ask(sampler, *one).result()) for one in asked]
         exact = policy.capabilities()["batch_invariant"]
         assert exact is (kind in ("llama", "qwen3", "gpt2", "mistral", "gemma2"))
