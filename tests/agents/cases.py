@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
@@ -44,7 +45,6 @@ class Case:
     variables: Mapping[str, str] = attrs.field(factory=dict)
     files: Mapping[str, str] = attrs.field(factory=dict)
     wanted: Mapping[str, str] = attrs.field(factory=dict)
-    check: Callable[[object], None] | None = None
 
 
 def program(name: str, environment: str, file: str, way: str, say: Say = SUM, **fields) -> Case:
@@ -93,6 +93,81 @@ def mini(way: str, *options: str, say: Say = SHELL, **fields) -> Case:
     )
 
 
+def coder(shell: Callable[[str], str], ask: str, arguments: Mapping[str, str]) -> Say:
+    """Look around with two calls at once, have a helper do the work, and say that it is done."""
+    task = call(ask, json.dumps({"description": "write", "prompt": "HELP: write 35 into sum.txt", **arguments}))
+
+    def say(prompt: str) -> str:
+        said = messages(prompt)
+        users, done = " ".join(text for role, text in said if role == "user"), sum(r == "assistant" for r, _ in said)
+        if "title" in said[0][1][:80]:
+            return "The sum"
+        if "HELP" in users:
+            return [shell("echo 35 > sum.txt"), "35 is written."][min(done, 1)]
+        return [f"Look.\n{shell('ls -a')}\n{shell('pwd')}", task, "It is 35."][min(done, 2)]
+
+    return say
+
+
+def command(tool: str, name: str = "command", **more: str) -> Callable[[str], str]:
+    """Return what makes a call of a shell."""
+    return lambda line: call(tool, json.dumps({name: line, **more}))
+
+
+TASK = "Write the sum of 2, 3, 10 and 20 into sum.txt."
+OPENCODE = {
+    "autoupdate": False,
+    "share": "disabled",
+    "provider": {
+        "rlkit": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{url}", "apiKey": "{key}"},
+            "models": {"{model}": {"limit": {"context": 200000, "output": 8192}}},
+        }
+    },
+    "model": "rlkit/{model}",
+    "small_model": "rlkit/{model}",
+}
+CODEX = 'model_providers.rlkit={name="rlkit", base_url="{url}", env_key="OPENAI_API_KEY", wire_api="responses"}'
+CODEX_OPTIONS = ['model_provider="rlkit"', CODEX, "features.multi_agent=false", 'web_search="disabled"']
+NODE_CASES = [
+    Case(
+        "opencode/run",
+        "opencode",
+        ["opencode", "run", "--model", "rlkit/{model}", TASK],
+        coder(command("bash", description="d"), "task", {"subagent_type": "general"}),
+        turns=6,
+        branches=3,
+        files={"opencode.json": json.dumps(OPENCODE)},
+        variables={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"},
+        wanted={"sum.txt": "35"},
+    ),
+    Case(
+        "codex/exec",
+        "codex",
+        [
+            *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "{model}"),
+            *(part for option in CODEX_OPTIONS for part in ("-c", option)),
+            TASK,
+        ],
+        turns(
+            "Look.\n" + command("exec_command", "cmd")("ls -a") + command("exec_command", "cmd")("pwd"),
+            command("exec_command", "cmd")("echo 35 > sum.txt"),
+            "It is 35.",
+        ),
+        wanted={"sum.txt": "35"},
+    ),
+    Case(
+        "claude-code/print",
+        "claude-code",
+        ["claude", "-p", TASK, "--model", "{model}", "--dangerously-skip-permissions"],
+        coder(command("Bash"), "Agent", {"subagent_type": "general-purpose"}),
+        turns=5,
+        branches=2,
+        variables={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1"},
+        wanted={"sum.txt": "35"},
+    ),
+]
 SDK, OTHER = "openai-sdk", "anthropic-sdk"
 CASES = [
     *(program(SDK, "sdk", "openai_sdk", way) for way in ("sync", "asynchronous", "stream", "responses", "continued")),
@@ -117,4 +192,5 @@ CASES = [
     mini("tools"),
     mini("responses", "--model-class", "litellm_response"),
     mini("text", "-c", "mini_textbased.yaml", "--model-class", "litellm_textbased", say=BLOCKS),
+    *NODE_CASES,
 ]

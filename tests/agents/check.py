@@ -33,7 +33,7 @@ from rlkit.backends.protocol import TrainerBackend
 from rlkit.gateway import Gateway, Session
 from rlkit.trajectory import datums
 from tests.agents.cases import CASES, Case
-from tests.agents.environments import HERE, made, variables
+from tests.agents.environments import HERE, NODE, made, variables
 from tests.agents.policy import Told
 from tests.agents.recorder import Recorder
 
@@ -157,6 +157,9 @@ def main() -> int:
         parser.error(f"no case or client named {', '.join(sorted(unknown))}")
     names = set(options.names or known)
     chosen = [case for case in CASES if case.name in names or case.name.partition("/")[0] in names]
+    if shutil.which("npm") is None:
+        print("skipped, since there is no npm:", *(case.name for case in chosen if case.environment in NODE))
+        chosen = [case for case in chosen if case.environment not in NODE]
     recorder, failures = Recorder() if options.record else None, 0
     with (
         tempfile.TemporaryDirectory(prefix="rlkit-agents-") as temporary,
