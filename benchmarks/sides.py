@@ -34,12 +34,13 @@ class Rlkit(_Side):
 
     packages = ("torch", "transformers", "peft")
 
-    def __init__(self, dtype: str, path: str) -> None:
+    def __init__(self, dtype: str, path: str, merge: bool | None = None) -> None:
         import rlkit
 
         self.rlkit = rlkit
+        chosen = {} if merge is None else {"merge": merge}
         lora = rlkit.Lora(rank=workload.RANK, train_unembed=False)
-        self.policy = rlkit.connect("local", model=path, lora=lora, seed=0, dtype=dtype, device="cpu")
+        self.policy = rlkit.connect("local", model=path, lora=lora, seed=0, dtype=dtype, device="cpu", **chosen)
 
     def step(self, case: str) -> dict:
         """A GRPO step: samples, rewards (random numbers), a gradient, an update."""
@@ -362,7 +363,8 @@ def main() -> None:
     name, dtype, threads, path = sys.argv[1:]
     torch.set_num_threads(int(threads))
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print too
-    classes = {"rlkit": Rlkit, "naive": Naive, "trl": Trl, "vllm": Vllm, "vllm-lora": partial(Vllm, lora=True)}
+    classes = {"rlkit": Rlkit, "naive": Naive, "trl": Trl, "vllm": Vllm}
+    classes |= {"rlkit-merged": partial(Rlkit, merge=True), "vllm-lora": partial(Vllm, lora=True)}
     side = classes[name](dtype, path)
     print(json.dumps({package: version(package) for package in side.packages}), file=answers, flush=True)
     for line in sys.stdin:
