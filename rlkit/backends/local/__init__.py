@@ -77,7 +77,8 @@ class LocalBackend(InProcessBackend):
             the run with ``resume_from``, else 1,024 on a CPU, and what 40 % of the free memory hold on a GPU, 16,384
             at most.
         offload_folder: an existing one, where datums of more than eight times as many tokens keep what goes into each
-            layer while they are computed on a CPU, in a file without a name; None keeps it in memory.
+            layer, or keys and values, while they are computed on a CPU, in a file without a name; None keeps it in
+            memory.
         max_rows: completions of one snapshot decoded at once at most; None is 256 on a GPU of CUDA and 64 elsewhere.
         prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
             begin like them are continued, as the turns of an episode do; 0 for none.

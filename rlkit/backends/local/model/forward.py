@@ -45,8 +45,8 @@ class Forward(Protocol):
     """A causal language model with one LoRA in it."""
 
     @property
-    def trees(self) -> bool:
-        """Whether sequences of a micro-batch may share the tokens that they begin with."""
+    def shares(self) -> int:
+        """Of how many tokens blocks are that sequences of a micro-batch may share at their beginning; 0 for none."""
 
     @property
     def chunked(self) -> bool:
@@ -85,7 +85,7 @@ class LlamaForward:
         addresses: of the weights that ``load`` made; on a GPU they stay from adapter to adapter.
     """
 
-    trees, chunked = True, False
+    shares, chunked = 1, False
 
     def __init__(self, base: Base, adapter: Adapter | None = None, scale: float = 0.0) -> None:
         self._base, self._adapter, self._scale = base, adapter or {}, scale
@@ -160,6 +160,10 @@ class LibraryForward:
         self._merged: list[str] = []  # of those, what has another weight than the base's
         self._hooks: list[RemovableHandle] = []
         self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
+
+    @property
+    def shares(self) -> int:
+        return int(self.trees)
 
     def prepare(self) -> None:
         pass  # peft's modules read their adapters by themselves

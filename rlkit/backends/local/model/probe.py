@@ -20,6 +20,7 @@ __all__ = [
     "BATCHED",
     "FAILURES",
     "NOT_CONTINUED",
+    "NOT_IN_PARTS",
     "SLOTS",
     "WHOLE",
     "Probe",
@@ -51,6 +52,12 @@ mamba mamba2 minimax mpt nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qw
 """
 BATCHED = frozenset(_BATCHED.split())
 NOT_CONTINUED = frozenset({"falcon_mamba", "jamba", "mamba"})  # by several tokens at once
+_NOT_IN_PARTS = """
+axk2 bloom codegen deepseek_v32 deepseek_v4 doge dots3_note_text falcon falcon_mamba glm_moe_dsa gpt_neo
+gpt_neox_japanese gptj hy_v4 inkling2_text inkling_text jamba mamba minimax minimax_m3_vl_text mpt
+openai-gpt qwen4_exp_text recurrent_gemma rwkv xglm xlstm
+"""
+NOT_IN_PARTS = frozenset(_NOT_IN_PARTS.split())  # in training; see training/library_parts.py
 _WHOLE = """
 deepseek_v4 openai-gpt qwen4_exp_text recurrent_gemma rwkv xlstm
 """

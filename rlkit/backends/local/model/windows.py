@@ -15,8 +15,9 @@ import torch
 
 from rlkit.backends.local.model.lengths import context
 
-__all__ = ["LayerMasks", "Window", "layer_windows", "narrowed", "shorten"]
+__all__ = ["LayerMasks", "Window", "layer_windows", "narrowed", "shorten", "window_of_each_layer"]
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 Places = TypeVar("Places", int, np.ndarray, torch.Tensor)
 
 
@@ -53,16 +54,19 @@ def layer_windows(config: object) -> list[Window | None] | None:
     [Window(size=512, chunks=False), None]
     >>> layer_windows(SimpleNamespace(layer_types=["full_attention", "mamba"]))
     """
+    return window_of_each_layer(config) if set(layer_types(config)) <= ATTENTION else None
+
+
+def window_of_each_layer(config: object) -> list[Window | None]:
+    """Return the window of each layer, None for a layer without one, also where it has no attention at all."""
     longest = context(config)
     sliding = getattr(config, "sliding_window", None) or 0 if getattr(config, "use_sliding_window", True) else 0
     chunk = getattr(config, "attention_chunk_size", None) or 0
-    kinds = {
-        "full_attention": None,
+    windows = {
         "sliding_attention": Window(sliding) if 0 < sliding < longest else None,
         "chunked_attention": Window(chunk, chunks=True) if 0 < chunk < longest else None,
     }
-    layers = layer_types(config)
-    return [kinds[kind] for kind in layers] if kinds.keys() >= set(layers) else None
+    return [windows.get(kind) for kind in layer_types(config)]
 
 
 def shorten(config: object, size: int) -> None:

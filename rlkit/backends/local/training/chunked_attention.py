@@ -124,6 +124,7 @@ class ChunkedAttention:
         key_heads: of keys and values.
         window: of the layers that it is for.
         keys: of a block.
+        softcap: c tanh(scores / c) instead of the scores.
     """
 
     def __init__(
@@ -134,21 +135,34 @@ class ChunkedAttention:
         key_heads: int,
         window: Window | None = None,
         keys: int = KEYS,
+        softcap: float | None = None,
     ) -> None:
         self._runs, self._keys = runs, keys
         self._positions, self._window = positions, window
+        self._softcap = softcap
         self._key_heads, self._group = key_heads, heads // key_heads
         self._tiles: dict[tuple[int, int], list[Tile]] = {}
 
-    def forward(self, chunk: slice, q: torch.Tensor, kv: Rows) -> tuple[torch.Tensor, Tensors]:
-        """See ``ChunkAttention``."""
+    def forward(
+        self, chunk: slice, q: torch.Tensor, kv: Rows, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tensors]:
+        """See ``ChunkAttention``.
+
+        Args:
+            chunk, q, kv: as there.
+            sinks: the scores [H] of attention sinks, which are seen as a key without a value.
+        """
         # Of one query: m is the largest score so far, total = sum exp(s - m), out = sum exp(s - m) v; with a larger m
         # both shrink by exp(old - new).
         q = self._stacked(q)
         wide = upcast(q)
         out = torch.zeros_like(wide)
-        top = wide.new_full((*q.shape[:2], 1), -torch.inf)
-        total = torch.zeros_like(top)
+        if sinks is None:
+            top = wide.new_full((*q.shape[:2], 1), -torch.inf)
+            total = torch.zeros_like(top)
+        else:
+            top = sinks.detach().to(wide).view(self._key_heads, -1).repeat(1, q.shape[1] // self._group)[..., None]
+            total = torch.ones_like(top)
         for rows, tile, k, v in self._steps(chunk, kv):
             scores = self._scores(wide, rows, k, tile, chunk)
             new = torch.maximum(top[:, rows], scores.amax(-1, keepdim=True))
@@ -168,10 +182,14 @@ class ChunkedAttention:
         dq = torch.zeros_like(wide)
         along = (above * out).sum(-1, keepdim=True)
         for rows, tile, k, v in self._steps(chunk, kv):
-            weights = self._scores(wide, rows, k, tile, chunk).sub_(logsumexp[:, rows]).exp_()
+            weights = self._scores(wide, rows, k, tile, chunk)
+            slope = None if self._softcap is None else 1 - (weights / self._softcap).clamp_(-1, 1).square_()
+            weights = weights.sub_(logsumexp[:, rows]).exp_()
             dv = weights.transpose(1, 2) @ above[:, rows]
             scores = above[:, rows] @ upcast(v).transpose(1, 2)
             scores.sub_(along[:, rows]).mul_(weights)
+            if slope is not None:  # of c tanh(s / c): 1 - tanh(s / c)^2
+                scores.mul_(slope)
             dq[:, rows] += scores @ upcast(k)
             dk = scores.transpose(1, 2) @ wide[:, rows]
             both = torch.stack([dk, dv]).permute(2, 0, 1, 3).flatten(1)
@@ -201,6 +219,8 @@ class ChunkedAttention:
 
     def _scores(self, q: torch.Tensor, rows: slice, k: torch.Tensor, tile: Tile, chunk: slice) -> torch.Tensor:
         scores = q[:, rows] @ upcast(k).transpose(1, 2)
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
         if tile.causal:
             query = torch.arange(rows.start, rows.stop, device=q.device) // self._group - tile.rows.start
             key = torch.arange(k.shape[1], device=q.device)

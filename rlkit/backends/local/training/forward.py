@@ -22,6 +22,7 @@ from rlkit.backends.local.model.probe import FAILURES
 from rlkit.backends.local.training.chunked_attention import ChunkedAttention
 from rlkit.backends.local.training.long_micro_batch import LongMicroBatch, Read, outputs_in_chunks
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
+from rlkit.backends.local.training.parts_forward import PartsForward, parts_agree
 from rlkit.backends.local.training.recomputed_attention import RECOMPUTED
 from rlkit.backends.local.training.rows import Storage
 from rlkit.backends.worker import breathe
@@ -38,6 +39,8 @@ STAY = 8
 def training_forward(model: Any, base: Base, scale: float, budget: int, folder: Path | None = None) -> Forward:
     """Return rlkit's own forward where it computes what the library's does, else the library's.
 
+    The library's computes long micro-batches in parts where that gives the same; else each layer again.
+
     Args:
         model: the peft model.
         base: what it adapts.
@@ -46,20 +49,23 @@ def training_forward(model: Any, base: Base, scale: float, budget: int, folder: 
         folder: where long micro-batches keep what a CPU's memory should not hold; None for nowhere.
 
     Raises:
-        ConfigError: a folder is given, and the library's forward, which uses none, computes the model.
+        ConfigError: a folder is given, and the model is not computed in parts.
     """
     if base.llama:
         return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
-    if folder is not None:
-        kind = base.model.config.model_type
-        raise ConfigError(
-            "offload_folder", f"got {str(folder)!r}", "None", f"rlkit's own forward uses it, not {kind}'s"
-        )
     if "trees" not in base.known:
         base.known["trees"] = base.plain and _trees_agree(base)
+        base.known["parts"] = parts_agree(base)
+    if folder is not None and not base.known["parts"]:
+        kind = base.model.config.model_type
+        raise ConfigError(
+            "offload_folder", f"got {str(folder)!r}", "None", f"{kind} computes a datum at once, or gives other numbers"
+        )
     if base.known["trees"] and _recomputes(model, base):
         use_attention(model, RECOMPUTED)
     _breathe_between_layers(model)
+    if base.known["parts"]:
+        return PartsForward(model, budget, STAY * budget, folder, trees=base.known["trees"])
     return RecomputingForward(model, budget, trees=base.known["trees"])
 
 

@@ -14,7 +14,7 @@ are a chunk's part of one layer and, of every token,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,10 +27,24 @@ from rlkit.backends.local.training.micro_batches import MicroBatch
 from rlkit.backends.local.training.rows import Rows, Storage
 from rlkit.backends.worker import breathe
 
-__all__ = ["LongMicroBatch", "Read", "outputs_in_chunks"]
+__all__ = ["InParts", "LongMicroBatch", "Outputs", "Read", "outputs_in_chunks"]
 
 Outputs: TypeAlias = dict[str, torch.Tensor]
 Read: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Outputs]
+
+
+class InParts(Protocol):
+    """A micro-batch that is computed in parts, once forward and once backward."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """What has a gradient."""
+
+    def forward(self, *, keep: bool) -> Outputs:
+        """Return the outputs [n, ...] without a gradient, and keep what ``backward`` wants."""
+
+    def backward(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradients of ``parameters`` from those of outputs. What was kept is freed."""
 
 
 class LongMicroBatch:
@@ -79,7 +93,7 @@ class LongMicroBatch:
         return [*(x for layer in self._llama.layers for x in layer.parameters), *self._head]
 
     def forward(self, *, keep: bool) -> Outputs:
-        """Return the outputs [n, ...] without a gradient, and keep what ``backward`` wants."""
+        """See ``InParts``."""
         with torch.no_grad():
             return self._forward(keep=keep)
 
@@ -105,7 +119,7 @@ class LongMicroBatch:
         return outputs
 
     def backward(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients of ``parameters`` from those of outputs. What was kept is freed."""
+        """See ``InParts``."""
         head = self._backward_head(grads)
         sums: list[torch.Tensor] = []
         with torch.no_grad():
@@ -218,7 +232,7 @@ class _LayerRows:
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, batch: LongMicroBatch, names: list[str], *_: torch.Tensor) -> Any:
+    def forward(ctx: Any, batch: InParts, names: list[str], *_: torch.Tensor) -> Any:
         outputs = batch.forward(keep=True)
         names += outputs
         ctx.batch, ctx.names = batch, names
@@ -231,7 +245,7 @@ class _Outputs(torch.autograd.Function):
         return None, None, *ctx.batch.backward(wanted)
 
 
-def outputs_in_chunks(batch: LongMicroBatch) -> Outputs:
+def outputs_in_chunks(batch: InParts) -> Outputs:
     """Return the outputs of the batch as autograd sees them."""
     if not torch.is_grad_enabled():
         return batch.forward(keep=False)

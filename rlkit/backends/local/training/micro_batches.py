@@ -67,6 +67,16 @@ class MicroBatch:
         arguments = {"input_ids": tokens, "position_ids": at, "use_cache": False}
         return {**arguments, "attention_mask": masks.of(mask, at, at[0])}, index
 
+    @property
+    def padded(self) -> int:
+        """Tokens of ``rows`` with their padding."""
+        return len(self.runs) * max(run.end - run.begin for run in self.runs)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some tokens are of several sequences."""
+        return any(run.before for run in self.runs)
+
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return every run as a row: tokens [B, L], padded on the right, and ``index`` as places of those."""
         lengths = [run.end - run.begin for run in self.runs]
@@ -77,7 +87,7 @@ class MicroBatch:
 
 
 def pack(
-    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: bool = True, chunked: bool = False
+    data: Sequence[Datum], budget: int, *, pairs: bool = False, share: int = 1, chunked: bool = False
 ) -> list[MicroBatch]:
     """Return batches of at most ``budget`` tokens of all datums with a masked-in token.
 
@@ -85,11 +95,21 @@ def pack(
         data: the datums.
         budget: a unit (a datum, or a pair of them) longer than that is a batch by itself.
         pairs: datums 2k and 2k + 1 stay in one batch, in that order.
-        share: compute what sequences have in common once. Otherwise every datum is a run by itself, and the padding
-            of ``MicroBatch.rows`` counts.
+        share: compute once what sequences begin with, in blocks of so many tokens. With 0 every datum is a run by
+            itself, and the padding of ``MicroBatch.rows`` counts; so it does where blocks are of several tokens and
+            save less than that.
         chunked: a batch of more than the budget is computed in parts. So a unit longer than that may have others beside
             it, with which it shares tokens: ``LONGER`` times its own at most, since some is kept of every token.
     """
+    if share > 1:
+        options = {"pairs": pairs, "chunked": chunked}
+        trees, rows = (_packed(data, budget, share=x, **options) for x in (share, 0))
+        fewer = sum(batch.tokens.size for batch in trees) < sum(batch.padded for batch in rows)
+        return trees if fewer else rows
+    return _packed(data, budget, pairs=pairs, share=share, chunked=chunked)
+
+
+def _packed(data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chunked: bool) -> list[MicroBatch]:
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
     read = {i: datum.tokens[: np.flatnonzero(datum.mask)[-1]] for i, datum in enumerate(data) if datum.mask.any()}
@@ -100,7 +120,7 @@ def pack(
         chosen.sort(key=lambda unit: max(read[i].size for i in unit))
     members = [read[i] for unit in chosen for i in unit]
     firsts = np.cumsum([0, *map(len, chosen)])
-    costs = tree_costs(members, firsts) if share else row_costs(members, firsts)
+    costs = tree_costs(members, firsts, share) if share else row_costs(members, firsts)
     batches = []
     for part in cuts(len(chosen), costs, budget, LONGER if chunked else 1.0):
         batch = _Filling(share)
@@ -114,7 +134,7 @@ def pack(
 class _Filling:
     """A batch on its way."""
 
-    share: bool
+    share: int
     members: list[int] = attrs.field(factory=list)
     places: dict[int, np.ndarray] = attrs.field(factory=dict)  # datum -> the places of its tokens
     parts: list[np.ndarray] = attrs.field(factory=list)
@@ -125,7 +145,7 @@ class _Filling:
         """Append a datum."""
         tokens = read[i]
         earlier = self.members[-LOOK_BACK:] if self.share else []
-        n, like = max(((in_common(tokens, read[j]), j) for j in earlier), default=(0, i))
+        n, like = max(((in_common(tokens, read[j], self.share), j) for j in earlier), default=(0, i))
         before = self.places[like][:n] if n else np.zeros(0, np.int64)
         end = self.size + tokens.size - n
         self.members.append(i)

@@ -46,12 +46,12 @@ def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[sli
     return slices[::-1]
 
 
-def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
+def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray, block: int = 1) -> Costs:
     """Return the costs of prefix trees: what one of the ``LOOK_BACK`` members before has as well is computed once."""
     common = np.zeros((len(members), LOOK_BACK + 1), int)  # at most with so many members before in the batch
     for m in range(len(members)):
         for d in range(1, LOOK_BACK + 1):
-            here = in_common(members[m], members[m - d]) if m >= d else 0
+            here = in_common(members[m], members[m - d], block) if m >= d else 0
             common[m, d] = max(common[m, d - 1], here)
     added = np.array([x.size for x in members], int) - common[:, -1]
     before = np.concatenate([[0], np.cumsum(added)])
@@ -81,8 +81,13 @@ def row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
     return costs
 
 
-def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens both begin with."""
+def in_common(a: np.ndarray, b: np.ndarray, block: int = 1) -> int:
+    """Return how many tokens both begin with, in whole blocks.
+
+    >>> in_common(np.arange(9), np.array([0, 1, 2, 3, 5])), in_common(np.arange(9), np.arange(9), 4)
+    (4, 8)
+    """
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n
+    n = int(differ[0]) if differ.size else n
+    return n - n % block

@@ -114,7 +114,7 @@ class LocalTrainer:
         parts: list[LossGradient] = []
         pairs = loss is not None and loss.level == "pair"
         self.forward.prepare()
-        batches = pack(data, self._budget, pairs=pairs, share=self.forward.trees, chunked=self.forward.chunked)
+        batches = pack(data, self._budget, pairs=pairs, share=self.forward.shares, chunked=self.forward.chunked)
         whole: LossGradient | None = None
         if loss is not None and loss.level == "batch":  # first pass: everything that the loss wants to see at once
             for batch in batches:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends.local.training.parts_forward import PartsForward
 from tests.backends.local import white_box
 from tests.models.families import FAMILIES
 from tests.models.family import LENGTH, build
@@ -20,7 +21,7 @@ peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from rlkit.backends.local.export import save_merged  # noqa: E402
-from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, SLOTS, WHOLE  # noqa: E402
+from rlkit.backends.local.model.probe import BATCHED, NOT_CONTINUED, NOT_IN_PARTS, SLOTS, WHOLE  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
 RIGHT = [name for name, family in FAMILIES.items() if family.path != "refused"]
@@ -99,6 +100,22 @@ def test_trainer(made):
     assert all(g.any() for g in made.gradient.values())  # an adapter without a gradient is on a module that is not read
 
 
+def test_in_parts(made):
+    """The gradient is the same if at most 32 tokens are computed at once."""
+    if not made.policy.base.known.get("parts", False):
+        pytest.skip("computed by rlkit's own forward, or at once")
+    trainer = made.policy._trainer
+    whole = trainer.forward
+    trainer.forward = PartsForward(trainer.model, 32, 64, None, trees=whole.trees)
+    found = made.policy.forward_backward(made.data, "cross_entropy").result().selected
+    gradient = {name: p.grad.clone() for name, p in white_box.parameters(made.policy).items()}
+    made.policy.discard().result()
+    trainer.forward = whole
+    assert max(np.abs(a - b).max() for a, b in zip(found, made.logprobs, strict=True)) < 1e-4
+    difference = torch.cat([(g - made.gradient[name]).flatten() for name, g in gradient.items()])
+    assert difference.norm() < 3e-5 * torch.cat([g.flatten() for g in made.gradient.values()]).norm()
+
+
 def test_sampler(made):
     """Sampled logprobs and scores are the trainer's, merged or not, and requests do not change one another's."""
     for sample, expected in zip(made.samples, made.logprobs, strict=True):
@@ -119,6 +136,7 @@ def test_path(made):
     base = made.policy.base
     assert ("own" if base.llama else base.known["way"]) == made.family.path
     assert base.known.get("continues", True) == (made.family.model_type not in NOT_CONTINUED)
+    assert base.known.get("parts", True) == (made.family.model_type not in NOT_IN_PARTS)
     settings = made.family.settings
     picked = settings.get("index_topk") or settings.get("keep_window_size") or LENGTH
     assert base.max_length == (48 if "longrope" in str(settings) else picked) or base.max_length == 2**20

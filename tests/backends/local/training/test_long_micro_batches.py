@@ -28,8 +28,6 @@ from rlkit.backends.local.training.flex_attention import MaskedAttention  # noqa
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.backends.local.training.test_micro_batches import batches_of_data, random_tree, relative  # noqa: E402
-from tests.models.families import FAMILIES  # noqa: E402
-from tests.models.family import build  # noqa: E402
 
 WHOLE = 10**6
 
@@ -43,7 +41,7 @@ def double(monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Blocks of a few keys, of which a few queries are looked at at once."""
-    monkeypatch.setattr(chunked_attention.ChunkedAttention.__init__, "__defaults__", (None, 5))
+    monkeypatch.setattr(chunked_attention.ChunkedAttention.__init__, "__defaults__", (None, 5, None))
     monkeypatch.setattr(chunked_attention, "SCORES", {"cpu": 90})
 
 
@@ -323,20 +321,16 @@ def test_the_folder_has_to_be_there(tiny, tmp_path):
     for folder in (tmp_path / "none", 3):
         with pytest.raises(ConfigError, match="offload_folder: .*an existing folder"):
             rlkit.connect("local", model=tiny("llama"), offload_folder=folder)
-    with pytest.raises(ConfigError, match="offload_folder: got .* expected None .*not gpt2's"):
-        rlkit.connect("local", model=tiny("gpt2"), offload_folder=tmp_path)
+    with pytest.raises(ConfigError, match="offload_folder: got .* expected None .*bloom computes a datum at once"):
+        rlkit.connect("local", model=tiny("bloom"), offload_folder=tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mixtral", "mamba", "bloom", "zamba2"])
-def test_the_librarys_layers_are_computed_again(tiny, kind, tmp_path):
-    """Beyond the budget: the same gradient, with less kept between the forward and the backward pass."""
+@pytest.mark.parametrize("kind", ["mamba", "bloom"])
+def test_the_librarys_layers_are_computed_again(tiny, kind):
+    """Of what is not computed in parts, beyond the budget: the same gradient, with less kept for the backward pass."""
     data = long_tree(np.random.default_rng(3))
     grads, kept = [], []
-    if kind == "zamba2":  # whose layers have others within
-        model = str(build(FAMILIES[kind], tmp_path / kind))
-    else:
-        model = tiny(kind)
-    for policy in policies(model, [8], lora=rlkit.Lora(rank=2, train_mlp=kind != "mixtral")):
+    for policy in policies(tiny(kind), [8], lora=rlkit.Lora(rank=2)):
         trainer = policy._trainer
         for used in (trainer.forward, LibraryForward(trainer.model, trees=trainer.forward.trees)):
             trainer.forward, sizes = used, []

@@ -114,7 +114,7 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
         parameter.data.add_(torch.from_numpy(0.05 * rng.normal(size=parameter.shape)).to(parameter))
-    assert trainer.forward.trees
+    assert trainer.forward.shares == 1
     for loss, data in ((loss, random_tree(rng)) for loss in ("cross_entropy", "ppo") for _ in range(3)):
         near = policy.forward(data).result().selected  # ratios near 1, as in training; far ones amplify float32
         data = [d.with_inputs(sampling_logprobs=lp - 0.05, advantages=1.0) for d, lp in zip(data, near, strict=True)]
