@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 
 from rlkit._disk import replacing
+from rlkit._secrets import redact
 from rlkit.errors import CheckpointError, EnvError
 from rlkit.harnesses.types import Score, listed, mapping, number, parsed
 
@@ -65,7 +66,7 @@ def make(folder: Path) -> None:
         CheckpointError: it cannot be made.
     """
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(mode=0o700, parents=True)  # as the run's own files, its owner's alone
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be made: {error}") from error
 
@@ -83,7 +84,7 @@ def keep(result: Result) -> Path:
         "step": result.step,
         "time": result.time,
         "seconds": result.seconds,
-        "arguments": [f"{name}={value}" for name, value in result.arguments],
+        "arguments": [redact(f"{name}={value}") for name, value in result.arguments],
         "scores": [attrs.asdict(score) for score in result.scores],
     }
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 
 import pytest
 
@@ -158,9 +159,18 @@ def test_scores_are_kept(tmp_path):
     assert harnesses.results(tmp_path) == [sooner, later]
     assert later.metrics == {"eval/arc/acc": 0.5, "eval/arc/acc_stderr": 0.1}
     assert sooner.metrics == {"eval/owner/gsm/em": 0.25}
+    assert stat.S_IMODE(later.folder.stat().st_mode) == 0o700
     (later.folder / "scores.json").write_text('{"scores": [], "step": -1}')
     assert harnesses.results(tmp_path) == [sooner]
     assert harnesses.results(tmp_path / "nothing") == []
+
+
+def test_keys_are_not_kept(tmp_path):
+    """As an option of the harness may hold one."""
+    folder = keeping.new_folder(tmp_path, "lm-eval", 0)
+    keeping.make(folder)
+    result = Result("lm-eval", "1", 0, 0.0, 0.0, [], folder, [("wandb_args", "api_key=0123456789abcdef")])
+    assert "0123456789abcdef" not in keeping.keep(result).read_text()
 
 
 def test_folders_that_cannot_be_made(tmp_path):

@@ -53,6 +53,9 @@ output_type: generate_until
 doc_to_text: "{{question}} Answer with one word."
 doc_to_target: "{{choices[answer]}}"
 generation_kwargs: {until: ["\\n"], max_gen_toks: 8, temperature: 0}
+filter_list:
+  - name: last_word
+    filter: [{function: regex, regex_pattern: '(\\w+)\\W*$'}, {function: take_first}]
 metric_list: [{metric: exact_match, ignore_case: true, ignore_punctuation: true}]
 """
 QUIZ = """
@@ -244,6 +247,7 @@ def generation(python, folder, run_folder, merged):
         texts[model] = Path(said.strip().splitlines()[-1].rpartition(" in ")[2])
         assert answers(texts[model], "small_words") == answers(folder / "own-words", "small_words"), model
         assert scores(texts[model]) == scores(folder / "own-words")
+        assert scores(texts[model])["small_words"]["exact_match,last_word"] > 0, texts[model]  # else it says little
         print(f"  {model}: {said.splitlines()[0]}", flush=True)
 
 
