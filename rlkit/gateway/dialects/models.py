@@ -9,7 +9,7 @@ from rlkit.gateway.types import Answerer, GatewayError
 
 __all__ = ["list_models", "retrieve_model"]
 
-_SINCE = 1735689600, "2025-01-01T00:00:00Z"  # clients want a date
+_UNKNOWN = "1970-01-01T00:00:00Z"  # readers want a date
 
 
 def list_models(answerer: Answerer, _: Mapping[str, str], headers: Mapping[str, str]) -> Json:
@@ -30,11 +30,11 @@ def retrieve_model(answerer: Answerer, path: Mapping[str, str], headers: Mapping
 
 def _openai(answerer: Answerer) -> Json:
     name = answerer.model
-    card: Json = {"id": name, "object": "model", "created": _SINCE[0], "owned_by": "rlkit", "root": name}
+    card: Json = {"id": name, "object": "model", "created": 0, "owned_by": "rlkit", "root": name}
     return {**card, "parent": None, "max_model_len": answerer.max_length}
 
 
 def _anthropic(answerer: Answerer) -> Json:
     name = answerer.model
-    card: Json = {"type": "model", "id": name, "display_name": name, "created_at": _SINCE[1]}
-    return {**card, "max_input_tokens": answerer.max_length, "max_tokens": answerer.max_length}
+    card: Json = {"type": "model", "id": name, "display_name": name, "created_at": _UNKNOWN}
+    return {**card, "lifecycle": "active", "max_input_tokens": answerer.max_length, "max_tokens": answerer.max_length}
