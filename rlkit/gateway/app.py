@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlkit.gateway import streaming
+from rlkit.gateway.answering import Running, unless_gone
 from rlkit.gateway.dialects import anthropic, models, openai
 from rlkit.gateway.dialects.call import Call, Json
 from rlkit.gateway.dialects.chat import ChatCall
@@ -24,9 +25,9 @@ from rlkit.gateway.dialects.completions import CompletionCall
 from rlkit.gateway.dialects.responses import ResponseCall
 from rlkit.gateway.dialects.tokens import GenerateCall, detokenize, tokenize, tokenizer_info
 from rlkit.gateway.incoming import Gone, check_origin, key_of, read_object
-from rlkit.gateway.types import Answerer, GatewayError, Reply, Service
+from rlkit.gateway.types import Answerer, GatewayError, Service
 
-__all__ = ["app"]
+__all__ = ["App", "app"]
 
 Handler: TypeAlias = Callable[[Mapping[str, object], Answerer], Call | Awaitable[Json]]
 ErrorForm: TypeAlias = Callable[[GatewayError], Json]
@@ -44,7 +45,7 @@ _POSTS: Final[Mapping[str, tuple[Handler, ErrorForm]]] = {
 }
 
 
-def app(service: Service, *, loopback: bool = True, body_limit: int = 64 * 2**20) -> ASGIApp:
+def app(service: Service, *, loopback: bool = True, body_limit: int = 64 * 2**20) -> App:
     """Return the endpoints of a gateway as an ASGI application.
 
     Args:
@@ -52,8 +53,9 @@ def app(service: Service, *, loopback: bool = True, body_limit: int = 64 * 2**20
         loopback: it listens on this machine alone, and is asked under this machine's own names.
         body_limit: bytes that the body of a request may have.
     """
+    running = Running()
     posts: list[BaseRoute] = [
-        Route(path, _Endpoint(service, handler, form, body_limit), methods=["POST"])
+        Route(path, _Endpoint(service, handler, form, body_limit, running), methods=["POST"])
         for path, (handler, form) in _POSTS.items()
     ]
     gets: list[BaseRoute] = [
@@ -67,13 +69,14 @@ def app(service: Service, *, loopback: bool = True, body_limit: int = 64 * 2**20
     endpoints = Starlette(routes=[Mount("/s/{session}", routes=routes), *routes])
     endpoints.router.redirect_slashes = False
     endpoints.add_exception_handler(HTTPException, _no_route)
-    return _Guard(endpoints, loopback)
+    return App(endpoints, running, loopback)
 
 
 class _Endpoint:
     """One path that is posted to."""
 
-    def __init__(self, service: Service, handler: Handler, form: ErrorForm, limit: int) -> None:
+    def __init__(self, service: Service, handler: Handler, form: ErrorForm, limit: int, running: Running) -> None:
+        self._running = running
         self._service = service
         self._handler = handler
         self._form = form
@@ -84,7 +87,7 @@ class _Endpoint:
         try:
             answerer = _admit(self._service, scope, headers)
             value = await read_object(headers, receive, self._limit)
-            await _unless_gone(self._exchange(value, answerer, send), receive)
+            await unless_gone(self._exchange(value, answerer, send), receive)
         except Gone:
             return
         except GatewayError as error:
@@ -99,10 +102,14 @@ class _Endpoint:
             if not isinstance(made, Call):
                 await _write(send, 200, await made)
                 return
-            answer = asyncio.ensure_future(_replies(made))
+            answer = self._running.begin(made)
             try:
                 begun = made.stream and await streaming.waiting(answer, send)
                 replies = await answer
+            except asyncio.CancelledError:
+                if not self._running.ended:
+                    raise
+                raise GatewayError(503, "the gateway was closed", code="closed") from None
             finally:
                 answer.cancel()
             if not made.stream:
@@ -128,11 +135,12 @@ class _Endpoint:
         await streaming.write(send, b"", streaming.encode(made.failed(self._form(problem))))
 
 
-class _Guard:
-    """Refuses what web pages send, and answers what nothing else has."""
+class App:
+    """All endpoints, behind a guard that refuses what web pages send. An ASGI application; made by ``app``."""
 
-    def __init__(self, app: ASGIApp, loopback: bool) -> None:
-        self._app = app
+    def __init__(self, endpoints: ASGIApp, running: Running, loopback: bool) -> None:
+        self._app = endpoints
+        self._running = running
         self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,29 +155,9 @@ class _Guard:
         else:
             await self._app(scope, receive, send)
 
-
-async def _unless_gone(exchange: Awaitable[None], receive: Receive) -> None:
-    """Run an exchange; when the client closes the connection, cancel it."""
-    running = asyncio.ensure_future(exchange)
-    left = asyncio.ensure_future(streaming.gone(receive))
-    try:
-        await asyncio.wait({running, left}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-    finally:
-        for task in (running, left):
-            task.cancel()
-        await asyncio.gather(running, left, return_exceptions=True)
-
-
-async def _replies(call: Call) -> list[Reply]:
-    """Answer all requests of a call; when one fails, the others are cancelled."""
-    running = [asyncio.ensure_future(call.answerer.answer(request)) for request in call.requests]
-    try:
-        return await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
+    def end(self) -> None:
+        """Cancel what is being answered, and refuse from now on: clients are told that the gateway was closed."""
+        self._running.end()
 
 
 def _admit(service: Service, scope: Scope, headers: Headers) -> Answerer:

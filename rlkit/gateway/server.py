@@ -46,8 +46,9 @@ class Server(Resource):
             raise BackendError(f"gateway: cannot listen on {host}:{port}: {error}") from error
         address = self._socket.getsockname()
         self.url = f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
+        self._app = app(service, loopback=is_loopback(host))
         config = uvicorn.Config(
-            app(service, loopback=is_loopback(host)),
+            self._app,
             http="h11",
             ws="none",
             lifespan="off",
@@ -63,7 +64,8 @@ class Server(Resource):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; requests that are not answered soon are cancelled. May be called twice."""
+        """Stop listening; clients that wait for an answer are told that the gateway was closed. May be called twice."""
+        self._app.end()
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

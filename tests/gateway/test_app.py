@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 
 import anthropic
 import httpx2
@@ -253,7 +254,10 @@ def test_a_client_that_leaves_while_it_sends(served, service):
     assert not service.requests
 
 
-def test_closing_ends_what_runs(service):
+@pytest.mark.parametrize("stream", [False, True])
+def test_closing_ends_what_runs(service, stream, monkeypatch, caplog):
+    """Clients are told, whether their streams have begun or not; nothing is left and nothing is logged as a failure."""
+    monkeypatch.setattr(streaming, "_SOON", 0.01)
     service.hold = threading.Event()
     server = Server(service)
     asked = openai.OpenAI(base_url=f"{server.url}/s/s1/v1", api_key="any", max_retries=0)
@@ -261,18 +265,21 @@ def test_closing_ends_what_runs(service):
 
     def ask():
         try:
-            asked.chat.completions.create(**CHAT)
+            list(asked.chat.completions.create(**CHAT, stream=stream))
         except openai.APIError as error:
             failures.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
     assert service.running.acquire(timeout=30)
+    if stream:
+        time.sleep(0.1)  # the first comment is out
     server.close()
     server.close()
     thread.join(timeout=30)
-    assert len(failures) == 1
+    assert [error.body["code"] for error in failures] == ["closed"]
     assert service.cancelled.acquire(timeout=30)
+    assert "Traceback" not in caplog.text
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"{server.url}/health")
 
