@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import anthropic
 import httpx
@@ -151,3 +153,24 @@ def test_without_a_socket(gateway):
         return await client.chat.completions.create(model="m", messages=HI)
 
     assert asyncio.run(ask()).usage.completion_tokens == session.turns[0].sample.tokens.size
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_gives_up_leaves_nothing_behind(gateway, stream):
+    begun = threading.Event()
+
+    async def never(prompt, params, n, seed):
+        begun.set()
+        await asyncio.sleep(3600)
+
+    session = gateway.session(ask=never)
+    client = openai.OpenAI(base_url=session.base_url, api_key="any", max_retries=0, timeout=0.5)
+    with pytest.raises(openai.APITimeoutError):
+        list(client.chat.completions.create(model="m", messages=HI, stream=stream))
+    assert begun.wait(30)
+    for _ in range(1000):
+        if session.metrics["cancelled"]:
+            break
+        time.sleep(0.01)
+    assert session.metrics["cancelled"] == 1
+    assert not session.turns
