@@ -1,0 +1,137 @@
+r"""An agent that knows nothing of rlkit is trained as it is: agent_program.py, written with the SDK of OpenAI, with a tool.
+
+    pip install openai
+    python examples/agent.py                                                # on the toy, under a minute on a CPU
+    python examples/agent.py process=true max_steps=3                       # each episode a process of its own
+    python examples/agent.py backend=local
+    python examples/agent.py backend=tinker model=Qwen/Qwen3-4B-Instruct-2507 warm_up=0
+
+A key is always in the same one of ten drawers, which nobody tells the policy: it finds out by opening them. The toy has
+to be shown first how a call is written (``warm_up``); so does a small model. Run it again to go on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+import rlkit
+from rlkit import config, credit
+from rlkit.backends.protocol import TrainerBackend
+from rlkit.chat import Chat
+from rlkit.envs import Tasks, agent
+from rlkit.rollouts import Plan, rollout_sync
+
+sys.path.insert(0, str(Path(__file__).parent))
+import agent_program  # the agent, as it stands
+
+PROMPTS = ("Find the key.", "Where is the key?", "I need my key.", "Get me the key, please.")
+
+
+@attrs.frozen
+class Settings:
+    """What can be set.
+
+    Args:
+        backend, model: the policy.
+        warm_up: steps of imitation that show how a call is written, with random drawers.
+        process: whether each episode is a process of its own, rather than a call in a thread.
+        n: episodes of each prompt per step.
+        folder: the run's; what is in it is gone on with.
+    """
+
+    backend: Literal["toy", "local", "tinker"] = "toy"
+    model: str = "smollm2-135m-instruct"
+    lora_rank: int = 16
+    learning_rate: float | None = None
+    warm_up: int = 80
+    process: bool = False
+    max_steps: int = 15
+    n: int = 8
+    max_tokens: int = 80
+    save_every: int = 5
+    seed: int = 0
+    folder: str = "runs/agent"
+
+    @property
+    def rate(self) -> float:
+        """The toy learns faster than models do."""
+        return self.learning_rate or (0.1 if self.backend == "toy" else 2e-4)
+
+
+def run(task: dict[str, Any], session: Any) -> dict[str, Any]:
+    """Plays one episode: the agent is given a client of the session, and otherwise left alone."""
+    with agent_program.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        return agent_program.find_key(client, task["prompt"], model=session.model)
+
+
+def reward(result: dict[str, Any] | str, task: dict[str, Any]) -> float:  # noqa: ARG001
+    """1 for the first drawer, less for each one more."""
+    end = json.loads(result) if isinstance(result, str) else result  # a process prints it
+    return 1.2 - 0.2 * len(end["opened"]) if end["found"] else 0.0
+
+
+def tasks(s: Settings) -> Tasks:
+    """One task per prompt."""
+    program = [sys.executable, str(Path(__file__).with_name("agent_program.py"))]
+    return agent(program if s.process else run, reward, [{"prompt": text} for text in PROMPTS], name="drawers")
+
+
+def warm_up(s: Settings, policy: TrainerBackend, chat: Chat) -> None:
+    """Shows the policy a call of each drawer."""
+    schemas = [{"type": "function", "function": agent_program.TOOL}]
+    data = []
+    for number in range(10):
+        prompt = chat.start(PROMPTS[number % len(PROMPTS)], schemas).prompt
+        call = {"name": agent_program.TOOL["name"], "arguments": {"number": number}}
+        tokens = policy.tokenizer.encode(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
+        data.append(rlkit.Datum.supervised(prompt, np.append(tokens, policy.tokenizer.eos_ids[0])))
+    for _ in range(s.warm_up):
+        policy.forward_backward([d.with_inputs(weights=1 / len(data)) for d in data], "cross_entropy")
+        policy.optim_step(rlkit.Adam(learning_rate=s.rate)).result()
+
+
+def train(s: Settings) -> list[float]:
+    """The mean reward of each step."""
+    means = []
+    with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
+        options: dict[str, Any] = {"max_length": 4096} if s.backend == "toy" else {"lora": rlkit.Lora(rank=s.lora_rank)}
+        policy = run.connect(s.backend, model=s.model, **options)
+        chat = Chat(policy.tokenizer, history="append")
+        if run.step == 0:
+            warm_up(s, policy, chat)
+        params = rlkit.SamplingParams(max_tokens=s.max_tokens)
+        plan = Plan(n=s.n, params=params, chat=chat, max_turns=4, deadline=120.0, seed=s.seed)
+        for step in run.steps(s.max_steps):
+            with policy.sampler().result() as sampler:
+                groups = rollout_sync(sampler, tasks(s).batch(step, len(PROMPTS)), step=step, plan=plan)
+            batch = credit.assign(groups, "grpo", split="allow")
+            policy.forward_backward(batch.data, "ppo")
+            policy.optim_step(rlkit.Adam(learning_rate=s.rate)).result()
+            run.log(groups.metrics | batch.metrics)
+            run.log_trajectories(groups, advantages=batch.advantages)
+            run.checkpoint(policy, every=s.save_every)
+            means.append(groups.metrics["env/drawers/reward"])
+            failed, turns = groups.metrics["env/drawers/failed"], groups.metrics["env/drawers/turns"]
+            print(f"step {step:2}  reward {means[-1]:.2f}  turns {turns:.1f}  failed {failed:.0f}")
+    return means
+
+
+def main(arguments: list[str]) -> None:
+    """Runs a command line."""
+    if arguments in (["help"], ["--help"], ["-h"]):
+        print(__doc__, config.describe(Settings), sep="\n")
+        return
+    try:
+        train(config.load(Settings, overrides=arguments))
+    except rlkit.RlkitError as error:
+        sys.exit(f"agent.py: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
