@@ -1,7 +1,7 @@
-r"""An agent that knows nothing of rlkit is trained as it is: agent_program.py, written with the SDK of OpenAI, with a tool.
+r"""An agent that knows nothing of rlkit is trained as it is: agent_program.py, written with OpenAI's SDK, with a tool.
 
     pip install openai
-    python examples/agent.py                                                # on the toy, under a minute on a CPU
+    python examples/agent.py                                                # on the toy, about a minute on a CPU
     python examples/agent.py process=true max_steps=3                       # each episode a process of its own
     python examples/agent.py backend=local
     python examples/agent.py backend=tinker model=Qwen/Qwen3-4B-Instruct-2507 warm_up=0
@@ -28,7 +28,7 @@ from rlkit.envs import Tasks, agent
 from rlkit.rollouts import Plan, rollout_sync
 
 sys.path.insert(0, str(Path(__file__).parent))
-import agent_program  # the agent, as it stands
+import agent_program  # the agent, as it is
 
 PROMPTS = ("Find the key.", "Where is the key?", "I need my key.", "Get me the key, please.")
 
@@ -57,6 +57,12 @@ class Settings:
     save_every: int = 5
     seed: int = 0
     folder: str = "runs/agent"
+
+    def __attrs_post_init__(self) -> None:
+        Plan(n=self.n, params=rlkit.SamplingParams(max_tokens=self.max_tokens), seed=self.seed)
+        rlkit.Adam(learning_rate=self.rate)
+        if self.warm_up < 0 or self.max_steps < 1 or self.save_every < 1:
+            raise rlkit.ConfigError("warm_up: at least 0; max_steps and save_every: at least 1")
 
     @property
     def rate(self) -> float:

@@ -154,5 +154,8 @@ def _openreward(taskset: Taskset) -> Tasks:
     return envs.openreward(taskset.path or "", split=taskset.split, **taskset.workflow_args)
 
 
+environments["agent"] = "rlkit.recipes.agents:agent"
+
+
 for _name, _make in WORKFLOWS.items():
     environments.register(_name)(_make)

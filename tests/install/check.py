@@ -122,6 +122,8 @@ def readme(place: Environment, _: Path) -> None:
     with served(place, "rlkit serve --model smollm2-135m-instruct") as address:
         for line in SERVED.strip().splitlines():
             place.run(line, **address)
+    place.run(next(line for line in install_lines("docs/agents.md") if "openai" in line))
+    place.run("python examples/agent.py warm_up=1 max_steps=1 n=2 folder=runs/agent")
     place.run(next(line for line in install_lines("docs/environments.md") if "gem-llm" in line))
     for line in GEM.strip().splitlines():
         place.run(line)
