@@ -11,6 +11,7 @@ from rlkit.envs.from_openenv import openenv
 from rlkit.envs.from_openreward import openreward
 from rlkit.envs.from_reasoning_gym import reasoning_gym
 from rlkit.envs.from_textarena import textarena
+from rlkit.envs.from_verifiers import verifiers
 from rlkit.envs.mixtures import Mixture, mixture
 from rlkit.envs.protocol import (
     Action,
@@ -47,6 +48,7 @@ __all__ = [
     "openreward",
     "reasoning_gym",
     "textarena",
+    "verifiers",
 ]
 
 Settings = TaskSettings  # its older name
@@ -64,5 +66,6 @@ for _public in (
     openreward,
     reasoning_gym,
     textarena,
+    verifiers,
 ):
     _public.__module__ = __name__  # where users import them from

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-import weakref
 from pathlib import Path
-from typing import IO
 
+from rlkit.envs._child import Child
 from rlkit.errors import EnvError
 
 _CHILD = Path(__file__).with_name("_openenv_child.py")
-_SAID = 500  # characters of what a server wrote to stderr, for messages
 
 
 class LocalServer:
@@ -37,9 +29,8 @@ class LocalServer:
         self._folder = os.getcwd() if folder is None else folder  # noqa: PTH109
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._child: Child | None = None
         self._url = ""
-        self._log: IO[str] | None = None
 
     @property
     def where(self) -> str:
@@ -53,54 +44,19 @@ class LocalServer:
             EnvError: it ended, or did not listen in time.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            if self._child is None or not self._child.runs:
+                self._child = self._started()
             return self._url
 
-    def _start(self) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lasts as long as the process
-        self._process = subprocess.Popen(  # noqa: S603  # what the user names
-            [self._python, str(_CHILD), self._folder, self._app],
-            cwd=self._folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-        )
-        weakref.finalize(self, _end, self._process, self._log)
-        line = _line(self._process, self._timeout)
+    def _started(self) -> Child:
+        try:
+            child = Child([self._python, str(_CHILD), self._folder, self._app], folder=self._folder)
+        except OSError as error:
+            raise EnvError(f"{self.where}: cannot be started: {error}") from error
+        line = child.line(self._timeout)
         if not line.strip().isdigit():
-            said = self.said()
-            _end(self._process, self._log)
+            said = child.said()
+            child.end()
             raise EnvError(f"{self.where}: did not start (it has {self._timeout:g} s){said}")
         self._url = f"http://127.0.0.1:{int(line)}"
-
-    def said(self) -> str:
-        """Return the end of what it wrote to stderr."""
-        if self._log is None or self._log.closed:
-            return ""
-        size = os.fstat(self._log.fileno()).st_size
-        text = os.pread(self._log.fileno(), 4 * _SAID, max(0, size - 4 * _SAID)).decode("utf-8", "replace")
-        said = " ".join(text.split())[-_SAID:]
-        return f"; it said: {said}" if said else ""
-
-
-def _line(process: subprocess.Popen[str], timeout: float) -> str:
-    """Return the first line of a process's stdout; "" if it ends or takes too long."""
-    assert process.stdout is not None  # noqa: S101
-    until = time.monotonic() + timeout
-    while (left := until - time.monotonic()) > 0:
-        if select.select([process.stdout], [], [], left)[0]:
-            return process.stdout.readline()
-    return ""
-
-
-def _end(process: subprocess.Popen[str], log: IO[str]) -> None:
-    """End a process with its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for stream in (process.stdin, process.stdout, log):
-        if stream is not None:
-            stream.close()
+        return child

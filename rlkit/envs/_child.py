@@ -1,0 +1,75 @@
+"""A process that serves environments for as long as whoever started it, and is ended with its process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+_SAID = 500  # characters of what it wrote to stderr, for messages
+
+
+class Child:
+    """A process with pipes for stdin and stdout; it lasts as long as this object, or the program.
+
+    Its stdin is closed where the program is killed, which is how it can notice.
+
+    Args:
+        arguments: the command.
+        folder: where it runs.
+        environment: all its variables; None: this process's.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, folder: str, environment: Mapping[str, str] | None = None) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
+        self.process = subprocess.Popen(  # noqa: S603  # what the user names
+            list(arguments),
+            cwd=folder,
+            env=None if environment is None else dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        self.end = weakref.finalize(self, _end, self.process, self._log)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def line(self, timeout: float) -> str:
+        """Return the first line of its stdout; "" if it ends or takes too long."""
+        stdout = self.process.stdout
+        until = time.monotonic() + timeout
+        while stdout is not None and (left := until - time.monotonic()) > 0:
+            if select.select([stdout], [], [], left)[0]:
+                return stdout.readline()
+        return ""
+
+    def said(self) -> str:
+        """Return the end of what it wrote to stderr, for a message."""
+        if self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), 4 * _SAID, max(0, size - 4 * _SAID)).decode("utf-8", "replace")
+        said = " ".join(text.split())[-_SAID:]
+        return f"; it said: {said}" if said else ""
+
+
+def _end(process: subprocess.Popen[str], log: IO[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout, log):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # what nobody reads any more
+                stream.close()
