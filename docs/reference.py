@@ -78,7 +78,7 @@ OBJECTS = {
     "Rollouts": {
         "rlkit.rollouts": "rollout rollout_sync stream async_rollouts Plan Rollouts Replay",
         "rlkit.envs": "Env StepResult Action Task Tasks Settings "
-        "function reasoning_gym gem textarena openreward openenv verifiers mcp gymnasium mixture",
+        "function reasoning_gym gem textarena openreward openenv verifiers harbor mcp gymnasium mixture",
         "rlkit.trajectory": "Turn Trajectory Group Failure datums",
     },
     "Credit": {"rlkit.credit": "assign Batch Item weigh minibatches"},

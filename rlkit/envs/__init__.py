@@ -6,6 +6,7 @@ from rlkit.envs.from_agent import agent
 from rlkit.envs.from_function import function
 from rlkit.envs.from_gem import gem
 from rlkit.envs.from_gymnasium import gymnasium
+from rlkit.envs.from_harbor import harbor
 from rlkit.envs.from_mcp import mcp
 from rlkit.envs.from_openenv import openenv
 from rlkit.envs.from_openreward import openreward
@@ -42,6 +43,7 @@ __all__ = [
     "function",
     "gem",
     "gymnasium",
+    "harbor",
     "mcp",
     "mixture",
     "openenv",
@@ -60,6 +62,7 @@ for _public in (
     function,
     gem,
     gymnasium,
+    harbor,
     mcp,
     mixture,
     openenv,
