@@ -9,7 +9,7 @@ class StockData(vf.TaskData):
     answer: str
 
 
-class StockTools(vf.Toolset):
+class StockTools(vf.Toolset[vf.ToolsetConfig, vf.State]):
     TOOL_PREFIX = None
 
     @vf.tool
