@@ -84,6 +84,7 @@ def textarena(
         ConfigError: an argument is out of range, the game cannot be begun (another number of players, word lists of
             nltk that are not there), or textarena is not installed.
 
+    >>> import asyncio
     >>> tasks = textarena("GuessTheNumber-v0")
     >>> env = tasks[0].make()
     >>> asyncio.run(env.reset(tasks[0].seed)).splitlines()[0]
