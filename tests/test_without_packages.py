@@ -112,15 +112,16 @@ def test_a_gateway_needs_its_extra_for_http_alone():
     program = """
 import asyncio, rlkit
 from rlkit.gateway import Gateway, Request
+tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 with Gateway(rlkit.connect("toy", seed=0).sampler().result()) as gateway, gateway.session() as session:
-    assert asyncio.run(session.answer(Request(messages=[{"role": "user", "content": "Hi"}]))).choices
+    assert asyncio.run(session.answer(Request(messages=[{"role": "user", "content": "Hi"}], tools=tools))).choices
     for use in (lambda: session.base_url, session.client):
         try:
             use()
         except rlkit.ConfigError as error:
             print(error)
 """
-    lines = printed(["starlette", "uvicorn"], program).splitlines()
+    lines = printed(["starlette", "uvicorn", "jsonschema"], program).splitlines()
     assert len(lines) == 2
     for name, line in zip(("url", "client"), lines, strict=True):
         assert re.match(rf"Gateway.{name} needs starlette, .*: pip install .*gateway\]", line), line

@@ -12,7 +12,7 @@ from rlkit._interaction import Action, Message
 from rlkit.chat import Chat
 from rlkit.gateway.types import Choice, Finish
 from rlkit.tools import Parsed, ToolCall
-from rlkit.tools.formats import formats, parameters
+from rlkit.tools.formats import formats
 from rlkit.types import Sample
 
 __all__ = ["read"]
@@ -85,8 +85,13 @@ def _thought(chat: Chat, sample: Sample, text: str) -> Parsed:
 
 
 def _called(chat: Chat, action: Action, content: str, tools: Sequence[Message]) -> Parsed:
-    """Read calls by the chat's format. Whether their arguments fit the schemas is for the agent to find."""
-    schemas: Mapping[str, Mapping[str, object]] = parameters(tools)
+    """Read calls by the chat's format.
+
+    Whether their arguments fit the schemas is for the agent to find, and so are the schemas: agents that work elsewhere
+    have some that are not valid, such as patterns of another language.
+    """
+    functions = [tool.get("function", tool) for tool in tools]
+    schemas: Mapping[str, Mapping[str, object]] = {each["name"]: each.get("parameters") or {} for each in functions}
     parsed: Parsed = formats.resolve(chat.tool_format)(content, schemas)
     if not parsed.calls and not parsed.errors and action.raw != action:
         raw = formats.resolve(chat.tool_format)(action.raw, schemas)  # some formats begin with a control token

@@ -67,11 +67,10 @@ def _value(text: str, schema: object) -> Any:
     """Return the text itself where the schema allows a string or says nothing; else its value as JSON."""
     if not isinstance(schema, Mapping):
         return text
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else list(types)
+    types = [schema["type"]] if isinstance(schema.get("type"), str) else _listed(schema, "type")
     if "string" in types or (not types and not any(k in schema for k in ("anyOf", "oneOf", "$ref", "allOf"))):
         return text
-    if not types and any(_takes_text(option) for option in [*schema.get("anyOf", ()), *schema.get("oneOf", ())]):
+    if not types and any(_takes_text(option) for option in _listed(schema, "anyOf") + _listed(schema, "oneOf")):
         return None if text.strip() == "null" else text
     written = text.strip()
     if "boolean" in types and written in ("True", "False"):  # Python's spelling is common
@@ -81,6 +80,12 @@ def _value(text: str, schema: object) -> Any:
     except Unreadable:
         return text
     return value if end == len(written) else text
+
+
+def _listed(schema: Mapping[str, object], name: str) -> list[object]:
+    """Return a list of a schema, which may be one that nobody has checked."""
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _takes_text(schema: object) -> bool:

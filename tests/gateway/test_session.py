@@ -450,3 +450,31 @@ def test_the_chat_is_the_user_s_with_history_append():
         ask(session, [user("a")])
         assert "Be brief." in TOKENIZER.decode(session.turns[0].sample.prompt)
         assert (gateway.chat.history, chat.history) == ("append", "template")
+
+
+ODD = [
+    {"type": 5},
+    {"type": ["string", 5]},
+    {"properties": {"x": {"type": 5, "anyOf": 5, "oneOf": "y"}}},
+    {"properties": 5},
+    {"$ref": "http://schemas.example/x"},
+    {"$ref": "#/nowhere"},
+    {"properties": {"x": {"pattern": "(?<name>\\p{L}"}}},
+]
+WRITTEN = {
+    "hermes": CALL,
+    "qwen3_coder": "<tool_call><function=add><parameter=x>\n1\n</parameter></function></tool_call>",
+    "llama": '{"name": "add", "parameters": {"x": 1}}',
+    "json": '{"name": "add", "arguments": {"x": 1}}',
+}
+
+
+@pytest.mark.parametrize("parameters", ODD)
+@pytest.mark.parametrize("tool_format", WRITTEN)
+def test_schemas_that_are_not_valid_are_the_agent_s_own_affair(tool_format, parameters):
+    """They stand in the prompt as they are, and calls are read all the same."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    with Gateway(Scripted(TOKENIZER, [WRITTEN[tool_format]]), chat=Chat(TOKENIZER, tool_format=tool_format)) as gateway:
+        (choice,) = ask(gateway.session(), [user("Add.")], tools=tools).choices
+    assert [call.name for call in choice.calls] == ["add"]
+    assert choice.calls[0].arguments["x"] in (1, "1")
