@@ -161,7 +161,7 @@ def _arguments(value: object) -> object:
         return value
     try:
         return cast("object", json.loads(value))
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -179,4 +179,9 @@ def _rendered_call(call: object) -> object:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    arguments = _arguments(function.get("arguments"))
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except ValueError:  # half of a surrogate pair, which JSON can name and no tokenizer reads
+        arguments = function.get("arguments")
+    return {**call, "function": {**function, "arguments": arguments}}

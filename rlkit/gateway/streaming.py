@@ -32,7 +32,10 @@ _CHUNK = 2**16  # bytes that are sent at once, so that a client that does not re
 
 def dumps(value: object) -> bytes:
     """Return strict JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can name: a policy may have written it so
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def encode(events: Iterable[Event]) -> Iterable[bytes]:

@@ -14,6 +14,7 @@ import pytest
 
 import rlkit
 from rlkit.gateway import Gateway, Limits
+from tests.gateway.parts import Scripted
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -174,3 +175,26 @@ def test_a_client_that_gives_up_leaves_nothing_behind(gateway, stream):
         time.sleep(0.01)
     assert session.metrics["cancelled"] == 1
     assert not session.turns
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_is_told_in_ascii(stream):
+    """JSON can name it, and UTF-8 cannot have it."""
+    tokenizer = rlkit.connect("toy").tokenizer
+    sampler = Scripted(tokenizer, ['<tool_call>{"name": "f", "arguments": {"x": "\\ud800é"}}</tool_call>'] * 2)
+    function = {"name": "f", "parameters": {"type": "object"}}
+    with Gateway(sampler) as gateway:
+        session = gateway.session()
+        client = openai.OpenAI(base_url=session.base_url, api_key="any")
+        options = {"model": "m", "messages": HI, "tools": [{"type": "function", "function": function}]}
+        if stream:
+            with client.chat.completions.stream(**options) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**options)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.arguments == '{"x": "\\ud800\\u00e9"}'
+        claude = anthropic.Anthropic(base_url=session.root_url, api_key="any")
+        tools = [{"name": "f", "input_schema": {"type": "object"}}]
+        got = claude.messages.create(model="m", max_tokens=99, messages=HI, tools=tools)
+        assert got.content[0].input == {"x": "\ud800é"}

@@ -478,3 +478,16 @@ def test_schemas_that_are_not_valid_are_the_agent_s_own_affair(tool_format, para
         (choice,) = ask(gateway.session(), [user("Add.")], tools=tools).choices
     assert [call.name for call in choice.calls] == ["add"]
     assert choice.calls[0].arguments["x"] in (1, "1")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[" * 100_000, "9" * 5000, "NaN", '"x"', "{", '{"x": "\\ud800"}', '{"x": 1e999}']
+)
+def test_arguments_that_are_no_object_are_text(session_of, arguments):
+    """Of calls in a history that nobody recorded."""
+    _, session = session_of(["Well."])
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    history = [user("Add."), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert (
+        ask(session, [*history, {"role": "tool", "content": "2", "tool_call_id": "c1"}]).choices[0].content == "Well."
+    )

@@ -16,6 +16,7 @@ from rlkit.tools import ToolCall
 __all__ = ["NAME", "arguments", "error", "error_type", "function_tool", "usage"]
 
 NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)  # of a tool
+_HALVES: Final = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which are no text
 
 
 def function_tool(function: Body) -> Message:
@@ -52,7 +53,8 @@ def known_tool(name: str, tools: Sequence[Message], where: str) -> str:
 
 def arguments(call: ToolCall) -> str:
     """Return a call's arguments as JSON."""
-    return json.dumps(dict(call.arguments), ensure_ascii=False)
+    text = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return text if text.isascii() or not _HALVES.search(text) else json.dumps(dict(call.arguments))
 
 
 def usage(replies: Sequence[Reply]) -> Json:
