@@ -47,6 +47,7 @@ test-harnesses: $(READY) ## lm-eval and inspect, which this installs in environm
 
 test-agents: $(READY) ## agents that others wrote, each in an environment of its own, against rlkit.gateway
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.agents.check $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.agents.crowd
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check

@@ -1,12 +1,15 @@
 """Runs agents that others wrote, as they come, against a gateway.
 
-    python tests/agents/check.py                       # everything; make test-agents
-    python tests/agents/check.py --list                # the names
-    python tests/agents/check.py langgraph smolagents/code
+    python -m tests.agents.check                       # everything; make test-agents
+    python -m tests.agents.check --list                # the names
+    python -m tests.agents.check langgraph smolagents/code
+    python -m tests.agents.check --model smollm2-135m-instruct [--free] langgraph
 
 Each client has an environment of its own, which is made on its first use. The policy says what each case tells it to,
 with the logprobs of the toy. When an agent has ended: it ended well and said what it should; the turns and branches are
 those that the case names; every sampled token is in exactly one datum; and the logprobs of the datums are the policy's.
+With ``--model`` the tokenizer and the logprobs are those of a local model; with ``--free`` it says what it wants, and
+the agents may fail at their task.
 """
 
 from __future__ import annotations
@@ -50,13 +53,14 @@ class Ended:
     output: str
 
 
-def run(case: Case, session: Session, bin_folder: Path, work: Path) -> Ended:
+def run(case: Case, session: Session, bin_folder: Path, work: Path, *, free: bool) -> Ended:
     """Run an agent to its end, or to the end of its time."""
     for name, text in case.files.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text(fill(text, session, work), "utf-8")
     environment = variables(work / "home") | session.environment()
     environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
+    environment |= {"TURNS": "3"} if free else {}
     environment |= {name: fill(text, session, work) for name, text in case.variables.items()}
     with (work / "output").open("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
@@ -88,11 +92,13 @@ def fill(text: str, session: Session, work: Path) -> str:
     return text
 
 
-def problems(case: Case, session: Session, ended: Ended, told: Told, policy: TrainerBackend, work: Path) -> list[str]:
+def problems(
+    case: Case, session: Session, ended: Ended, told: Told, policy: TrainerBackend, work: Path, *, free: bool
+) -> list[str]:
     """Return what is not as it is to be."""
-    wrong = []
-    if ended.status != 0:
-        wrong.append(f"it ended with status {ended.status}")
+    wrong = [] if ended.status == 0 else [f"it ended with status {ended.status}"]
+    if free:
+        return wrong + untrue(session, told.samples, policy)
     if case.result not in ended.output:
         wrong.append(f"{case.result!r} is not in its output")
     for name, text in case.wanted.items():
@@ -122,21 +128,23 @@ def untrue(session: Session, samples: Sequence[rlkit.Sample], policy: TrainerBac
         wrong.append(f"{sum((sampled - trained).values())} sampled tokens are missing, others {trained - sampled}")
     selected = policy.forward(data).result().selected
     for datum, logprobs in zip(data, selected, strict=True):
-        apart = np.abs(np.asarray(logprobs) - np.asarray(datum.inputs["sampling_logprobs"])[datum.mask])
+        wanted = np.asarray(datum.inputs["sampling_logprobs"])[datum.mask]
+        apart = np.abs(np.asarray(logprobs) - wanted) / np.maximum(1, np.abs(wanted))  # what is told may be improbable
         if apart.size and apart.max() > 1e-5:
             wrong.append(f"logprobs are {apart.max():.2e} apart")
     return wrong
 
 
-def check(case: Case, policy: TrainerBackend, folder: Path, work: Path) -> tuple[str, list[str], str]:
+def check(case: Case, policy: TrainerBackend, folder: Path, work: Path, free: bool) -> tuple[str, list[str], str]:
     """Run a case; return what is known of it, what is wrong, and the output."""
     bin_folder = made(folder, case.environment)
     work.mkdir(parents=True)
     with policy.sampler().result() as sampler:
-        told = Told(sampler, case.say)
-        with Gateway(told, params=rlkit.SamplingParams(max_tokens=4096)) as gateway, gateway.session() as session:
-            ended = run(case, session, bin_folder, work)
-            wrong = problems(case, session, ended, told, policy, work)
+        told = Told(sampler, None if free else case.say)
+        params = rlkit.SamplingParams(max_tokens=48 if free else 4096)
+        with Gateway(told, params=params) as gateway, gateway.session() as session:
+            ended = run(case, session, bin_folder, work, free=free)
+            wrong = problems(case, session, ended, told, policy, work, free=free)
             return json.dumps(session.metrics), wrong, ended.output
 
 
@@ -147,6 +155,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="shows the names")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-agents", help="of the environments")
     parser.add_argument("--keep", type=Path, help="a folder for what the agents write, which is left there")
+    parser.add_argument("--model", help="a local model, for its tokenizer and its logprobs (default: the toy)")
+    parser.add_argument("--free", action="store_true", help="the policy says what it wants")
     parser.add_argument("--record", type=Path, help="a folder for what the agents post")
     options = parser.parse_args()
     if options.list:
@@ -161,14 +171,15 @@ def main() -> int:
         print("skipped, since there is no npm:", *(case.name for case in chosen if case.environment in NODE))
         chosen = [case for case in chosen if case.environment not in NODE]
     recorder, failures = Recorder() if options.record else None, 0
-    with (
-        tempfile.TemporaryDirectory(prefix="rlkit-agents-") as temporary,
-        rlkit.connect("toy", seed=0, max_length=LENGTH) as policy,
-    ):
+    if options.model:
+        policy: TrainerBackend = rlkit.connect("local", model=options.model, seed=0)
+    else:
+        policy = rlkit.connect("toy", seed=0, max_length=LENGTH)
+    with tempfile.TemporaryDirectory(prefix="rlkit-agents-") as temporary, policy:
         for case in chosen:
             began, work = time.monotonic(), (options.keep or Path(temporary)).resolve() / case.name.replace("/", "-")
             shutil.rmtree(work, ignore_errors=True)
-            counts, wrong, output = check(case, policy, options.folder.resolve(), work)
+            counts, wrong, output = check(case, policy, options.folder.resolve(), work, options.free)
             print(
                 f"{'FAILED' if wrong else 'ok':7}{case.name:32}{time.monotonic() - began:5.0f} s  {counts}", flush=True
             )

@@ -15,9 +15,13 @@ Say = Callable[[str], str]
 
 
 class Told:
-    """A sampler whose texts are told and whose logprobs are those of another."""
+    """A sampler whose texts are told and whose logprobs are those of another.
 
-    def __init__(self, sampler: Sampler, say: Say) -> None:
+    Attributes:
+        samples: that were drawn.
+    """
+
+    def __init__(self, sampler: Sampler, say: Say | None) -> None:
         self.tokenizer: Tokenizer = sampler.tokenizer
         self.max_length: int = sampler.max_length
         self.version: int = sampler.version
@@ -27,8 +31,13 @@ class Told:
         self._lock = threading.Lock()
 
     def sample(self, prompt, params, *, n=1, seed=None):
-        """Return n times what is told, up to the end of the first stop text, with the real logprobs."""
+        """Return n times what is told, up to the end of the first stop text; without ``say`` what the other draws."""
         prompt = np.asarray(prompt)
+        if self._say is None:
+            samples = self._sampler.sample(prompt, params, n=n, seed=seed).result()
+            with self._lock:
+                self.samples += samples
+            return rlkit.Future.of(samples)
         before = self.tokenizer.decode(prompt, skip_special=False)
         text = self._say(before).removeprefix(before.rpartition("assistant\n")[2])  # a required call has begun
         ids, stop = self._ids(text, params.stop or ())
