@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import stat
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ import pytest
 pytest.importorskip("jinja2", reason="needs the extra chat")
 pytest.importorskip("uvicorn", reason="needs the extra gateway")
 
+import httpx
+
 from rlkit import BackendError, ConfigError, SamplingParams
 from rlkit.envs import _agents, agent
 from rlkit.evaluation import evaluate_sync
+from rlkit.gateway import Gateway, Session
 from rlkit.rollouts import rollout, rollout_sync
 from rlkit.trajectory import datums
 from tests.envs.test_program import gone
@@ -189,6 +194,33 @@ def test_many_programs_at_once(program):
     assert [len(group) for group in groups] == [2] * 12
     for row, group in zip(rows, groups, strict=True):
         assert {t.messages[0]["content"] for t in group.trajectories} == {row["prompt"]}
+
+
+def test_200_sessions_over_http_leave_nothing():
+    """Twice as many requests, all at once; then no session, no socket and no thread is left."""
+
+    async def run(task, session):
+        # certificates take longer to read than all the rest
+        options = {"base_url": session.base_url, "timeout": 240.0, "verify": False}
+        async with httpx.AsyncClient(**options) as client:
+            for _ in range(2):
+                body = {"model": session.model, "messages": [{"role": "user", "content": task["prompt"]}]}
+                answer = await client.post("/chat/completions", json=body)
+                answer.raise_for_status()
+        return ""
+
+    def left():
+        gc.collect()
+        return sum(isinstance(thing, (Session, Gateway)) for thing in gc.get_objects())
+
+    before = left()
+    for _ in range(2):
+        groups = played(run, rows=[str(i) for i in range(50)], n=4, concurrency=200)
+        assert groups.metrics["env/agent/episodes"] == 200
+        assert groups.metrics["env/agent/failed"] == 0
+        del groups
+    assert left() == before
+    assert not [thread for thread in threading.enumerate() if "uvicorn" in thread.name or "gateway" in thread.name]
 
 
 def test_evaluate(program):
