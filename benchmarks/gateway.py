@@ -3,8 +3,8 @@
     python benchmarks/gateway.py [--requests 64] [--tokens 64] [--rounds 5] [--threads 1] [--layers 30]
 
 SmolLM2-135M with random prompts of words. "direct" samples the same prompts from the sampler, "session" asks sessions
-in process, "http" asks them over the socket, from a client in a process of its own whose time is not counted. All sides
-take turns after a warm-up. Medians go to the screen and to benchmarks/results/gateway.json.
+in process, "http" asks them over the socket, from a client in a process of its own whose time is not counted. All
+sides take turns after a warm-up. Medians go to the screen and to benchmarks/results/gateway.json.
 """
 
 from __future__ import annotations
