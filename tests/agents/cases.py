@@ -14,6 +14,9 @@ CLIENTS = "{clients}"  # the folder of the programs
 ADD_BOTH = call("add", '{"a": 2, "b": 3}') + "\n" + call("add", '{"a": 10, "b": 20}')
 ADD_LAST = "And both.\n" + call("add", '{"a": 5, "b": 30}')
 SUM = turns(ADD_BOTH, ADD_LAST, "It is 35.")
+THOUGHTS = turns(
+    *(f"<think>\nHm, {i}.\n</think>\n\n{text}" for i, text in enumerate((ADD_BOTH, ADD_LAST, "It is 35.")))
+)
 
 
 @attrs.frozen
@@ -47,9 +50,9 @@ class Case:
     wanted: Mapping[str, str] = attrs.field(factory=dict)
 
 
-def program(name: str, environment: str, file: str, way: str, say: Say = SUM, **fields) -> Case:
-    """Return a case of a program here."""
-    return Case(f"{name}/{way}", environment, ["python", f"{CLIENTS}/{file}.py", way], say, **fields)
+def program(name: str, environment: str, file: str, way: str, say: Say = SUM, *, more: str = "", **fields) -> Case:
+    """Return a case of a program here; ``more`` is put behind its name."""
+    return Case(f"{name}/{way}{more}", environment, ["python", f"{CLIENTS}/{file}.py", way], say, **fields)
 
 
 def team(prompt: str) -> str:
@@ -75,6 +78,13 @@ SHELL = turns(
     call("bash", '{"command": "echo 35 > sum.txt"}') + call("bash", '{"command": "cat sum.txt"}'),
     call("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat sum.txt"}'),
 )
+
+
+def slow_start(prompt: str) -> str:
+    """Make no call until the harness complains."""
+    return SHELL(prompt) if "Tool call error" in prompt else "I think."
+
+
 BLOCKS = turns(
     "THOUGHT: look\n\n```mswea_bash_command\nls\n```",
     "THOUGHT: write\n\n```mswea_bash_command\necho 35 > sum.txt\n```",
@@ -179,6 +189,18 @@ CASES = [
         for way in ("chat", "responses", "chat-stream", "responses-stream")
     ),
     *(
+        program(name, environment, file, way, THOUGHTS, more="-thinking")
+        for name, environment, file, way in (
+            (SDK, "sdk", "openai_sdk", "stream"),
+            (SDK, "sdk", "openai_sdk", "responses"),
+            (OTHER, "sdk", "anthropic_sdk", "asynchronous"),
+            ("openai-agents", "openai-agents", "openai_agents", "chat-stream"),
+            ("openai-agents", "openai-agents", "openai_agents", "responses-stream"),
+            ("langgraph", "langgraph", "langgraph_agent", "chat-stream"),
+            ("langgraph", "langgraph", "langgraph_agent", "responses"),
+        )
+    ),
+    *(
         program("openai-agents", "openai-agents", "openai_agents", way, team, turns=5, branches=3, rewritten=1)
         for way in ("chat-team", "responses-team")
     ),
@@ -190,6 +212,7 @@ CASES = [
         for way in ("chat", "responses", "chat-stream", "responses-stream")
     ),
     mini("tools"),
+    mini("no-call", say=slow_start, turns=4, branches=2),
     mini("responses", "--model-class", "litellm_response"),
     mini("text", "-c", "mini_textbased.yaml", "--model-class", "litellm_textbased", say=BLOCKS),
     *NODE_CASES,

@@ -48,6 +48,7 @@ class Recorder:
 
             await app(scope, read, send)
 
+        record.end = app.end  # type: ignore[attr-defined]
         return record
 
 
