@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlkit import _check
 from rlkit._lazy import missing
@@ -205,17 +206,20 @@ class Gateway(Resource):
                 self._server = Server(self, self.host, self.port)
             return self._server.url
 
-    def client(self, session: Session) -> httpx.AsyncClient:
-        """Return a client that reaches a session without a socket."""
+    def client(self, session: Session, package: Literal["httpx", "httpx2"] = "httpx") -> httpx.AsyncClient:
+        """Return a client that reaches a session without a socket. See ``Session.client``."""
+        _check.choice("client(package)", package, ("httpx", "httpx2"))
         try:
-            import httpx
-
+            library = importlib.import_module(package)
             from rlkit.gateway.app import app
         except ImportError as error:
-            raise missing("Gateway.client", "starlette, httpx", "gateway") from error
+            raise missing("Gateway.client", f"starlette, {package}", "gateway") from error
         headers = {"authorization": f"Bearer {session.api_key}"}
-        transport = httpx.ASGITransport(app=app(self))
-        return httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1/s/{session.id}/v1", headers=headers)
+        url = f"http://127.0.0.1/s/{session.id}/v1"
+        client: httpx.AsyncClient = library.AsyncClient(
+            transport=library.ASGITransport(app=app(self)), base_url=url, headers=headers
+        )
+        return client
 
     def close(self) -> None:
         """Stop listening and end all sessions. The sampler stays open."""

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -121,9 +121,13 @@ class Session(Resource):
             "RLKIT_MODEL": self.model,
         }
 
-    def client(self) -> httpx.AsyncClient:
-        """Return a client that reaches the session without a socket; SDKs take it as ``http_client``."""
-        return self._gateway.client(self)
+    def client(self, package: Literal["httpx", "httpx2"] = "httpx") -> httpx.AsyncClient:
+        """Return a client that reaches the session without a socket; SDKs take it as ``http_client``.
+
+        Args:
+            package: whose ``AsyncClient`` it is; each SDK says which one it takes.
+        """
+        return self._gateway.client(self, package)
 
     # What was sampled.
 

@@ -198,3 +198,19 @@ def test_half_a_surrogate_pair_in_a_call_is_told_in_ascii(stream):
         tools = [{"name": "f", "input_schema": {"type": "object"}}]
         got = claude.messages.create(model="m", max_tokens=99, messages=HI, tools=tools)
         assert got.content[0].input == {"x": "\ud800é"}
+
+
+def test_anthropic_s_sdk_without_a_socket(gateway):
+    session = gateway.session()
+
+    async def main():
+        http = session.client("httpx2")
+        async with anthropic.AsyncAnthropic(
+            api_key=session.api_key, base_url="http://127.0.0.1", http_client=http
+        ) as sdk:
+            return await sdk.messages.create(model="policy", max_tokens=8, messages=[{"role": "user", "content": "Hi"}])
+
+    assert asyncio.run(main()).role == "assistant"
+    assert len(session.turns) == 1
+    with pytest.raises(rlkit.ConfigError, match="package"):
+        session.client("requests")
