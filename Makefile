@@ -14,7 +14,7 @@ PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TES
 $(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache attention_tiles) \
 --deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
-.PHONY: help demo test test-server test-processors test-install test-harnesses test-agents processor-own processor-avx2 processor-oldest lint types clean
+.PHONY: help demo test test-server test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -49,6 +49,21 @@ test-agents: $(READY) ## agents that others wrote, each in an environment of its
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.agents.check $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.agents.crowd
 
+# The environments of verifiers run uv, which keeps what it downloads in a folder of its own here.
+test-environments: $(READY) .venv-environments/ready ## OpenEnv's servers and verifiers, in environments of their own
+	OMP_NUM_THREADS=1 RLKIT_OPENENV_PYTHON=$(CURDIR)/.venv-environments/openenv/bin/python \
+	RLKIT_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
+	UV_CACHE_DIR=$(CURDIR)/.venv-environments/uv \
+	$(BIN)/python -m pytest tests/envs/test_openenv.py tests/envs/test_verifiers.py $(ARGS)
+
+.venv-environments/ready:
+	@echo "setting up .venv-environments, once; this takes a few minutes"
+	$(call environment,.venv-environments/openenv)
+	$(call environment,.venv-environments/verifiers)
+	.venv-environments/openenv/bin/python -m pip install -qq --disable-pip-version-check openenv-core==0.3.0
+	.venv-environments/verifiers/bin/python -m pip install -qq --disable-pip-version-check verifiers==0.4.0 uv
+	@touch $@
+
 lint: $(READY) ## ruff
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -57,7 +72,7 @@ types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove what was installed and cached here
-	rm -rf $(VENV) $(SERVER) .venv-agents .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVER) .venv-agents .venv-environments .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
