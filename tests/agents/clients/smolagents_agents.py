@@ -24,7 +24,10 @@ def add(a: int, b: int) -> int:
 def run(way):
     """Run one agent."""
     model = OpenAIModel(
-        os.environ["RLKIT_MODEL"], api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+        os.environ["RLKIT_MODEL"],
+        api_base=os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        retry=False,
     )
     kind = CodeAgent if way.startswith("code") else ToolCallingAgent
     options = {"stream_outputs": True} if way.endswith("stream") else {}
