@@ -1,10 +1,13 @@
-"""Names and addresses of this machine."""
+"""Names and addresses of this machine, and how many connections it can hold."""
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 
-__all__ = ["is_loopback", "is_own_name"]
+__all__ = ["is_loopback", "is_own_name", "most_connections"]
+
+_OTHER_FILES = 128
 
 
 def is_loopback(host: str) -> bool:
@@ -31,3 +34,17 @@ def is_own_name(header: str | None) -> bool:
         return True
     name = header.strip().lower()
     return is_loopback(name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0])
+
+
+def most_connections(limit: int) -> int:
+    """Return ``limit``, or what the files that this process may have open leave room for, >= 16.
+
+    >>> most_connections(20)
+    20
+    """
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:  # not a Unix
+        return limit
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if files < 0 else max(16, min(limit, files - _OTHER_FILES))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import socket
 import threading
 
 import uvicorn
 
-from rlkit._hosts import is_loopback
+from rlkit._hosts import is_loopback, most_connections
 from rlkit._resource import Resource
 from rlkit.errors import BackendError
 from rlkit.gateway.app import app
@@ -19,7 +18,6 @@ from rlkit.gateway.types import Service
 __all__ = ["Server"]
 
 _CONNECTIONS = 4096  # at a time, and fewer where a process may not have as many files open
-_OTHER_FILES = 128
 _PATIENCE = 2  # seconds that running requests have when the server closes
 
 
@@ -55,7 +53,7 @@ class Server(Resource):
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=_most_connections(),
+            limit_concurrency=most_connections(_CONNECTIONS),
             timeout_keep_alive=120,
             timeout_graceful_shutdown=_PATIENCE,
         )
@@ -73,12 +71,3 @@ class Server(Resource):
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(self._server.serve(sockets=[self._socket]))
-
-
-def _most_connections() -> int:
-    try:
-        resource = importlib.import_module("resource")
-    except ImportError:  # not a Unix
-        return _CONNECTIONS
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _CONNECTIONS if files < 0 else max(16, min(_CONNECTIONS, files - _OTHER_FILES))

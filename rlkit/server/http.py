@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 
 import attrs
 
-from rlkit._hosts import is_own_name
+from rlkit._hosts import is_own_name, most_connections
 from rlkit._resource import Resource
 from rlkit.errors import BackendError
 from rlkit.server.requests import ApiError, Response
@@ -24,7 +23,6 @@ _BODY_LIMIT = 256 * 2**20
 _FIRST_LIMIT = 64 * 2**20  # and while nobody has a session
 _READING_LIMIT = 512 * 2**20  # of all bodies at a time
 _CONNECTIONS = 4096  # at a time, and fewer where a process may not have as many files open
-_OTHER_FILES = 128
 _IDLE = 120.0  # seconds that a connection may be silent
 _FIRST = 20.0  # and before its first request
 _LINGER = 1.0  # seconds in which a refused client may go on sending, so that it reads the answer
@@ -50,7 +48,7 @@ class Server(Resource):
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._closed = False
         self._reading = 0  # bytes of the bodies that are held
-        self._most = _most_connections()
+        self._most = most_connections(_CONNECTIONS)
         try:
             self._server = asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop).result()
         except OSError as error:
@@ -163,15 +161,6 @@ class Server(Resource):
         if len(body) > _LARGE:
             return await asyncio.to_thread(self.service.handle, *arguments)
         return await self.service.answer(*arguments)
-
-
-def _most_connections() -> int:
-    try:
-        resource = importlib.import_module("resource")
-    except ImportError:  # not a Unix
-        return _CONNECTIONS
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _CONNECTIONS if files < 0 else max(16, min(_CONNECTIONS, files - _OTHER_FILES))
 
 
 @attrs.frozen
