@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlkit import _check
+from rlkit import _check, _install
 from rlkit._calls import hinted
 from rlkit._forms import TokenIds
-from rlkit.errors import ArgumentError, UnsupportedError
+from rlkit.backends.protocol import Tokenizer
+from rlkit.errors import ArgumentError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LocalTokenizer"]
+__all__ = ["LocalTokenizer", "tokenizer_from"]
 
 
 @hinted("tokenizer")
@@ -117,3 +120,29 @@ class LocalTokenizer:
                 **variables,
             )
         return np.array(ids, np.int64)
+
+
+def tokenizer_from(given: str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the tokenizer of a directory, a hub name, or an object that is one.
+
+    Raises:
+        ConfigError: it cannot be read.
+        UnsupportedError: an object of another kind.
+    """
+    source: Any = given
+    if isinstance(given, (str, os.PathLike)):
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise ConfigError(f"tokenizer: reading one needs transformers: {_install.command('local')}") from error
+        try:
+            source = transformers.AutoTokenizer.from_pretrained(os.fspath(given))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"tokenizer: {given!s} holds none that can be read: {error}") from error
+    if isinstance(source, Tokenizer):
+        return source
+    if hasattr(source, "chat_template") and callable(source):
+        ends = source.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        return LocalTokenizer(source, vocab_size=len(source), eos_ids=ends)
+    raise UnsupportedError("tokenizer: expected a directory, a hub name, a transformers tokenizer or rlkit's protocol")

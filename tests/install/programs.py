@@ -165,6 +165,46 @@ def gateway():
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
+def vllm():
+    """A server of vLLM's wire format is asked, without torch."""
+    import http.server
+    import json
+    import threading
+
+    import rlkit
+    from rlkit.backends.vllm import open_sampler
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        """Serves one model that always says the same."""
+
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self._answer({"data": [{"id": "m", "max_model_len": 8}]})
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            choice = {"index": 0, "token_ids": [5], "finish_reason": "length"}
+            self._answer({"choices": [{**choice, "logprobs": {"content": [{"logprob": -1.0}]}}]})
+
+        def _answer(self, value):
+            body = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with open_sampler(f"http://127.0.0.1:{server.server_port}", tokenizer=tokenizer()) as sampler:
+            (sample,) = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=1)).result(60)
+        server.shutdown()
+    assert sample.tokens.tolist() == [5]
+
+
 def tinker():
     """Samples, learns by a hosted loss and saves on a server of the API, without torch."""
     assert importlib.util.find_spec("torch") is None, "an environment with torch shows nothing"

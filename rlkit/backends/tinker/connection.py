@@ -19,7 +19,8 @@ from rlkit import _check, _install
 from rlkit._hosts import is_loopback
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.tinker import faults, guard, secrets
-from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError, UnsupportedError
+from rlkit.backends.transformers_tokenizer import tokenizer_from
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient, TrainingClient
@@ -185,8 +186,6 @@ def tokenizer_of(
     Raises:
         ConfigError: there is none, or it cannot be read within ``seconds``.
     """
-    if isinstance(given, Tokenizer):
-        return given
     if given is None:
         try:
             given = bounded(client.get_tokenizer, min(seconds, _TOKENIZER))
@@ -195,24 +194,7 @@ def tokenizer_of(
                 "tokenizer: the SDK finds none for this model, which it looks for on a hub; give tokenizer= a "
                 f"directory, or a tokenizer ({secrets.redact(str(error)).strip().partition(chr(10))[0]})"
             ) from error
-    elif isinstance(given, (str, os.PathLike)):
-        try:
-            transformers = importlib.import_module("transformers")
-        except ImportError as error:
-            raise ConfigError(f"tokenizer: reading one needs transformers: {_install.command('local')}") from error
-        try:
-            given = transformers.AutoTokenizer.from_pretrained(os.fspath(given))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"tokenizer: {given!s} holds none that can be read: {error}") from error
-    if isinstance(given, Tokenizer):
-        return given
-    if hasattr(given, "chat_template") and callable(given):
-        from rlkit.backends.transformers_tokenizer import LocalTokenizer
-
-        ends = given.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        return LocalTokenizer(given, vocab_size=len(given), eos_ids=ends)
-    inner = getattr(given, "inner", None)
+    inner = None if isinstance(given, Tokenizer) else getattr(given, "inner", None)
     if isinstance(inner, Tokenizer):  # what FakeTinker gives
         return inner
-    raise UnsupportedError("tokenizer: expected a directory, a hub name, a transformers tokenizer or rlkit's protocol")
+    return tokenizer_from(given)

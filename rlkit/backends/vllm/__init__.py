@@ -1,0 +1,9 @@
+"""vLLM as the sampler: a client of its wire format, and samplers over it."""
+
+from __future__ import annotations
+
+from rlkit.backends.vllm.client import VllmClient
+from rlkit.backends.vllm.opening import open_sampler
+from rlkit.backends.vllm.sampler import VllmSampler
+
+__all__ = ["VllmClient", "VllmSampler", "open_sampler"]

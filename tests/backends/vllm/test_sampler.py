@@ -1,0 +1,202 @@
+"""The client and its sampler against the gateway's own endpoint, which speaks the same wire format."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.backends.protocol import Sampler, TopK
+from rlkit.backends.vllm import open_sampler
+from rlkit.backends.vllm.wire import read_samples, read_scores, sample_request, seed_of
+from rlkit.futures import Future
+
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+from rlkit.gateway import Gateway
+
+PARAMS = rlkit.SamplingParams(max_tokens=5, stop=())
+
+
+@pytest.fixture
+def policy():
+    with rlkit.connect("toy", seed=0) as policy:
+        yield policy
+
+
+@pytest.fixture
+def inner(policy):
+    return policy.sampler().result()
+
+
+@pytest.fixture
+def gateway(inner):
+    with Gateway(inner, open=True, key="secret") as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def sampler(gateway, inner):
+    with open_sampler(gateway.url, tokenizer=inner.tokenizer, key="secret", seed=1, version=7) as sampler:
+        yield sampler
+
+
+def test_it_is_a_sampler(sampler, inner):
+    """Of the protocol, with the model's context and the version that it was told."""
+    assert isinstance(sampler, Sampler)
+    assert isinstance(sampler, TopK)
+    assert sampler.max_length == inner.max_length
+    assert sampler.version == 7
+
+
+def test_samples_carry_what_was_drawn(sampler, inner):
+    """Tokens and the logprobs of the distribution that they were drawn from; version and options recorded."""
+    params = rlkit.SamplingParams(max_tokens=6, temperature=0.7, stop=())
+    prompt = inner.tokenizer.encode("hello")
+    samples = sampler.sample(prompt, params, n=3, seed=5).result()
+    assert [s.tokens.size for s in samples] == [6, 6, 6]
+    for sample in samples:
+        scored = inner.logprobs(np.append(prompt, sample.tokens), temperature=0.7).result()[prompt.size :]
+        assert np.abs(scored - sample.logprobs).max() < 1e-5
+        assert (sample.version, sample.temperature, sample.stop_reason) == (7, 0.7, "length")
+    assert len({tuple(s.tokens) for s in samples}) == 3
+
+
+def test_seeds_repeat(sampler):
+    """One seed, the same tokens; without seeds a stream of them."""
+    draw = lambda **more: [s.tokens.tolist() for s in sampler.sample([1, 2], PARAMS, n=2, **more).result()]  # noqa: E731
+    assert draw(seed=3) == draw(seed=3)
+    assert draw(seed=3) != draw(seed=4)
+    assert draw() != draw()
+
+
+def test_seeds_of_neighbours_share_nothing():
+    """vLLM adds the sample's number to the seed: those of two requests must not meet."""
+    starts = sorted(seed_of(seed) for seed in range(200))
+    assert min(b - a for a, b in itertools.pairwise(starts)) > 2**32
+    assert starts[-1] < 2**62
+
+
+def test_logprobs_and_alternatives(sampler, inner):
+    """Those of the policy itself, in its own order."""
+    text = inner.tokenizer.encode("hello there")
+    assert np.abs(sampler.logprobs(text).result() - inner.logprobs(text).result()).max() < 1e-5
+    ids, best = sampler.top_logprobs(text, 3).result()
+    wanted_ids, wanted = inner.top_logprobs(text, 3).result()
+    assert np.abs(best - wanted).max() < 1e-5
+    assert ids.tolist() == wanted_ids.tolist()
+    three = sampler.prompt_logprobs(text, 2).result()
+    assert [x.shape for x in three] == [(text.size,), (text.size, 2), (text.size, 2)]
+    with pytest.raises(rlkit.UnsupportedError, match="temperature 1 alone"):
+        sampler.logprobs(text, temperature=0.5)
+
+
+def test_stops(sampler, inner):
+    """An id, a text, and nothing at all; the stop is part of the sample."""
+    prompt = inner.tokenizer.encode("ab")
+    full = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=12, stop=()), seed=9).result()[0]
+    token = int(full.tokens[3])
+    stopped = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=12, stop=(token,)), seed=9).result()[0]
+    assert stopped.stop_reason == "stop"
+    assert stopped.tokens[-1] in {token, *inner.tokenizer.eos_ids}
+    body = sample_request(prompt, rlkit.SamplingParams(stop=("x",)), 1, 0, 5, inner.tokenizer)["sampling_params"]
+    assert (body["stop"], body["ignore_eos"], body["stop_token_ids"]) == (["x"], False, [*inner.tokenizer.eos_ids])
+
+
+def test_refused_before_it_is_sent(sampler, inner):
+    """What vLLM would do otherwise than it was told, bad arguments, and all after close()."""
+    with pytest.raises(rlkit.UnsupportedError, match=r"temperature=0\.005"):
+        sampler.sample([1], rlkit.SamplingParams(temperature=0.005))
+    with pytest.raises(rlkit.DataError, match="the server samples one behind"):
+        sampler.logprobs(np.ones(inner.max_length, np.int64))
+    sampler.close()
+    with pytest.raises(rlkit.BackendError, match="closed"):
+        sampler.sample([1], PARAMS)
+
+
+def test_errors_of_the_server(gateway, inner):
+    """A wrong key, a model that is not there, nobody at that address."""
+    with pytest.raises(rlkit.BackendError, match="401"):
+        open_sampler(gateway.url, tokenizer=inner.tokenizer, key="wrong")
+    with pytest.raises(rlkit.ConfigError, match="has no model 'other'; it has policy"):
+        open_sampler(gateway.url, tokenizer=inner.tokenizer, key="secret", model="other")
+    with pytest.raises(rlkit.BackendError, match="cannot be reached"):
+        open_sampler("http://127.0.0.1:9", tokenizer=inner.tokenizer)
+
+
+class Waits:
+    """A sampler that never answers, and tells when its request was cancelled or forgotten."""
+
+    def __init__(self, inner):
+        self.tokenizer, self.max_length, self.version = inner.tokenizer, inner.max_length, 0
+        self.asked, self.dropped = threading.Event(), threading.Event()
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        import concurrent.futures
+
+        self.asked.set()
+        return Future.wrap(concurrent.futures.Future(), on_drop=self.dropped.set, on_cancel=self.dropped.set)
+
+    def logprobs(self, tokens, *, temperature=1.0):
+        raise NotImplementedError
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("how", ["cancel", "forget"])
+def test_what_nobody_waits_for_is_ended_on_the_server(inner, how):
+    """Cancelled or forgotten here, cancelled there."""
+    waits = Waits(inner)
+    with (
+        Gateway(waits, open=True, key="k") as gateway,
+        open_sampler(gateway.url, tokenizer=inner.tokenizer, key="k") as sampler,
+    ):
+        future = sampler.sample([1], PARAMS)
+        assert waits.asked.wait(30)
+        if how == "cancel":
+            assert future.cancel()
+            with pytest.raises(rlkit.BackendError, match="cancelled"):
+                future.result()
+        else:
+            del future
+            gc.collect()
+        assert waits.dropped.wait(30)
+
+
+def test_a_server_that_hangs_ends_in_a_typed_error(inner):
+    """After the deadline; the server is told that nobody waits any more."""
+    waits = Waits(inner)
+    with (
+        Gateway(waits, open=True, key="k") as gateway,
+        open_sampler(gateway.url, tokenizer=inner.tokenizer, key="k", deadline=0.5) as sampler,
+    ):
+        with pytest.raises(rlkit.errors.BackendTimeout, match=r"no answer within 0\.5 s"):
+            sampler.sample([1], PARAMS).result(30)
+        assert waits.dropped.wait(30)
+
+
+def test_answers_of_another_kind_are_refused(inner):
+    """Tokens of another vocabulary, missing logprobs, an aborted completion, the wrong number of choices."""
+    entry = {"token_id": 5, "logprob": -1.0}
+    good = {"index": 0, "token_ids": [5], "logprobs": {"content": [entry]}, "finish_reason": "stop"}
+    read = lambda *choices: read_samples({"choices": list(choices)}, "here", np.array([1]), PARAMS, 1, 0, 100)  # noqa: E731
+    assert read(good)[0].tokens.tolist() == [5]
+    for change, what in (
+        ({"token_ids": [100]}, "another model's"),
+        ({"logprobs": None}, "0 logprobs"),
+        ({"finish_reason": "abort"}, "abort"),
+        ({"index": 1}, "choice 1"),
+        ({"token_ids": "x"}, "token ids"),
+    ):
+        with pytest.raises(rlkit.BackendError, match=what):
+            read({**good, **change})
+    with pytest.raises(rlkit.BackendError, match="2 choices; expected 1"):
+        read(good, good)
+    with pytest.raises(rlkit.BackendError, match="has no token 4"):
+        read_scores({"prompt_logprobs": [None, {"5": entry}]}, "here", np.array([3, 4]), 0)
