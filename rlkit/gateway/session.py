@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,12 +31,33 @@ from rlkit.types import Sample, SamplingParams
 if TYPE_CHECKING:
     import httpx
 
-    from rlkit.gateway.gateway import Gateway
+    from rlkit.chat import Chat
 
 __all__ = ["Ask", "Session"]
 
 Ask: TypeAlias = Callable[[np.ndarray, SamplingParams, int, int], Awaitable[Sequence[Sample]]]
 """(prompt int64 [P], how to draw, completions, seed) -> the samples."""
+
+
+class Owner(Protocol):
+    """What a session knows of the gateway that opened it."""
+
+    @property
+    def model(self) -> str:
+        """The name that clients are told."""
+
+    @property
+    def url(self) -> str:
+        """Where the gateway listens; the first use starts it."""
+
+    def chat_with(self, template: Mapping[str, object]) -> Chat:
+        """Return the chat with these variables of its template."""
+
+    def client(self, session: Session, package: Literal["httpx", "httpx2"]) -> httpx.AsyncClient:
+        """Return a client that reaches the session without a socket."""
+
+    def forget(self, session: Session) -> None:
+        """Let go of a session that has ended."""
 
 
 class Session(Resource):
@@ -55,7 +76,7 @@ class Session(Resource):
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: Owner,
         sampler: Sampler,
         *,
         ask: Ask | None = None,
