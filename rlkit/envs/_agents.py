@@ -131,7 +131,8 @@ class Command:
             everything[variable] = ",".join(filter(None, (everything.get(variable), _LOCAL)))
         folder = self.folder if self.image is None else None
         text = json.dumps(plain(dict(row)), ensure_ascii=False)
-        return Program(arguments, environment=everything, stdin=text.encode(), folder=folder), ending
+        program = Program(arguments, environment=everything, stdin=text.encode(), folder=folder, ending=ending)
+        return program, ending
 
 
 class CommandAgent:

@@ -13,13 +13,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from rlkit import _orphans
+
 _SAID = 500  # characters of what it wrote to stderr, for messages
 
 
 class Child:
     """A process with pipes for stdin and stdout; it lasts as long as this object, or the program.
 
-    Its stdin is closed where the program is killed, which is how it can notice.
+    It is ended with its process group also where the program is killed.
 
     Args:
         arguments: the command.
@@ -39,6 +41,7 @@ class Child:
             text=True,
             start_new_session=True,
         )
+        _orphans.adopt(self.process.pid)
         self.end = weakref.finalize(self, _end, self.process, self._log)
 
     @property
@@ -68,6 +71,7 @@ class Child:
 def _end(process: subprocess.Popen[str], log: IO[str]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    _orphans.release(process.pid)
     process.wait()
     for stream in (process.stdin, process.stdout, log):
         if stream is not None:

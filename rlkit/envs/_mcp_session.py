@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import attrs
 
+from rlkit import _orphans
 from rlkit.envs._schemas import function_schema
 from rlkit.errors import EnvBusy, EnvError, EnvTimeout, RlkitError
 from rlkit.tools import ToolCall
@@ -70,6 +71,8 @@ class Connection:
             async with asyncio.timeout(self._server.timeout):
                 place = await self._transport()
                 self.client = await self._stack.enter_async_context(Client(place))  # type: ignore[arg-type]
+                if self._log is not None and (group := _group(self._log)) is not None:
+                    _orphans.adopt(group)
 
     async def tools(self, names: Sequence[str] | None) -> list[dict[str, object]]:
         """Return the schemas of the server's tools, or of those that are named."""
@@ -180,10 +183,16 @@ async def _started(
         async with stdio_client(parameters, errlog=log) as streams:
             yield streams
     finally:
-        first = os.pread(log.fileno(), 32, 0).partition(b"\n")[0]
-        if first.isdigit():
+        if (group := _group(log)) is not None:
+            _orphans.release(group)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(first), signal.SIGKILL)
+                os.killpg(group, signal.SIGKILL)
+
+
+def _group(log: TextIO) -> int | None:
+    """Return the number of a server's process group; None where it has not said it yet."""
+    first = os.pread(log.fileno(), 32, 0).partition(b"\n")[0]
+    return int(first) if first.isdigit() else None
 
 
 def told(result: CallToolResult) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import selectors
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
+from rlkit import _orphans
 from rlkit.errors import EnvError
 
 __all__ = ["Ended", "Program"]
@@ -57,13 +57,15 @@ class _Tail:
 class Program:
     """A process and all that it starts, in a session of their own, so that one signal reaches them.
 
-    A process that leaves the group by a session of its own is not found any more.
+    They end with this process, too, whatever ends it. A process that leaves the group by a session of its own is not
+    found any more.
 
     Args:
         arguments: the command.
         environment: all variables that it sees.
         stdin: what it is given to read.
         folder: where it runs; None: here.
+        ending: a command for what is not in the group, which is run where this process ends before the program does.
         most: bytes kept of each of its outputs, >= 1.
         grace: seconds between SIGTERM and SIGKILL.
     """
@@ -75,6 +77,7 @@ class Program:
         environment: Mapping[str, str],
         stdin: bytes = b"",
         folder: str | None = None,
+        ending: Sequence[str] = (),
         most: int = 1_000_000,
         grace: float = 2.0,
     ) -> None:
@@ -82,6 +85,7 @@ class Program:
         self._environment = dict(environment)
         self._stdin = stdin
         self._folder = folder
+        self._ending = list(ending)
         self._most = most
         self._grace = grace
         self._lock = threading.Lock()
@@ -98,10 +102,7 @@ class Program:
         try:
             return self._watch(process)
         finally:
-            _signal(process, signal.SIGKILL)
-            process.wait()
-            with _lock:
-                _alive.discard(process)
+            _reap(process)
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
@@ -139,8 +140,7 @@ class Program:
                 )
             except (OSError, ValueError) as error:
                 raise EnvError(f"{self._arguments[0]!r}: cannot be started: {error}") from error
-            with _lock:
-                _alive.add(self._process)
+            _orphans.adopt(self._process.pid, ending=self._ending)
             return self._process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> Ended:
@@ -176,7 +176,7 @@ class Program:
                 if ended:
                     due = time.monotonic() + _DRAIN
                     _signal(process, signal.SIGKILL)  # what it started, before its number can be another's
-        return Ended(process.wait(), out.text, err.text)
+        return Ended(_reap(process), out.text, err.text)
 
 
 @contextlib.contextmanager
@@ -227,13 +227,8 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(process.pid, number)
 
 
-_alive: set[subprocess.Popen[bytes]] = set()
-_lock = threading.Lock()
-
-
-@atexit.register
-def _kill_all() -> None:
-    """Leave none behind where the interpreter ends first: threads that watch them end with it."""
-    with _lock:
-        for process in _alive:
-            _signal(process, signal.SIGKILL)
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Kill what is left of its group, and return its exit code."""
+    _signal(process, signal.SIGKILL)
+    _orphans.release(process.pid)
+    return process.wait()

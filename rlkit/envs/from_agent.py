@@ -61,12 +61,12 @@ def agent(
         name: for metrics.
         settings: what these tasks want to have different.
 
-    A command has a process group of its own, which is ended as a whole: when the command ends, at the deadline, and
-    when the rollout is given up. Limits are those of the plan: ``max_turns`` (answers), ``max_tokens`` of each,
-    ``max_total_tokens``, the context, and the deadline. An agent that meets one is refused further answers, and its
-    episode is truncated; without a result its reward is 0, or what the settings say of episodes without an end. An
-    agent that fails otherwise (raises, ends with an exit code, runs out of time while nothing is being sampled, never
-    asks for anything) is a counted failure, and not trained.
+    A command has a process group of its own, which is ended as a whole: when the command ends, at the deadline, when
+    the rollout is given up, and when this program ends, also by SIGTERM or SIGKILL. Limits are those of the plan:
+    ``max_turns`` (answers), ``max_tokens`` of each, ``max_total_tokens``, the context, and the deadline. An agent that
+    meets one is refused further answers, and its episode is truncated; without a result its reward is 0, or what the
+    settings say of episodes without an end. An agent that fails otherwise (raises, ends with an exit code, runs out of
+    time while nothing is being sampled, never asks for anything) is a counted failure, and not trained.
 
     Raises:
         DataError: there are no rows.

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from rlkit import _orphans
 from rlkit.errors import EnvError, EnvTimeout
 
 __all__ = ["run"]
@@ -37,7 +38,8 @@ def run(name: str, command: Sequence[str], *, environment: Mapping[str, str], lo
         EnvError: it could not be started, or ended with another status than 0.
         EnvTimeout: it took longer.
 
-    It has a process group of its own, which is ended with it: also at the deadline, on Ctrl-C, and on SIGTERM.
+    It has a process group of its own, which is ended with it: also at the deadline, on Ctrl-C, and where this program
+    is killed.
     """
     with _sigterm_raises(), log.open("wb") as file:
         try:
@@ -51,6 +53,7 @@ def run(name: str, command: Sequence[str], *, environment: Mapping[str, str], lo
             )
         except OSError as error:
             raise EnvError(f"{name}: {command[0]} cannot be started: {error}") from error
+        _orphans.adopt(process.pid)
         tail: deque[str] = deque(maxlen=_TAIL)
         assert process.stdout is not None  # noqa: S101  # it is a pipe
         copying = threading.Thread(target=_copy, args=(process.stdout, file, tail), daemon=True)
@@ -93,6 +96,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(_GRACE)
     finally:
         _signal(process, getattr(signal, "SIGKILL", signal.SIGTERM))
+        _orphans.release(process.pid)
         process.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -137,22 +138,74 @@ def test_without_the_system_s_help(monkeypatch):
     assert gone(int(ended.stdout))
 
 
-def test_none_outlives_the_interpreter():
-    """The threads that watch them end with it."""
-    code = """
+LEAVES = """
 import os, sys, threading, time
 from rlkit.envs._program import Program
-made = Program([sys.executable, "-c", "import time; time.sleep(600)"], environment=dict(os.environ))
+def told(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+code = "import os, signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\\nleads = os.fork()\\n"
+code += "open(sys.argv[1] + str(bool(leads)), 'w').write(str(os.getpid()))\\ntime.sleep(600)"
+code = "import sys\\n" + code
+ending = [sys.executable, "-c", "import sys; open(sys.argv[1], 'w').close()", sys.argv[1] + "ended"]
+made = Program([sys.executable, "-c", code, sys.argv[1]], environment=dict(os.environ), ending=ending)
 threading.Thread(target=made.run, daemon=True).start()
-while made._process is None:
-    time.sleep(0.01)
-print(made._process.pid)
+told(sys.argv[1] + "True")
+told(sys.argv[1] + "False")
+if sys.argv[2] == "fork" and not os.fork():
+    time.sleep(600)  # a child of the program holds nothing up
+print(flush=True)
+time.sleep(0 if sys.argv[2] == "exit" else 600)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
-    assert gone(int(said))
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(0, "exit"), (signal.SIGTERM, "wait"), (signal.SIGKILL, "wait"), (signal.SIGKILL, "fork")],
+)
+def test_none_outlives_the_interpreter(tmp_path, number, how):
+    """However it ends: nothing of a group is left that is deaf to SIGTERM, and the command for a container is run."""
+    names = tmp_path / "pid-"
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVES, str(names), how], stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        assert parent.stdout.readline() == b"\n"
+        if number:
+            parent.send_signal(number)
+        assert parent.wait(60) == -number
+        try:
+            for which in ("True", "False"):
+                assert gone(int(Path(f"{names}{which}").read_text()))
+            for _ in range(1000):
+                if Path(f"{names}ended").exists():
+                    break
+                time.sleep(0.01)
+            assert Path(f"{names}ended").exists()
+        finally:
+            if how == "fork":
+                os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_a_watcher_that_was_killed_is_replaced():
+    """What it watched is watched by the next."""
+    code = """
+import os, signal, subprocess, sys, time
+from rlkit import _orphans
+left = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) for _ in "ab"]
+_orphans.adopt(left[0].pid)
+watcher = _orphans._watcher._process
+watcher.kill()
+watcher.wait()
+_orphans.adopt(left[1].pid)
+print(*(each.pid for each in left), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120).stdout
+    assert all(gone(int(pid)) for pid in said.split())
 
 
 def test_no_descriptor_is_left_open():
+    program("pass").run()  # the first has a watcher started
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         program("print(1)").run()
