@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from starlette.applications import Starlette
@@ -86,7 +87,8 @@ class _Endpoint:
         headers = Headers(scope=scope)
         try:
             answerer = _admit(self._service, scope, headers)
-            value = await read_object(headers, receive, self._limit)
+            with _counted(answerer):
+                value = await read_object(headers, receive, self._limit)
             await unless_gone(self._exchange(value, answerer, send), receive)
         except Gone:
             return
@@ -98,7 +100,8 @@ class _Endpoint:
         made: Call | Awaitable[Json] | None = None
         begun = False
         try:
-            made = self._handler(value, answerer)
+            with _counted(answerer):
+                made = self._handler(value, answerer)
             if not isinstance(made, Call):
                 await _write(send, 200, await made)
                 return
@@ -158,6 +161,16 @@ class App:
     def end(self) -> None:
         """Cancel what is being answered, and refuse from now on: clients are told that the gateway was closed."""
         self._running.end()
+
+
+@contextlib.contextmanager
+def _counted(answerer: Answerer) -> Iterator[None]:
+    """Have a request that is not valid counted by what would have answered it."""
+    try:
+        yield
+    except GatewayError:
+        answerer.refused()
+        raise
 
 
 def _admit(service: Service, scope: Scope, headers: Headers) -> Answerer:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from rlkit import _check
+from rlkit._hosts import is_loopback
 from rlkit._lazy import missing
 from rlkit._resource import Resource
 from rlkit.backends.protocol import Sampler
 from rlkit.chat import Chat
-from rlkit.errors import BackendError, RlkitError
+from rlkit.errors import BackendError, ConfigError, RlkitError
 from rlkit.gateway.limits import Limits
 from rlkit.gateway.session import Ask, Session
 from rlkit.gateway.types import GatewayError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Gateway"]
 
 _CHATS = 32  # variants of the chat that are kept
+_ENDED = 20_000  # names of sessions that have ended, whose late clients are told so
 
 
 class Gateway(Resource):
@@ -40,7 +42,7 @@ class Gateway(Resource):
         params: how turns are drawn, for sessions that say nothing else; None: as clients ask.
         limits: of sessions that say nothing else.
         model: the name that clients are told.
-        host: a loopback address.
+        host: a loopback address; another one only with ``key``, and with TLS in front of it.
         port: 0 for a free one. The socket is opened when the first URL is asked for.
         open: whether requests without a session are answered; they are not recorded.
         key: what such requests must give as their API key; None lets any in.
@@ -76,6 +78,16 @@ class Gateway(Resource):
     ) -> None:
         _check.require(hasattr(sampler, "sample"), "Gateway(sampler)", sampler, "a sampler: policy.sampler().result()")
         _check.require(chat is None or isinstance(chat, Chat), "Gateway(chat)", chat, "an rlkit.chat.Chat")
+        expected = "rlkit.SamplingParams(...)"
+        _check.require(params is None or isinstance(params, SamplingParams), "Gateway(params)", params, expected)
+        _check.require(limits is None or isinstance(limits, Limits), "Gateway(limits)", limits, "gateway.Limits(...)")
+        _check.require(isinstance(model, str) and model, "Gateway(model)", model, "a name")
+        _check.require(isinstance(host, str) and host, "Gateway(host)", host, "a name or an address")
+        _check.require(key is None or (isinstance(key, str) and key), "Gateway(key)", key, "a text that is not empty")
+        if key is None and not is_loopback(host):
+            raise ConfigError(
+                "Gateway(host)", f"{host} can be reached from other machines", "a loopback address, or key="
+            )
         self._sampler = sampler
         self.chat = (Chat(sampler.tokenizer) if chat is None else chat).with_options(history="append")
         self.model = model
@@ -84,6 +96,7 @@ class Gateway(Resource):
         self._params, self._limits = params, limits
         self._chats: OrderedDict[str, Chat] = OrderedDict()
         self._sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()  # ids and keys of sessions that have ended
         self._lock = threading.Lock()
         self._server: Server | None = None
         self._closed = False
@@ -106,9 +119,12 @@ class Gateway(Resource):
             ask: samples in place of the sampler: (prompt, params, n, seed) -> samples.
 
         Raises:
+            ConfigError: an argument of the wrong type or out of range.
             BackendError: the gateway is closed.
         """
-        return self._new(params=params or self._params, limits=limits or self._limits, seed=seed, ask=ask)
+        params = self._params if params is None else params
+        limits = self._limits if limits is None else limits
+        return self._new(params=params, limits=limits, seed=seed, ask=ask)
 
     def _new(
         self,
@@ -142,7 +158,8 @@ class Gateway(Resource):
             key: what the client sent as its API key; None: nothing.
 
         Raises:
-            GatewayError: 401, there is no such session, or no such key and the gateway is not open.
+            GatewayError: 401, there is no such session, or no such key and the gateway is not open; 429, the session
+                has ended.
         """
         name = key if session is None else session
         with self._lock:
@@ -151,14 +168,19 @@ class Gateway(Resource):
                 return named
             if session is None and self._open is not None and (self.key is None or key == self.key):
                 return self._open
-        what = "this session does not exist, or has ended" if session is not None else "the API key names no session"
+            if name in self._ended:
+                raise GatewayError(429, "this session has ended", code="session_ended")
+        what = "there is no such session" if session is not None else "the API key names no session"
         raise GatewayError(401, what, code="invalid_api_key")
 
     def forget(self, session: Session) -> None:
         """Let go of a session that has ended."""
         with self._lock:
-            self._sessions.pop(session.id, None)
-            self._sessions.pop(session.api_key, None)
+            for name in (session.id, session.api_key):
+                if self._sessions.pop(name, None) is not None:
+                    self._ended[name] = None
+            while len(self._ended) > _ENDED:
+                self._ended.popitem(last=False)
 
     def chat_with(self, template: Mapping[str, object]) -> Chat:
         """Return the chat with these variables of its template.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import attrs
 
@@ -27,7 +29,8 @@ class Limits:
 
     Attributes:
         turns: completions, >= 1.
-        tokens: of the policy's own, >= 1.
+        tokens: of the policy's own, >= 1. Completions that are drawn at the same time share what is left; a request
+            that there is no room for beside others waits for them.
         seconds: since the session was opened, > 0.
         at_once: requests that are answered at the same time, >= 1.
 
@@ -66,6 +69,8 @@ class Meter:
         self._ends = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
         self._drawing = 0  # completions on their way
         self._answering = 0
+        self._reserved = 0  # tokens that completions on their way may draw
+        self._waiting: list[concurrent.futures.Future[None]] = []
         self._closed = False
 
     @contextlib.contextmanager
@@ -94,8 +99,8 @@ class Meter:
                 problem, ended = self.over, "deadline"
             elif limits.turns is not None and self.counts["turns"] + self._drawing + n > limits.turns:
                 problem, ended = f"this session may have {limits.turns} completions", "max_turns"
-            elif limits.tokens is not None and self.counts["tokens"] >= limits.tokens:
-                problem, ended = f"this session may have {limits.tokens} tokens of completions", "max_total_tokens"
+            elif limits.tokens is not None and limits.tokens - self.counts["tokens"] < n:
+                problem, ended = self._no_tokens, "max_total_tokens"
             elif limits.at_once is not None and self._answering >= limits.at_once:
                 problem, again = f"this session may have {limits.at_once} requests at a time", 1.0
             if not problem:
@@ -116,9 +121,48 @@ class Meter:
         """Return the seconds that are left; infinity where there is no limit."""
         return max(0.0, self._ends - time.monotonic())
 
-    def tokens_left(self) -> int:
-        """Return how many tokens may still be drawn, >= 1: a request was let in."""
-        return 2**31 - 1 if self.limits.tokens is None else max(1, self.limits.tokens - self.counts["tokens"])
+    @property
+    def _no_tokens(self) -> str:
+        return f"this session may have {self.limits.tokens} tokens of completions"
+
+    @contextlib.asynccontextmanager
+    async def tokens(self, n: int, most: int) -> AsyncIterator[int]:
+        """Hold tokens for ``n`` completions while they are drawn: yields how many each may have, in [1, most].
+
+        Raises:
+            GatewayError: 429, there are not as many left.
+        """
+        while (share := self._reserve(n, most)) == 0:
+            waiter: concurrent.futures.Future[None] = concurrent.futures.Future()
+            with self._lock:
+                self._waiting.append(waiter)
+                if self._reserved == 0:  # given back in between
+                    continue
+            await asyncio.wrap_future(waiter)
+        try:
+            yield share
+        finally:
+            with self._lock:
+                self._reserved -= n * share
+                waiting, self._waiting = self._waiting, []
+            for waiter in waiting:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # whoever waited has gone
+                    waiter.set_result(None)
+
+    def _reserve(self, n: int, most: int) -> int:
+        """Return how many tokens each of ``n`` completions may have; 0: not before others give some back."""
+        with self._lock:
+            free = most * n
+            if self.limits.tokens is not None:
+                free = self.limits.tokens - self.counts["tokens"] - self._reserved
+            share = min(most, free // n)
+            if share < most and self._reserved:
+                return 0
+            if share < 1:
+                self.ended = self.ended or "max_total_tokens"
+                raise GatewayError(429, self._no_tokens, code="limit_reached")
+            self._reserved += n * share
+            return share
 
     def turn(self, tokens: int) -> None:
         """Count a completion."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+import attrs
 import numpy as np
 
 from rlkit import _check
@@ -91,8 +92,12 @@ class Session(Resource):
         self.id = secrets.token_hex(12)
         self.api_key = f"rlkit-{secrets.token_hex(16)}"
         self._seed = _check.integer("session(seed)", seed, low=0)
+        expected = "rlkit.SamplingParams(...)"
+        _check.require(params is None or isinstance(params, SamplingParams), "session(params)", params, expected)
+        _check.require(limits is None or isinstance(limits, Limits), "session(limits)", limits, "gateway.Limits(...)")
+        _check.require(ask is None or callable(ask), "session(ask)", ask, "an async function")
         self.params = params
-        self.limits = limits or Limits()
+        self.limits = Limits() if limits is None else limits
         self.error: Exception | None = None
         self._meter = Meter(self.limits)
         self._recording = Recording()
@@ -283,14 +288,17 @@ class Session(Resource):
             self._meter.reach("context")
             what = f"this model's maximum context length is {context} tokens, but the prompt has {size}"
             raise GatewayError(400, what, param="messages", code="context_length_exceeded")
-        room = min(context - size, self._meter.tokens_left())
-        params = params_for(prompt.chat, request.draw, self.params, room)
         seed = request.draw.seed if self.params is None else None
         seed = seed_for(self._seed, prompt.digest, prompt.repeat) if seed is None else seed
+        wanted = params_for(prompt.chat, request.draw, self.params, context - size)
         left = self._meter.left()
         try:
             async with asyncio.timeout(None if left == float("inf") else left):
-                return await self._ask(prompt.tokens, params, request.n, seed)
+                async with self._meter.tokens(request.n, wanted.max_tokens) as share:
+                    params = attrs.evolve(wanted, max_tokens=share)
+                    samples = await self._ask(prompt.tokens, params, request.n, seed)
+                    self._count(samples, cut=share < wanted.max_tokens)
+                    return samples
         except (DataError, GatewayError):
             raise
         except Exception as error:
@@ -300,6 +308,19 @@ class Session(Resource):
             self.error = self.error or error
             what = f"the policy cannot be sampled ({type(error).__name__})"
             raise GatewayError(503, what, code="sampler") from error
+
+    def _count(self, samples: Sequence[Sample], *, cut: bool) -> None:
+        """Count completions; ``cut``: they might have been longer without the session's limit."""
+        if self._record:
+            for sample in samples:
+                self._meter.turn(int(sample.tokens.size))
+        if cut and any(sample.stop_reason == "length" for sample in samples):
+            self._meter.reach("max_total_tokens")
+
+    def refused(self) -> None:
+        """Count a request that was not valid, and so was not answered."""
+        self._meter.count("requests")
+        self._meter.count("refused")
 
     async def _ask(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
         if self._asked is not None:
@@ -317,7 +338,6 @@ class Session(Resource):
                 self._meter.count("unforced")
             if self._record and request.draw.max_tokens != 0:
                 self._recording.add(request, prompt, choice, action)
-                self._meter.turn(int(sample.tokens.size))
         return choices
 
     def use(self, sampler: Sampler) -> None:

@@ -60,8 +60,14 @@ def test_a_key_names_the_session_at_the_root(gateway):
     assert client.chat.completions.create(model="m", messages=HI).usage.completion_tokens > 0
     assert len(session.turns) == 1
     session.close()
-    with pytest.raises(openai.AuthenticationError):
+    with pytest.raises(openai.RateLimitError, match="has ended"):
         client.chat.completions.create(model="m", messages=HI)
+    client.close()
+    with (
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="rlkit-unknown") as unknown,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        unknown.chat.completions.create(model="m", messages=HI)
 
 
 def test_limits_are_not_tried_again(gateway):
@@ -214,3 +220,13 @@ def test_anthropic_s_sdk_without_a_socket(gateway):
     assert len(session.turns) == 1
     with pytest.raises(rlkit.ConfigError, match="package"):
         session.client("requests")
+
+
+def test_requests_that_are_not_valid_are_counted(gateway):
+    session = gateway.session()
+    wrong = ({"response_format": {"type": "json_object"}}, {"n": 0}, {"temperature": -1}, {"messages": 5})
+    with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
+        for fields in wrong:
+            with pytest.raises(openai.BadRequestError):
+                client.chat.completions.create(**{"model": "m", "messages": HI, **fields})
+    assert (session.metrics["requests"], session.metrics["refused"], session.metrics["turns"]) == (4, 4, 0)

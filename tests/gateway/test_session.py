@@ -261,7 +261,7 @@ def test_seeds_do_not_depend_on_what_arrives_first():
 
 @pytest.mark.parametrize(
     ("limits", "ended"),
-    [(Limits(turns=2), "max_turns"), (Limits(tokens=3), "max_total_tokens"), (Limits(seconds=1e-9), "deadline")],
+    [(Limits(turns=2), "max_turns"), (Limits(tokens=4), "max_total_tokens"), (Limits(seconds=1e-9), "deadline")],
 )
 def test_limits(limits, ended):
     with Gateway(Scripted(TOKENIZER, lambda _: "abc")) as gateway, gateway.session(limits=limits) as session:
@@ -491,3 +491,87 @@ def test_arguments_that_are_no_object_are_text(session_of, arguments):
     assert (
         ask(session, [*history, {"role": "tool", "content": "2", "tool_call_id": "c1"}]).choices[0].content == "Well."
     )
+
+
+@pytest.mark.parametrize(("n", "at_once"), [(8, 1), (1, 8), (3, 3)])
+def test_the_limit_of_tokens_holds_for_completions_that_are_drawn_at_the_same_time(n, at_once):
+    drawing, refused = [], []
+
+    async def slow(prompt, params, n, seed):
+        drawing.append(n * params.max_tokens)
+        assert sum(drawing) + session.metrics["tokens"] <= 30
+        await asyncio.sleep(0.02)
+        drawing.remove(n * params.max_tokens)
+        return Scripted(TOKENIZER, lambda _: "x" * 50).sample(prompt, params, n=n, seed=seed).result()
+
+    async def one(i):
+        try:
+            await session.answer(Request(messages=[user(f"{i}")], n=n, draw=Draw(max_tokens=6)))
+        except GatewayError as error:
+            refused.append((error.status, error.code))
+
+    async def main():
+        await asyncio.gather(*(one(i) for i in range(at_once)))
+        await one(at_once)
+
+    with Gateway(Scripted(TOKENIZER, [])) as gateway:
+        session = gateway.session(limits=Limits(tokens=30), ask=slow)
+        asyncio.run(asyncio.wait_for(main(), 30))
+        assert 24 <= session.metrics["tokens"] <= 30
+        assert set(refused) == {(429, "limit_reached")}
+        assert session.ended == "max_total_tokens"
+        assert session.trajectory().truncated
+
+
+def test_one_that_waits_for_tokens_may_leave():
+    release = asyncio.Event()
+
+    async def slow(prompt, params, n, seed):
+        await release.wait()
+        return Scripted(TOKENIZER, lambda _: "x").sample(prompt, params, n=n, seed=seed).result()
+
+    async def main():
+        first, second, third = (
+            asyncio.create_task(session.answer(Request(messages=[user(text)], draw=Draw(max_tokens=20))))
+            for text in "abc"
+        )
+        await asyncio.sleep(0.1)
+        second.cancel()
+        await asyncio.sleep(0.05)
+        release.set()
+        await first
+        await third
+
+    with Gateway(Scripted(TOKENIZER, [])) as gateway:
+        session = gateway.session(limits=Limits(tokens=30), ask=slow)
+        asyncio.run(asyncio.wait_for(main(), 30))
+        assert (session.metrics["turns"], session.metrics["cancelled"], session.ended) == (2, 1, "")
+
+
+def test_what_a_gateway_and_a_session_are_made_of():
+    sampler = Scripted(TOKENIZER, [])
+    for wrong in (
+        {"params": {"max_tokens": 3}},
+        {"limits": {"turns": 3}},
+        {"model": 5},
+        {"host": ""},
+        {"host": "192.168.0.1"},
+        {"port": -1},
+        {"key": ""},
+    ):
+        with pytest.raises(ConfigError, match=f"Gateway.{next(iter(wrong))}"):
+            Gateway(sampler, **wrong)
+    with Gateway(sampler) as gateway:
+        for wrong in ({"params": {}}, {"limits": {"turns": 3}}, {"ask": 3}, {"seed": -1}):
+            with pytest.raises(ConfigError, match=f"session.{next(iter(wrong))}"):
+                gateway.session(**wrong)
+
+
+def test_late_clients_of_a_session_are_told_that_it_has_ended():
+    with Gateway(Scripted(TOKENIZER, [])) as gateway:
+        session = gateway.session()
+        session.close()
+        for name in ((session.id, None), (None, session.api_key)):
+            with pytest.raises(GatewayError) as caught:
+                gateway.admit(*name)
+            assert (caught.value.status, caught.value.code) == (429, "session_ended")

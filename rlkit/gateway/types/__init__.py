@@ -177,6 +177,9 @@ class Answerer(Protocol):
     async def answer(self, request: Request) -> Reply:
         """Sample what was asked for. May be cancelled. Raises GatewayError."""
 
+    def refused(self) -> None:
+        """Count a request that was not valid, and so was not answered."""
+
     async def render(self, request: Request) -> np.ndarray:
         """Return the prompt int64 [P] that ``answer`` would sample from; nothing is recorded. Raises GatewayError."""
 

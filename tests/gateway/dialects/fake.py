@@ -52,6 +52,9 @@ class FakeService:
             raise GatewayError(401, "there is no such session", code="invalid_api_key")
         return self
 
+    def refused(self):
+        self.count_refused = getattr(self, "count_refused", 0) + 1
+
     async def render(self, request):
         if request.prompt is not None:
             return request.prompt
