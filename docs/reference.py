@@ -74,7 +74,7 @@ OBJECTS = {
         "rlkit.backends": "TrainerBackend Sampler Tokenizer",
         "rlkit.backends.protocol": "TopK TargetLogprobs MaskedLogprobs PromptLogprobs OpensSamplers",
         "rlkit.backends.engine": "SamplingEngine LoraAdapter",
-        "rlkit.backends.vllm": "open_sampler VllmSampler VllmClient",
+        "rlkit.backends.vllm": "Vllm open_sampler VllmSampler VllmClient",
     },
     "Rollouts": {
         "rlkit.rollouts": "rollout rollout_sync stream async_rollouts Plan Rollouts Replay",

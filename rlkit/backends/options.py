@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlkit.backends.protocol import Tokenizer
+    from rlkit.backends.vllm.settings import Vllm
 
 __all__ = ["LocalOptions", "Options", "TinkerOptions", "ToyOptions"]
 
@@ -47,7 +48,7 @@ class LocalOptions(Options, total=False):
     max_rows: int | None
     prefix_mb: int
     cuda_graphs: bool | None
-    sampler: SamplingEngine | None
+    sampler: SamplingEngine | Vllm | str | Sequence[str] | None
 
 
 class TinkerOptions(Options, total=False):

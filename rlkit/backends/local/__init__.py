@@ -31,18 +31,20 @@ from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
-from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.model.lora import adapter_of, with_adapter
 from rlkit.backends.local.model.untried import warn_untried
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
 from rlkit.backends.local.training.forward import training_forward
+from rlkit.backends.local.training.own_logprobs import OwnLogprobs
 from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.backends.vllm.settings import Vllm, check_lora, vllm_of
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
@@ -84,8 +86,10 @@ class LocalBackend(InProcessBackend):
             begin like them are continued, as the turns of an episode do; 0 for none.
         cuda_graphs: on an NVIDIA GPU, launch decoding steps as recorded graphs; keys and values then keep their memory
             between requests. None is True there.
-        sampler: what samples instead of this process, closed with the backend; merge, max_rows, prefix_mb and
-            cuda_graphs are of this process's sampling, and are refused beside it.
+        sampler: what samples instead of this process, closed with the backend: "vllm", which starts a server in an
+            environment of its own (``rlkit.backends.vllm.Vllm`` says which), the URL of one that runs, several, or an
+            engine of yours. merge, max_rows, prefix_mb and cuda_graphs are of this process's sampling, and are refused
+            beside it.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model cannot be loaded.
@@ -109,7 +113,7 @@ class LocalBackend(InProcessBackend):
         max_rows: int | None = None,
         prefix_mb: int = 512,
         cuda_graphs: bool | None = None,
-        sampler: SamplingEngine | None = None,
+        sampler: SamplingEngine | Vllm | str | Sequence[str] | None = None,
     ) -> None:
         start = Start.of("connect", model, lora, folder, resume_from, init_from)
         for name, value in (("micro_batch_tokens", micro_batch_tokens), ("max_rows", max_rows)):
@@ -121,16 +125,14 @@ class LocalBackend(InProcessBackend):
             _check.flag("cuda_graphs", cuda_graphs)
         if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
             raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
-        if sampler is not None:
-            _check.members("connect(sampler)", sampler, SamplingEngine)
-            if (merge, max_rows, prefix_mb, cuda_graphs) != ("auto", None, 512, None):
-                raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
+        vllm = _checked_engine(sampler, (merge, max_rows, prefix_mb, cuda_graphs))
         saved = saves.read(start.path, backend="local") if start.path is not None else None
         if model is None and saved is not None:
             model = saved[1].get("model")
         if model is None:
             raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
+        check_lora(lora, vllm)
         entropy = entropy_of(seed)
 
         place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
@@ -165,7 +167,7 @@ class LocalBackend(InProcessBackend):
         decoder = partial(decoder_for, base, self._merge, prefix_mb * 10**6, cuda_graphs is not False, beside=[])
         at_once = min(_SNAPSHOTS, max(1, _COPIES // base.nbytes)) if self._merge else _SNAPSHOTS
         self._scheduler = Scheduler(decoder, max_rows or default_max_rows(place), at_once)
-        self._engine = sampler
+        self._engine = None if vllm is not None else cast("SamplingEngine | None", sampler)
         super().__init__(
             "local",
             tokenizer=base.tokenizer,
@@ -176,6 +178,33 @@ class LocalBackend(InProcessBackend):
         )
         self._scheduler.wake = self._worker.wake
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
+        if vllm is not None:
+            self._engine = self._begin_vllm(vllm, dtype)
+
+    def _begin_vllm(self, settings: Vllm, dtype: str) -> SamplingEngine:
+        from rlkit.backends.vllm.engine import Trained, VllmEngine
+
+        head = self.base.model.get_output_embeddings()
+        names = adapter_of(self._peft)
+        if any(self.base.model.get_submodule(name) is head for name in names):
+            raise ConfigError(
+                "sampler='vllm': vLLM serves no adapter on the output head; leave it out of target_modules"
+            )
+        trained = Trained(
+            model=self.base.path,
+            dtype=dtype,
+            lora=self._lora,
+            modules=list({name.rpartition(".")[2] for name in names}),
+            tokenizer=self.tokenizer,
+            max_length=self.max_length,
+            seeds=self._seeds,
+            logprobs=OwnLogprobs(self._trainer),
+        )
+        try:
+            return VllmEngine(settings, trained)
+        except BaseException:
+            self.close()
+            raise
 
     def capabilities(self) -> Mapping[str, Any]:
         """Return what holds for this model on this machine.
@@ -267,6 +296,17 @@ class LocalBackend(InProcessBackend):
             return int(state["version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error
+
+
+def _checked_engine(sampler: object, own: tuple[object, ...]) -> Vllm | None:
+    """Return what ``sampler=`` says about vLLM, if it does, after it was checked beside what is of own sampling."""
+    vllm = vllm_of(sampler)
+    if sampler is not None:
+        if vllm is None:
+            _check.members("connect(sampler)", sampler, SamplingEngine)
+        if own != ("auto", None, 512, None):
+            raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
+    return vllm
 
 
 def _checked_sampler(call: str, sampler: Sampler | None) -> Sampler:

@@ -20,6 +20,7 @@ class EventLoop:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.at_end: list[Callable[[], Coroutine[object, object, None]]] = []  # what is to be closed in it
+        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -31,6 +32,12 @@ class EventLoop:
         """Have the loop call it; takes no lock, and does nothing once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call)
+
+    def keep(self, work: Coroutine[object, object, None]) -> None:
+        """Run ``work`` to its end; called in the loop."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel what runs, close what is to be closed, and end the thread. May be called twice, and from within."""
@@ -48,6 +55,7 @@ class EventLoop:
             self.loop.run_until_complete(
                 asyncio.gather(*tasks, *(close() for close in self.at_end), return_exceptions=True)
             )
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.run_until_complete(asyncio.sleep(0))  # transports say in a turn of the loop that they are closed
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:

@@ -83,11 +83,12 @@ class VllmSampler:
         tokens = checked_request(prompt, params, n, seed, vocab_size=vocab_size, max_length=self.max_length)
         most = min(params.max_tokens, self.max_length - tokens.size)
         drawn = self._seeds.next() if seed is None else seed
-        body = sample_request(tokens, params, n, drawn, most, self.tokenizer)
+        draws = n if params.temperature > 0 else 1  # vLLM refuses several greedy ones, which are all the same
+        body = sample_request(tokens, params, draws, drawn, most, self.tokenizer)
 
         async def ask() -> list[Sample]:
             answer = await policy.generate(body)
-            return read_samples(answer, policy.name, tokens, params, n, self.version, vocab_size)
+            return read_samples(answer, policy.name, tokens, params, draws, self.version, vocab_size) * (n // draws)
 
         return self._submit(ask())
 

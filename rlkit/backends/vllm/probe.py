@@ -1,0 +1,132 @@
+"""Whether a server samples the policy that is trained: a few logprobs of both, at every change of version."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+import numpy as np
+
+from rlkit.backends.protocol import Tokenizer
+from rlkit.errors import BackendError
+
+__all__ = ["Probe", "TrainerLogprobs", "different_tokenizer"]
+
+_TEXT = "The answer is 42, since 6 * 7 = 42. Next question: why is the sky blue? It scatters"
+_LENGTH = 24  # tokens
+TEMPERATURE = 0.7  # of what is sampled
+_SCALES = (0.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+_TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
+
+
+class TrainerLogprobs(Protocol):
+    """The trainer's logprobs float32 [T] of tokens [T], entry 0 is 0, by the policy as it is now."""
+
+    def __call__(self, tokens: np.ndarray, temperature: float = 1.0, scale: float = 1.0) -> np.ndarray:
+        """Return them; ``scale`` times the adapter is what they are of."""
+
+
+@attrs.frozen(eq=False)
+class Seen:
+    """What a server gave.
+
+    Attributes:
+        scored: float32 [T], logprobs of the probe's text.
+        text: int64 [P + n], a prompt and what it sampled.
+        sampled: float32 [n], the logprobs that it reported, at ``TEMPERATURE``.
+    """
+
+    scored: np.ndarray
+    text: np.ndarray
+    sampled: np.ndarray
+
+
+class Probe:
+    """Compares servers with a trainer.
+
+    Args:
+        trainer: its logprobs.
+        tokenizer: for a text that is like those that the model knows.
+        tolerance: mean absolute difference at most.
+        scale: of the adapter, alpha / rank.
+        rank: of it.
+    """
+
+    def __init__(
+        self, trainer: TrainerLogprobs, tokenizer: Tokenizer, tolerance: float, *, scale: float, rank: int
+    ) -> None:
+        self.tokens = tokenizer.encode(_TEXT)[:_LENGTH]
+        self._trainer = trainer
+        self._tolerance = tolerance
+        self._scales = dict.fromkeys([*_SCALES, 1 / scale, math.sqrt(rank), rank, 1 / math.sqrt(rank), 1 / rank])
+        self._earlier: tuple[int, np.ndarray] | None = None
+
+    def check(self, where: str, seen: Seen, version: int, scale: float = 1.0) -> None:
+        """Check one server after a change of version; called where the trainer computes.
+
+        Args:
+            where: which, for messages.
+            seen: what it gave.
+            version: of the policy.
+            scale: 0: it was asked for the base model.
+
+        Raises:
+            BackendError: its logprobs are not the trainer's; the message says what they are like.
+        """
+        wanted = self._trainer(self.tokens, 1.0, scale)
+        off = _distance(seen.scored, wanted)
+        if not off <= self._tolerance:
+            raise BackendError(f"{where}: {self._diagnosis(seen.scored, off, version, scale)}")
+        n = seen.sampled.size
+        off = _distance(seen.sampled, self._trainer(seen.text, TEMPERATURE, scale)[-n:])
+        if not off <= self._tolerance:
+            raw = _distance(seen.sampled, self._trainer(seen.text, 1.0, scale)[-n:]) <= self._tolerance
+            what = "are those of temperature 1" if raw else f"are {off:.2g} nats off"
+            raise BackendError(
+                f"{where}: the logprobs of what is sampled at temperature {TEMPERATURE} {what}: they are not those of "
+                "the distribution that it draws from; start the server with --logprobs-mode processed_logprobs"
+            )
+        if scale:
+            self._earlier = version, wanted
+
+    def _diagnosis(self, scored: np.ndarray, off: float, version: int, scale: float) -> str:
+        of = f"version {version}" if scale else "the base model"
+        head = f"its logprobs of {of} are {off:.2g} nats off the trainer's on average"
+        limit = max(off / 10, self._tolerance)
+
+        def like(values: np.ndarray) -> bool:
+            return _distance(scored, values) <= limit
+
+        if scale and like(self._trainer(self.tokens, 1.0, 0.0)):
+            return f"{head}, and are the base model's: the adapter never arrived"
+        if scale and self._earlier is not None and like(self._earlier[1]):
+            return f"{head}, and are those of version {self._earlier[0]}: the new adapter never arrived"
+        for times in self._scales if scale else ():
+            if times != 1.0 and like(self._trainer(self.tokens, 1.0, times)):
+                return f"{head}, and are those of {times:.3g} times the adapter: it has a wrong scale (alpha / rank)"
+        for temperature in _TEMPERATURES:
+            if like(self._trainer(self.tokens, temperature, scale)):
+                return f"{head}, and are tempered: those of logits divided by {temperature:g}"
+        return (
+            f"{head}: it is another base model, another dtype, or computes otherwise; Vllm(tolerance=) sets what is "
+            f"allowed ({self._tolerance:g})"
+        )
+
+
+def different_tokenizer(tokenizer: Tokenizer, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> str:
+    """Return what tells a server's tokenizer apart, in words; "" where nothing does."""
+    for text, ids in zip(texts, tokens, strict=True):
+        mine = tokenizer.encode(text).tolist()
+        if mine != list(ids):
+            first = next(
+                (i for i, (a, b) in enumerate(zip(mine, ids, strict=False)) if a != b), min(len(mine), len(ids))
+            )
+            theirs, ours = list(ids)[first : first + 3], mine[first : first + 3]
+            return f"it has another tokenizer: of {text!r}, tokens {first}... are {theirs} there and {ours} here"
+    return ""
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).mean()) if np.isfinite(a).all() else math.inf

@@ -1,0 +1,137 @@
+"""``Vllm``: which servers sample, and how they are started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+from rlkit.types import Lora
+
+__all__ = ["Vllm", "check_lora", "vllm_of"]
+
+_PYTHON = "RLKIT_VLLM_PYTHON"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
+
+
+@attrs.frozen(kw_only=True)
+class Vllm:
+    """vLLM as the sampler: ``connect("local", ..., sampler=Vllm(...))``; ``sampler="vllm"`` is all defaults.
+
+    Args:
+        python: the interpreter of an environment that has vllm; None is the one that RLKIT_VLLM_PYTHON names.
+        arguments: further ones of the server's command line, which may replace those that are given.
+        environment: variables of the server, beside this process's.
+        urls: of servers that are there already, so that none is started. They need ``--enable-lora
+            --enable-scale-out --logprobs-mode processed_logprobs`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, the same
+            base model, and sight of ``folder``.
+        key: the API key of such servers.
+        folder: where adapters are written for the servers; None for a temporary one.
+        start: seconds that a server may take until it answers.
+        deadline: seconds that an answer may take.
+        restarts: how often a server that died is started again, or, if it is somebody else's, waited for.
+        tolerance: the mean absolute difference of its logprobs from the trainer's at most; None is 1e-3 in float32 and
+            0.03 in bfloat16.
+
+    Raises:
+        ConfigError: an option is of the wrong type or out of range.
+    """
+
+    python: str | None = None
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    urls: Sequence[str] = ()
+    key: str | None = attrs.field(default=None, repr=False)
+    folder: str | None = None
+    start: float = 900.0
+    deadline: float = 1800.0
+    restarts: int = 3
+    tolerance: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("arguments", "urls"):
+            value = getattr(self, name)
+            texts = not isinstance(value, str) and all(isinstance(x, str) for x in value)
+            _check.require(texts, f"Vllm({name})", value, "a list of strings")
+        for url in self.urls:
+            _check.require(url.startswith(("http://", "https://")), "Vllm(urls)", url, "URLs")
+        for name in ("start", "deadline"):
+            _check.real(f"Vllm({name})", getattr(self, name), above=0.0, why="seconds")
+        _check.integer("Vllm(restarts)", self.restarts, low=0)
+        if self.tolerance is not None:
+            _check.real("Vllm(tolerance)", self.tolerance, above=0.0)
+
+    def command(
+        self, model: str, dtype: str, lora: Lora, modules: Sequence[str], max_length: int, name: str
+    ) -> list[str]:
+        """Return the command of a server, but for its address.
+
+        Args:
+            model: a folder or a hub id.
+            dtype: of the base.
+            lora: the adapters' shape.
+            modules: last parts of the names of those that have adapters.
+            max_length: tokens of a sequence at most.
+            name: what requests call the base model.
+
+        Raises:
+            ConfigError: it is not said which interpreter has vllm.
+        """
+        python = self.python or os.environ.get(_PYTHON)
+        if not python:
+            raise ConfigError(
+                f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; it wants an "
+                "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
+            )
+        rank = next((rank for rank in _RANKS if rank >= lora.rank), lora.rank)
+        # `vllm serve` does the same, where the package is called vllm; builds for CPUs have another name.
+        return [
+            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name),
+            *("--dtype", dtype, "--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"),
+            # Without it the head is prepared for adapters, too, and vLLM for CPUs (0.32) dies of two prompts at once
+            # whose logprobs are asked for.
+            *("--lora-target-modules", *sorted(modules)),
+            # One token is sampled behind every text that is scored.
+            *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
+            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
+            *self.arguments,
+        ]
+
+
+def vllm_of(sampler: object) -> Vllm | None:
+    """Return what ``connect(sampler=)`` says about vLLM; None: it is something else.
+
+    Raises:
+        ConfigError: a string that is neither "vllm" nor a URL.
+    """
+    if isinstance(sampler, Vllm):
+        return sampler
+    if sampler == "vllm":
+        return Vllm()
+    if isinstance(sampler, str):
+        if not sampler.startswith(("http://", "https://")):
+            raise ConfigError(_check.problem("connect(sampler)", f"got {sampler!r}", "'vllm', a URL, or several"))
+        return Vllm(urls=[sampler])
+    if isinstance(sampler, (list, tuple)):
+        return Vllm(urls=sampler)
+    return None
+
+
+def check_lora(lora: Lora, vllm: Vllm | None) -> None:
+    """Check that vLLM can serve such an adapter, where it is to.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if vllm is None:
+        return
+    if lora.train_unembed and lora.target_modules is None:
+        raise ConfigError(
+            "sampler='vllm': vLLM serves no adapter on the output head, which Lora() has; give "
+            f"lora=Lora(rank={lora.rank}, train_unembed=False), or leave sampler out"
+        )
+    if lora.rank > _RANKS[-1]:
+        raise ConfigError(_check.problem("lora.rank", f"is {lora.rank}", f"at most {_RANKS[-1]}", "vLLM's largest"))

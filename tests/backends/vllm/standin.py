@@ -1,0 +1,172 @@
+"""A small server of vLLM's wire format, by transformers and peft, that can be told to misbehave.
+
+``python standin.py --model FOLDER --port PORT ...`` takes what else vLLM takes; a test may also run it in its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LOADING = threading.Lock()  # while it loads, transformers changes how all threads make tensors
+
+
+class Standin:
+    """Answers requests.
+
+    Attributes:
+        faults: names of what it does wrong: "drop" (adapters), "stale" (later ones), "scale", "temper", "raw"
+            (logprobs of temperature 1), "tokenizer", "hang", "refuse" (loads), "break" (connections, once).
+        loaded: adapters, by name.
+        log: the paths that were asked for.
+    """
+
+    def __init__(self, model, name="base", max_length=129):
+        self.path, self.base, self.max_length = model, name, max_length
+        self.faults, self.log, self.loaded = set(), [], {}
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.models = {name: self._read()}
+        self.released = threading.Event()
+        self._lock = threading.Lock()
+
+    def _read(self):
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+
+    def load(self, name, folder):
+        if "refuse" in self.faults:
+            return 500, {"error": {"message": "LoRA rank 64 is greater than max_lora_rank 16."}}
+        with LOADING:
+            adapted = PeftModel.from_pretrained(self._read(), folder).eval()
+        if "scale" in self.faults:
+            for module in adapted.modules():
+                if hasattr(module, "lora_B"):
+                    module.scaling["default"] *= 4
+        stale = next(iter(self.loaded.values()), None) if "stale" in self.faults else None
+        self.models[name] = self.loaded[name] = adapted if stale is None else stale
+        return 200, {}
+
+    @torch.no_grad()
+    def logits(self, name, tokens):
+        model = self.models[self.base if "drop" in self.faults else name]
+        logits = model(input_ids=torch.tensor([tokens])).logits[0]
+        return logits / 1.3 if "temper" in self.faults else logits
+
+    def generate(self, body):
+        if body["model"] not in self.models:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        how, prompt = body["sampling_params"], body["token_ids"]
+        rows = None
+        if how.get("prompt_logprobs") is not None:
+            logprobs = self.logits(body["model"], prompt).log_softmax(-1)
+            rows = [None]
+            rows += [{str(token): {"logprob": float(logprobs[i, token])}} for i, token in enumerate(prompt[1:])]
+        choices = []
+        for index in range(how.get("n", 1)):
+            rng, tokens, entries = np.random.default_rng(how.get("seed", 0) + index), [], []
+            for _ in range(how["max_tokens"]):
+                logits = self.logits(body["model"], prompt + tokens)[-1].double()
+                drawn = (logits / (how["temperature"] or 1.0)).log_softmax(-1).numpy()
+                token = int(rng.choice(drawn.size, p=np.exp(drawn) / np.exp(drawn).sum()))
+                said = logits.log_softmax(-1).numpy() if "raw" in self.faults else drawn
+                tokens.append(token)
+                entries.append({"token_id": token, "logprob": float(said[token])})
+            choice = {"index": index, "token_ids": tokens, "finish_reason": "length"}
+            choices.append({**choice, "logprobs": {"content": entries}})
+        return 200, {"choices": choices, "prompt_logprobs": rows}
+
+    def answer(self, path, body):
+        self.log.append(path)
+        if path == "/v1/models":
+            cards = [{"id": self.base, "max_model_len": self.max_length}]
+            return 200, {"data": cards + [{"id": name, "parent": self.base} for name in self.loaded]}
+        if path == "/health":
+            return 200, {}
+        if path == "/tokenize":
+            ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return 200, {"tokens": ids[::-1] if "tokenizer" in self.faults else ids}
+        if path == "/v1/load_lora_adapter":
+            return self.load(body["lora_name"], body["lora_path"])
+        if path == "/v1/unload_lora_adapter":
+            self.models.pop(body["lora_name"], None)
+            return (200, {}) if self.loaded.pop(body["lora_name"], None) else (404, {})
+        if path != "/inference/v1/generate":
+            return 404, {"detail": "Not Found"}
+        if "hang" in self.faults:
+            self.released.wait()
+        if "slow" in self.faults:
+            time.sleep(2)
+        with self._lock:
+            return self.generate(body)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._answer(None)
+
+    def do_POST(self):
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, body):
+        standin = self.server.standin
+        if "break" in standin.faults and self.path == "/inference/v1/generate":
+            standin.faults.discard("break")
+            self.close_connection = True
+            return
+        status, value = standin.answer(self.path, body)
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+class Http(http.server.ThreadingHTTPServer):
+    """Serves a stand-in on this machine."""
+
+    daemon_threads = True
+
+    def __init__(self, standin, port=0):
+        self.standin = standin
+        super().__init__(("127.0.0.1", port), Handler)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exception(), ConnectionError):  # a client that left
+            super().handle_error(request, client_address)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--served-model-name")
+    options, _ = parser.parse_known_args()
+    assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    standin = Standin(options.model, options.served_model_name)
+    standin.faults = set(filter(None, os.environ.get("STANDIN_FAULTS", "").split()))
+    print("serving", flush=True)
+    Http(standin, options.port).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""vLLM itself, where RLKIT_VLLM_PYTHON names an interpreter that has it; RLKIT_VLLM_ENVIRONMENT may give it variables.
+
+RLKIT_VLLM_PYTHON=/path/bin/python python -m pytest tests/backends/vllm/test_real.py
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.backends.vllm import Vllm
+from rlkit.testing.conformance.sampling import SamplingTests
+from rlkit.testing.conformance.scores import ScoreTests
+
+pytest.importorskip("httpx")
+pytest.importorskip("peft")
+
+PYTHON = os.environ.get("RLKIT_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="RLKIT_VLLM_PYTHON names no interpreter with vllm"),
+    pytest.mark.timeout(1800),
+]
+LORA = rlkit.Lora(rank=4, train_unembed=False)
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TEXT = np.arange(3, 40)
+
+
+def started(**options):
+    more = dict(pair.split("=", 1) for pair in shlex.split(os.environ.get("RLKIT_VLLM_ENVIRONMENT", "")))
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **more}
+    arguments = ["--enforce-eager", "--max-num-seqs", "512"]
+    return Vllm(python=PYTHON, arguments=arguments, environment=environment, **options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model with heads as wide as vLLM's kernels want them."""
+    import torch
+    import transformers as tf
+
+    from tests.models.build import tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    size = tokenizer(folder)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "max_position_embeddings": 128, "vocab_size": size}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
+        made = tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **ids, tie_word_embeddings=True))
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def url(model):
+    """One server for the suite, started as ``connect`` starts it."""
+    from rlkit.backends.vllm.process import VllmProcess, free_port
+    from rlkit.backends.vllm.server import Server, VllmClient
+
+    settings, port = started(), free_port()
+    command = settings.command(model, "float32", LORA, MODULES, 128, "base")
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    process = VllmProcess(
+        [*command, "--host", "127.0.0.1", "--port", str(port)], {**environment, **settings.environment}
+    )
+
+    async def begin():
+        client = VllmClient(f"http://127.0.0.1:{port}")
+        await Server(client, process, start=900.0, restarts=0).begin()
+        await client.close()
+
+    import asyncio
+
+    try:
+        asyncio.run(begin())
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stop()
+
+
+class TestVllm(SamplingTests, ScoreTests):
+    """All that a sampler is held to, as far as vLLM has it."""
+
+    exact = False
+    skips = {
+        "test_top_logprobs_are_the_largest": "no TargetLogprobs: vLLM scores no alternatives that are given to it",
+        "test_targets_of_minus_one_are_none": "no TargetLogprobs",
+        "test_bad_targets_are_refused": "no TargetLogprobs",
+        "test_a_teacher_of_the_top_k_is_imitated": "no TargetLogprobs",
+        "test_snapshots_never_change": "its numbers are not the same to the bit, whatever is computed beside them",
+        "test_base_is_never_written": "its numbers are not the same to the bit, whatever is computed beside them",
+    }
+
+    @pytest.fixture(autouse=True)
+    def _server(self, url, model):
+        self.url, self.model = url, model
+
+    def make(self, folder, **options):
+        options = {"device": "cpu", "lora": LORA, "folder": folder, **options}
+        return rlkit.connect("local", model=self.model, sampler=self.url, **options)
+
+    @pytest.mark.parametrize("temperature", [0.7, 1.3])
+    def test_sampler_and_trainer_agree(self, policy, temperature):
+        """As the suite has it, but that texts are scored at temperature 1 alone."""
+        samples = self.samples(policy, temperature=temperature)
+        trained = self.logprobs(policy, [s.datum(0.0) for s in samples])
+        assert max(np.abs(s.logprobs - t).max() for s, t in zip(samples, trained, strict=True)) < self.tolerance
+        with pytest.raises(rlkit.UnsupportedError, match="temperature 1 alone"):
+            policy.sampler().result().logprobs([1, 2], temperature=temperature)
+
+
+def step(policy):
+    policy.forward_backward([rlkit.Datum.supervised([5, 6], [7, 8, 9])], "cross_entropy")
+    policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_logprobs_are_the_trainers(model, tmp_path, dtype, tolerance):
+    """On average in bfloat16; killed in mid-batch, it starts again, and all requests are answered."""
+    options = {"lora": LORA, "seed": 0, "device": "cpu", "folder": tmp_path, "dtype": dtype}
+    with rlkit.connect("local", model=model, sampler=started(), **options) as policy:
+        datum = rlkit.Datum.supervised(TEXT[:1], TEXT[1:])
+        for _ in range(3):
+            sampler = policy.sampler().result()
+            off = np.abs(sampler.logprobs(TEXT).result()[1:] - policy.forward([datum]).result().selected[0])
+            assert (off.max() if dtype == "float32" else off.mean()) < tolerance
+            step(policy)
+        if dtype == "float32":
+            params = rlkit.SamplingParams(max_tokens=64, stop=())
+            futures = [policy.sampler().result().sample(TEXT, params, n=2, seed=i) for i in range(4)]
+            time.sleep(0.3)
+            os.kill(policy._engine.servers[0].pid, signal.SIGKILL)
+            data = [sample.datum(0.0) for future in futures for sample in future.result()]
+            trained = policy.forward(data).result().selected
+            sampled = [datum.select(datum.inputs["sampling_logprobs"]) for datum in data]
+            assert max(np.abs(a - b).max() for a, b in zip(trained, sampled, strict=True)) < tolerance
+
+
+def test_a_dropped_adapter_is_named(model, url, tmp_path, monkeypatch):
+    """The server says that it loaded the adapter, and has another file."""
+    from rlkit.backends.engine import LoraAdapter
+
+    options = {"lora": LORA, "seed": 0, "device": "cpu", "folder": tmp_path}
+    with rlkit.connect("local", model=model, sampler=url, **options) as policy:
+        step(policy)
+        save = LoraAdapter.save
+
+        def zeros(adapter, folder):
+            save(LoraAdapter({name: x * 0 for name, x in adapter.tensors.items()}, adapter.config), folder)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LoraAdapter, "save", zeros)
+            with pytest.raises(rlkit.BackendError, match="the adapter never arrived"):
+                policy.sampler().result()
+
+        def louder(adapter, folder):
+            save(
+                LoraAdapter(adapter.tensors, {**adapter.config, "lora_alpha": 4 * adapter.config["lora_alpha"]}), folder
+            )
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LoraAdapter, "save", louder)
+            with pytest.raises(rlkit.BackendError, match="4 times the adapter: it has a wrong scale"):
+                policy.sampler().result()
+        assert policy.sampler().result().version == 1
