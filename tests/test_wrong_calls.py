@@ -151,8 +151,7 @@ def test_attributes_of_a_future(policy):
     future = policy.sampler()
     with pytest.raises(AttributeError, match=r"no 'sample'.*call \.result\(\), or await it"):
         future.sample([1], PARAMS)
-    with pytest.raises(AttributeError, match="cannot be cancelled"):
-        future.cancel()
+    assert future.cancel() is False
     assert not hasattr(future, "__deepcopy__")
     assert bool(future) is True
     assert copy.copy(future).result() is future.result()

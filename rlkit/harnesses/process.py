@@ -53,18 +53,19 @@ def run(name: str, command: Sequence[str], *, environment: Mapping[str, str], lo
             )
         except OSError as error:
             raise EnvError(f"{name}: {command[0]} cannot be started: {error}") from error
-        _orphans.adopt(process.pid)
         tail: deque[str] = deque(maxlen=_TAIL)
         assert process.stdout is not None  # noqa: S101  # it is a pipe
         copying = threading.Thread(target=_copy, args=(process.stdout, file, tail), daemon=True)
-        copying.start()
-        try:
+        try:  # from here on a signal finds what is to be ended
+            _orphans.adopt(process.pid)
+            copying.start()
             status = process.wait(deadline)
         except subprocess.TimeoutExpired as error:
             raise EnvTimeout(f"{name} did not end within {deadline:g} s; its output is in {log}") from error
         finally:
             _end(process)
-            copying.join(_GRACE)
+            if copying.ident is not None:
+                copying.join(_GRACE)
             if not copying.is_alive():  # else something that left the group holds the pipe
                 process.stdout.close()
     if status:
