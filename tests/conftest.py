@@ -12,13 +12,14 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks a hub
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs that tests start inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+import pytest
 
 # programs of environments that have what they import
 collect_ignore_glob = ["agents/clients/*", "envs/openenv_server.py", "envs/verifiers_tasksets/*"]
 
-import pytest
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs that tests start inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
