@@ -208,7 +208,11 @@ def test_a_split_has_to_be_allowed():
     [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 1}, {"min_p": 0.5}, {"frequency_penalty": 1.0}],
 )
 def test_turns_drawn_differently_do_not_share_a_datum(kwargs):
-    """A datum has one temperature, and is truncated or not."""
+    """A datum has one temperature, and is truncated or not; the error names what differs."""
+    ((name, value),) = kwargs.items()
+    with pytest.raises(DataError, match=rf"turn 1 was drawn (at|with) {name} {value:g}\b.*2 datums") as caught:
+        datums(two_turns(**kwargs), 1.0)
+    assert "continue" not in str(caught.value)
     data = datums(two_turns(**kwargs), 1.0, split="allow")
     assert [(d.temperature, d.truncated) for d in data] == [
         (1.0, False),

@@ -70,7 +70,7 @@ def datums(trajectory: Trajectory, advantages: object = None, *, split: str = "r
     runs = _runs(turns)
     if len(runs) > 1 and split == "raise":
         raise DataError(
-            f"datums: turn {runs[1][0]} does not continue the tokens of the turn before it, so this trajectory needs"
+            f"datums: turn {runs[1][0]} {_difference(turns, runs[1][0])}, so this trajectory needs"
             f' {len(runs)} datums, and losses on sequences would see parts; split="allow" accepts that'
         )
     return [_merged([turns[i] for i in run], run, forms) for run in runs]
@@ -91,14 +91,34 @@ def _runs(turns: Sequence[Turn]) -> list[list[int]]:
 
 
 def _continues(before: Turn, turn: Turn) -> bool:
+    drawn_alike = (
+        turn.sample.temperature == before.sample.temperature and turn.sample.reshapes == before.sample.reshapes
+    )
+    return drawn_alike and _same_tokens(before, turn)
+
+
+def _same_tokens(before: Turn, turn: Turn) -> bool:
+    """Return whether the turn's prompt begins with the prompt and the action of the one before."""
     p, n = before.prompt.size, before.tokens.size
     return (
         turn.prompt.size >= p + n
         and np.array_equal(turn.prompt[:p], before.prompt)
         and np.array_equal(turn.prompt[p : p + n], before.tokens)
-        and turn.sample.temperature == before.sample.temperature
-        and turn.sample.reshapes == before.sample.reshapes
     )
+
+
+def _difference(turns: Sequence[Turn], index: int) -> str:
+    """Return, for a message, why a turn cannot share a datum with the one before it."""
+    before, turn = turns[index - 1], turns[index]
+    if not _same_tokens(before, turn):
+        return "does not continue the tokens of the turn before it"
+    if turn.sample.temperature != before.sample.temperature:
+        how = f"temperature {turn.sample.temperature:g}, the turn before it at {before.sample.temperature:g}"
+        return f"was drawn at {how}"
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    pairs = [(name, getattr(turn.sample, name), getattr(before.sample, name)) for name in names]
+    what = ", ".join(f"{name} {value:g} (before: {other:g})" for name, value, other in pairs if value != other)
+    return f"was drawn with {what}"
 
 
 def _merged(turns: Sequence[Turn], run: Sequence[int], forms: Mapping[str, np.ndarray | list[np.ndarray]]) -> Datum:
