@@ -6,6 +6,7 @@ A row is a call and words of the answer. Every error is one of rlkit's own, in o
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 
 import numpy as np
@@ -314,6 +315,31 @@ class TestEnvironments:
         (told,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.runner"]
         assert told.startswith("function: an episode failed in step, KeyError: 'b'; in the reward 'every_third' for")
         assert "env/function/failed counts them" in told
+        line = every_third.__code__.co_firstlineno + 2
+        assert f"; at tests/test_wrong_calls.py:{line} in every_third; env/function/failed" in told
+
+    @pytest.mark.parametrize("within", [True, False], ids=["in the folder", "elsewhere"])
+    def test_where_an_error_was_raised(self, sampler, tmp_path, monkeypatch, within):
+        """The line of the user's, also where another library or rlkit raised it, or it would have ended the program."""
+        (tmp_path / "else").mkdir()
+        monkeypatch.chdir(tmp_path if within else tmp_path / "else")
+        monkeypatch.setenv("HOME", "/nowhere")
+        path = tmp_path / "rewards.py"
+        path.write_text(
+            "import json\nimport sys\nimport rlkit\n\n"
+            "def library(text):\n    return json.loads('{')\n\n"
+            "def ours(text):\n    return rlkit.Sample([], [], [])\n\n"
+            "def ends(text):\n    return sys.exit(3)\n"
+        )
+        spec = importlib.util.spec_from_file_location("rewards", path)
+        rewards = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(rewards)
+        for name, line in (("library", 6), ("ours", 9), ("ends", 12)):
+            tasks = envs.function(["a"], getattr(rewards, name))
+            with pytest.raises(rlkit.BackendError) as caught:
+                rlkit.rollouts.rollout_sync(sampler, tasks, n=2, params=PARAMS, attempts=1)
+            shown = "rewards.py" if within else str(path)
+            assert f"; at {shown}:{line} in {name}" in str(caught.value)
 
     def test_a_name_that_reasoning_gym_does_not_have(self):
         pytest.importorskip("reasoning_gym")
