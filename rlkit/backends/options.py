@@ -34,7 +34,7 @@ class Options(TypedDict, total=False):
 class ToyOptions(Options, total=False):
     """See ``rlkit.backends.toy.ToyBackend``."""
 
-    max_length: int
+    max_length: int | None
 
 
 class LocalOptions(Options, total=False):

@@ -19,7 +19,8 @@ def sampler(path: str | os.PathLike[str], *, role: str = "policy", step: int | N
         path: a run's folder, or what ``save`` returned.
         role: which policy of the run.
         step: which checkpoint of the run; None: the newest that is whole.
-        options: as in ``rlkit.sampler``.
+        options: as in ``rlkit.sampler``. The model and the longest sequence are those of the policy, if not said here;
+            on Tinker the service says them, and a ``max_length`` below its own is to be given here again.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.

@@ -154,3 +154,21 @@ def test_stages(tmp_path, options):
                 if run.step == 0 and not again:
                     assert not np.array_equal(moved, further)  # its optimizer began anew
                 run.checkpoint(policy)
+
+
+def test_what_a_policy_can_take_comes_back(tmp_path):
+    """The longest sequence is that of the policy, however it is opened; another one can be asked for."""
+    with rlkit.Run(tmp_path, seed=0, trackers=()) as run:
+        run.checkpoint(run.connect("toy", max_length=2048))
+    with rlkit.Run(tmp_path, trackers=()) as run:
+        assert run.connect("toy").max_length == 2048
+    with rlkit.runs.sampler(tmp_path) as sampler, rlkit.runs.sampler(tmp_path, max_length=512) as short:
+        prompt = [1] * 1500
+        assert sampler.max_length == 2048
+        assert sampler.sample(prompt, rlkit.SamplingParams(max_tokens=1), n=1).result()[0].prompt.size == 1500
+        assert short.max_length == 512
+    (saved,) = (tmp_path / "policies").iterdir()
+    with rlkit.connect("toy", init_from=str(saved)) as begun:
+        assert begun.max_length == 2048
+    with rlkit.connect("toy") as new:
+        assert new.max_length == 1024

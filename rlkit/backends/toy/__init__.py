@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ByteTokenizer", "ToyBackend", "ToySampler"]
 
+_MAX_LENGTH = 1024  # tokens
+
 
 class ToyBackend(InProcessBackend):
     """A log-linear language model over bytes: p(next token | prefix) = softmax(features(prefix) @ W).
@@ -42,7 +44,7 @@ class ToyBackend(InProcessBackend):
         folder: where ``save`` writes, ``rlkit-saves`` by default.
         resume_from: a saved path: weights, optimizer, version and the stream of sampling seeds.
         init_from: a saved path: weights only.
-        max_length: longest sequence, in tokens.
+        max_length: longest sequence, in tokens; None: that of the saved policy, 1024 for a new one.
 
     >>> import rlkit
     >>> policy = ToyBackend(seed=0)
@@ -63,17 +65,18 @@ class ToyBackend(InProcessBackend):
         folder: str | Path | None = None,
         resume_from: str | None = None,
         init_from: str | None = None,
-        max_length: int = 1024,
+        max_length: int | None = None,
     ) -> None:
         start = Start.of("connect", model, lora, folder, resume_from, init_from)
-        _check.integer("max_length", max_length, low=2)
+        _check.optional(_check.integer, "max_length", max_length, low=2)
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
         self._weights = Weights(AdamState.started(self._base_weights))
         self._seeds = SeedStream(entropy_of(seed))
-        version = self._load(start.path, optimizer=start.resumes)
-        super().__init__("toy", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
+        version, saved_length = self._load(start.path, optimizer=start.resumes)
+        length = saved_length if max_length is None else max_length
+        super().__init__("toy", tokenizer=tokenizer, max_length=length, folder=folder, version=version)
 
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
@@ -133,15 +136,21 @@ class ToyBackend(InProcessBackend):
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
         state = self._weights.write(folder / "toy.npz", optimizer=optimizer)
-        return state | {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
+        return state | {
+            "max_length": self.max_length,
+            "seed": str(self._seeds.entropy),
+            "requests": self._seeds.count,
+        }
 
-    def _load(self, path: str | None, *, optimizer: bool) -> int:
+    def _load(self, path: str | None, *, optimizer: bool) -> tuple[int, int]:
+        """Return the version, and the longest sequence."""
         if path is None:
-            return 0
+            return 0, _MAX_LENGTH
         folder, state = saves.read(path, backend="toy")
         with saves.restoring(folder):
+            length = int(state.get("max_length", _MAX_LENGTH))
             self._weights.read(folder / "toy.npz", state, optimizer=optimizer)
             if not optimizer:
-                return 0
+                return 0, length
             self._seeds = SeedStream(int(state["seed"]), state["requests"])
-            return int(state["version"])
+            return int(state["version"]), length
