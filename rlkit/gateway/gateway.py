@@ -173,10 +173,10 @@ class Gateway(Resource):
         what = "there is no such session" if session is not None else "the API key names no session"
         raise GatewayError(401, what, code="invalid_api_key")
 
-    def forget(self, session: Session) -> None:
+    def forget(self, id: str, api_key: str) -> None:  # noqa: A002
         """Let go of a session that has ended."""
         with self._lock:
-            for name in (session.id, session.api_key):
+            for name in (id, api_key):
                 if self._sessions.pop(name, None) is not None:
                     self._ended[name] = None
             while len(self._ended) > _ENDED:
@@ -228,7 +228,7 @@ class Gateway(Resource):
                 self._server = Server(self, self.host, self.port)
             return self._server.url
 
-    def client(self, session: Session, package: Literal["httpx", "httpx2"] = "httpx") -> httpx.AsyncClient:
+    def client(self, id: str, api_key: str, package: Literal["httpx", "httpx2"]) -> httpx.AsyncClient:  # noqa: A002
         """Return a client that reaches a session without a socket. See ``Session.client``."""
         _check.choice("client(package)", package, ("httpx", "httpx2"))
         try:
@@ -236,8 +236,8 @@ class Gateway(Resource):
             from rlkit.gateway.app import app
         except ImportError as error:
             raise missing("Gateway.client", f"starlette, {package}", "gateway") from error
-        headers = {"authorization": f"Bearer {session.api_key}"}
-        url = f"http://127.0.0.1/s/{session.id}/v1"
+        headers = {"authorization": f"Bearer {api_key}"}
+        url = f"http://127.0.0.1/s/{id}/v1"
         client: httpx.AsyncClient = library.AsyncClient(
             transport=library.ASGITransport(app=app(self)), base_url=url, headers=headers
         )

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
 import numpy as np
@@ -25,40 +25,17 @@ from rlkit.gateway.recording import Prompt, Recording
 from rlkit.gateway.scoring import Scorer
 from rlkit.gateway.trajectories import Credit
 from rlkit.gateway.tree import Branch, Node
-from rlkit.gateway.types import Choice, GatewayError, Reply, Request
+from rlkit.gateway.types import Choice, GatewayError, Owner, Reply, Request
 from rlkit.trajectory import Trajectory
 from rlkit.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
     import httpx
 
-    from rlkit.chat import Chat
-
 __all__ = ["Ask", "Session"]
 
 Ask: TypeAlias = Callable[[np.ndarray, SamplingParams, int, int], Awaitable[Sequence[Sample]]]
 """(prompt int64 [P], how to draw, completions, seed) -> the samples."""
-
-
-class Owner(Protocol):
-    """What a session knows of the gateway that opened it."""
-
-    @property
-    def model(self) -> str:
-        """The name that clients are told."""
-
-    @property
-    def url(self) -> str:
-        """Where the gateway listens; the first use starts it."""
-
-    def chat_with(self, template: Mapping[str, object]) -> Chat:
-        """Return the chat with these variables of its template."""
-
-    def client(self, session: Session, package: Literal["httpx", "httpx2"]) -> httpx.AsyncClient:
-        """Return a client that reaches the session without a socket."""
-
-    def forget(self, session: Session) -> None:
-        """Let go of a session that has ended."""
 
 
 class Session(Resource):
@@ -153,7 +130,7 @@ class Session(Resource):
         Args:
             package: whose ``AsyncClient`` it is; each SDK says which one it takes.
         """
-        return self._gateway.client(self, package)
+        return self._gateway.client(self.id, self.api_key, package)
 
     # What was sampled.
 
@@ -325,7 +302,12 @@ class Session(Resource):
     async def _ask(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> Sequence[Sample]:
         if self._asked is not None:
             return await self._asked(prompt, params, n, seed)
-        return await (await asyncio.to_thread(self._sampler.sample, prompt, params, n=n, seed=seed))
+        future = await asyncio.to_thread(self._sampler.sample, prompt, params, n=n, seed=seed)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            future.cancel()  # nobody waits for it any more; a service is told
+            raise
 
     def _recorded(self, request: Request, prompt: Prompt, samples: Sequence[Sample]) -> list[Choice]:
         tools = () if request.tool_choice == "none" else request.tools
@@ -347,4 +329,4 @@ class Session(Resource):
     def close(self) -> None:
         """End the session: later requests are refused. What was sampled stays."""
         self._meter.close()
-        self._gateway.forget(self)
+        self._gateway.forget(self.id, self.api_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 
 import numpy as np
@@ -325,12 +326,15 @@ def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(session_of):
 
 
 def test_a_client_that_goes_away_leaves_nothing(session_of):
-    dropped = threading.Event()
-    inner = __import__("concurrent.futures").futures.Future()
+    dropped, inner = threading.Event(), concurrent.futures.Future()
+
+    def given_up():
+        dropped.set()
+        return True
 
     class Waits(Scripted):
         def sample(self, prompt, params, *, n=1, seed=None):
-            return Future.wrap(inner, on_drop=dropped.set)
+            return Future.wrap(inner, on_cancel=given_up)
 
     async def main(session):
         task = asyncio.create_task(session.answer(Request(messages=[user("a")])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -13,7 +13,12 @@ from rlkit.backends.protocol import Tokenizer
 from rlkit.tools import ToolCall
 from rlkit.types import Sample
 
-__all__ = ["Answerer", "Choice", "Draw", "GatewayError", "Reply", "Request", "Service"]
+if TYPE_CHECKING:
+    import httpx
+
+    from rlkit.chat import Chat
+
+__all__ = ["Answerer", "Choice", "Draw", "GatewayError", "Owner", "Reply", "Request", "Service"]
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -201,3 +206,24 @@ class Service(Protocol):
         Raises:
             GatewayError: 401, there is no such session, or no such key and the gateway is not open.
         """
+
+
+class Owner(Protocol):
+    """What a session knows of the gateway that opened it."""
+
+    @property
+    def model(self) -> str:
+        """The name that clients are told."""
+
+    @property
+    def url(self) -> str:
+        """Where the gateway listens; the first use starts it."""
+
+    def chat_with(self, template: Mapping[str, object]) -> Chat:
+        """Return the chat with these variables of its template."""
+
+    def client(self, id: str, api_key: str, package: Literal["httpx", "httpx2"]) -> httpx.AsyncClient:  # noqa: A002
+        """Return a client that reaches a session without a socket."""
+
+    def forget(self, id: str, api_key: str) -> None:  # noqa: A002
+        """Let go of a session that has ended."""
