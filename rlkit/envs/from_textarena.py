@@ -94,8 +94,7 @@ def textarena(
     """
     registry = _arena("envs.registration").ENV_REGISTRY
     if env_id not in registry:
-        known = ", ".join(sorted(registry))
-        raise UnknownNameError(f"rlkit.envs.textarena: no game named {env_id!r}. There are: {known}")
+        raise UnknownNameError(f"rlkit.envs.textarena: no game named {env_id!r}{_check.near(env_id, sorted(registry))}")
     _check.integer("size", size, low=1, high=2**30)
     _check.require(opponent is None or callable(opponent), "opponent", opponent, "a function of what it sees")
     sides = _check.integer("players", (1 if opponent is None else 2) if players is None else players, low=1)
@@ -110,7 +109,7 @@ def textarena(
     if isinstance(point, str):
         _import(env_id, point.partition(":")[0])
     shield(["textarena"])
-    _try(env_id, make().begin, seeds(0))
+    _try(env_id, make().begin, seeds(0), alone=opponent is None)
     name = env_id if name is None else check_name("name", name)
     return Tasks(lambda _: make(), size, name=name, split=split, seeds=seeds, settings=settings)
 
@@ -127,17 +126,18 @@ def _import(env_id: str, module: str) -> None:
         raise _unfit(env_id, error) from error
 
 
-def _try(env_id: str, begin: Callable[[int], object], seed: int) -> None:
+def _try(env_id: str, begin: Callable[[int], object], seed: int, *, alone: bool) -> None:
     """Begin a game, so that what would fail every episode is said before the first."""
     try:
         begin(seed)
     except Exception as error:
-        raise _unfit(env_id, error) from error
+        raise _unfit(env_id, error, alone=alone) from error
 
 
-def _unfit(env_id: str, error: Exception) -> ConfigError:
+def _unfit(env_id: str, error: Exception, *, alone: bool = False) -> ConfigError:
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return ConfigError(f"rlkit.envs.textarena: {env_id!r} cannot be begun here: {text}")
+    hint = "; give opponent=, a function that plays the other sides" if alone and "number of players" in text else ""
+    return ConfigError(f"rlkit.envs.textarena: {env_id!r} cannot be begun here: {text}{hint}")
 
 
 def _made(env_id: str, options: Mapping[str, object]) -> _Game:

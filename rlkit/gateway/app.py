@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
 from starlette.applications import Starlette
@@ -204,9 +205,12 @@ async def _version(_: HttpRequest) -> Response:
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    path = request.url.path
-    problem = GatewayError(status, f"{request.method} {path[:200]}: there is no such endpoint here", code="not_found")
-    return _response(status, _form_of(path, request.headers)(problem), _retry(problem))
+    path, allowed = request.url.path, dict(getattr(error, "headers", None) or {})
+    what, code = "there is no such endpoint here", "not_found"
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        what, code = f"this endpoint takes {allowed.get('Allow', 'another method')}", "method_not_allowed"
+    problem = GatewayError(status, f"{request.method} {path[:200]}: {what}", code=code)
+    return _response(status, _form_of(path, request.headers)(problem), {**allowed, **_retry(problem)})
 
 
 def _form_of(path: str, headers: Headers) -> ErrorForm:

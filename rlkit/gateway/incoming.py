@@ -78,6 +78,10 @@ def _object(raw: bytes) -> Mapping[str, object]:
         value = json.loads(raw, parse_constant=_not_json)
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode-escape").decode()
+        problem = f"the body has {half}, half of a surrogate pair, which is no text"
+        raise GatewayError(400, problem, code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise GatewayError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):

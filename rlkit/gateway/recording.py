@@ -33,7 +33,7 @@ class Prompt:
         digest: of the tokens.
         repeat: how often they were asked for before in this session.
         continues: the recorded turn whose conversation or text the request continues, where there is one.
-        rewritten: the request has turns of the policy, none of which were recorded.
+        rewritten: the request has turns of the policy, and neither they nor their tokens were recorded.
         conversation: what was said so far; None for a prompt of text or tokens.
         chain: digests of the request's messages.
     """
@@ -112,9 +112,11 @@ class Recording:
         if begins := _forced(chat, request):
             conversation.begin_turn(begins)
             chat = chat.with_options(prefill=chat.prefill + begins)
-        return Prompt(
-            conversation.prompt, chat, continues=node, rewritten=rewritten, conversation=conversation, chain=chain
-        )
+        tokens = conversation.prompt
+        if rewritten:  # what the template does not show, such as a name, may have changed alone
+            with self._lock:
+                rewritten = self._tree.parent(tokens) is None
+        return Prompt(tokens, chat, continues=node, rewritten=rewritten, conversation=conversation, chain=chain)
 
     def _of_text(self, chat: Chat, text: str) -> Prompt:
         with self._lock:

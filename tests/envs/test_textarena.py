@@ -131,7 +131,8 @@ def test_three_players():
     ("arguments", "match"),
     [
         ({"env_id": "Nope-v0"}, "no game named 'Nope-v0'"),
-        ({"env_id": "TicTacToe-v0"}, "number of players has to be 2, received 1"),
+        ({"env_id": "Wordle"}, "no game named 'Wordle'; did you mean 'Wordle-v0'"),
+        ({"env_id": "TicTacToe-v0"}, "number of players has to be 2, received 1; give opponent="),
         ({"env_id": "TicTacToe-v0", "opponent": "random"}, "opponent"),
         ({"env_id": "TicTacToe-v0", "opponent": str, "player": 2}, "player"),
         ({"env_id": "TicTacToe-v0", "players": 2}, "opponent"),

@@ -90,6 +90,35 @@ def test_what_is_no_request(http, content, headers, status):
     assert got.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("prefix", ["", "/s/s1"])
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [*(("GET", path, "POST") for path in POSTS), ("POST", "/v1/models", "GET, HEAD")]
+)
+def test_a_method_that_an_endpoint_does_not_take(http, prefix, method, path, allowed):
+    got = run(http.request(method, prefix + path))
+    assert (got.status_code, got.headers["allow"], got.headers["x-should-retry"]) == (405, allowed, "false")
+    assert f"{method} {prefix}{path}: this endpoint takes {allowed}" in got.text
+    assert run(http.get(f"{prefix}/v1/nothing")).status_code == 404
+
+
+def test_half_of_a_surrogate_pair(http):
+    got = post(http, content=b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud83d"}]}')
+    assert got.status_code == 400
+    message = "the body has \\ud83d, half of a surrogate pair, which is no text"
+    assert got.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("chat/completions", "messages"), ("messages", "messages"), ("responses", "input")]
+)
+def test_a_content_that_is_neither_text_nor_parts(http, path, field):
+    for role in ("user", "assistant"):
+        body = {"model": "m", "max_tokens": 5, field: [{"role": role, "content": 5}]}
+        got = post(http, f"/v1/{path}", json=body)
+        assert got.status_code == 400
+        assert f"{field}[0].content: got 5 (int); expected text, or a list of parts" in got.json()["error"]["message"]
+
+
 def test_hosts_do_not_matter_where_it_is_not_loopback(service):
     transport = httpx2.ASGITransport(app(service, loopback=False))
     http = httpx2.AsyncClient(transport=transport, base_url="http://gateway.example")

@@ -134,6 +134,14 @@ def test_another_history_starts_a_branch_and_every_token_is_trained_once(session
     assert session.metrics["rewritten"] == int(change != "compacted")
 
 
+def test_a_name_that_the_template_does_not_show_rewrites_nothing(session_of):
+    """The tokens continue the turn, and so does the branch."""
+    _, session = session_of(["One.", "Two."])
+    turn = said(ask(session, [user("Count")]).choices[0])
+    ask(session, [{**user("Count"), "name": "Ada"}, turn, user("Go on")])
+    assert (session.metrics["rewritten"], len(session.branches)) == (0, 1)
+
+
 def test_branches_share_what_came_before_they_part(session_of):
     _, session = session_of(["One.", "Left.", "Right."])
     start = [user("Go")]

@@ -42,7 +42,7 @@ def _user(body: Body) -> list[Message]:
     messages: list[Json] = []
     if body.get("content") is None:
         raise GatewayError(400, f"{body.path('content')}: is missing", param=body.path("content"))
-    for block in body.objects("content"):
+    for block in body.parts("content"):
         if block.get("type") not in ("text", "tool_result"):
             raise wrong(block.path("type"), block.get("type"), "text or tool_result", "this policy reads nothing else")
         if block.get("type") == "tool_result":
@@ -65,7 +65,7 @@ def _assistant(body: Body) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
-    for block in body.objects("content"):
+    for block in body.parts("content"):
         kind = block.get("type")
         if kind == "text":
             texts.append(block.required("text", block.text("text")))

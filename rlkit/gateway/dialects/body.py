@@ -98,18 +98,22 @@ class Body:
         value = self.get(name)
         return None if value is None else Body(value, self.path(name))
 
-    def items(self, name: str) -> list[object]:
+    def items(self, name: str, expected: str = "a list") -> list[object]:
         """Return a list; an empty one where there is none."""
         value = self.get(name)
         if value is None:
             return []
         if not isinstance(value, list):
-            raise wrong(self.path(name), value, "a list")
+            raise wrong(self.path(name), value, expected)
         return value
 
-    def objects(self, name: str) -> Iterator[Body]:
+    def parts(self, name: str) -> Iterator[Body]:
+        """Yield the parts of a content that is no text."""
+        return self.objects(name, "text, or a list of parts")
+
+    def objects(self, name: str, expected: str = "a list") -> Iterator[Body]:
         """Yield the objects of a list."""
-        for i, value in enumerate(self.items(name)):
+        for i, value in enumerate(self.items(name, expected)):
             yield Body(value, f"{self.path(name)}[{i}]")
 
     def texts(self, name: str) -> tuple[str, ...]:

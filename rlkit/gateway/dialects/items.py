@@ -68,7 +68,7 @@ def _turn(messages: list[Json], new: tuple[str, ...] = ()) -> Json:
 def _reasoning(item: Body) -> str:
     """Return the thoughts of a reasoning item, or their summary."""
     for name in ("content", "summary"):
-        texts = [part.text("text") or "" for part in item.objects(name)]
+        texts = [part.text("text") or "" for part in item.parts(name)]
         if any(texts):
             return "".join(texts)
     return ""

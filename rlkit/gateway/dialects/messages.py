@@ -94,7 +94,7 @@ def text_of(body: Body, name: str, *, optional: bool = False, between: str = "\n
     if value is None:
         raise GatewayError(400, f"{body.path(name)}: is missing", param=body.path(name))
     texts = []
-    for part in body.objects(name):
+    for part in body.parts(name):
         kind = part.choice("type", _PARTS) if part.get("type") in _PARTS else None
         if kind is None:
             raise wrong(part.path("type"), part.get("type"), "text", "this policy reads nothing else")
