@@ -16,7 +16,7 @@ import attrs
 
 from rlkit._json import plain
 from rlkit.envs import _home
-from rlkit.envs._program import Ended, Program
+from rlkit.envs._program import Ended, Program, spelled
 from rlkit.envs._rows import noted
 from rlkit.envs._running import Running
 from rlkit.envs.calling import call
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Command", "CommandAgent", "FunctionAgent", "Scored", "messages_of"]
 
 _LAST = 400  # characters of stderr in a message
-_PLACE = re.compile(r"\{(\w+)\}")
+_PLACE = re.compile(r"\{\{(?P<escaped>\w+)\}\}|(?P<shell>\$?)\{(?P<field>\w+)\}")
 _LOCAL = "127.0.0.1,localhost"
 
 
@@ -110,10 +110,27 @@ class Command:
     engine: str = ""
     image: str | None = None
 
+    def check(self, where: str, row: Mapping[str, object]) -> None:
+        """Raise ConfigError where an argument has a place for a field that the row lacks."""
+        for text in self.arguments:
+            for place in _PLACE.finditer(text):
+                if place["field"] and not place["shell"] and place["field"] not in row:
+                    known, name = ", ".join(row), place["field"]
+                    what = f"{text!r} names {{{name}}}, which is no field of {where}"
+                    raise ConfigError("run", what, f"among: {known}", f"{{{{{name}}}}} is the text {{{name}}}")
+
     def filled(self, row: Mapping[str, object]) -> list[str]:
-        """Return the arguments with the row's fields in their places; what names no field stays."""
-        texts = {name: value if isinstance(value, str) else json.dumps(plain(value)) for name, value in row.items()}
-        return [_PLACE.sub(lambda place: texts.get(place[1], place[0]), text) for text in self.arguments]
+        """Return the arguments with the row's fields in their places; ``{{field}}`` and a shell's ``${name}`` stay."""
+
+        def put(place: re.Match[str]) -> str:
+            if place["escaped"]:
+                return f"{{{place['escaped']}}}"
+            value = row.get(place["field"], place[0])
+            shell = place["shell"] if place["field"] in row else ""
+            return shell + (value if isinstance(value, str) else json.dumps(plain(value)))
+
+        self.check("the task", row)
+        return [_PLACE.sub(put, text) for text in self.arguments]
 
     def program(self, row: Mapping[str, object], variables: Mapping[str, str]) -> tuple[Program, list[str]]:
         """Return the program of an episode, and the command that ends its container, [] where it has none."""
@@ -163,7 +180,7 @@ class CommandAgent:
         if ended.code:
             said = ended.stderr.strip()[-_LAST:] or "it wrote nothing to stderr"
             how = f"exit code {ended.code}" if ended.code > 0 else f"ended by signal {-ended.code}"
-            raise AgentError(f"agent {self._command.arguments[0]!r}: {how}: {said}")
+            raise AgentError(f"agent {spelled(self._command.arguments)!r}: {how}: {said}")
         return await self._scored.result(ended.stdout.strip(), session)
 
     async def close(self) -> None:
@@ -185,11 +202,20 @@ def engine() -> str:
     """Return the program that runs containers.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or none that answers.
     """
+    problem = ""
     for name in ("podman", "docker"):
         if (path := shutil.which(name)) is not None:
-            return path
+            told = subprocess.run(  # noqa: S603
+                [path, "version"], capture_output=True, text=True, errors="replace", check=False, timeout=60
+            )
+            if told.returncode == 0:
+                return path
+            said = " ".join(told.stderr.split())[-_LAST:]
+            problem = problem or f"is given, and {name} cannot run containers here: {said}"
+    if problem:
+        raise ConfigError("image", problem, "a daemon that runs, or no image")
     raise ConfigError("image", "is given, and neither podman nor docker is on the PATH", "one of them, or no image")
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import attrs
 
 from rlkit import _orphans
+from rlkit.envs._program import spelled
 from rlkit.envs._schemas import function_schema
 from rlkit.errors import EnvBusy, EnvError, EnvTimeout, RlkitError
 from rlkit.tools import ToolCall
@@ -49,7 +50,7 @@ class Server:
         if isinstance(self.place, str):
             return f"MCP server {self.place}"
         if isinstance(self.place, Sequence):
-            return f"MCP server {os.fspath(self.place[0])!r}"
+            return f"MCP server {spelled(self.place)!r}"
         return "MCP server"
 
 

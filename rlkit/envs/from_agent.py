@@ -46,8 +46,9 @@ def agent(
             ``session.base_url``, ``.api_key`` and ``.model`` go to the agent's client (``session.client()`` is one that
             needs no socket); what it returns is its result. Or a command, ``["python", "agent.py"]``: it finds
             OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and RLKIT_MODEL in its environment
-            and the task as JSON on stdin; ``{field}`` in an argument is replaced by that field of the task. Its result
-            is what it writes to stdout, without space around it, the last megabyte of it.
+            and the task as JSON on stdin; ``{field}`` in an argument is replaced by that field of the task
+            (``{{field}}`` is that text in braces). Its result is what it writes to stdout, without space around it, the
+            last megabyte of it.
         reward: called with the result and the task; ``async`` or not. One that names ``messages`` gets the conversation
             too (the branch that ended last). Gives a finite number; None: it cannot tell, and the episode has failed.
         tasks: rows: anything with a length and an index, or a mapping from splits to such. A row is a mapping, or text
@@ -85,8 +86,7 @@ def agent(
     (1, 'agent')
     """
     rows = rows_of(tasks, split, where="tasks", forms=_FORMS, function="rlkit.envs.agent")
-    for i in range(len(rows) if isinstance(rows, (list, tuple)) else 1):
-        as_task(f"tasks[{i}]", rows[i])
+    first = [as_task(f"tasks[{i}]", rows[i]) for i in range(len(rows) if isinstance(rows, (list, tuple)) else 1)]
     told = _wants_messages(reward)
     if credit not in ("every", "last") and not callable(credit):
         raise ConfigError("credit", f"got {_check.shown(credit)}", "'every', 'last', or a function of branches")
@@ -95,6 +95,9 @@ def agent(
         for option, value in (("environment", environment), ("folder", folder), ("image", image)):
             if value is not None:
                 raise ConfigError(option, "is given, and run is a function", "nothing", "it is for commands")
+    else:
+        for i, task in enumerate(first):
+            command.check(f"tasks[{i}]", task)
 
     def make(index: int) -> Harness:
         where = f"tasks[{index}]"

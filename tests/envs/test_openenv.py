@@ -145,7 +145,8 @@ def test_rollouts_over_an_address(words):
     assert program.stdout.readline() == "ready\n"
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
     others = [Path(f"/proc/{program.pid}/task/{t.name}/children") for t in children.parent.parent.iterdir()]
-    (child,) = [pid for place in others for pid in place.read_text().split()]
+    pids = [pid for place in others for pid in place.read_text().split()]
+    (child,) = [pid for pid in pids if b"_openenv_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     program.kill()
     program.wait()
     program.stdin.close()

@@ -104,11 +104,11 @@ def test_a_program_is_trained_as_it_is(program):
 
 
 def test_arguments_and_variables(program, tmp_path, monkeypatch):
-    """Fields of the task stand in arguments once; braces that name none stay."""
+    """Fields of the task stand in arguments once; braces that name none stay, and doubled ones are braces."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     body = "ask('x')\nprint(json.dumps([sys.argv[1:], os.environ['OWN'], os.getcwd()]))"
     seen = []
-    command = program(body, "{prompt}", '{"a": {n}}', "{more}", "{}")
+    command = program(body, "{prompt}", '{"a": {n}}', "{{more}}", "{}", "${HOME}")
     tasks = {"environment": {"OWN": "1"}, "folder": tmp_path}
     played(
         command,
@@ -117,13 +117,18 @@ def test_arguments_and_variables(program, tmp_path, monkeypatch):
         tasks=tasks,
         n=1,
     )
-    assert seen == [[["{n}", '{"a": [1]}', "{more}", "{}"], "1", os.path.realpath(tmp_path)]]
+    assert seen == [[["{n}", '{"a": [1]}', "{more}", "{}", "${HOME}"], "1", os.path.realpath(tmp_path)]]
+
+
+def test_a_field_that_no_task_has(program):
+    with pytest.raises(ConfigError, match=r"^run: '--x=\{mroe\}' names \{mroe\}, .*tasks\[1\].*more.*\{\{mroe\}\}"):
+        agent(program("", "--x={mroe}"), length, [{"mroe": 1, "more": 1}, {"more": 1}])
 
 
 def test_programs_that_fail(program):
     """The message has the exit code and the end of what was said."""
     assert "2 AgentError in play" in failures(program("ask('x')\nraise SystemExit('it is broken')"))
-    assert "exit code 1: it is broken" in failures(program("ask('x')\nraise SystemExit('it is broken')"))
+    assert "agent.py': exit code 1: it is broken" in failures(program("ask('x')\nraise SystemExit('it is broken')"))
     assert "ended by signal 11" in failures(program("import signal\nos.kill(os.getpid(), signal.SIGSEGV)"))
     assert "2 no_turns in play" in failures(program("print(4)"))
 
@@ -249,7 +254,8 @@ def test_a_container(program, tmp_path, monkeypatch):
         program(TWO), n=1, tasks={"image": "some/image", "folder": "/there", "environment": {"OWN": "secret"}}
     )
     assert groups[0].trajectories[0].reward == 1.0
-    run, remove = log.read_text().splitlines()
+    version, run, remove = log.read_text().splitlines()
+    assert version == "version"
     assert run.startswith("run --rm --interactive --init --network host --name rlkit-")
     assert "--workdir /there" in run
     assert "--env OPENAI_API_KEY" in run
@@ -260,6 +266,16 @@ def test_a_container(program, tmp_path, monkeypatch):
 def test_without_containers(monkeypatch):
     monkeypatch.setattr(_agents.shutil, "which", lambda *a, **b: None)
     with pytest.raises(ConfigError, match="^image: is given, and neither podman nor docker"):
+        agent(["true"], length, ["x"], image="some/image")
+
+
+def test_containers_without_a_daemon(tmp_path, monkeypatch):
+    engine = tmp_path / "docker"
+    engine.write_text("#!/bin/sh\necho 'Cannot connect to the daemon' >&2\nexit 1\n")
+    engine.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(_agents.shutil, "which", lambda name, **_: str(engine) if name == "docker" else None)
+    with pytest.raises(ConfigError, match="^image: is given, and docker cannot run .*: Cannot connect to the daemon"):
         agent(["true"], length, ["x"], image="some/image")
 
 
