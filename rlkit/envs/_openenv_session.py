@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 _LARGEST = 100 * 2**20  # bytes of a message, as OpenEnv's own client has it
 
 
+class EnvUnreachable(EnvError, ConnectionError):
+    """A server cannot be reached; the same call may succeed later, as after any ConnectionError."""
+
+
+def unreached(where: str, error: object) -> EnvError:
+    """Return what a connection that failed means."""
+    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
+        return EnvUnreachable(f"{where}: nobody listens there: {error}")
+    return EnvUnreachable(f"{where}: cannot be reached: {error}")
+
+
 async def about(place: Callable[[], str], where: str) -> dict[str, object]:
     """Return the schema of the server's actions, and the environment's name."""
     return await asyncio.to_thread(_asked, place, where)
@@ -37,7 +48,7 @@ def _asked(place: Callable[[], str], where: str) -> dict[str, object]:
                 raise EnvError(f"{where}: {error}; is it an OpenEnv server?") from error
             answers[path] = {}
         except (URLError, OSError) as error:
-            raise EnvBusy(f"{where}: {error}") from error
+            raise unreached(where, getattr(error, "reason", error)) from error
         except ValueError as error:
             raise EnvError(f"{where}: the answer is no JSON; is it an OpenEnv server?") from error
     schema = answers["schema"].get("action") if isinstance(answers["schema"], Mapping) else None
@@ -69,6 +80,8 @@ class Session:
             self._socket = await connect(
                 f"{url.replace('http', 'ws', 1)}/ws", open_timeout=self._timeout, max_size=_LARGEST, proxy=proxy
             )
+        except OSError as error:
+            raise unreached(self._where, error) from error
         except Exception as error:
             raise EnvBusy(f"{self._where}: {type(error).__name__}: {error}") from error
 

@@ -20,8 +20,9 @@ import pytest
 
 import rlkit
 from rlkit.envs import Action, _openenv_server, openenv
+from rlkit.envs._openenv_session import Session
 from rlkit.envs.calling import Guarded
-from rlkit.rollouts import rollout_sync
+from rlkit.rollouts import Plan, rollout_sync
 
 FOLDER = Path(__file__).parent
 PYTHON = os.environ.get("RLKIT_OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else "")
@@ -112,7 +113,7 @@ def test_faults_of_the_server_fail_the_episode(words):
         try:
             assert asyncio.run(played(words[0]))[0] == "A word of 3 letters."
             break
-        except rlkit.EnvBusy:  # it has not quite ended; rollouts try again, too
+        except (rlkit.EnvBusy, ConnectionError):  # it has not quite ended; rollouts try again, too
             assert time.monotonic() < until
 
 
@@ -163,7 +164,7 @@ def test_rollouts_over_an_address(words):
         ({"server": "no server"}, 'expected an address, or "module:app"'),
         ({"server": 3}, "server: got 3"),
         ({"server": "http://127.0.0.1:9", "cwd": "."}, "the server runs elsewhere"),
-        ({"server": "http://127.0.0.1:9"}, "Connection refused"),
+        ({"server": "http://127.0.0.1:9"}, "nobody listens there: .*Connection refused"),
         ({"server": "nothing_here:app", "python": sys.executable}, "No module named 'nothing_here'"),
         ({"server": "a:b", "size": 0}, "size"),
         ({"server": "a:b", "timeout": 0}, "timeout"),
@@ -179,3 +180,14 @@ def test_a_server_that_does_not_start(tmp_path):
     server = _openenv_server.LocalServer("slow:app", python=None, folder=str(tmp_path), timeout=1.0)
     with pytest.raises(rlkit.EnvError, match="did not start"):
         server.url()
+
+
+def test_an_address_with_nobody_listening():
+    """At the start and at an episode, which is tried again."""
+    with pytest.raises(rlkit.EnvError, match="nobody listens there") as caught:
+        openenv("http://127.0.0.1:9")
+    assert isinstance(caught.value, Plan().retry)
+    assert not isinstance(caught.value, rlkit.EnvBusy)
+    session = Session(lambda: "http://127.0.0.1:9", "here", 10.0)
+    with pytest.raises(ConnectionError, match="here: nobody listens there"):
+        asyncio.run(session.open())
