@@ -170,7 +170,7 @@ class Gateway(Resource):
                 return self._open
             if name in self._ended:
                 raise GatewayError(429, "this session has ended", code="session_ended")
-        what = "there is no such session" if session is not None else "the API key names no session"
+        what = "there is no such session" if session is not None else "the API key is not valid"
         raise GatewayError(401, what, code="invalid_api_key")
 
     def forget(self, id: str, api_key: str) -> None:  # noqa: A002
