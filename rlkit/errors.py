@@ -18,6 +18,7 @@ __all__ = [
     "DataError",
     "EnvBusy",
     "EnvError",
+    "EnvLost",
     "EnvTimeout",
     "MissingPackageError",
     "RequestCancelled",
@@ -103,6 +104,10 @@ class EnvTimeout(EnvError, TimeoutError):
 
 class EnvBusy(EnvError):
     """An environment has no capacity now; the same call may succeed later."""
+
+
+class EnvLost(EnvError, ConnectionError):
+    """The process that an environment lived in is gone; the episode can begin again in another one."""
 
 
 class AgentError(EnvError):

@@ -30,6 +30,7 @@ EXTRAS = {
     "config": ("omegaconf",),
     "gateway": ("starlette", "uvicorn"),
     "environments": ("reasoning-gym", "gem-llm", "textarena", "openreward", "mcp", "gymnasium"),
+    "ray": ("ray",),
     "tracking": ("wandb", "tensorboardX", "trackio", "mlflow"),
     "report": ("matplotlib",),
 }

@@ -12,6 +12,7 @@ from rlkit import _check, _install
 from rlkit._calls import answered
 from rlkit.envs import TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
+from rlkit.rollouts import executors
 from rlkit.trajectory.fields import read_only
 from rlkit.types import SamplingParams
 
@@ -51,7 +52,12 @@ class Plan:
         call_timeout: seconds for one call of an environment, > 0; beyond, the episode has failed. None: half of the
             deadline.
         close_timeout: seconds that closing an environment may take, > 0.
-        retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``.
+        executor: where environments run: "threads" of this process, or "ray": in worker processes of Ray's, on the
+            cluster that ``ray.init`` connected to, else on this machine. Several environments share a worker.
+        executor_options: of Ray: "workers", how many, >= 1 (None: as many as the CPUs suffice for); and what each is
+            given: "num_cpus", >= 0 (1), "memory" in bytes, "resources" by name.
+        retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``, of
+            which ``EnvLost`` is one.
         attempts: how often in all, >= 1, after pauses that double from half a second on. An environment is made anew
             and its episode begins again, with the same seeds.
         refill: further episodes that a group may play in place of failed ones, >= 0.
@@ -65,6 +71,7 @@ class Plan:
 
     Raises:
         ConfigError: naming the field.
+        MissingPackageError: ``executor`` is "ray", which is not installed.
 
     >>> Plan(n=4, max_turns=3).settings.n
     4
@@ -85,6 +92,8 @@ class Plan:
     deadline: float = 1800.0
     call_timeout: float | None = None
     close_timeout: float = 5.0
+    executor: str = "threads"
+    executor_options: Mapping[str, Any] = attrs.field(factory=dict, converter=read_only)
     retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
     attempts: int = 3
     refill: int = 0
@@ -113,6 +122,7 @@ class Plan:
         tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
         if not all(isinstance(name, str) and isinstance(tag, (str, bool, int, float)) for name, tag in tags):
             raise ConfigError("Plan.tags", f"got {_check.shown(self.tags)}", "names with text, numbers or bools")
+        executors.check(self.executor, self.executor_options)
         self._check_retry()
         if self.progress and importlib.util.find_spec("rich") is None:
             raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_install.command('rollouts')}")

@@ -15,7 +15,7 @@ from rlkit.backends.protocol import Sampler
 from rlkit.envs import Task, TaskSettings
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
-from rlkit.rollouts import seeds
+from rlkit.rollouts import executors, seeds
 from rlkit.rollouts.agent_episode import Endpoint
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start
 from rlkit.rollouts.counters import Counters
@@ -139,8 +139,8 @@ class Runner:
         if self._plan.share < 1.0:
             self._enough = math.ceil(self._plan.share * (self._total() or 0))
         try:
-            async with asyncio.TaskGroup() as members:
-                for number, task in enumerate(self._tasks):
+            async with executors.placed(self._plan, self._tasks) as tasks, asyncio.TaskGroup() as members:
+                for number, task in enumerate(tasks):
                     await self._room.acquire()
                     await self._launch(members, number, task)
         finally:

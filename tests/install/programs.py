@@ -227,6 +227,30 @@ def reasoning_gym():
     assert 0.0 <= env.step(Action("7")).reward <= 1.0
 
 
+def ray():
+    """Environments in a worker process."""
+    import os
+
+    import rlkit
+    from rlkit.envs import StepResult
+    from rlkit.rollouts import rollout_sync
+
+    class Process:
+        def reset(self, seed):
+            return "Where?"
+
+        def step(self, action):
+            return StepResult(reward=float(os.getpid()), terminated=True)
+
+        def close(self):
+            pass
+
+    sampler = rlkit.connect("toy", seed=0).sampler().result()
+    options = {"n": 2, "params": rlkit.SamplingParams(max_tokens=2)}
+    (group,) = rollout_sync(sampler, Process, executor="ray", executor_options={"workers": 1}, **options)
+    assert os.getpid() not in {trajectory.reward for trajectory in group.trajectories}
+
+
 def mcp():
     """A server of this process, and one in a process of its own, whose tool is called."""
     import asyncio
