@@ -199,7 +199,8 @@ def vllm():
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with open_sampler(f"http://127.0.0.1:{server.server_port}", tokenizer=tokenizer()) as sampler:
+        own = rlkit.sampler("toy").tokenizer  # a folder of transformers' would want transformers
+        with open_sampler(f"http://127.0.0.1:{server.server_port}", tokenizer=own) as sampler:
             (sample,) = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=1)).result(60)
         server.shutdown()
     assert sample.tokens.tolist() == [5]
