@@ -11,7 +11,7 @@ SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-chec
 
 LOCAL_TESTS := tests/backends/local
 PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TESTS)/gemm $(LOCAL_TESTS)/training \
-$(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache attention_tiles) \
+$(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache) $(LOCAL_TESTS)/cache/test_attention_tiles.py \
 --deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
 .PHONY: help demo test test-server test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
