@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,18 @@ def test_files_are_short():
             assert lines <= LONGEST, (
                 f"{path.relative_to(ROOT)} has {lines} lines; {LONGEST} at most: which ideas are in it?"
             )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_what_make_and_ci_name_is_there():
+    """Paths of tests in the Makefile's commands, and agents in those of CI."""
+    targets = ["test", "test-server", "test-processors", "test-install", "test-agents", "test-environments"]
+    said = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = {word.partition("::")[0] for word in said.split() if word.startswith("tests/")}
+    assert len(paths) > 8
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    from tests.agents.cases import CASES
+
+    clients = {case.name.partition("/")[0] for case in CASES}
+    (named,) = re.findall(r'make test-agents ARGS="([^"]*)"', (ROOT / ".ci" / "run").read_text("utf-8"))
+    assert set(named.split()) <= clients
