@@ -114,7 +114,7 @@ def test_values_of_a_critic(name, tmp_path):
             gradients.append([p.grad.clone() for p in white_box.parameters(critic).values()])
             critic.discard().result()
     np.testing.assert_allclose(*outputs, atol=1e-5)
-    assert relative(*gradients) < 5e-6
+    assert relative(*gradients) < 1e-5  # rounding of float32: 7e-6 with AVX2, where the order of sums is another one
 
 
 @given(batches_of_data(), st.sampled_from([1, 16, 20, 50]))
