@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-__all__ = ["Guarded", "abandoned", "call", "scores", "wait"]
+__all__ = ["Guarded", "abandoned", "call", "drives_itself", "scores", "wait"]
 
 
 async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None = None) -> list[float | None]:
@@ -41,6 +41,11 @@ async def scores(task: Task, actions: Sequence[Action], *, timeout: float | None
     if isinstance(answer, (str, bytes, Mapping)) or not hasattr(answer, "__len__") or len(rewards) != len(actions):
         raise EnvError(where, f"got {shown(answer)}", f"{len(actions)} rewards, one per episode")
     return [None if x is None else reward(x, where=f"{where}[{i}]") for i, x in enumerate(rewards)]
+
+
+def drives_itself(env: object) -> bool:
+    """Whether an environment, or its class, is a harness: it has ``play`` and no ``step``."""
+    return callable(getattr(env, "play", None)) and not callable(getattr(env, "step", None))
 
 
 async def call(
@@ -99,7 +104,7 @@ class Guarded:
         self._lock = threading.Lock()
         self._closing: Running | None = None
         self._ended = "is closed"
-        self.plays = callable(getattr(env, "play", None)) and not callable(getattr(env, "step", None))
+        self.plays = drives_itself(env)
         for method in () if self.plays else ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 what = f"made {shown(env)}, which has no method {method!r}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from rlkit import _check
 from rlkit._calls import answered
 from rlkit.envs._verifiers_worker import Playing, Worker
-from rlkit.envs.protocol import Credit, StepResult, Tasks, TaskSettings, check_name
+from rlkit.envs.protocol import Credit, Harness, StepResult, Tasks, TaskSettings, check_name
 from rlkit.errors import AgentError, ConfigError
 from rlkit.futures import settled
 
@@ -84,7 +84,10 @@ def verifiers(
     worker.start()
     answers = cast("list[object]", worker.about["answers"])
     label = str(worker.about["name"]) if name is None else check_name("name", name)
-    make = lambda index: _Episode(worker, index, answers[index], credit)  # noqa: E731
+
+    def make(index: int) -> Harness:
+        return _Episode(worker, index, answers[index], credit)
+
     return Tasks(make, cast("int", worker.about["size"]), name=label, split=split, settings=settings)
 
 

@@ -207,6 +207,8 @@ def make_plan(settings: Settings, n: int) -> Plan:
         max_length=length,
         concurrency=explorer.concurrency,
         deadline=explorer.max_timeout,
+        executor=explorer.executor,
+        executor_options=explorer.executor_options,
         attempts=1 + _check.integer("explorer.max_retry_times", explorer.max_retry_times, low=0),
         share=1.0 - _check.real("explorer.over_rollout.ratio", explorer.over_rollout.ratio, low=0.0, below=1.0),
         progress=False,

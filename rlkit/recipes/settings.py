@@ -75,6 +75,8 @@ class Explorer:
     max_turns: int = 16
     max_total_tokens: int | None = None
     concurrency: int = 128
+    executor: Literal["threads", "ray"] = "threads"
+    executor_options: Mapping[str, object] = attrs.Factory(dict)
     over_rollout: OverRollout = OverRollout()
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import attrs
 
 from rlkit.envs import Action, Env, Harness, Observation, StepResult, Task
 from rlkit.envs.calling import Guarded
-from rlkit.errors import UnsupportedError
 
 __all__ = ["Arguments", "Make", "Worker"]
 
@@ -25,16 +26,22 @@ class Worker:
 
     Args:
         close_timeout: seconds that closing an environment may take.
+        memory: bytes that the environments may take, together; None: as many as there are.
     """
 
-    def __init__(self, close_timeout: float) -> None:
+    def __init__(self, close_timeout: float, memory: int | None = None) -> None:
+        if memory is not None:
+            _limit(memory)
         self._close_timeout = close_timeout
         self._envs: dict[int, Guarded] = {}
         self._calls: dict[int, asyncio.Task[object]] = {}
         self._fetched: dict[Awaitable[Make], Make] = {}  # what makes environments may hold a data set
 
-    async def open(self, key: int, name: str, sent: tuple[Awaitable[Make], Awaitable[Arguments]]) -> None:
-        """Make environment ``key``.
+    async def up(self) -> None:
+        """Answer when the process has started."""
+
+    async def open(self, key: int, name: str, sent: tuple[Awaitable[Make], Awaitable[Arguments]]) -> bool:
+        """Make environment ``key``; return whether it is a harness, which is closed at once: it drives itself.
 
         Args:
             key: of later calls.
@@ -42,10 +49,9 @@ class Worker:
             sent: references to what makes it, and to the arguments.
 
         Raises:
-            UnsupportedError: it is a harness.
             Exception: as ``make`` raised it.
         """
-        await self._cancellable(key, self._open(key, name, *sent))
+        return await self._cancellable(key, self._open(key, name, *sent))
 
     async def reset(self, key: int, seed: int) -> tuple[Observation, tuple[dict[str, object], ...]]:
         """Return the first observation, and the tools that the environment offers."""
@@ -69,7 +75,7 @@ class Worker:
         if problem is not None:
             raise problem
 
-    async def _open(self, key: int, name: str, make: Awaitable[Make], arguments: Awaitable[Arguments]) -> None:
+    async def _open(self, key: int, name: str, make: Awaitable[Make], arguments: Awaitable[Arguments]) -> bool:
         if make not in self._fetched:
             self._fetched[make] = await make
         args, keywords = await arguments
@@ -77,9 +83,9 @@ class Worker:
         env = await Guarded.opened(task, grace=self._close_timeout / 2)
         if env.plays:
             await env.close(timeout=self._close_timeout)
-            what = "drives itself, by an endpoint of the process that samples"
-            raise UnsupportedError(f"environment {name!r}", what, 'executor="threads"')
-        self._envs[key] = env
+        else:
+            self._envs[key] = env
+        return env.plays
 
     async def _cancellable(self, key: int, work: Coroutine[object, object, T]) -> T:
         call = asyncio.ensure_future(work)
@@ -88,3 +94,19 @@ class Worker:
             return await call
         finally:
             self._calls.pop(key, None)
+
+
+def _limit(memory: int) -> None:
+    """Let this process have ``memory`` bytes more than it has; what asks for more gets a MemoryError.
+
+    Only Linux holds a process to what it maps for itself; shared memory, such as Ray's store of objects, is not in it.
+    """
+    if sys.platform != "linux":
+        return
+    import resource
+
+    status = Path("/proc/self/status").read_text("ascii", errors="replace")
+    has = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = has + memory if hard == resource.RLIM_INFINITY else min(has + memory, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -14,6 +14,7 @@ from rlkit.backends.protocol import Sampler
 from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, DataError, RlkitError
 from rlkit.rollouts.counters import Counters
+from rlkit.rollouts.faults import CannotGoOn
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.types import Sample, SamplingParams
@@ -24,12 +25,8 @@ _log = logging.getLogger(__name__)
 PAUSE = 0.5  # seconds before the second attempt
 
 
-class SamplerFailed(Exception):
-    """The sampler does not work: the rollout ends with ``error``."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+class SamplerFailed(CannotGoOn):
+    """The sampler does not work."""
 
 
 async def attempts(

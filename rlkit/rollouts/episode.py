@@ -20,7 +20,7 @@ from rlkit.rollouts import seeds
 from rlkit.rollouts.agent_episode import AgentEpisode, Endpoint
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start, attempts
 from rlkit.rollouts.counters import Counters, numeric
-from rlkit.rollouts.faults import SHORT, Deadline, Fault, described
+from rlkit.rollouts.faults import SHORT, CannotGoOn, Deadline, Fault, described
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.scoring import rewarded
@@ -75,7 +75,7 @@ class Episode:
         """Play from the start until an attempt succeeds or none is left; the clock starts here.
 
         Raises:
-            SamplerFailed: the sampler cannot be used; that is no matter of this episode alone.
+            CannotGoOn: the sampler cannot be used, or the executor cannot run this; no matter of this episode alone.
         """
         self._ends = time.monotonic() + self._deadline
         trajectory: Trajectory | None = None
@@ -207,6 +207,8 @@ class Episode:
             if over and self._turns:
                 raise Deadline from error
             raise Fault(where, error, kind="timeout") from error
+        except CannotGoOn:
+            raise
         except Exception as error:
             raise Fault(where, error) from error
 

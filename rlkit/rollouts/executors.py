@@ -5,23 +5,23 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import importlib
 import importlib.util
 import io
 import itertools
-import logging
-import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import attrs
 
 from rlkit import _check, _lazy
 from rlkit.envs import Action, Env, Observation, StepResult, Task
-from rlkit.envs.calling import call
+from rlkit.envs.calling import call, drives_itself
 from rlkit.errors import ConfigError, EnvError, EnvLost
+from rlkit.futures import settled
+from rlkit.rollouts import _ray_cluster
 from rlkit.rollouts._ray_worker import Worker
+from rlkit.rollouts.faults import CannotGoOn
 
 if TYPE_CHECKING:
     from rlkit.rollouts.plan import Plan
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["check", "placed"]
 
 EXECUTORS = ("threads", "ray")
-OPTIONS = ("workers", "num_cpus", "memory", "resources")
-
-_started = False  # whether the Ray of this process was started here
-_starting = threading.Lock()
+PATIENCE = 30.0  # seconds for a worker to start while others could do its work
+OPTIONS = ("workers", "num_cpus", "memory", "resources", "placement_group")
 
 
 def check(executor: str, options: Mapping[str, object]) -> None:
@@ -58,6 +56,10 @@ def check(executor: str, options: Mapping[str, object]) -> None:
     _check.optional(_check.integer, f"{where}['memory']", options.get("memory"), low=1, why="bytes")
     resources = options.get("resources", {})
     _check.require(isinstance(resources, Mapping), f"{where}['resources']", resources, "names with numbers")
+    group = options.get("placement_group")
+    what = "a placement group of Ray's, or the name of one"
+    fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
+    _check.require(fits, f"{where}['placement_group']", group, what)
     if importlib.util.find_spec("ray") is None:
         raise _lazy.missing('executor="ray"', "ray", "ray")
 
@@ -84,9 +86,14 @@ async def placed(plan: Plan, tasks: Iterable[Task]) -> AsyncIterator[Iterable[Ta
 
 @attrs.define(eq=False)
 class _Held:
-    """A worker, and how many environments live there."""
+    """A worker, and how many environments live there.
+
+    Attributes:
+        up: done when its process has started, or cannot.
+    """
 
     actor: Any
+    up: concurrent.futures.Future[None]
     envs: int = 0
 
 
@@ -94,19 +101,16 @@ class _Workers:
     """The worker processes of one rollout; one that died is replaced when an environment next needs it."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ray = _connected()
-        options = dict(plan.executor_options)
-        self._count = _count(self._ray.cluster_resources(), options)
-        # more than all calls at once, so that closing never waits for steps
+        self._ray = _ray_cluster.connected()
+        place = _ray_cluster.Place.of(self._ray, plan.executor_options, plan.deadline)
+        self._count = place.count
         self._actor = self._ray.remote(Worker).options(
-            num_cpus=options.get("num_cpus", 1),
-            memory=options.get("memory"),
-            resources=dict(options.get("resources", {})),
-            max_concurrency=max(1000, 4 * plan.concurrency),
+            max_concurrency=max(1000, 4 * plan.concurrency),  # more than all calls at once: closing waits for no step
             max_restarts=0,  # a worker without its environments would be of no use
             max_task_retries=0,
+            **place.options,
         )
-        self._close_timeout = plan.close_timeout
+        self._settings = plan.close_timeout, plan.executor_options.get("memory")
         self._held: list[_Held] = []
         self._lock = threading.Lock()
         self._keys = itertools.count()
@@ -117,6 +121,8 @@ class _Workers:
         """Return the task with an environment that lives in a worker."""
         partial = task.make if isinstance(task.make, functools.partial) else functools.partial(task.make)
         function = partial.func  # of a set of tasks one for all, and it may hold a data set
+        if _makes_harness(function):
+            raise _refused(task.name)
         if id(function) not in self._sent:
             self._sent[id(function)] = (function, self._put(function, task.name))
         sent = (self._sent[id(function)][1], self._put((partial.args, partial.keywords), task.name))
@@ -150,14 +156,38 @@ class _Workers:
             raise EnvLost(f"{where}: its worker process was lost: {lines[0]}") from error
 
     async def _open(self, name: str, sent: tuple[object, object]) -> Env:
-        worker = self._least()
+        worker = await self._started()
         env = _RemoteEnv(self, worker, name, next(self._keys))
         try:
-            await self.ask(worker, f"environment {name!r}: make", "open", env.key, name, sent)
+            plays = await self.ask(worker, f"environment {name!r}: make", "open", env.key, name, sent)
         except BaseException:  # nobody waits any more, or it failed
             await env.close()
             raise
+        if plays:
+            await env.close()
+            raise CannotGoOn(_refused(name))
         return env
+
+    async def _started(self) -> _Held:
+        """Return a worker for one more environment.
+
+        A cluster that lost a machine may have no room for a new worker: where others run, it is not waited for long.
+        """
+        while True:
+            worker = self._least()
+            try:
+                if await settled(worker.up, PATIENCE):
+                    return worker
+            except BaseException:
+                self.release(worker)
+                raise
+            with self._lock:
+                others = any(held.up.done() for held in self._held)
+                if others and worker in self._held:
+                    self._count = len(self._held) - 1
+            if not others:
+                return worker
+            self._lose(worker)
 
     def release(self, worker: _Held) -> None:
         """Count one environment less."""
@@ -171,7 +201,8 @@ class _Workers:
             if worker is None or (worker.envs and len(self._held) < self._count):
                 if self._closed:
                     raise EnvError("the rollout has ended")
-                worker = _Held(self._actor.remote(self._close_timeout))
+                actor = self._actor.remote(*self._settings)
+                worker = _Held(actor, actor.up.remote().future())
                 self._held.append(worker)
             worker.envs += 1
             return worker
@@ -229,60 +260,16 @@ class _RemoteEnv:
         return await self._workers.ask(self._worker, where, method, self.key, *args)
 
 
-def _connected() -> Any:
-    """Return the module ray, connected: to what the user has connected it to, else to processes of this machine."""
-    global _started  # noqa: PLW0603  # a process has one Ray
-    ray = importlib.import_module("ray")
-    with _starting:  # by one of several rollouts
-        if not ray.is_initialized():
-            _start(ray)
-            _started = True
-    return ray
+def _makes_harness(make: object) -> bool:
+    """Whether a class, or what a function is annotated to return, is a harness; of other functions nobody knows."""
+    made: object = make
+    if not isinstance(make, type):
+        with contextlib.suppress(Exception):  # an annotation may name what is not there
+            made = get_type_hints(make).get("return")
+    return isinstance(made, type) and drives_itself(made)
 
 
-def _start(ray: Any) -> None:
-    """Start Ray from a thread that lasts: Linux kills its processes with the thread that they were started from."""
-    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def start() -> None:
-        try:
-            with _on_loopback():
-                ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-            threading.Event().wait()
-
-    threading.Thread(target=start, name="rlkit-ray", daemon=True).start()
-    outcome.result()
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let Ray listen on the loopback address, as it does elsewhere than on Linux where this is not set otherwise."""
-    constants: Any = importlib.import_module("ray._private.ray_constants")
-    name, here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(name)
-    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False  # for what is started, and for this process
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = here
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
-def _count(has: Mapping[str, float], options: Mapping[str, Any]) -> int:
-    """Return how many workers there may be: as many as were asked for, else as the CPUs suffice for."""
-    needs = {"CPU": options.get("num_cpus", 1), "memory": options.get("memory") or 0} | dict(
-        options.get("resources", {})
-    )
-    fits = min((int(has.get(name, 0) // need) for name, need in needs.items() if need), default=int(has.get("CPU", 1)))
-    count: int = options.get("workers") or max(1, fits)
-    if _started and fits < count:  # a cluster of the user's may grow
-        held = ", ".join(f"{name}: {has.get(name, 0):g}" for name in needs)
-        what = f"ask for {count} worker(s) with {', '.join(f'{name}: {need:g}' for name, need in needs.items())} each"
-        raise ConfigError("Plan.executor_options", what, f"no more than this machine has ({held})")
-    return count
+def _refused(name: str) -> ConfigError:
+    what = 'is a harness, and executor is "ray"'
+    why = "it drives itself, by an endpoint of the process that samples"
+    return ConfigError(f"environment {name!r}", what, 'executor="threads"', why)

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import rlkit
 
-__all__ = ["SHORT", "Deadline", "Fault", "described"]
+__all__ = ["SHORT", "CannotGoOn", "Deadline", "Fault", "described"]
 
 SHORT = 500  # characters of a message that are kept
+
+
+class CannotGoOn(Exception):
+    """The rollout ends with ``error``, which is no matter of one episode."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Fault(Exception):

@@ -17,10 +17,10 @@ from rlkit.envs.calling import call
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, EnvTimeout
 from rlkit.rollouts import executors, seeds
 from rlkit.rollouts.agent_episode import Endpoint
-from rlkit.rollouts.asking import Asker, SamplerFailed, Start
+from rlkit.rollouts.asking import Asker, Start
 from rlkit.rollouts.counters import Counters
 from rlkit.rollouts.episode import Episode, Shared
-from rlkit.rollouts.faults import described
+from rlkit.rollouts.faults import CannotGoOn, described
 from rlkit.rollouts.lanes import Lanes
 from rlkit.rollouts.plan import Plan
 from rlkit.rollouts.progress import Progress
@@ -265,8 +265,8 @@ class Runner:
 
 
 def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the sampler's failure among what was raised, as it raised it; what stands alone, as it is; else all."""
-    leaf: BaseException = failed.subgroup(SamplerFailed) or failed
+    """Return why the rollout cannot go on, as it was raised; what stands alone, as it is; else all."""
+    leaf: BaseException = failed.subgroup(CannotGoOn) or failed
     while isinstance(leaf, BaseExceptionGroup) and (leaf is not failed or len(failed.exceptions) == 1):
         leaf = leaf.exceptions[0]
-    return leaf.error if isinstance(leaf, SamplerFailed) else leaf
+    return leaf.error if isinstance(leaf, CannotGoOn) else leaf

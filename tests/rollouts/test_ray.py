@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rlkit import BackendError, ConfigError, MissingPackageError, SamplingParams
-from rlkit.envs import StepResult, Task, Tasks
-from rlkit.rollouts import Plan, executors, rollout, rollout_sync
+from rlkit import BackendError, BackendTimeout, ConfigError, MissingPackageError, SamplingParams
+from rlkit.envs import Harness, StepResult, Task, Tasks, agent
+from rlkit.rollouts import Plan, _ray_cluster, executors, rollout, rollout_sync
 from tests.rollouts.parts import RandomSampler
 
 PARAMS = SamplingParams(max_tokens=4)
 ON_RAY = {"executor": "ray", "executor_options": {"workers": 1, "num_cpus": 0}, "params": PARAMS, "deadline": 120.0}
+MACHINE = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
 
 
 class Notes:
@@ -80,6 +84,48 @@ class Plays:
         pass
 
 
+def annotated() -> Harness:
+    return Plays()
+
+
+class Takes(Notes):
+    """Its first step takes some megabytes."""
+
+    def __init__(self, folder, megabytes):
+        super().__init__(folder)
+        self.megabytes = megabytes
+
+    def step(self, action):
+        self.taken = b"x" * (self.megabytes * 2**20)
+        return super().step(action)
+
+
+class Falls(Notes):
+    """Its second step waits on the first machine that comes to one."""
+
+    async def step(self, action):
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        if self.steps == 1:
+            first = self.folder / "first"
+            with contextlib.suppress(FileExistsError), first.open("x") as file:
+                file.write(node)
+            if first.read_text() == node:
+                self.note("waits")
+                await asyncio.sleep(600)
+        return super().step(action)
+
+
+class Placed(Notes):
+    def reset(self, seed):
+        from ray.util import get_current_placement_group
+
+        with (self.folder / "group").open("a") as file:
+            file.write(f"{get_current_placement_group().id.hex()}\n")
+        return super().reset(seed)
+
+
 def noted(folder, what):
     file = Path(folder) / what
     return [int(line) for line in file.read_text().split()] if file.exists() else []
@@ -115,6 +161,7 @@ def test_plans_are_checked():
         ({"executor": "ray", "executor_options": {"workers": 0}}, "workers"),
         ({"executor": "ray", "executor_options": {"memory": 0.5}}, "memory"),
         ({"executor": "ray", "executor_options": 3}, "executor_options"),
+        ({"executor": "ray", "executor_options": {"placement_group": 3}}, "a placement group of Ray's"),
     ):
         with pytest.raises(ConfigError, match=text):
             Plan(**options)
@@ -234,7 +281,7 @@ class TestOnRay:
     def test_the_thread_that_starts_ray_may_end(self, ray, tmp_path):
         """Ray's processes, which Linux ends with the thread that started them, go on."""
         ray.shutdown()
-        thread = threading.Thread(target=executors._connected)
+        thread = threading.Thread(target=_ray_cluster.connected)
         thread.start()
         thread.join()
         (group,) = rollout_sync(RandomSampler(), Task(lambda: Notes(tmp_path), "notes"), n=2, **ON_RAY)
@@ -243,10 +290,100 @@ class TestOnRay:
         addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
         assert addresses == {"127.0.0.1"}
 
-    def test_harnesses_are_refused(self):
-        """With what plays them."""
-        with pytest.raises(BackendError, match=r'drives itself.*executor="threads"'):
-            rollout_sync(RandomSampler(), Plays, n=1, **ON_RAY)
+    @pytest.mark.parametrize(
+        "tasks",
+        [Plays, Task(annotated, "annotated"), agent(lambda task, session: "", lambda result, task: 0.0, ["Say a"])],
+        ids=["class", "annotation", "agent"],
+    )
+    def test_harnesses_are_refused(self, tasks, tmp_path):
+        """Before anything is made, with why, and what plays them; also beside environments."""
+        mixed = [Task(lambda: Notes(tmp_path), "notes"), *(tasks if isinstance(tasks, Sequence) else [tasks])]
+        with pytest.raises(ConfigError, match=r'is a harness.*executor="threads" \(it drives itself, by an endpoint'):
+            rollout_sync(RandomSampler(), mixed, n=1, **ON_RAY)
+        assert not noted(tmp_path, "made")
+
+    def test_harnesses_that_nobody_could_know_of(self, tmp_path):
+        """The first that is made ends the rollout: it is no failure of an episode."""
+        sampler = RandomSampler()
+        tasks = [Task(lambda: Sleeps(tmp_path), "sleeps"), Task(lambda: Plays(), "plays")]
+        with pytest.raises(ConfigError, match=r"environment 'plays': is a harness"):
+            rollout_sync(sampler, tasks, n=2, **ON_RAY)
+        ended(tmp_path)
+
+    def test_a_limit_of_memory(self, tmp_path):
+        """An environment that takes more than its worker may have fails with a MemoryError, and no other does."""
+        options = ON_RAY | {"executor_options": {"workers": 1, "num_cpus": 0, "memory": 512 * 2**20}}
+        tasks = [Task(functools.partial(Takes, tmp_path, size), f"takes_{size}") for size in (64, 1024)]
+        groups = rollout_sync(RandomSampler(), tasks, n=1, **options)
+        assert [group.env for group in groups] == ["takes_64"]
+        assert groups.metrics["env/takes_1024/failed/MemoryError"] == 1
+        assert len(set(noted(tmp_path, "made"))) == 1  # of one worker, which goes on
+
+    def test_a_placement_group(self, ray, tmp_path):
+        """Workers run in the user's group, given as such or by name; as many as it has room for."""
+        _ray_cluster.connected()
+        group = ray.util.placement_group([{"CPU": 1}], name="environments")
+        for given in (group, "environments"):
+            options = ON_RAY | {"executor_options": {"placement_group": given}}
+            rollout_sync(RandomSampler(), Task(lambda: Placed(tmp_path), "placed"), n=4, **options)
+            assert set((tmp_path / "group").read_text().split()) == {group.id.hex()}
+        assert len(set(noted(tmp_path, "made"))) == 2  # one worker in each rollout
+        for more in ({"workers": 2}, {"num_cpus": 2}):
+            options = ON_RAY | {"executor_options": {"placement_group": group, **more}}
+            with pytest.raises(ConfigError, match="no more than the placement group has"):
+                rollout_sync(RandomSampler(), Task(lambda: Placed(tmp_path), "placed"), n=1, **options)
+        with pytest.raises(ConfigError, match="is 'nobody', which this Ray does not have"):
+            rollout_sync(RandomSampler(), Plays, n=1, executor="ray", executor_options={"placement_group": "nobody"})
+        ray.util.remove_placement_group(group)
+
+    def test_a_cluster_of_the_users(self, ray, tmp_path, monkeypatch):
+        """Two machines, a worker on each by a placement group. One dies: its episodes are played on the other."""
+        from ray.cluster_utils import Cluster
+
+        monkeypatch.setattr(executors, "PATIENCE", 3.0)  # a new worker has no place, and the other does the work
+        ray.shutdown()  # what the tests before were on
+        with _ray_cluster.on_loopback(), contextlib.ExitStack() as stack:
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MACHINE})
+            stack.callback(cluster.shutdown)
+            machines = [cluster.add_node(num_cpus=2, **MACHINE) for _ in range(2)]
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            stack.callback(ray.shutdown)
+            group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+
+            def lose_a_machine():
+                wait_for(lambda: noted(tmp_path, "waits"))
+                place = (tmp_path / "first").read_text()
+                cluster.remove_node(next(each for each in machines if each.node_id == place), allow_graceful=False)
+
+            killer = threading.Thread(target=lose_a_machine)
+            killer.start()
+            options = ON_RAY | {"executor_options": {"placement_group": group}, "attempts": 20}
+            groups = rollout_sync(RandomSampler(), Task(lambda: Falls(tmp_path), "falls"), n=4, **options)
+            killer.join()
+        assert [len(trajectory.turns) for trajectory in groups[0].trajectories] == [2] * 4
+        assert groups.metrics["env/falls/retried"] >= 2  # two lived on each machine
+
+    def test_a_placement_group_without_a_place(self, ray, tmp_path):
+        """What a cluster does not have is not waited for without end."""
+        _ray_cluster.connected()
+        group = ray.util.placement_group([{"nobody_has_this": 1}])
+        options = {"placement_group": group, "num_cpus": 0}
+        task = Task(lambda: Notes(tmp_path), "notes")
+        with pytest.raises(BackendTimeout, match="it got no place in the cluster within 1 s"):
+            rollout_sync(RandomSampler(), task, n=1, executor="ray", executor_options=options, deadline=1.0)
+        ray.util.remove_placement_group(group)
+
+    def test_a_recipe(self, tmp_path):
+        """``explorer.executor`` of a run's settings says where its episodes and its held-out ones are played."""
+        pytest.importorskip("torch")
+        pytest.importorskip("omegaconf")
+        from tests.recipes.problems import curve, played
+
+        on_ray = ["explorer.executor=ray", "explorer.executor_options={workers: 1, num_cpus: 0}"]
+        here, there = played(tmp_path / "here", steps=2), played(tmp_path / "there", *on_ray, steps=2)
+        assert curve(there) == curve(here)
+        with pytest.raises(ConfigError, match="Plan.executor_options: name"):
+            played(tmp_path / "wrong", "explorer.executor=ray", "explorer.executor_options={cpus: 1}")
 
     def test_more_than_the_machine_has(self):
         """It is refused at once, where it would wait for ever."""

@@ -1,0 +1,145 @@
+"""The Ray that workers are started on: the user's, or one of this machine; what they are given there."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from rlkit.errors import BackendTimeout, ConfigError
+
+__all__ = ["Place", "connected", "on_loopback"]
+
+WHERE = "Plan.executor_options"
+
+_started = ""  # the address of the Ray that was started here
+_starting = threading.Lock()
+
+
+def connected() -> Any:
+    """Return the module ray, connected: to what the user has connected it to, else to processes of this machine."""
+    global _started  # noqa: PLW0603  # a process has one Ray
+    ray = importlib.import_module("ray")
+    with _starting:  # by one of several rollouts
+        if not ray.is_initialized():
+            _start(ray)
+            _started = ray.get_runtime_context().gcs_address
+    return ray
+
+
+@attrs.frozen
+class Place:
+    """What Ray is told of each worker, and how many there may be.
+
+    Attributes:
+        options: of an actor.
+        count: how many workers, >= 1.
+    """
+
+    options: Mapping[str, Any]
+    count: int
+
+    @classmethod
+    def of(cls, ray: Any, options: Mapping[str, Any], timeout: float) -> Place:
+        """Read ``Plan.executor_options``.
+
+        Args:
+            ray: connected.
+            options: checked.
+            timeout: seconds that a placement group may take to get its place.
+
+        Raises:
+            ConfigError: there is less than the workers need, or no such placement group.
+            BackendTimeout: the placement group got no place in time.
+        """
+        needs = {"CPU": options.get("num_cpus", 1), "memory": options.get("memory") or 0}
+        needs |= dict(options.get("resources", {}))
+        chosen: dict[str, Any] = {
+            "num_cpus": needs["CPU"],
+            "memory": options.get("memory"),
+            "resources": dict(options.get("resources", {})),
+        }
+        group = options.get("placement_group")
+        if group is None:
+            theirs = ray.get_runtime_context().gcs_address != _started
+            return cls(chosen, _count([ray.cluster_resources()], needs, options, grows=theirs))  # clusters may grow
+        group = _named(ray, group) if isinstance(group, str) else group
+        bundles: Sequence[Mapping[str, float]] = group.bundle_specs
+        count = _count(bundles, needs, options, grows=False)
+        if not group.wait(timeout):
+            raise BackendTimeout(f"{WHERE}['placement_group']: it got no place in the cluster within {timeout:g} s")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        chosen["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(placement_group=group)
+        return cls(chosen, count)
+
+
+def _count(
+    places: Sequence[Mapping[str, float]], needs: Mapping[str, float], options: Mapping[str, Any], *, grows: bool
+) -> int:
+    """Return how many workers there may be: as many as were asked for, else as ``places`` have room for.
+
+    >>> _count([{"CPU": 3.0}, {"CPU": 1.0}], {"CPU": 2, "memory": 0}, {}, grows=False)
+    1
+    """
+    fits = sum(_fitting(place, needs) for place in places)
+    count: int = options.get("workers") or max(1, fits)
+    if fits < count and not grows:
+        held = "; ".join(", ".join(f"{name}: {place.get(name, 0):g}" for name in needs) for place in places)
+        what = f"ask for {count} worker(s) with {', '.join(f'{name}: {need:g}' for name, need in needs.items())} each"
+        whose = "this machine" if options.get("placement_group") is None else "the placement group"
+        raise ConfigError(WHERE, what, f"no more than {whose} has ({held})")
+    return count
+
+
+def _fitting(place: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    fits = (int(place.get(name, 0) // need) for name, need in needs.items() if need)
+    return min(fits, default=max(1, int(place.get("CPU", 1))))
+
+
+def _named(ray: Any, name: str) -> Any:
+    try:
+        return ray.util.get_placement_group(name)
+    except ValueError as error:
+        what = f"is {name!r}, which this Ray does not have"
+        raise ConfigError(f"{WHERE}['placement_group']", what, "one that your program has made") from error
+
+
+def _start(ray: Any) -> None:
+    """Start Ray from a thread that lasts: Linux kills its processes with the thread that they were started from."""
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def start() -> None:
+        try:
+            with on_loopback():
+                ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+            threading.Event().wait()
+
+    threading.Thread(target=start, name="rlkit-ray", daemon=True).start()
+    outcome.result()
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let Ray listen on the loopback address, as it does elsewhere than on Linux where this is not set otherwise."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    name, here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False  # for what is started, and for this process
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = here
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
