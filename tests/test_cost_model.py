@@ -1,0 +1,148 @@
+"""benchmarks/cost_model.py: what it says travels is counted where it travels, and what is computed by torch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import rlkit
+from benchmarks import cost_model
+from benchmarks.cost_model import MODELS, Device, Model, Work
+from rlkit.backends.engine import ADAPTER
+
+torch = pytest.importorskip("torch")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("transformers", reason="needs the extra local")
+Gateway = pytest.importorskip("rlkit.gateway", reason="needs the extra gateway").Gateway
+
+
+def model_of(config):
+    """The cost model's view of a model of transformers, in float32."""
+    return Model(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.vocab_size,
+        tied=config.tie_word_embeddings,
+        width_bytes=4,
+    )
+
+
+class Receives:
+    """A sampling engine that keeps what it is sent, and samples nothing."""
+
+    def __init__(self):
+        self.adapters = []
+
+    def load_adapter(self, adapter, version):
+        self.adapters.append(adapter)
+
+    def sampler(self, version):
+        return None if not self.adapters else self.base_sampler()
+
+    def base_sampler(self):
+        return rlkit.connect("toy").base_sampler().result()
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("unembed", [True, False])
+def test_an_adapters_bytes(tiny, tmp_path, unembed):
+    """The gradient that ranks add up, and the file that each sampler reads, which has names besides: exactly."""
+    work = Work(lora_rank=3, unembed=unembed, ranks=2, samplers=2)
+    engine = Receives()
+    with rlkit.connect(
+        "local", model=tiny("llama"), lora=rlkit.Lora(rank=3, train_unembed=unembed), sampler=engine
+    ) as policy:
+        model = model_of(policy.base.model.config)
+        policy.sampler().result()
+        norms = sum(p.nbytes for name, p in policy.base.model.named_parameters() if "norm" in name)
+        assert model.nbytes == policy.base.nbytes - norms
+    moved = cost_model.bytes_moved(model, work)
+    (adapter,) = engine.adapters
+    numbers = sum(tensor.nbytes for tensor in adapter.tensors.values())
+    assert moved["gradient"] == moved["gradient, sent by each rank"] == numbers
+    assert moved["adapter"] == 2 * numbers
+    adapter.save(tmp_path)
+    file = (tmp_path / ADAPTER).read_bytes()
+    names = 8 + int.from_bytes(file[:8], "little")
+    assert len(file) == names + numbers
+
+
+def test_bytes_of_sampling():
+    """JSON from a gateway, which speaks vLLM's format, with the ids of a small vocabulary."""
+    work = Work(prompts=1, group=4, prompt=200, completion=50)
+    moved = cost_model.bytes_moved(MODELS["7B"], work)
+    with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler, Gateway(sampler) as gateway:
+        session = gateway.session(seed=4)
+        how = {"n": 4, "logprobs": 0, "max_tokens": 50, "ignore_eos": True}
+        body = {"token_ids": [65] * 200, "sampling_params": how}
+        with httpx.Client(base_url=session.root_url) as client:
+            answer = client.post("/inference/v1/generate", json=body)
+    assert len(json.dumps({"token_ids": [12345] * 200}, separators=(",", ":"))) == pytest.approx(
+        moved["prompts"], rel=0.05
+    )
+    assert len(answer.content) == pytest.approx(moved["samples"], rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks for it
+def test_operations(tiny):
+    """The products of the library's own model with peft's adapters, forward and backward, as torch counts them."""
+    import peft
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny("llama"), attn_implementation="eager")
+    model = model_of(base.config)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=list(names)))
+    work = Work(prompts=1, group=1, prompt=11, completion=6, lora_rank=3)
+    embedded = torch.randn(1, work.computed, model.width, requires_grad=True)
+
+    def products(call):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        return counter.get_total_flops()
+
+    def train():
+        adapted(inputs_embeds=embedded, logits_to_keep=work.completion).logits.sum().backward()
+
+    def sample():
+        with torch.no_grad(), adapted.disable_adapter():
+            adapted(inputs_embeds=embedded, logits_to_keep=work.completion)
+
+    attention = 4 * model.layers * model.heads * model.head_dim * work.computed**2  # which the model leaves out
+    expected = cost_model.operations(model, work)
+    assert products(train) - 3 * attention == expected["training"]
+    assert products(sample) - attention == expected["sampling"]
+
+
+def test_seconds_against_a_measurement():
+    """W of benchmarks/scaling.md on a core with 90 GFLOP/s: 26.2 s and 38.1 s were measured there, 64.3 in all."""
+    work = Work(prompts=8, group=8, prompt=58, completion=64, lora_rank=32)
+    core = Device(products=90e9, memory=10e9, link=1e9)
+    found = cost_model.seconds(MODELS["SmolLM2-135M"], work, core)
+    assert 0.5 < found["sampling"] / 26.2 < 1.0  # least is less than measured
+    assert 0.5 < found["training"] / 38.1 < 1.0
+    assert found["tokens per second"] == pytest.approx(4096 / (found["sampling"] + found["training"]))
+
+
+def test_what_grows_with_what():
+    """Ranks, rank of the adapter, size of the group: each where it should, and nowhere else."""
+    model, one = MODELS["7B"], Work()
+    moved = cost_model.bytes_moved
+    assert all(moved(model, one)[name] == 0 for name in ("gradient", "datums", "logprobs"))
+    two, twice = Work(ranks=2), Work(ranks=2, lora_rank=64)
+    assert moved(model, twice)["gradient"] == 2 * moved(model, two)["gradient"]
+    assert moved(model, twice)["logprobs"] == moved(model, two)["logprobs"]
+    larger = Work(ranks=2, group=16)
+    assert moved(model, larger)["samples"] == 2 * moved(model, two)["samples"]
+    assert moved(model, larger)["prompts"] == moved(model, two)["prompts"]
+    assert moved(model, larger)["gradient"] == moved(model, two)["gradient"]
+    sharded = Work(ranks=4, gathers=2)
+    assert moved(model, sharded)["weights, received by each rank"] == 3 * model.nbytes
