@@ -2,6 +2,7 @@
 
 With --device the local backend checks itself there: its numbers against transformers and peft, its speed, its memory
 and the parts of the device's limits, in at most ten minutes. The report names no host and no folder and may be sent in.
+With --scale it tries what goes beyond one process: two that train together, vLLM, Ray, servers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlkit._lazy import missing
@@ -43,11 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="checks the local backend there: cpu, cuda, cuda:1, mps")
     parser.add_argument("--out", metavar="FILE", help="writes the self-check's report there, as JSON")
     parser.add_argument("--shape", help="of the model whose speed is measured: tiny, 0.6B, 7B (default: by device)")
+    parser.add_argument("--scale", action="store_true", help="tries what goes beyond one process, in half a minute")
+    parser.add_argument("--server", metavar="URL", action="append", default=[], help="with --scale: one to be asked")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the self-check (default: 10)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a key is set and does not work, or a device computes something wrong, else 0."""
+    """1 where a key or what --scale tries does not work, or a device computes something wrong, else 0."""
     import rlkit
 
     if options.device is not None:
@@ -55,11 +59,22 @@ def run(options: argparse.Namespace) -> int:
     for name in ("out", "shape"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name} is of the self-check: give --device")
+    if options.server and not options.scale:
+        raise ConfigError("--server is of --scale: give that, too")
+    if options.scale:
+        from rlkit._commands._scale import check_servers
+
+        check_servers(options.server)
 
     print(f"rlkit {rlkit.__version__}, Python {platform.python_version()} ({sys.executable})")
     for extra, packages in EXTRAS.items():
         print(f"{extra:13}", "  ".join(f"{name} {_version(name)}" for name in packages))
     print(f"{'device':13}", _device())
+    works = not options.scale or _try_scale(options.server)
+    return max(_asked(options), 0 if works else 1)
+
+
+def _asked(options: argparse.Namespace) -> int:
     address, key = os.environ.get("TINKER_BASE_URL"), os.environ.get("TINKER_API_KEY")
     if key is None and address is None:
         print(f"{'Tinker':13} no key in TINKER_API_KEY")
@@ -68,6 +83,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"{'Tinker':13} a key or an address is set; not asked")
         return 0
     return _tinker(options.deadline)
+
+
+def _try_scale(servers: Sequence[str]) -> bool:
+    from rlkit._commands._scale import report
+
+    right = True
+    for title, text, works in report(servers):
+        print(f"{title:13} {text}", flush=True)
+        right = right and works
+    return right
 
 
 def _check_device(options: argparse.Namespace) -> int:
