@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 import rlkit
 from benchmarks import cost_model
-from benchmarks.cost_model import MODELS, Device, Model, Work
+from benchmarks.cost_model import DEVICES, MODELS, Device, Model, Work
 from rlkit.backends.engine import ADAPTER
 
 torch = pytest.importorskip("torch")
@@ -146,3 +148,24 @@ def test_what_grows_with_what():
     assert moved(model, larger)["gradient"] == moved(model, two)["gradient"]
     sharded = Work(ranks=4, gathers=2)
     assert moved(model, sharded)["weights, received by each rank"] == 3 * model.nbytes
+
+
+def test_the_pages_tables():
+    """What docs/scale.md says of an H100 is what comes out."""
+    text = (Path(__file__).parents[1] / "docs" / "scale.md").read_text("utf-8")
+    for name in ("0.6B", "7B", "32B"):
+        (row,) = re.findall(rf"^\| {re.escape(name)}: sampling \+ training \| (.*) \|$", text, re.MULTILINE)
+        found = [cost_model.seconds(MODELS[name], Work(ranks=n, samplers=n), DEVICES["H100"]) for n in (1, 2, 4, 8)]
+        assert row.split(" | ") == [f"{each['sampling']:.1f} + {each['training']:.1f}" for each in found]
+    moved = cost_model.bytes_moved(MODELS["7B"], Work(ranks=8, samplers=8, gathers=1))
+    sizes = {
+        "gradient of the adapter": f"{moved['gradient, sent by each rank'] / 1e6:.0f} MB",
+        "datums to the other ranks": f"{moved['datums'] / 1e6:.1f} MB",
+        "logprobs to the loss": f"{moved['logprobs'] / 1e6:.1f} MB",
+        "the adapter, to each sampler": f"{moved['adapter'] / 8 / 1e6:.0f} MB",
+        "prompts to samplers": f"{(moved['prompts'] + moved['samples']) / 1e6:.0f} MB",
+        "sharded weights": f"{moved['weights, received by each rank'] / 1e9:.1f} GB",
+    }
+    for beginning, size in sizes.items():
+        (row,) = re.findall(rf"^\| {beginning}.*\| (.*) \|$", text, re.MULTILINE)
+        assert row == size
