@@ -83,7 +83,7 @@ def _vllm() -> str:
 def _ray() -> str:
     if importlib.util.find_spec("ray") is None:
         return f"missing: {_install.command('ray')}"
-    from rlkit.rollouts import _ray_cluster
+    from rlkit import _ray_cluster
 
     began = time.monotonic()
     ray = _ray_cluster.connected()

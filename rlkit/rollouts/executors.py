@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import importlib.util
 import io
 import itertools
 import threading
@@ -14,12 +13,11 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import attrs
 
-from rlkit import _check, _lazy
+from rlkit import _check, _ray_cluster
 from rlkit.envs import Action, Env, Observation, StepResult, Task
 from rlkit.envs.calling import call, drives_itself
 from rlkit.errors import ConfigError, EnvError, EnvLost
 from rlkit.futures import settled
-from rlkit.rollouts import _ray_cluster
 from rlkit.rollouts._ray_worker import Worker
 from rlkit.rollouts.faults import CannotGoOn
 
@@ -45,23 +43,10 @@ def check(executor: str, options: Mapping[str, object]) -> None:
     _check.choice("Plan.executor", executor, EXECUTORS)
     where = "Plan.executor_options"
     _check.require(isinstance(options, Mapping), where, options, "a dict")
-    for name in options:
-        _check.choice(f"{where}: name", name, OPTIONS)
-    if executor == "threads":
-        if options:
-            raise ConfigError(where, f"is {dict(options)}", "none", 'executor is "threads"')
-        return
-    _check.optional(_check.integer, f"{where}['workers']", options.get("workers"), low=1)
-    _check.optional(_check.real, f"{where}['num_cpus']", options.get("num_cpus"), low=0.0)
-    _check.optional(_check.integer, f"{where}['memory']", options.get("memory"), low=1, why="bytes")
-    resources = options.get("resources", {})
-    _check.require(isinstance(resources, Mapping), f"{where}['resources']", resources, "names with numbers")
-    group = options.get("placement_group")
-    what = "a placement group of Ray's, or the name of one"
-    fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
-    _check.require(fits, f"{where}['placement_group']", group, what)
-    if importlib.util.find_spec("ray") is None:
-        raise _lazy.missing('executor="ray"', "ray", "ray")
+    if executor == "ray":
+        _ray_cluster.check(options, where, OPTIONS, 'executor="ray"')
+    elif options:
+        raise ConfigError(where, f"is {dict(options)}", "none", 'executor is "threads"')
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +87,7 @@ class _Workers:
 
     def __init__(self, plan: Plan) -> None:
         self._ray = _ray_cluster.connected()
-        place = _ray_cluster.Place.of(self._ray, plan.executor_options, plan.deadline)
+        place = _ray_cluster.Place.of(self._ray, plan.executor_options, plan.deadline, "Plan.executor_options")
         self._count = place.count
         self._actor = self._ray.remote(Worker).options(
             max_concurrency=max(1000, 4 * plan.concurrency),  # more than all calls at once: closing waits for no step

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import BackendError, BackendTimeout, ConfigError, MissingPackageError, SamplingParams
+from rlkit import BackendError, BackendTimeout, ConfigError, MissingPackageError, SamplingParams, _ray_cluster
 from rlkit.envs import Harness, StepResult, Task, Tasks, agent
-from rlkit.rollouts import Plan, _ray_cluster, executors, rollout, rollout_sync
+from rlkit.rollouts import Plan, executors, rollout, rollout_sync
 from tests.rollouts.parts import RandomSampler
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -1,10 +1,11 @@
-"""The Ray that workers are started on: the user's, or one of this machine; what they are given there."""
+"""The Ray that processes are started on: the user's, or one of this machine; what they are given there."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -13,14 +14,40 @@ from typing import Any
 
 import attrs
 
+from rlkit import _check, _lazy
 from rlkit.errors import BackendTimeout, ConfigError
 
-__all__ = ["Place", "connected", "on_loopback"]
-
-WHERE = "Plan.executor_options"
+__all__ = ["Place", "check", "connected", "on_loopback"]
 
 _started = ""  # the address of the Ray that was started here
 _starting = threading.Lock()
+
+
+def check(options: Mapping[str, object], where: str, names: tuple[str, ...], what: str) -> None:
+    """Check options that the user gave.
+
+    Args:
+        options: of these ``names``.
+        where: what the user calls them.
+        what: needs Ray.
+
+    Raises:
+        ConfigError: naming the option.
+        MissingPackageError: Ray is not installed.
+    """
+    for name in options:
+        _check.choice(f"{where}: name", name, names)
+    _check.optional(_check.integer, f"{where}['workers']", options.get("workers"), low=1)
+    for name in ("num_cpus", "num_gpus"):
+        _check.optional(_check.real, f"{where}['{name}']", options.get(name), low=0.0)
+    _check.optional(_check.integer, f"{where}['memory']", options.get("memory"), low=1, why="bytes")
+    resources = options.get("resources", {})
+    _check.require(isinstance(resources, Mapping), f"{where}['resources']", resources, "names with numbers")
+    group = options.get("placement_group")
+    fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
+    _check.require(fits, f"{where}['placement_group']", group, "a placement group of Ray's, or the name of one")
+    if importlib.util.find_spec("ray") is None:
+        raise _lazy.missing(what, "ray", "ray")
 
 
 def connected() -> Any:
@@ -47,45 +74,52 @@ class Place:
     count: int
 
     @classmethod
-    def of(cls, ray: Any, options: Mapping[str, Any], timeout: float) -> Place:
-        """Read ``Plan.executor_options``.
+    def of(cls, ray: Any, options: Mapping[str, Any], timeout: float, where: str) -> Place:
+        """Read options that the user gave.
 
         Args:
             ray: connected.
-            options: checked.
+            options: checked by ``check``; "workers" says how many.
+            where: what the user calls them.
             timeout: seconds that a placement group may take to get its place.
 
         Raises:
             ConfigError: there is less than the workers need, or no such placement group.
             BackendTimeout: the placement group got no place in time.
         """
-        needs = {"CPU": options.get("num_cpus", 1), "memory": options.get("memory") or 0}
-        needs |= dict(options.get("resources", {}))
         chosen: dict[str, Any] = {
-            "num_cpus": needs["CPU"],
+            "num_cpus": options.get("num_cpus", 1),
+            "num_gpus": options.get("num_gpus", 0),
             "memory": options.get("memory"),
             "resources": dict(options.get("resources", {})),
         }
+        needs = {"CPU": chosen["num_cpus"], "GPU": chosen["num_gpus"], "memory": chosen["memory"] or 0}
+        needs = {name: need for name, need in needs.items() if need or name == "CPU"} | chosen["resources"]
         group = options.get("placement_group")
         if group is None:
             theirs = ray.get_runtime_context().gcs_address != _started
-            return cls(chosen, _count([ray.cluster_resources()], needs, options, grows=theirs))  # clusters may grow
-        group = _named(ray, group) if isinstance(group, str) else group
+            return cls(chosen, _count([ray.cluster_resources()], needs, options, where, grows=theirs))  # it may grow
+        group = _named(ray, group, where) if isinstance(group, str) else group
         bundles: Sequence[Mapping[str, float]] = group.bundle_specs
-        count = _count(bundles, needs, options, grows=False)
+        count = _count(bundles, needs, options, where, grows=False)
         if not group.wait(timeout):
-            raise BackendTimeout(f"{WHERE}['placement_group']: it got no place in the cluster within {timeout:g} s")
+            raise BackendTimeout(f"{where}['placement_group']: it got no place in the cluster within {timeout:g} s")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         chosen["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(placement_group=group)
         return cls(chosen, count)
 
 
 def _count(
-    places: Sequence[Mapping[str, float]], needs: Mapping[str, float], options: Mapping[str, Any], *, grows: bool
+    places: Sequence[Mapping[str, float]],
+    needs: Mapping[str, float],
+    options: Mapping[str, Any],
+    where: str,
+    *,
+    grows: bool,
 ) -> int:
     """Return how many workers there may be: as many as were asked for, else as ``places`` have room for.
 
-    >>> _count([{"CPU": 3.0}, {"CPU": 1.0}], {"CPU": 2, "memory": 0}, {}, grows=False)
+    >>> _count([{"CPU": 3.0}, {"CPU": 1.0}], {"CPU": 2}, {}, "options", grows=False)
     1
     """
     fits = sum(_fitting(place, needs) for place in places)
@@ -94,7 +128,7 @@ def _count(
         held = "; ".join(", ".join(f"{name}: {place.get(name, 0):g}" for name in needs) for place in places)
         what = f"ask for {count} worker(s) with {', '.join(f'{name}: {need:g}' for name, need in needs.items())} each"
         whose = "this machine" if options.get("placement_group") is None else "the placement group"
-        raise ConfigError(WHERE, what, f"no more than {whose} has ({held})")
+        raise ConfigError(where, what, f"no more than {whose} has ({held})")
     return count
 
 
@@ -103,12 +137,12 @@ def _fitting(place: Mapping[str, float], needs: Mapping[str, float]) -> int:
     return min(fits, default=max(1, int(place.get("CPU", 1))))
 
 
-def _named(ray: Any, name: str) -> Any:
+def _named(ray: Any, name: str, where: str) -> Any:
     try:
         return ray.util.get_placement_group(name)
     except ValueError as error:
         what = f"is {name!r}, which this Ray does not have"
-        raise ConfigError(f"{WHERE}['placement_group']", what, "one that your program has made") from error
+        raise ConfigError(f"{where}['placement_group']", what, "one that your program has made") from error
 
 
 def _start(ray: Any) -> None:
