@@ -10,11 +10,12 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from rlkit import _check
 from rlkit._calls import hinted
 from rlkit.backends import saves
 from rlkit.backends.base import BaseTrainer
 from rlkit.backends.checking import OF_DISTRIBUTION, check_adam
-from rlkit.backends.protocol import Sampler, Tokenizer
+from rlkit.backends.protocol import LiveSampler, Sampler, Tokenizer
 from rlkit.backends.queue import CallQueue, Job, RunHere
 from rlkit.backends.worker import Background, Worker
 from rlkit.futures import Future
@@ -103,7 +104,7 @@ class InProcessTrainer(BaseTrainer):
 
 @hinted("policy")
 class InProcessBackend(InProcessTrainer):
-    """``TrainerBackend`` over the hooks of ``InProcessTrainer`` and two more."""
+    """``TrainerBackend`` over the hooks of ``InProcessTrainer`` and three more."""
 
     @abstractmethod
     def _snapshot(self) -> Sampler:
@@ -113,6 +114,10 @@ class InProcessBackend(InProcessTrainer):
     def _base(self) -> Sampler:
         """Return a sampler of the base model."""
 
+    @abstractmethod
+    def _live(self, *, recompute: bool) -> LiveSampler:
+        """Return a live sampler of the policy as it is."""
+
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot of the policy as of this call. See ``TrainerBackend.sampler``."""
         return self._queue.submit("sampler", self._snapshot)
@@ -120,3 +125,8 @@ class InProcessBackend(InProcessTrainer):
     def base_sampler(self) -> Future[Sampler]:
         """Return a sampler of the base model. See ``TrainerBackend.base_sampler``."""
         return self._queue.submit("base_sampler", self._base)
+
+    def live_sampler(self, *, recompute: bool = False) -> Future[LiveSampler]:
+        """Return a sampler that is updated while its requests run. See ``LiveSampling``."""
+        _check.flag("live_sampler(recompute)", recompute)
+        return self._queue.submit("live_sampler", lambda: self._live(recompute=recompute))

@@ -21,6 +21,8 @@ from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingPara
 __all__ = [
     "Capabilities",
     "Config",
+    "LiveSampler",
+    "LiveSampling",
     "LossLike",
     "MaskedLogprobs",
     "OpensSamplers",
@@ -244,6 +246,46 @@ class SavedSamplers(Protocol):
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
+
+
+@runtime_checkable
+class LiveSampler(Sampler, Protocol):
+    """A sampler that is no snapshot: its policy becomes a newer one when ``update`` is called, while requests run.
+
+    Each sample says which version drew each of its tokens (``Sample.versions``), and has the logprobs of the
+    distributions that they were drawn from.
+    """
+
+    @property
+    def switches(self) -> Literal["token", "request"]:
+        """What is drawn by one policy: a "token", so that running requests go on under the newer one, or a "request".
+
+        Then those that run end under the policy with which they began, and later ones take the newer.
+        """
+
+    def update(self) -> Future[int]:
+        """Take the policy as of this call, as ``TrainerBackend.sampler`` does; return its version once it is there.
+
+        Requests that run pause between two tokens until the weights are there. Where the version is the one that it
+        has, nothing happens. What fails changes nothing.
+        """
+
+
+@runtime_checkable
+class LiveSampling(Protocol):
+    """A backend that samples its policy while it is trained."""
+
+    def live_sampler(self, *, recompute: bool = False) -> Future[LiveSampler]:
+        """Return a sampler that begins with the policy as of this call.
+
+        Args:
+            recompute: at an update compute the keys and values (recurrent states) of running requests anew. Then each
+                token's distribution is exactly that of its version. Without it they may be kept, which costs nothing:
+                a token is then drawn from the newer weights over what older ones computed of the tokens before. The
+                logprobs are those of that distribution, so that ratios to it are right in either case.
+
+        Source: PipelineRL, arXiv:2509.19128, which keeps them; AReaL, arXiv:2505.24298, which computes them anew.
+        """
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from rlkit.metrics.policies import (
     kl_v2,
     perplexity_difference,
     ratio_statistics,
+    token_lag,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "pass_at_k",
     "perplexity_difference",
     "ratio_statistics",
+    "token_lag",
 ]
 
 for _name in __all__:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlkit import _check, _ratios
+from rlkit import _check, _ratios, _rows
 from rlkit._calls import answered
 from rlkit._forms import RowsLike
+from rlkit.errors import DataError
 
 __all__ = [
     "chi2",
@@ -23,6 +24,7 @@ __all__ = [
     "kl_v2",
     "perplexity_difference",
     "ratio_statistics",
+    "token_lag",
 ]
 
 
@@ -228,3 +230,34 @@ def perplexity_difference(*, trainer_logprobs: RowsLike, sampling_logprobs: Rows
     rows, d = _ratios.log_ratios(trainer_logprobs, sampling_logprobs)
     filled = rows.lengths > 0
     return float(-(rows.sum(d)[filled] / rows.lengths[filled]).mean())
+
+
+@answered
+def token_lag(*, versions: RowsLike, current: int) -> dict[str, float]:
+    """Return how old tokens are: how many optimizer steps lie between the policy that drew them and that of now.
+
+    Args:
+        versions: of the sampled tokens, as ``Sample.token_versions``: integers [n], or a list of sequences [n_i], which
+            may be empty.
+        current: >= 0, the version that is trained now.
+
+    Returns:
+        "mean" and "max" over all tokens, and "mixed": the share of sequences that several policies drew.
+
+    Raises:
+        DataError: there is no token, or a version is negative, no integer, or newer than ``current``.
+
+    >>> token_lag(versions=[[3, 3, 4], [4, 4]], current=5)
+    {'mean': 1.4, 'max': 2.0, 'mixed': 0.5}
+
+    Source: staleness as AReaL bounds it, arXiv:2505.24298, for each token, as PipelineRL's are, arXiv:2509.19128.
+    """
+    current = _check.integer("current", current, low=0)
+    rows = _rows.parse("versions", versions, empty=True)
+    if rows.flat.size == 0:
+        raise DataError("versions", "holds no tokens", "at least one")
+    good = (rows.flat % 1 == 0) & (rows.flat >= 0) & (rows.flat <= current)
+    rows.require("versions", rows.flat, good, f"an integer in 0..{current}, the version now")
+    lag = current - rows.flat
+    mixed = rows.reduce(np.maximum, lag, -1.0) != rows.reduce(np.minimum, lag, -1.0)
+    return {"mean": float(lag.mean()), "max": float(lag.max()), "mixed": float(mixed[rows.lengths > 0].mean())}

@@ -18,6 +18,7 @@ from rlkit.backends import saves
 from rlkit.backends.checking import Start
 from rlkit.backends.engine import SamplingEngine
 from rlkit.backends.inprocess import InProcessBackend
+from rlkit.backends.live import SuccessiveSampler
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
@@ -34,6 +35,7 @@ from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import adapter_of, with_adapter
 from rlkit.backends.local.model.untried import warn_untried
 from rlkit.backends.local.sampling.decoders import decoder_for
+from rlkit.backends.local.sampling.live import LiveLocalSampler
 from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
@@ -42,7 +44,7 @@ from rlkit.backends.local.training.own_logprobs import OwnLogprobs
 from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
-from rlkit.backends.protocol import Sampler
+from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.vllm.settings import Vllm, check_lora, vllm_of
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
@@ -248,11 +250,22 @@ class LocalBackend(InProcessBackend):
                 self._engine.load_adapter(trained_adapter(self._peft), self.version)
                 engine_sampler = self._engine.sampler(self.version)
             return _checked_sampler(f"sampler({self.version})", engine_sampler)
+        return LocalSampler(self, self._newest(), self._seeds, self._scheduler.submit)
+
+    def _newest(self) -> Snapshot:
+        """Return a snapshot of the policy as it is: one for each step, which the samplers in between share."""
         snapshot = self._latest() if self._latest is not None else None
-        if snapshot is None or snapshot.version != self.version:  # once per step; the samplers in between share it
+        if snapshot is None or snapshot.version != self.version:
             snapshot = take_snapshot(self._peft, self.version, self._lora.alpha / self._lora.rank)
             self._latest = weakref.ref(snapshot)
-        return LocalSampler(self, snapshot, self._seeds, self._scheduler.submit)
+        return snapshot
+
+    def _live(self, *, recompute: bool) -> LiveSampler:
+        if self._engine is not None:
+            return SuccessiveSampler(
+                self._snapshot(), lambda live: self._queue.submit("update", lambda: live.become(self._snapshot()))
+            )
+        return LiveLocalSampler(self, self._newest, self._seeds, self._scheduler, self._queue, recompute=recompute)
 
     def _base(self) -> Sampler:
         if self._engine is not None:

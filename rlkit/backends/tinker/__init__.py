@@ -6,9 +6,9 @@ Calls are sent as they are made and read in order (``calls``); a loss takes the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 
@@ -17,7 +17,8 @@ from rlkit._calls import hinted
 from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
 from rlkit.backends.base import BaseTrainer
 from rlkit.backends.checking import Checked, Remote, Start, check_adam
-from rlkit.backends.protocol import Config, LossLike, Route, Sampler, Tokenizer
+from rlkit.backends.live import SuccessiveSampler
+from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
 from rlkit.backends.queue import CallQueue, Inner, Job, Sent
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import connection, paths
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from rlkit.losses.prepare import PreparedLoss
 
 __all__ = ["TinkerBackend", "TinkerSampler"]
+
+T = TypeVar("T")
 
 
 @hinted("policy")
@@ -150,14 +153,28 @@ class TinkerBackend(BaseTrainer):
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
+        return self._queue.submit("sampler", lambda: self._sampled(lambda sampler: sampler))
 
-        def send() -> Sent[Sampler]:
-            steps = self._steps
-            if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
-                self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
-            return Sent([self._snapshot[1]], lambda results: self._sampler(results[0], steps))
+    def live_sampler(self, *, recompute: bool = False) -> Future[LiveSampler]:
+        """Return a sampler whose later requests take the newer policy. See ``LiveSampling``.
 
-        return self._queue.submit("sampler", send)
+        The service has no way to change the weights of a request that runs: ``switches`` is "request".
+        """
+        _check.flag("live_sampler(recompute)", recompute)
+
+        def update(live: SuccessiveSampler) -> Future[int]:
+            return self._queue.submit("update", lambda: self._sampled(live.become))
+
+        return self._queue.submit(
+            "live_sampler", lambda: self._sampled(lambda sampler: SuccessiveSampler(sampler, update))
+        )
+
+    def _sampled(self, made: Callable[[Sampler], T]) -> Sent[T]:
+        """Have the service keep the weights as they are now, and make something of their sampler."""
+        steps = self._steps
+        if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
+            self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
+        return Sent([self._snapshot[1]], lambda results: made(self._sampler(results[0], steps)))
 
     def base_sampler(self) -> Future[Sampler]:
         """Return a sampler of the base model. See ``TrainerBackend.base_sampler``."""

@@ -18,6 +18,7 @@ from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.toy.adamw import AdamState, Weights
+from rlkit.backends.toy.live import LiveToySampler, Policy, RunningRequests
 from rlkit.backends.toy.model import Distributions, Features, base_weights
 from rlkit.backends.toy.sampler import ToySampler
 from rlkit.backends.toy.tokenizer import ByteTokenizer
@@ -76,7 +77,11 @@ class ToyBackend(InProcessBackend):
         self._seeds = SeedStream(entropy_of(seed))
         version, saved_length = self._load(start.path, optimizer=start.resumes)
         length = saved_length if max_length is None else max_length
-        super().__init__("toy", tokenizer=tokenizer, max_length=length, folder=folder, version=version)
+        self._running = RunningRequests()
+        super().__init__(
+            "toy", tokenizer=tokenizer, max_length=length, folder=folder, version=version, background=self._running
+        )
+        self._running.wake = self._worker.wake
 
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
@@ -113,6 +118,20 @@ class ToyBackend(InProcessBackend):
 
     def _snapshot(self) -> ToySampler:
         return self._sampler_of(self._weights.value, self.version)
+
+    def _live(self, *, recompute: bool) -> LiveToySampler:
+        del recompute  # nothing is kept
+        return LiveToySampler(
+            self._weights.value,
+            self._features,
+            self._seeds,
+            tokenizer=self.tokenizer,
+            max_length=self.max_length,
+            version=self.version,
+            policy=Policy(self._weights.value, self.version),
+            requests=self._running,
+            update=lambda live: self._queue.submit("update", lambda: live.become(self._weights.value, self.version)),
+        )
 
     def _base(self) -> ToySampler:
         return self._sampler_of(self._base_weights, 0)

@@ -12,10 +12,9 @@ from rlkit import _check
 from rlkit._calls import answered, hinted
 from rlkit._forms import TokenIds
 from rlkit._resource import Resource
-from rlkit.backends.penalties import TokenCounts
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
-from rlkit.backends.toy.drawing import drawn
+from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request, checked_targets, streams
+from rlkit.backends.toy.completions import Completions
 from rlkit.backends.toy.model import Distributions, Features
 from rlkit.errors import BackendError
 from rlkit.futures import Future
@@ -102,37 +101,8 @@ class ToySampler(Resource):
     def _sampled(
         self, weights: np.ndarray, prompt: np.ndarray, params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> list[Sample]:
-        n = len(rngs)
-        stop = Stop(params.stop, self.tokenizer)
-        state = self._features.start(n)
-        features = np.zeros((n, self._features.size))
-        for token in prompt:
-            features, state = self._features.read(state, np.full(n, token))
-        tokens: list[list[int]] = [[] for _ in rngs]
-        logprobs: list[list[float]] = [[] for _ in rngs]
-        ended = [False] * n
-        counts = [TokenCounts.of(params, prompt) for _ in rngs]
-        for _ in range(min(params.max_tokens, self.max_length - prompt.size)):
-            logits = np.matmul(features[:, None, :], weights)[:, 0]  # a product per row: no row depends on another
-            uniforms = np.array([rng.random() for rng in rngs])
-            drawn_ids, lp = drawn(logits, params, uniforms, counts)
-            for i in np.flatnonzero(~np.array(ended)):
-                tokens[i].append(int(drawn_ids[i]))
-                logprobs[i].append(float(lp[i]))
-                ended[i] = stop(tokens[i])
-                if (seen := counts[i]) is not None:
-                    seen.add(int(drawn_ids[i]))
-            if all(ended):
-                break
-            features, state = self._features.read(state, drawn_ids)
-        return [
-            Sample(
-                prompt,
-                t,
-                lp,
-                "stop" if end else "length",
-                version=self.version,
-                **params.drawn_with,
-            )
-            for t, lp, end in zip(tokens, logprobs, ended, strict=True)
-        ]
+        limit = min(params.max_tokens, self.max_length - prompt.size)
+        completions = Completions(self._features, self.tokenizer, prompt, params, rngs, limit)
+        while not completions.done:
+            completions.step(weights, self.version)
+        return completions.samples()

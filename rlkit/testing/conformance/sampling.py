@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.protocol import Sampler, TrainerBackend
+from rlkit.backends.protocol import LiveSampler, LiveSampling, Sampler, TrainerBackend
 from rlkit.testing.conformance.harness import Harness, worst
 
 LONG = rlkit.SamplingParams(max_tokens=12, stop=())
@@ -246,3 +246,29 @@ class SamplingTests(Harness):
             pass
         with pytest.raises(rlkit.BackendError, match="closed"):
             sampler.sample([1], LONG)
+
+    def test_live_samplers(self, policy: TrainerBackend) -> None:
+        """An update is the policy as of its call; before it nothing changes, and tokens say who drew them."""
+        if not isinstance(policy, LiveSampling):
+            pytest.skip("it has no live_sampler")
+        prompt, before = self.prompt(policy), policy.sampler().result()
+        with policy.live_sampler().result() as live:
+            assert isinstance(live, LiveSampler)
+            assert live.switches in ("token", "request")
+            assert live.version == policy.version
+            running = live.sample(prompt, LONG, n=2, seed=1)
+            policy.forward_backward(self.data(policy), "ppo")
+            policy.optim_step(rlkit.Adam(learning_rate=0.05))
+            first, update = live.logprobs(prompt), live.update()
+            newest = policy.sampler().result()
+            assert update.result() == live.version == newest.version == before.version + 1
+            either = [sampler.logprobs(prompt).result() for sampler in (before, newest)]
+            assert min(worst([first.result()], [x]) for x in either) < self.tolerance
+            assert worst([live.logprobs(prompt).result()], [either[1]]) < self.tolerance
+            assert {s.version for s in live.sample(prompt, LONG, n=2, seed=1).result()} == {newest.version}
+            for sample in running.result():
+                assert {*sample.token_versions.tolist()} <= {before.version, newest.version}
+                assert live.switches == "token" or sample.versions is None
+            assert live.update().result() == newest.version
+        with pytest.raises(rlkit.BackendError):
+            live.update()

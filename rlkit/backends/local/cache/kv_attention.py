@@ -41,18 +41,24 @@ class SharedPrefix:
     groups: list[list[int]]
 
     @classmethod
-    def of(cls, beginnings: Sequence[np.ndarray]) -> SharedPrefix | None:
+    def of(cls, beginnings: Sequence[np.ndarray], versions: Sequence[int]) -> SharedPrefix | None:
         """Return what rows that begin so have in common; None where that is not worth it.
 
+        Args:
+            beginnings: tokens of each row.
+            versions: of the weights that computed their keys and values.
+
         >>> a, b = np.arange(600), np.append(np.arange(300), np.zeros(9))
-        >>> SharedPrefix.of([a, b, a, b])
+        >>> SharedPrefix.of([a, b, a, b], [0] * 4)
         SharedPrefix(length=256, groups=[[0, 1, 2, 3]])
-        >>> SharedPrefix.of([a, b, a[:40]])
+        >>> SharedPrefix.of([a, b, a, b], [0, 0, 1, 1])
+        SharedPrefix(length=256, groups=[[0, 1], [2, 3]])
+        >>> SharedPrefix.of([a, b, a[:40]], [0] * 3)
         """
         length = min(x.size for x in beginnings) // KEYS * KEYS
-        groups: dict[bytes, list[int]] = {}
+        groups: dict[tuple[bytes, int], list[int]] = {}
         for i, x in enumerate(beginnings if length else ()):
-            groups.setdefault(x[:length].astype(np.int64).tobytes(), []).append(i)
+            groups.setdefault((x[:length].astype(np.int64).tobytes(), versions[i]), []).append(i)
         return cls(length, list(groups.values())) if 0 < 2 * len(groups) <= len(beginnings) else None
 
 

@@ -93,16 +93,28 @@ class ContinuousBatching(Decoder):
     def use(self, snapshot: Snapshot) -> bool:
         if not super().use(snapshot):
             return False
+        self.kv_cache.clear()
+        return True
+
+    def _load(self, snapshot: Snapshot) -> None:
+        super()._load(snapshot)
         if self._on_forgotten is not None:
             self._on_forgotten.detach()
         self.prefix_cache.clear()
-        self.kv_cache.clear()
         self.prefix_cache = PrefixCache(self._prefix_bytes, self._beside)
         self._on_forgotten = weakref.finalize(snapshot, self.prefix_cache.clear)  # when its last sampler is closed
         self._on_forgotten.atexit = False
         if self._base.device.type == "cpu" and self._base.model.dtype == torch.float32:
             self._measure()
-        return True
+
+    def _recompute(self) -> None:
+        for slot, row in enumerate(self.rows):
+            tokens = row.computed
+            names = self._names(tokens[:-1])
+            held = self.prefix_cache.find(names)  # what rows before this one began with
+            self.prefix_cache.load(names[:held], self.kv_cache, slot)
+            self.prefill(slot, [tokens[held * BLOCK :]], [held * BLOCK])
+            self.prefix_cache.store(names, self.kv_cache, slot)
 
     def _measure(self) -> None:
         """Find out how many rows products need here, and with how many at most they need the fewest."""
@@ -160,7 +172,7 @@ class ContinuousBatching(Decoder):
             part = self.rows[first : first + self._max_tokens]
             tokens = np.array([[row.tokens[-1]] for row in part])
             positions = np.array([[row.position] for row in part])
-            shared = SharedPrefix.of([row.request.prompt for row in part])
+            shared = SharedPrefix.of([row.request.prompt for row in part], [row.cached_version for row in part])
             logits.append(self._logits(tokens, first, positions, np.arange(len(part)), shared))
         self._extend(self.rows, logits[0] if len(logits) == 1 else torch.cat(logits))
 
@@ -299,7 +311,8 @@ class ContinuousBatching(Decoder):
     def _leave(self, slots: Sequence[int]) -> None:
         """Give the places of the rows in ``slots``, in ascending order, to the last ones."""
         for slot in reversed(slots):
-            self.prefix_cache.store(self._names(self.rows[slot].computed), self.kv_cache, slot)
+            if not self.rows[slot].stale:
+                self.prefix_cache.store(self._names(self.rows[slot].computed), self.kv_cache, slot)
             last = self.rows.pop()
             if slot < len(self.rows):
                 self.rows[slot] = last

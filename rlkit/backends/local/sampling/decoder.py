@@ -42,10 +42,31 @@ class Decoder(ABC):
         """Take the weights of ``snapshot``, and return whether another's were there. There are no rows."""
         if self.snapshot is snapshot:
             return False
+        self._load(snapshot)
+        return True
+
+    def reload(self, snapshot: Snapshot, *, recompute: bool) -> None:
+        """Take the weights that ``snapshot`` has now, under rows of its that go on.
+
+        Args:
+            snapshot: a live sampler's, whose older weights were here.
+            recompute: compute the rows' keys and values, or recurrent states, anew; else they stay as they are.
+        """
+        self._load(snapshot)
+        if recompute:
+            self._recompute()
+            for row in self.rows:
+                row.cached_version = snapshot.version
+
+    def _load(self, snapshot: Snapshot) -> None:
+        """Load weights, and forget what was computed with others, but for the rows."""
         self._current = None
         self.forward.load(snapshot.adapter, snapshot.scale, merge=self._merge)
         self._current = weakref.ref(snapshot)
-        return True
+
+    @abstractmethod
+    def _recompute(self) -> None:
+        """Compute anew what is kept of the rows' tokens but the last."""
 
     def capacity(self, length: int) -> int:
         """Return how many rows of ``length`` tokens there is memory for; more wait until others have ended."""

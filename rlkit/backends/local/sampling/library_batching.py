@@ -81,16 +81,22 @@ class LibraryBatching(LibraryDecoder):
             base.known["cache"] = self._kind()
         self.cache = self.new_cache()
 
-    def use(self, snapshot: Snapshot) -> bool:
-        if not super().use(snapshot):
-            return False
+    def _load(self, snapshot: Snapshot) -> None:
+        super()._load(snapshot)
         if self._on_forgotten is not None:
             self._on_forgotten.detach()
         self.prefix_cache.clear()
         self.prefix_cache = SequenceCache(self.prefix_cache.limit, self._beside)
         self._on_forgotten = weakref.finalize(snapshot, self.prefix_cache.clear)  # when its last sampler is closed
         self._on_forgotten.atexit = False
-        return True
+
+    def _recompute(self) -> None:
+        cache = self.new_cache()
+        for row in self.rows:
+            alone = self.new_cache()
+            self.decode(alone, row.computed[None])
+            cache.add(alone, [0])
+        self.cache = cache
 
     @property
     def held(self) -> int:
@@ -120,7 +126,7 @@ class LibraryBatching(LibraryDecoder):
 
     def leave(self, slots: Sequence[int]) -> None:
         for slot in reversed(slots):
-            if self.prefix_cache.limit:
+            if self.prefix_cache.limit and not self.rows[slot].stale:
                 self.prefix_cache.store(self.rows[slot].computed, self.cache.take([slot]))
             self.cache.remove(slot)
         super().leave(slots)

@@ -72,6 +72,9 @@ class LibraryDecoder(Decoder):
         rows, self.rows = self.rows, []
         return rows
 
+    def _recompute(self) -> None:
+        pass  # nothing is kept
+
     def extend(self, rows: Sequence[SampleRow], logits: torch.Tensor) -> None:
         """Draw a token for each of ``rows``, the last ones of all, and let those that ended go."""
         first = len(self.rows) - len(rows)

@@ -101,12 +101,14 @@ class SampleRequest:
 
     def finish(self, row: SampleRow, reason: Literal["stop", "length"]) -> None:
         """Take in a row that ended; the last one completes the request, if it was not given up."""
+        mixed = row.versions[0] != row.versions[-1]  # they never fall
         self.samples[row.index] = Sample(
             self.prompt,
             row.tokens,
             row.logprobs,
             reason,
-            version=self.snapshot.version,
+            version=row.versions[0],
+            versions=np.array(row.versions) if mixed else None,
             **self.params.drawn_with,
         )
         if len(self.samples) == len(self.rngs):
@@ -115,16 +117,25 @@ class SampleRequest:
 
 @attrs.define(eq=False)
 class SampleRow:
-    """One completion on its way."""
+    """One completion on its way.
+
+    Attributes:
+        versions: of the policies that drew its tokens.
+        cached_version: of the policy that computed its prompt's keys and values. Where that is not the snapshot's, they
+            are of use to nobody else.
+    """
 
     request: SampleRequest
     index: int
     tokens: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
+    versions: list[int] = attrs.field(factory=list)
     counts: TokenCounts | None = attrs.field(init=False)
+    cached_version: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.counts = TokenCounts.of(self.request.params, self.request.prompt)
+        self.cached_version = self.request.snapshot.version
 
     @property
     def position(self) -> int:
@@ -136,6 +147,11 @@ class SampleRow:
         """The tokens whose keys and values exist: all but the last."""
         return np.concatenate([self.request.prompt, np.array(self.tokens[:-1], np.int64)])
 
+    @property
+    def stale(self) -> bool:
+        """Whether its keys and values, or a part of them, are of an older policy than the snapshot's."""
+        return self.cached_version != self.request.snapshot.version
+
     def uniform(self) -> float:
         """Return the next number of this row's own stream."""
         return float(self.request.rngs[self.index].random())
@@ -144,6 +160,7 @@ class SampleRow:
         """Append a token, and return whether it ended the row, which is then handed in."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.versions.append(self.request.snapshot.version)
         if self.counts is not None:
             self.counts.add(token)
         stopped = self.request.stop(self.tokens)

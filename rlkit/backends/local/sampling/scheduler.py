@@ -122,6 +122,31 @@ class Scheduler:
         except BaseException as error:  # noqa: BLE001  # as above: those being scored get it
             self._fail(lane.end_scoring(), error)
 
+    @torch.no_grad()
+    def update(self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool) -> None:
+        """Have a live sampler's snapshot become ``newer``: between two tokens of its rows, which go on under it.
+
+        Texts that are being scored are begun again. What fails here changes nothing; only where the older weights
+        cannot be loaded again either, the rows fail, too. Called in the worker's thread.
+        """
+        older = attrs.evolve(snapshot)
+        snapshot.become(newer)
+        lane = self._lane_of(snapshot)
+        if lane is None:
+            return
+        lane.scored = [request for request in lane.scored if not request.future.done()]
+        lane.scoring = None
+        try:
+            with telling(lambda: "weights to sample from; connect with merge=False, which needs no copy of them"):
+                lane.decoder.reload(snapshot, recompute=recompute)
+        except BaseException:
+            snapshot.become(older)
+            try:
+                lane.decoder.reload(snapshot, recompute=recompute)
+            except BaseException as error:  # noqa: BLE001  # whoever waits gets it
+                self._fail([*(row.request for row in lane.decoder.abandon()), *lane.end_scoring()], error)
+            raise
+
     def invariant(self, snapshot: Snapshot) -> bool:
         """See ``Decoder.invariant``; with the weights that are there, or else those of ``snapshot``."""
         if not self._lanes:

@@ -11,13 +11,17 @@ from rlkit.backends.local.model.lora import adapter_of
 __all__ = ["Snapshot", "take_snapshot"]
 
 
-@attrs.frozen(eq=False, weakref_slot=True)
+@attrs.define(eq=False, weakref_slot=True)
 class Snapshot:
-    """An adapter, frozen; empty for the base model."""
+    """An adapter, frozen; empty for the base model. A live sampler has one of its own, which becomes newer ones."""
 
     version: int
     scale: float
     adapter: Adapter
+
+    def become(self, other: Snapshot) -> None:
+        """Take the version and the tensors of another, which stays as it is."""
+        self.version, self.scale, self.adapter = other.version, other.scale, other.adapter
 
 
 def take_snapshot(peft_model: nn.Module, version: int, scale: float) -> Snapshot:
