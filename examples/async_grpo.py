@@ -1,9 +1,10 @@
 """GRPO that samples the next batch while it trains on this one. Runs on the toy backend in seconds.
 
-    python examples/async_grpo.py [--steps 15] [--lag 1] [--model smollm2-135m-instruct]
+    python examples/async_grpo.py [--steps 15] [--lag 1] [--in-flight] [--model smollm2-135m-instruct]
 
 A batch is at most ``--lag`` steps old; 0 is the loop that waits. What the age does to the gradient is corrected by the
-loss, whose ratio is that of the policy now to the policy that sampled, and what is too far off is left out.
+loss, whose ratio is that of the policy now to the policy that sampled, and what is too far off is left out. With
+``--in-flight`` answers that are under way go on under newer weights, and each token's ratio is to what drew it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def digits(answer: str) -> float:
     return sum(c.isdigit() for c in answer) / max(len(answer), 1)
 
 
-def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float) -> list[float]:
+def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float, in_flight: bool = False) -> list[float]:
     """The mean reward of each step."""
     tasks: Tasks = function(QUESTIONS, digits, name="digits")
     plan = Plan(n=8, params=rlkit.SamplingParams(max_tokens=6), seed=0)
     means = []
-    with async_rollouts(policy, tasks, size=4, steps=steps, max_lag=lag, plan=plan) as batches:
+    with async_rollouts(policy, tasks, size=4, steps=steps, max_lag=lag, in_flight=in_flight, plan=plan) as batches:
         for step, groups in enumerate(batches):
             began = time.monotonic()
             data = credit.assign(groups, "grpo", weights="token-mean").data
@@ -47,7 +48,7 @@ def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float) ->
             policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
             means.append(float(np.mean([group.rewards.mean() for group in groups])))
             print(
-                f"step {step:2}  reward {means[-1]:.2f}  policy {groups.metrics['sampler/version']:.0f}"
+                f"step {step:2}  reward {means[-1]:.2f}  lag {groups.metrics['sampler/lag']:.1f}"
                 f"  kl to it {kl_v1(**pair):6.3f}  near {np.mean([mask.all() for mask in near]):.2f}"
                 f"  {time.monotonic() - began:.1f} s"
             )
@@ -60,11 +61,12 @@ def main() -> None:
     parser.add_argument("--model", default="toy")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--lag", type=int, default=1)
+    parser.add_argument("--in-flight", action="store_true", help="go on under newer weights between two tokens")
     args = parser.parse_args()
     toy = args.model == "toy"
     options = {"seed": 0} if toy else {"model": args.model, "lora": rlkit.Lora(rank=16), "seed": 0}
     with rlkit.connect("toy" if toy else "local", **options) as policy:
-        train(policy, steps=args.steps, lag=args.lag, rate=0.05 if toy else 1e-4)
+        train(policy, steps=args.steps, lag=args.lag, rate=0.05 if toy else 1e-4, in_flight=args.in_flight)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ def test_hosted_learns_and_goes_on_after_a_lost_step(capsys):
     assert "going on from tinker://" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_async_grpo_learns(lag):
-    """On-policy and two steps behind."""
+@pytest.mark.parametrize(("lag", "in_flight"), [(0, False), (2, False), (2, True)])
+def test_async_grpo_learns(lag, in_flight):
+    """On-policy, two steps behind, and at most two with what runs updated."""
     import rlkit
 
     with rlkit.connect("toy", seed=0) as policy:
-        means = load("async_grpo").train(policy, steps=12, lag=lag, rate=0.05)
+        means = load("async_grpo").train(policy, steps=12, lag=lag, rate=0.05, in_flight=in_flight)
     assert len(means) == 12
     assert np.mean(means[-3:]) > means[0] + 0.3
 

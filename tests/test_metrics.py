@@ -251,3 +251,20 @@ def test_a_ratio_on_a_bound_is_not_clipped() -> None:
         trainer_logprobs=lp, sampling_logprobs=q, clip_low_threshold=0.5, clip_high_threshold=2.0
     )
     assert found == {"low": pytest.approx(1 / 3), "high": 0.0}
+
+
+def test_token_lag():
+    """Over tokens, and over sequences that have some; integers of the version now at most."""
+    rows = [[4, 4, 5], [5], [], [2, 6]]
+    assert metrics.token_lag(versions=rows, current=6) == {"mean": 10 / 6, "max": 4.0, "mixed": 2 / 3}
+    assert metrics.token_lag(versions=[6, 6], current=6) == {"mean": 0.0, "max": 0.0, "mixed": 0.0}
+    for wrong, where in (
+        ([[1], [7]], r"versions\[1\]\[0\]"),
+        ([-1], r"versions\[0\]"),
+        ([0.5], r"\[0\]"),
+        ([[]], "no tok"),
+    ):
+        with pytest.raises(DataError, match=where):
+            metrics.token_lag(versions=wrong, current=6)
+    with pytest.raises(ConfigError, match="current"):
+        metrics.token_lag(versions=[0], current=-1)

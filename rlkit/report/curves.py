@@ -59,6 +59,8 @@ _PANELS = (
     _Panel("Truncated", ("=truncated",), "share", "of episodes, by a limit of turns, tokens or time"),
     _Panel("Failed", ("=failed",), "share", "of episodes begun"),
     _Panel("Where the time goes", ("=time",), "stack", "seconds of a step"),
+    _Panel("Age of what is trained", ("sampler/lag", "sampler/lag/max"), note="rounds of training, mean and largest"),
+    _Panel("Drawn by several policies", ("sampler/mixed",), "share", "of turns, where weights are updated in flight"),
     _Panel("Sampling speed", ("=speed",), note="tokens per second"),
     _Panel("Loss", ("train/loss",)),
     _Panel("Gradient norm", ("train/grad_norm",)),
@@ -68,6 +70,7 @@ _PANELS = (
 # Seconds that are sums over what runs side by side, or the whole: no part of a step.
 _NO_PARTS = {"time/step", "time/env", "time/close", "time/sampler", "time/sampler/requests"}
 _MEANS = ("reward", "turns", "tokens")
+_SAMPLER_MEANS = ("version", "lag", "lag/max", "mixed")
 
 
 def table(rows: Iterable[MetricsRow]) -> Table:
@@ -125,7 +128,8 @@ def counters(of: Table) -> dict[str, dict[str, float]]:
         else:
             continue
         if finite:
-            mean = (first == "env" and (counter in _MEANS or counter.startswith("info/"))) or counter == "version"
+            means = _MEANS if first == "env" else _SAMPLER_MEANS
+            mean = counter in means or (first == "env" and counter.startswith("info/"))
             sums[f"env/{env}" if first == "env" else env][counter] = finite[-1] if mean else math.fsum(finite)
     return {env: dict(sorted(counts.items())) for env, counts in sorted(sums.items())}
 

@@ -121,6 +121,7 @@ def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[
         "member": member,
         "seed": trajectory.seed,
         "version": trajectory.version,
+        "newest": max((int(turn.sample.token_versions.max(initial=0)) for turn in trajectory.turns), default=0),
         "terminated": trajectory.terminated,
         "tags": masked(trajectory.tags),
         "metrics": dict(trajectory.metrics),
@@ -130,12 +131,13 @@ def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[
 
 
 def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
-    """Each turn: k tokens of the prompt as before, a added, t chosen, with their logprobs l."""
+    """Each turn: k tokens of the prompt as before, a added, t chosen, their logprobs l, versions v if mixed."""
     before = np.zeros(0, np.int64)
     for turn in trajectory.turns:
         size = min(before.size, turn.prompt.size)
         different = np.flatnonzero(before[:size] != turn.prompt[:size])
         common = int(different[0]) if different.size else size
+        drawn = {} if turn.sample.versions is None else {"v": turn.sample.versions.tolist()}
         yield {
             "k": common,
             "a": turn.prompt[common:].tolist(),
@@ -145,6 +147,7 @@ def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
             "stop": turn.stop_reason,
             "temperature": turn.sample.temperature,
             "m": dict(turn.metrics),
+            **drawn,
         }
         before = np.concatenate([turn.prompt, turn.tokens])
 

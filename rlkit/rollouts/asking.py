@@ -155,6 +155,7 @@ class Asker:
 
     async def _request(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> list[Sample]:
         self._counters.add("sampler/requests")
+        oldest = self.sampler.version
         try:
             async with self._computing.lane():
                 held: _Held = await call(self._submit, prompt, params, n, seed, where="sampler")
@@ -169,12 +170,16 @@ class Asker:
         fine = isinstance(samples, list) and len(samples) == n and all(isinstance(s, Sample) for s in samples)
         if not fine or not all(np.array_equal(s.prompt, prompt) for s in samples):
             raise BackendError(f"rollout: the sampler's answer is not the {n} completion(s) of the prompt it was sent")
-        wanted = {"version": self.sampler.version} | params.drawn_with
+        newest = self.sampler.version  # another one where it is a live sampler that was updated
         for sample in samples:  # losses and corrections take these from the sample
-            for name, value in wanted.items():
+            for name, value in params.drawn_with.items():
                 if getattr(sample, name) != value:
                     what = f"has {name}={getattr(sample, name)}"
                     raise BackendError("rollout: a sample of the sampler", what, f"{value}", "as asked")
+            if not oldest <= sample.version <= sample.token_versions.max(initial=sample.version) <= newest:
+                what = f"has version={sample.version}"
+                expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
+                raise BackendError("rollout: a sample of the sampler", what, expected, "as asked")
         return list(samples)
 
     def _submit(self, prompt: np.ndarray, params: SamplingParams, n: int, seed: int) -> _Held:

@@ -32,13 +32,14 @@ class Updating:
 
     Attributes:
         frozen: version -> a snapshot of it, of all versions that the live sampler had.
+        then: called once, before the first token that is drawn after an update.
     """
 
     def __init__(self, policy, live, at):
         step(policy).result()  # what is imported at first use
         live.update().result()
         self.policy, self.live, self.at = policy, live, at
-        self.calls, self.update = 0, None
+        self.calls, self.update, self.then = 0, None, None
         self.frozen = {live.version: policy.sampler().result()}
 
     def __call__(self, decode):
@@ -51,6 +52,9 @@ class Updating:
                 self.update = self.live.update()
             elif self.update is not None and not self.update.done():
                 time.sleep(0.03)
+            elif self.update is not None and self.then is not None:
+                then, self.then = self.then, None
+                then()
             return decode(*args, **options)
 
         return decoding

@@ -241,6 +241,25 @@ def test_shares_and_times_are_worked_out():
     assert panel(found, "Sampling speed")["curves"][0]["y"] == [250.0]
 
 
+def test_what_was_updated_in_flight(tmp_path):
+    """How old tokens were, step by step; the versions of a mixed turn's tokens, and no list for the others."""
+    series = {"sampler/lag": [0.5, 1.5], "sampler/lag/max": [1.0, 2.0], "sampler/mixed": [0.25, 0.75]}
+    found = table(rows(**{name.replace("/", "__"): values for name, values in series.items()}))
+    shown = {p["title"]: [(c["name"], c["y"]) for c in p["curves"]] for p in panels(found) if p["standard"]}
+    assert shown == {
+        "Age of what is trained": [("sampler/lag", [0.5, 1.5]), ("sampler/lag/max", [1.0, 2.0])],
+        "Drawn by several policies": [("sampler/mixed", [0.25, 0.75])],
+    }
+    assert counters(found) == {"sampler": {"lag": 1.5, "lag/max": 2.0, "mixed": 0.75}}
+    turns = [Turn(Sample([5], [6, 7], [-1.0, -1.0], versions=[2, 4])), Turn(Sample([5, 6, 7], [8], [-1.0], version=4))]
+    tracker = Jsonl(tmp_path)
+    tracker.log_trajectories([Group([Trajectory(turns, terminated=True)])], 4)
+    tracker.close()
+    (record,) = data(write(tmp_path).read_text(), "part-0")
+    assert (record["version"], record["newest"]) == (2, 4)
+    assert [turn.get("v") for turn in record["turns"]] == [[2, 4], None]
+
+
 def test_environments_whose_names_hold_slashes():
     """They have the standard panels, under their whole name."""
     name, metrics = "env/owner/name", {"reward": 0.5, "episodes": 12.0, "truncated": 3.0, "info/reward": 7.0}

@@ -72,7 +72,7 @@ class Detail {
     return (k) => {
       const logprob = part(turn.l[k]);
       const trainer = part(this.trainer(start + k));
-      return { logprob, trainer, advantage: part(this.advantage(start + k)), gap: trainer === null || logprob === null ? null : trainer - logprob };
+      return { logprob, trainer, version: turn.v ? turn.v[k] : null, advantage: part(this.advantage(start + k)), gap: trainer === null || logprob === null ? null : trainer - logprob };
     };
   }
 
@@ -102,7 +102,7 @@ class Detail {
       ["turns", number(index.turns[i])],
       ["tokens", number(index.tokens[i])],
       ["largest difference", index.gap[i] === null ? null : number(index.gap[i], 2)],
-      ["policy version", number(record.version)],
+      ["policy version", record.newest > record.version ? `${number(record.version)} to ${number(record.newest)}` : number(record.version)],
       ["seed", record.seed === null ? null : String(record.seed)],
       ...Object.entries(record.tags).filter(([name]) => name !== "answer").map(([name, value]) => [name, String(value)]),
       ...Object.entries(record.metrics).map(([name, value]) => [name, number(value)]),
@@ -179,6 +179,7 @@ class Detail {
       values.trainer !== null && fact("trainer", number(values.trainer)),
       values.gap !== null && fact("difference", number(values.gap)),
       values.advantage !== null && fact("advantage", number(values.advantage)),
+      values.version !== null && fact("policy version", number(values.version)),
     );
   }
 

@@ -1,0 +1,228 @@
+"""Batches whose policy is updated while they are played."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit import BackendError, ConfigError, SamplingParams, UnsupportedError
+from rlkit.advantages import grpo
+from rlkit.backends.toy.completions import Completions
+from rlkit.corrections import token_tis
+from rlkit.envs import StepResult, Tasks
+from rlkit.rollouts import Plan, async_rollouts
+from rlkit.trajectory import datums
+
+pytest.importorskip("torch")
+
+PARAMS = SamplingParams(max_tokens=40, stop=())
+PLAN = Plan(n=2, params=PARAMS, seed=5)
+
+
+class Talk:
+    """Three turns."""
+
+    turns = 3
+
+    def reset(self, seed):
+        self.left = self.turns
+        return f"Say something ({seed})."
+
+    def step(self, action):
+        self.left -= 1
+        return StepResult("Go on." if self.left else "", reward=float(len(action) % 5), terminated=not self.left)
+
+    def close(self):
+        pass
+
+
+TASKS = Tasks(lambda i: Talk(), 6, name="talk")
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    """Its tokens take longer than a step of training, however busy the machine is."""
+    draw = Completions.step
+    monkeypatch.setattr(Completions, "step", lambda self, *args: time.sleep(0.002) or draw(self, *args))
+    with rlkit.connect("toy", seed=0) as policy:
+        train_on(policy, [rlkit.Datum.supervised([5, 6], [7, 8])], "cross_entropy").result()  # imports
+        yield policy
+
+
+def train_on(policy, data, loss):
+    policy.forward_backward(data, loss)
+    return policy.optim_step(rlkit.Adam(learning_rate=0.05))
+
+
+def train(policy, groups):
+    """One optimizer step on these groups."""
+    data = []
+    for group in groups:
+        for t, a in zip(group.trajectories, grpo(group.rewards, scale="none") + 0.1, strict=True):
+            data += datums(t, a)
+    train_on(policy, data, "importance_sampling")
+
+
+def samples_of(groups):
+    return [turn.sample for group in groups for t in group.trajectories for turn in t.turns]
+
+
+@pytest.mark.parametrize(("max_lag", "interval"), [(0, 1), (1, 1), (3, 1), (2, 2)])
+def test_no_token_is_too_old(policy, max_lag, interval):
+    """Batches go on under newer policies, in the order and with the seeds of snapshots; the bound holds for tokens."""
+    first, mixed = policy.version, 0.0
+    how = {"max_lag": max_lag, "interval": interval, "in_flight": True}
+    with async_rollouts(policy, TASKS, size=2, steps=8, plan=PLAN, **how) as batches:
+        for step, groups in enumerate(batches):
+            now = policy.sampler().result().version
+            assert now == first + step
+            assert [group.step for group in groups] == [step] * 2
+            lags = [now - sample.token_versions for sample in samples_of(groups)]
+            assert min(x.min() for x in lags) >= 0
+            assert max(x.max() for x in lags) <= max_lag + interval - 1
+            metrics = groups.metrics
+            assert metrics["sampler/lag/max"] == max(x.max() for x in lags)
+            assert metrics["sampler/lag"] == pytest.approx(np.concatenate(lags).mean())
+            assert metrics["sampler/mixed"] == pytest.approx(np.mean([np.ptp(x) > 0 for x in lags]))
+            mixed += metrics["sampler/mixed"]
+            train(policy, groups)
+    assert (mixed > 0) == (max_lag > 0)
+
+
+def test_long_episodes_go_on_under_newer_weights(policy):
+    """What is slow is waited for, and drawn to its end by the newest policy: nothing is given up, nothing too old."""
+
+    class Slow(Talk):
+        def step(self, action):
+            time.sleep(0.05)
+            return super().step(action)
+
+    tasks = Tasks(lambda i: Slow(), 6, name="slow")
+    with async_rollouts(policy, tasks, size=2, steps=5, max_lag=2, plan=PLAN, in_flight=True) as batches:
+        for step, groups in enumerate(batches):
+            assert len(samples_of(groups)) == 2 * 2 * 3
+            versions = np.concatenate([sample.token_versions for sample in samples_of(groups)])
+            if step > 2:
+                assert {*versions} - {versions.min()}
+            assert versions.min() >= 1 + step - 2
+            train(policy, groups)
+
+
+def test_awaited(policy):
+    async def run():
+        found = []
+        async with async_rollouts(policy, TASKS, size=1, steps=4, max_lag=1, plan=PLAN, in_flight=True) as batches:
+            async for groups in batches:
+                train(policy, groups)
+                found.append(groups.metrics["sampler/lag/max"])
+        return found
+
+    found = asyncio.run(run())
+    assert len(found) == 4
+    assert max(found) <= 1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ratios_of_mixed_batches(policy, recompute):
+    """In float64, of a batch that three policies drew: exp(trainer - the one that drew it), token by token."""
+    frozen = {}
+    how = {"max_lag": 2, "in_flight": True, "recompute": recompute}
+    with async_rollouts(policy, TASKS, size=3, steps=6, plan=PLAN, **how) as batches:
+        for groups in batches:
+            snapshot = policy.sampler().result()
+            frozen[snapshot.version] = snapshot
+            train(policy, groups)
+    trajectories = [t for group in groups for t in group.trajectories]
+    data = [datum for t in trajectories for datum in datums(t, 1.0)]
+    trainer = policy.forward(data).result().selected
+    weights = token_tis(
+        trainer_logprobs=trainer,
+        sampling_logprobs=[d.select(d.inputs["sampling_logprobs"]) for d in data],
+        clip_high_threshold=1e30,
+    )
+    newest, drew = policy.sampler().result(), set()
+    for datum, w in zip(data, weights, strict=True):
+        versions = datum.select(datum.inputs.get("versions", np.zeros(len(datum), np.int64)))
+        if not versions.any():
+            continue
+        drew |= {*versions.tolist()}
+        own = {v: datum.select(frozen[v].logprobs(datum.tokens).result()).astype(np.float64) for v in {*versions}}
+        now = datum.select(newest.logprobs(datum.tokens).result()).astype(np.float64)
+        expected = np.exp(now - np.array([own[v][i] for i, v in enumerate(versions)]))
+        np.testing.assert_allclose(w, expected, rtol=2e-6)
+        assert any(np.abs(np.exp(now - x) - expected).max() > 1e-3 for x in own.values())  # of one policy they are not
+    assert len(drew) > 1
+
+
+def test_a_service_whose_requests_end_as_they_began(tmp_path):
+    """True is refused there; with "requests" later turns take the newer policy, and every sample is of one."""
+    pytest.importorskip("tinker")
+    from rlkit.testing import FakeTinker
+
+    with FakeTinker(seed=0) as fake:
+        where = {"base_url": fake.base_url, "api_key": fake.api_key, "deadline": 30.0, "folder": tmp_path}
+        policy = rlkit.connect("tinker", model="toy", seed=0, **where)
+        with async_rollouts(policy, TASKS, size=1, steps=2, plan=PLAN, in_flight=True) as batches:
+            with pytest.raises(UnsupportedError, match="in_flight='requests'"):
+                next(batches)
+            with pytest.raises(StopIteration):
+                next(batches)
+        drawn = set()
+        with async_rollouts(policy, TASKS, size=2, steps=5, max_lag=1, plan=PLAN, in_flight="requests") as batches:
+            for step, groups in enumerate(batches):
+                assert all(sample.versions is None for sample in samples_of(groups))
+                versions = {sample.version for sample in samples_of(groups)}
+                assert max(0, step - 1) <= min(versions) <= max(versions) <= step
+                assert groups.metrics["sampler/mixed"] == 0.0
+                drawn |= versions
+                train(policy, groups)
+        assert len(drawn) > 1
+
+
+def test_an_update_that_fails(policy, monkeypatch):
+    """It is raised where a batch is asked for, and no more come."""
+    live_sampler = type(policy).live_sampler
+
+    def failing(self, **options):
+        def update(*_):
+            raise BackendError("no weights")
+
+        live = live_sampler(self, **options)
+        live.result().update = update
+        return live
+
+    monkeypatch.setattr(type(policy), "live_sampler", failing)
+    with async_rollouts(policy, TASKS, size=1, plan=PLAN, in_flight=True) as batches:
+        next(batches)
+        with pytest.raises(BackendError, match="no weights"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_bad_arguments(policy):
+    for wrong in ({"in_flight": 1}, {"in_flight": "tokens"}, {"recompute": True}, {"in_flight": True, "recompute": 2}):
+        with pytest.raises(ConfigError, match=r"in_flight|recompute"):
+            async_rollouts(policy, TASKS, size=1, **wrong)
+
+    class Frozen:
+        def __getattr__(self, name):
+            if name == "live_sampler":
+                raise AttributeError(name)
+            return getattr(policy, name)
+
+        __enter__ = __exit__ = None
+
+    with pytest.raises((UnsupportedError, ConfigError)):
+        async_rollouts(Frozen(), TASKS, size=1, in_flight=True)
+
+
+def test_left_early(policy):
+    """In the middle of what runs: its environments are closed, and the policy goes on."""
+    with async_rollouts(policy, TASKS, size=4, max_lag=3, plan=PLAN, in_flight=True) as batches:
+        train(policy, next(batches))
+    assert policy.sampler().result().sample([5], SamplingParams(max_tokens=2)).result()

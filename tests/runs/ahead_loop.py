@@ -1,0 +1,67 @@
+"""A program that trains on batches sampled ahead, and that hangs where it is told to, to be killed there.
+
+``python -m tests.runs.ahead_loop FOLDER '{"steps": 6, "hang": [2, "trained"], ...}'``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import rlkit
+from rlkit import credit
+from rlkit.envs import StepResult, Tasks
+from rlkit.rollouts import Plan, async_rollouts
+
+MAX_LAG = 2
+PLAN = Plan(n=2, params=rlkit.SamplingParams(max_tokens=12, stop=()), seed=3)
+
+
+class Talk:
+    """Two turns."""
+
+    def reset(self, seed):
+        self.turns = 0
+        return f"Say {seed % 7}."
+
+    def step(self, action):
+        self.turns += 1
+        return StepResult("Go on.", reward=float(len(action) % 5), terminated=self.turns == 2)
+
+    def close(self):
+        pass
+
+
+def train(folder, *, steps, backend="toy", in_flight=False, interval=1, every=1, hang=(-1, ""), **options):
+    """Run until ``steps``; return what is logged of each step, and the policy's logprobs of a text at the end."""
+
+    def reached(*point):
+        if list(point) == list(hang):
+            print("here", flush=True)
+            threading.Event().wait()
+
+    tasks = Tasks(lambda i: Talk(), 10, name="talk")
+    how = {"max_lag": MAX_LAG, "interval": interval, "in_flight": in_flight, "plan": PLAN}
+    retention = rlkit.runs.Retention(last=100)
+    with rlkit.Run(folder, seed=0, trackers=("jsonl",), retention=retention) as run:
+        policy = run.connect(backend, **options)
+        with async_rollouts(policy, tasks, size=2, steps=steps - run.step, start=run.step, **how) as made:
+            batches = run.keep("batches", made)
+            for step in run.steps(steps):
+                groups = next(batches)
+                reached(step, "asked")
+                batch = credit.assign(groups, "grpo")
+                loss = policy.forward_backward(batch.data, "ppo").result().metrics["loss:sum"]
+                norm = policy.optim_step(rlkit.Adam(learning_rate=0.03)).result()["grad_norm:mean"]
+                reached(step, "trained")
+                drawn = sum(int(t) * (i + 1) for d in batch.data for i, t in enumerate(d.tokens))
+                run.log({"loss": loss, "norm": norm, "drawn": drawn, "lag": groups.metrics["sampler/lag"]})
+                run.log_trajectories(groups)
+                run.checkpoint(every=every)
+                reached(step, "saved")
+        return policy.forward([rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1])]).result().logprobs[0].tolist()
+
+
+if __name__ == "__main__":
+    print(json.dumps(train(sys.argv[1], **json.loads(sys.argv[2]))), flush=True)

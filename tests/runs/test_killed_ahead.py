@@ -1,0 +1,87 @@
+"""Runs that sample ahead are killed, and go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit.runs import records
+from rlkit.storage import read
+from tests.models.build import build
+from tests.runs.ahead_loop import MAX_LAG, train
+
+pytest.importorskip("torch")
+ROOT = Path(__file__).parents[2]
+
+
+def killed(folder, **settings):
+    """Run the program in a process of its own, and kill it where it hangs."""
+    command = [sys.executable, "-m", "tests.runs.ahead_loop", str(folder), json.dumps(settings)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline().strip()
+        process.kill()
+        assert line == "here", process.stderr.read()
+    assert process.returncode == -9
+
+
+def rows(folder):
+    """What is logged of each step."""
+    names = ("loss", "norm", "drawn", "lag")
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], *(line["metrics"][name] for name in names)) for line in lines if "drawn" in line["metrics"]]
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "kills"),
+    [(1, 1, [(0, "asked"), (3, "trained")]), (2, 1, [(1, "saved"), (4, "asked")]), (3, 2, [(2, "trained")])],
+)
+def test_snapshots_go_on_to_the_bit(tmp_path, interval, every, kills):
+    """Killed with SIGKILL anywhere, with or without a snapshot at every step: the same curve, the same weights."""
+    settings = {"steps": 6, "interval": interval, "every": every}
+    expected = train(tmp_path / "whole", **settings)
+    for hang in kills:
+        killed(tmp_path / "parts", **settings, hang=hang)
+    assert train(tmp_path / "parts", **settings) == expected
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert len(rows(tmp_path / "parts")) == 6
+
+
+def test_the_local_backend_goes_on_to_the_bit(tmp_path):
+    model = str(build("llama", tmp_path / "model"))
+    settings = {"steps": 4, "interval": 2, "backend": "local", "model": model, "device": "cpu"}
+    expected = train(tmp_path / "whole", **settings)
+    killed(tmp_path / "parts", **settings, hang=(2, "trained"))
+    assert train(tmp_path / "parts", **settings) == expected
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+
+
+def test_in_flight_nothing_is_lost(tmp_path):
+    """Each task of each step is trained on once, no token is too old, and its logprob is that of its version."""
+    settings = {"steps": 7, "in_flight": True}
+    for hang in ((1, "trained"), (3, "saved"), (5, "asked")):
+        killed(tmp_path / "run", **settings, hang=hang)
+    train(tmp_path / "run", **settings)
+    train(tmp_path / "whole", steps=7)  # with snapshots
+    groups, expected = (list(read(tmp_path / name / "trajectories.jsonl")) for name in ("run", "whole"))
+    tasks = [
+        [(group.step, group.number, group.index, len(group.trajectories)) for group in x] for x in (groups, expected)
+    ]
+    assert tasks[0] == tasks[1]
+    frozen = {0: rlkit.connect("toy", seed=0).sampler().result()}
+    for record in records(tmp_path / "run"):
+        frozen[record.step] = rlkit.sampler("toy", path=record.policy("policy"))  # a step a version
+    for group in groups:
+        for turn in (turn for trajectory in group.trajectories for turn in trajectory.turns):
+            versions = turn.sample.token_versions
+            assert group.step - MAX_LAG <= versions.min() <= versions.max() <= group.step
+            text = np.concatenate([turn.prompt, turn.tokens])
+            for version in {*versions.tolist()}:
+                own, at = versions == version, turn.prompt.size
+                theirs = frozen[version].logprobs(text).result()[at:]
+                np.testing.assert_array_equal(turn.logprobs[own], theirs[own])
