@@ -75,6 +75,7 @@ OBJECTS = {
         "rlkit.backends.protocol": "TopK TargetLogprobs MaskedLogprobs PromptLogprobs OpensSamplers LiveSampler "
         "LiveSampling",
         "rlkit.backends.engine": "SamplingEngine LoraAdapter",
+        "rlkit.backends.local.distributed": "Processes",
         "rlkit.backends.vllm": "Vllm open_sampler VllmSampler VllmClient",
     },
     "Rollouts": {

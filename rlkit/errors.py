@@ -21,6 +21,7 @@ __all__ = [
     "EnvLost",
     "EnvTimeout",
     "MissingPackageError",
+    "RankLost",
     "RequestCancelled",
     "RlkitError",
     "StepOutcomeUnknown",
@@ -76,6 +77,10 @@ class BackendError(RlkitError, RuntimeError):
 
 class BackendTimeout(BackendError, TimeoutError):
     """Waiting was given up; the work itself goes on."""
+
+
+class RankLost(BackendError):
+    """A process that trains with this one is gone, silent or not the same: connect anew with the last saved path."""
 
 
 class RequestCancelled(BackendError, concurrent.futures.CancelledError):

@@ -85,7 +85,7 @@ def test_packages_have_an_order():
 
 
 def test_floors_of_the_local_backend():
-    """Products, model, training, sampling, and what holds them: none knows one above it, and the floors are few.
+    """Products, model, training, sampling, several processes, and what holds them: none knows one above it.
 
     Sampling stands on training, since it scores texts as training packs them.
     """
@@ -95,7 +95,7 @@ def test_floors_of_the_local_backend():
         return 1 + max((floor(x) for x in edges[room] if x in edges), default=0)
 
     floors = {room.removeprefix("rlkit.backends.local"): floor(room) for room in edges}
-    assert floors == {".gemm": 1, ".model": 2, ".cache": 3, ".training": 3, ".sampling": 4, "": 5}
+    assert floors == {".gemm": 1, ".model": 2, ".cache": 3, ".training": 3, ".sampling": 4, ".distributed": 5, "": 6}
 
 
 def test_lazy_imports_count():

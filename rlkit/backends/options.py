@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tinker.types import OptimizerConfig
     from transformers import PreTrainedTokenizerBase
 
+    from rlkit.backends.local.distributed.settings import Processes
     from rlkit.backends.protocol import Tokenizer
     from rlkit.backends.vllm.settings import Vllm
 
@@ -49,6 +50,7 @@ class LocalOptions(Options, total=False):
     prefix_mb: int
     cuda_graphs: bool | None
     sampler: SamplingEngine | Vllm | str | Sequence[str] | None
+    processes: int | Processes | None
 
 
 class TinkerOptions(Options, total=False):

@@ -14,7 +14,6 @@ from torch import nn
 from rlkit import _check
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
-from rlkit.backends.local import adapter_seed
 from rlkit.backends.local.checkpoint import (
     ADAPTER,
     check_finite,
@@ -27,7 +26,7 @@ from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.defaults import default_dtype, micro_batch_tokens_for
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
-from rlkit.backends.local.model.lora import with_adapter
+from rlkit.backends.local.model.lora import adapter_seed, with_adapter
 from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer

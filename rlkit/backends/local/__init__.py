@@ -1,4 +1,4 @@
-"""``LocalBackend``: torch, transformers and peft in this process, on a CPU or a GPU."""
+"""``LocalBackend``: torch, transformers and peft in this process, or in several, on CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
-import numpy as np
 
-from rlkit import _check
 from rlkit._drawn import DRAWN_WITH
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
@@ -28,11 +26,13 @@ from rlkit.backends.local.checkpoint import (
     write_adapter,
     write_optimizer,
 )
+from rlkit.backends.local.checks import check_computing, checked_engine, checked_sampler, model_of
+from rlkit.backends.local.distributed.settings import Processes, processes_of, serves
 from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
-from rlkit.backends.local.model.lora import adapter_of, with_adapter
+from rlkit.backends.local.model.lora import adapter_of, adapter_seed, with_adapter
 from rlkit.backends.local.model.untried import warn_untried
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.live import LiveLocalSampler
@@ -46,10 +46,13 @@ from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.vllm.settings import Vllm, check_lora, vllm_of
+from rlkit.backends.vllm.settings import Vllm, check_lora
 from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+
+if TYPE_CHECKING:
+    from rlkit.backends.local.distributed.ranks import Ranks
 
 __all__ = ["LocalBackend"]
 
@@ -63,7 +66,7 @@ _COPIES = 4 * 10**9  # of merged ones as many as fit into so many bytes
 
 
 class LocalBackend(InProcessBackend):
-    """A LoRA on a causal language model, trained and sampled in this process.
+    """A LoRA on a causal language model, trained and sampled in this process, and in others beside it.
 
     Args:
         model: "smollm2-135m-instruct", a directory, or a hub id; None is the one that a saved path was trained on.
@@ -92,10 +95,14 @@ class LocalBackend(InProcessBackend):
             environment of its own (``rlkit.backends.vllm.Vllm`` says which), the URL of one that runs, several, or an
             engine of yours. merge, max_rows, prefix_mb and cuda_graphs are of this process's sampling, and are refused
             beside it.
+        processes: how many train and sample together, this one included, each with the model; ``Processes`` has more
+            options. None is as many as torchrun started, else 1. In those that torchrun started beside the first,
+            this call serves the first one, and ends the program with it.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model cannot be loaded.
         CheckpointError: the saved path is missing, damaged, or another backend's.
+        BackendError: one of ``processes`` did not start.
     """
 
     def __init__(
@@ -116,23 +123,19 @@ class LocalBackend(InProcessBackend):
         prefix_mb: int = 512,
         cuda_graphs: bool | None = None,
         sampler: SamplingEngine | Vllm | str | Sequence[str] | None = None,
+        processes: int | Processes | None = None,
     ) -> None:
+        several = processes_of(processes)
+        if serves(several):
+            from rlkit.backends.local.serve import serve_torchrun
+
+            serve_torchrun(several)
         start = Start.of("connect", model, lora, folder, resume_from, init_from)
-        for name, value in (("micro_batch_tokens", micro_batch_tokens), ("max_rows", max_rows)):
-            if value is not None:
-                _check.integer(name, value, low=1)
+        check_computing(merge, micro_batch_tokens, max_rows, prefix_mb, cuda_graphs)
         rows_in = existing_folder(offload_folder)
-        _check.integer("prefix_mb", prefix_mb, low=0)
-        if cuda_graphs is not None:
-            _check.flag("cuda_graphs", cuda_graphs)
-        if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
-            raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
-        vllm = _checked_engine(sampler, (merge, max_rows, prefix_mb, cuda_graphs))
+        vllm = checked_engine(sampler, (merge, max_rows, prefix_mb, cuda_graphs))
         saved = saves.read(start.path, backend="local") if start.path is not None else None
-        if model is None and saved is not None:
-            model = saved[1].get("model")
-        if model is None:
-            raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
+        model = model_of(model, saved[1] if saved is not None else {})
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
         check_lora(lora, vllm)
         entropy = entropy_of(seed)
@@ -149,6 +152,7 @@ class LocalBackend(InProcessBackend):
         )
         forward = training_forward(self._peft, base, lora.alpha / lora.rank, micro_batch_tokens, rows_in)
         self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
+        self._ranks: Ranks | None = None
         how = "rlkit's own forward" if base.llama else "the library's modules"
         _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
@@ -180,8 +184,26 @@ class LocalBackend(InProcessBackend):
         )
         self._scheduler.wake = self._worker.wake
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
+        self._submit = self._scheduler.submit
+        if several is not None:
+            sampling = {"max_rows": max_rows, "prefix_mb": prefix_mb, "cuda_graphs": cuda_graphs}
+            options = {**self._settings, **sampling, "offload_folder": rows_in and str(rows_in)}
+            self._begin_ranks(several, options, device, optimizer=start.resumes)
         if vllm is not None:
             self._engine = self._begin_vllm(vllm, dtype)
+
+    def _begin_ranks(
+        self, settings: Processes, options: Mapping[str, Any], device: str | None, *, optimizer: bool
+    ) -> None:
+        from rlkit.backends.local.distributed.ranks import Ranks
+
+        try:
+            self._ranks = Ranks(settings, {**options, "lora": attrs.asdict(self._lora)}, self.base.device, device)
+            self._ranks.begin(self._trainer, self._scheduler, self._empty, optimizer=optimizer)
+        except BaseException:
+            self.close()
+            raise
+        self._submit = self._ranks.submit
 
     def _begin_vllm(self, settings: Vllm, dtype: str) -> SamplingEngine:
         from rlkit.backends.vllm.engine import Trained, VllmEngine
@@ -227,21 +249,24 @@ class LocalBackend(InProcessBackend):
     def close(self) -> None:
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""
         super().close()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._engine is not None:
             self._engine.close()
 
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        outputs, parts = yield from self._trainer.run(data, loss, want, backward=backward)
+        trainer = self._ranks or self._trainer
+        outputs, parts = yield from trainer.run(data, loss, want, backward=backward)
         arrays = {name: [x.numpy() for x in outputs[name]] for name in ("logprobs", *want)}
         return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
-        return self._trainer.step(params)
+        return (self._ranks or self._trainer).step(params)
 
     def _drop(self) -> None:
-        self._trainer.clear()
+        (self._ranks or self._trainer).clear()
 
     def _snapshot(self) -> Sampler:
         if self._engine is not None:
@@ -249,8 +274,8 @@ class LocalBackend(InProcessBackend):
             if engine_sampler is None:
                 self._engine.load_adapter(trained_adapter(self._peft), self.version)
                 engine_sampler = self._engine.sampler(self.version)
-            return _checked_sampler(f"sampler({self.version})", engine_sampler)
-        return LocalSampler(self, self._newest(), self._seeds, self._scheduler.submit)
+            return checked_sampler(f"sampler({self.version})", engine_sampler)
+        return LocalSampler(self, self._newest(), self._seeds, self._submit)
 
     def _newest(self) -> Snapshot:
         """Return a snapshot of the policy as it is: one for each step, which the samplers in between share."""
@@ -258,6 +283,8 @@ class LocalBackend(InProcessBackend):
         if snapshot is None or snapshot.version != self.version:
             snapshot = take_snapshot(self._peft, self.version, self._lora.alpha / self._lora.rank)
             self._latest = weakref.ref(snapshot)
+            if self._ranks is not None:
+                self._ranks.take(snapshot)
         return snapshot
 
     def _live(self, *, recompute: bool) -> LiveSampler:
@@ -265,12 +292,16 @@ class LocalBackend(InProcessBackend):
             return SuccessiveSampler(
                 self._snapshot(), lambda live: self._queue.submit("update", lambda: live.become(self._snapshot()))
             )
-        return LiveLocalSampler(self, self._newest, self._seeds, self._scheduler, self._queue, recompute=recompute)
+        draws = self._ranks or self._scheduler
+        live = LiveLocalSampler(self, self._newest, self._seeds, draws, self._queue, recompute=recompute)
+        if self._ranks is not None:
+            self._ranks.take(live.snapshot)
+        return live
 
     def _base(self) -> Sampler:
         if self._engine is not None:
-            return _checked_sampler("base_sampler()", self._engine.base_sampler())
-        return LocalSampler(self, self._empty, self._seeds, self._scheduler.submit)
+            return checked_sampler("base_sampler()", self._engine.base_sampler())
+        return LocalSampler(self, self._empty, self._seeds, self._submit)
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of a saved state; beside the base it costs the adapter. See ``SavedSamplers``."""
@@ -283,7 +314,7 @@ class LocalBackend(InProcessBackend):
                 saved = lora_of(state, None)
                 adapter = adapter_in(folder, self.base.model, self.base.device)
                 snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
-            return LocalSampler(self, snapshot, self._seeds, self._scheduler.submit)
+            return LocalSampler(self, snapshot, self._seeds, self._submit)
 
         return self._queue.submit("saved_sampler", job)
 
@@ -309,27 +340,3 @@ class LocalBackend(InProcessBackend):
             return int(state["version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error
-
-
-def _checked_engine(sampler: object, own: tuple[object, ...]) -> Vllm | None:
-    """Return what ``sampler=`` says about vLLM, if it does, after it was checked beside what is of own sampling."""
-    vllm = vllm_of(sampler)
-    if sampler is not None:
-        if vllm is None:
-            _check.members("connect(sampler)", sampler, SamplingEngine)
-        if own != ("auto", None, 512, None):
-            raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
-    return vllm
-
-
-def _checked_sampler(call: str, sampler: Sampler | None) -> Sampler:
-    _check.members(f"the sampling engine's {call}", sampler, Sampler, "from a SamplingEngine")
-    return cast("Sampler", sampler)
-
-
-def adapter_seed(lora: Lora, entropy: int) -> int:
-    """Return the seed of the adapter's start: its own, or one that follows from the backend's."""
-    if lora.seed is not None:
-        return lora.seed
-    words = np.random.SeedSequence(entropy, spawn_key=(0,)).generate_state(2, np.uint32)
-    return int.from_bytes(words.tobytes(), "little")

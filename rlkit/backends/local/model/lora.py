@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from rlkit.backends.local.model.base import PROCESS_WIDE, Base
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
 
-__all__ = ["adapter_of", "lora_targets", "with_adapter"]
+__all__ = ["adapter_of", "adapter_seed", "lora_targets", "with_adapter"]
 
 ROUTERS = {"router", "gate", "shared_expert_gate"}  # parts of the names of what chooses experts
 
@@ -94,6 +95,14 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
         else:
             parameter.data.zero_()
     return model
+
+
+def adapter_seed(lora: Lora, entropy: int) -> int:
+    """Return the seed of the adapter's start: its own, or one that follows from the backend's."""
+    if lora.seed is not None:
+        return lora.seed
+    words = np.random.SeedSequence(entropy, spawn_key=(0,)).generate_state(2, np.uint32)
+    return int.from_bytes(words.tobytes(), "little")
 
 
 def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 import attrs
 
 from rlkit._calls import hinted
+from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.sampler import LocalSampler, Owner
-from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.queue import CallQueue
 from rlkit.backends.sampling import SeedStream
 from rlkit.futures import Future
 
-__all__ = ["LiveLocalSampler"]
+__all__ = ["LiveLocalSampler", "Updated"]
+
+
+class Updated(Protocol):
+    """What decodes: a ``Scheduler``, or several on other processes."""
+
+    def submit(self, request: SampleRequest | ScoreRequest) -> None:
+        """Queue a request; from any thread."""
+
+    def update(self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool) -> None:
+        """See ``Scheduler.update``."""
 
 
 @hinted("sampler")
@@ -38,7 +48,7 @@ class LiveLocalSampler(LocalSampler):
         owner: Owner,
         newest: Callable[[], Snapshot],
         seeds: SeedStream,
-        scheduler: Scheduler,
+        scheduler: Updated,
         queue: CallQueue,
         *,
         recompute: bool,

@@ -76,7 +76,7 @@ class ScoreRequest:
 
 @attrs.define(eq=False)
 class SampleRequest:
-    """Completions of one prompt."""
+    """Completions of one prompt; ``rngs`` are the streams of ``seed``."""
 
     snapshot: Snapshot
     prompt: np.ndarray
@@ -84,6 +84,7 @@ class SampleRequest:
     stop: Stop
     rngs: Sequence[np.random.Generator]
     limit: int  # tokens of a completion at most: max_tokens, or what the context leaves
+    seed: int
     future: concurrent.futures.Future[list[Sample]] = attrs.field(factory=concurrent.futures.Future)
     arrived: float = attrs.field(factory=time.monotonic)
     started: int = 0  # rows that have begun

@@ -72,13 +72,15 @@ class LocalSampler:
         tokens = checked_request(
             prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
         )
+        seed = self._seeds.next() if seed is None else seed
         request = SampleRequest(
             snapshot,
             tokens,
             params,
             Stop(params.stop, self.tokenizer),
-            streams(self._seeds.next() if seed is None else seed, n),
+            streams(seed, n),
             min(params.max_tokens, self.max_length - tokens.size),
+            seed,
         )
         self._submit(request)
         return Future.wrap(request.future, convert=self._returned, on_drop=request.drop, on_cancel=request.drop)

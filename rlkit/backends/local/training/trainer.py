@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +22,33 @@ from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
-    from rlkit.losses.prepare import LossGradient, PreparedLoss
+    from rlkit.losses.base import Level
+    from rlkit.losses.prepare import Driver, LossGradient
 
-__all__ = ["LocalTrainer", "Outputs"]
+__all__ = ["LocalTrainer", "Loss", "Outputs"]
 
 Outputs = dict[str, list[torch.Tensor]]  # name -> one float32 tensor per datum, on the CPU
+
+
+class Loss(Protocol):
+    """What a trainer wants of a loss; ``PreparedLoss`` has it."""
+
+    @property
+    def level(self) -> Level:
+        """What it is called for."""
+
+    @property
+    def driver(self) -> Driver:
+        """Name of the output that it is a function of."""
+
+    @property
+    def entropy(self) -> bool:
+        """Whether it wants entropies, too."""
+
+    def gradient(
+        self, logprobs: Sequence[torch.Tensor], data: Sequence[Datum], *, entropy: Sequence[torch.Tensor] | None = None
+    ) -> LossGradient:
+        """See ``PreparedLoss.gradient``."""
 
 
 class LocalTrainer:
@@ -52,7 +74,7 @@ class LocalTrainer:
         self.optimizer = torch.optim.AdamW(list(self.parameters.values()), fused=True)
 
     def run(
-        self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
+        self, data: Sequence[Datum], loss: Loss | None, names: Sequence[str], *, backward: bool
     ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
         """Return outputs ``names`` of every datum and the loss's parts; with ``backward`` add its gradient at the end.
 
@@ -106,7 +128,7 @@ class LocalTrainer:
             p.grad = g
 
     def _all_batches(
-        self, data: Sequence[Datum], loss: PreparedLoss | None, names: Sequence[str], *, backward: bool
+        self, data: Sequence[Datum], loss: Loss | None, names: Sequence[str], *, backward: bool
     ) -> Generator[None, None, tuple[Outputs, list[LossGradient]]]:
         main = "logprobs" if self._value_head is None else "values"  # which is always there
         needed = sorted({main, *names, *_needs(loss)})
@@ -158,7 +180,7 @@ class LocalTrainer:
         return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
     def _backward(
-        self, flat: Mapping[str, torch.Tensor], loss: PreparedLoss, part: LossGradient, places: Sequence[int]
+        self, flat: Mapping[str, torch.Tensor], loss: Loss, part: LossGradient, places: Sequence[int]
     ) -> None:
         tensors, gradients = [flat[loss.driver]], [torch.cat([part.driver[i] for i in places])]
         if part.entropy is not None:
@@ -204,7 +226,7 @@ class LocalTrainer:
         return to_device(np.ascontiguousarray(array), self._device)
 
 
-def _needs(loss: PreparedLoss | None) -> list[str]:
+def _needs(loss: Loss | None) -> list[str]:
     return [] if loss is None else [loss.driver, *(["entropy"] if loss.entropy else [])]
 
 

@@ -1,0 +1,184 @@
+"""Losses are computed on rank 0, where the user's function is; logprobs come here, their gradients go back.
+
+A rank asks for each of its micro-batches. A loss over the whole batch is computed once all ranks have asked.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import attrs
+import numpy as np
+import torch
+
+from rlkit.backends.local.distributed.peer import Peer
+from rlkit.backends.local.distributed.wire import Message
+from rlkit.losses.base import Level
+from rlkit.losses.prepare import LossGradient
+from rlkit.types import Datum
+
+if TYPE_CHECKING:
+    from rlkit.losses.prepare import PreparedLoss
+
+__all__ = ["AskedLoss", "Losses", "RemoteLoss", "gradient_message", "question"]
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Driver: TypeAlias = Literal["logprobs", "target_logprobs", "values"]
+Answer: TypeAlias = "concurrent.futures.Future[LossGradient]"
+
+
+@attrs.define(eq=False)
+class _Question:
+    places: Sequence[int]
+    driver: Tensors
+    entropy: Tensors | None
+    answer: Answer = attrs.field(factory=concurrent.futures.Future)
+
+
+class Losses:
+    """The loss of one call.
+
+    Args:
+        loss: the user's.
+        data: all datums, in the user's order.
+        shares: which of them each rank has.
+
+    Attributes:
+        error: what it raised, or what broke the call off.
+    """
+
+    def __init__(self, loss: PreparedLoss, data: Sequence[Datum], shares: Sequence[Sequence[int]]) -> None:
+        self.loss = loss
+        self._data, self._shares = data, shares
+        self._parts: list[list[LossGradient]] = [[] for _ in shares]
+        self._asked: dict[int, _Question] = {}
+        self._lock = threading.Lock()  # a user's function is not called by two threads at once
+        self.error: BaseException | None = None
+
+    @property
+    def parts(self) -> list[LossGradient]:
+        """What was computed, in the order of ranks."""
+        return [part for parts in self._parts for part in parts]
+
+    def ask(self, rank: int, places: Sequence[int], driver: Tensors, entropy: Tensors | None) -> Answer:
+        """Return the future gradient of datums at ``places`` of a rank's share."""
+        question = _Question(places, driver, entropy)
+        with self._lock:
+            try:
+                if self.error is not None:
+                    raise self.error
+                if self.loss.level != "batch":
+                    data = [self._data[self._shares[rank][i]] for i in places]
+                    part = self.loss.gradient(driver, data, entropy=entropy)
+                    self._parts[rank].append(part)
+                    question.answer.set_result(part)
+                else:
+                    self._asked[rank] = question
+                    if len(self._asked) == sum(1 for share in self._shares if share):
+                        self._answer_all()
+            except BaseException as error:  # noqa: BLE001  # whoever asked gets it, and ``run`` raises it
+                self._break_off(error)
+                if not question.answer.done():
+                    question.answer.set_exception(error)
+        return question.answer
+
+    def abort(self, error: BaseException) -> None:
+        """Refuse whatever is asked from now on."""
+        with self._lock:
+            self._break_off(error)
+
+    def _break_off(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        asked, self._asked = self._asked, {}
+        for question in asked.values():
+            if not question.answer.done():
+                question.answer.set_exception(error)
+
+    def _answer_all(self) -> None:
+        """Compute a loss over the whole batch, in the user's order."""
+        n = len(self._data)
+        driver, entropy = [torch.zeros(0)] * n, [torch.zeros(0)] * n
+        where = {rank: [self._shares[rank][i] for i in q.places] for rank, q in self._asked.items()}
+        for rank, question in self._asked.items():
+            for k, i in enumerate(where[rank]):
+                driver[i] = question.driver[k]
+                if question.entropy is not None:
+                    entropy[i] = question.entropy[k]
+        whole = self.loss.gradient(driver, self._data, entropy=entropy if self.loss.entropy else None)
+        self._parts[0].append(whole)
+        asked, self._asked = self._asked, {}
+        for rank, question in asked.items():
+            extra = None if whole.entropy is None else [whole.entropy[i] for i in where[rank]]
+            question.answer.set_result(LossGradient(0.0, {}, [whole.driver[i] for i in where[rank]], extra))
+
+
+@attrs.frozen(eq=False)
+class AskedLoss:
+    """A loss as a trainer of rank 0 calls it."""
+
+    losses: Losses
+    data: Sequence[Datum]  # of rank 0's share
+
+    @property
+    def level(self) -> Level:
+        return self.losses.loss.level
+
+    @property
+    def driver(self) -> Driver:
+        return self.losses.loss.driver
+
+    @property
+    def entropy(self) -> bool:
+        return self.losses.loss.entropy
+
+    def gradient(self, logprobs: Tensors, data: Sequence[Datum], *, entropy: Tensors | None = None) -> LossGradient:
+        """See ``PreparedLoss.gradient``."""
+        return self.losses.ask(0, _places(self.data, data), logprobs, entropy).result()
+
+
+@attrs.frozen(eq=False)
+class RemoteLoss:
+    """A loss as a trainer of another rank calls it: rank 0 is asked."""
+
+    peer: Peer
+    backend: int
+    rank: int
+    data: Sequence[Datum]  # of this rank's share
+    level: Level
+    driver: Driver
+    entropy: bool
+
+    def gradient(self, logprobs: Tensors, data: Sequence[Datum], *, entropy: Tensors | None = None) -> LossGradient:
+        """See ``PreparedLoss.gradient``; the value stays on rank 0."""
+        places = _places(self.data, data)
+        fields = {"backend": self.backend, "rank": self.rank, "places": places, "entropy": entropy is not None}
+        arrays = [x.detach().numpy() for x in (*logprobs, *(entropy or ()))]
+        reply = self.peer.call("loss", fields, arrays).result()
+        tensors = [torch.from_numpy(np.asarray(array)) for array in reply.arrays]
+        n = len(logprobs)
+        return LossGradient(0.0, {}, tensors[:n], tensors[n:] if reply.fields["entropy"] else None)
+
+
+def question(message: Message) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor] | None]:
+    """Return places, driver and entropy of what a ``RemoteLoss`` asks."""
+    places = [int(i) for i in message.fields["places"]]
+    tensors = [torch.from_numpy(np.asarray(array)) for array in message.arrays]
+    return places, tensors[: len(places)], tensors[len(places) :] if message.fields["entropy"] else None
+
+
+def gradient_message(part: LossGradient) -> Message:
+    """Return the reply to it."""
+    arrays = [x.float().numpy() for x in (*part.driver, *(part.entropy or ()))]
+    return Message("", {"entropy": part.entropy is not None}, arrays)
+
+
+def _places(share: Sequence[Datum], data: Sequence[Datum]) -> list[int]:
+    """Return where in ``share`` each of ``data`` is; one that is there twice stands for both, in order."""
+    places: dict[int, list[int]] = {}
+    for i, datum in enumerate(share):
+        places.setdefault(id(datum), []).append(i)
+    return [here.pop(0) if len(here := places[id(datum)]) > 1 else here[0] for datum in data]

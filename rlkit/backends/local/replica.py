@@ -1,0 +1,136 @@
+"""``Replica``: a local backend on a rank other than 0, which does as rank 0 says."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlkit.backends.local import LocalBackend
+from rlkit.backends.local.distributed.losses import RemoteLoss
+from rlkit.backends.local.distributed.peer import Peer, Reply
+from rlkit.backends.local.distributed.replicas import Replicas
+from rlkit.backends.local.distributed.sampling import BASE, Request, answer_of, request_of
+from rlkit.backends.local.distributed.wire import Message, unpacked_data
+from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
+from rlkit.errors import BackendError
+from rlkit.types import Adam, Lora
+
+__all__ = ["Replica"]
+
+
+class Replica(LocalBackend):
+    """The same model and adapter as rank 0's.
+
+    Args:
+        options: rank 0's, of ``LocalBackend``.
+        device: this rank's.
+        group: of the ranks of this backend.
+        peer: rank 0.
+        number: of the backend.
+        rank: this one's.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        device: str,
+        group: dist.ProcessGroup,
+        peer: Peer,
+        number: int,
+        rank: int,
+    ) -> None:
+        super().__init__(**{**options, "lora": Lora(**options["lora"]), "device": device, "processes": 1})
+        there = torch.device(device) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        self._replicas = Replicas(self._trainer, group, there)
+        self._peer, self._number, self._rank = peer, number, rank
+        self._snapshots: dict[int, Snapshot] = {BASE: self._empty}
+        self._requests: dict[int, Request] = {}
+        self._earlier: list[torch.Tensor | None] = []
+        self._jobs: dict[str, Callable[[Message], Message | Generator[None, None, Message]]] = {
+            "share": self._share,
+            "run": self._run_share,
+            "step": self._step_together,
+            "clear": self._clear,
+            "take_back": self._take_back,
+            "update": self._update,
+        }
+
+    def handle(self, message: Message) -> Reply | None:
+        """Carry out what rank 0 says, in the thread that receives it or, what trains, in that of the backend."""
+        fields = message.fields
+        if message.kind == "take":  # rank 0 waits for what trains before it takes one
+            scale = self._lora.alpha / self._lora.rank
+            self._snapshots[int(fields["snapshot"])] = take_snapshot(self._peft, int(fields["version"]), scale)
+        elif message.kind == "forget":
+            self._snapshots.pop(int(fields["snapshot"]), None)
+        elif message.kind == "drop":
+            request = self._requests.get(int(fields["request"]))
+            if request is not None:
+                request.drop()
+        elif message.kind in ("sample", "score"):
+            return self._draw(message)
+        elif message.kind in self._jobs:
+            job = self._jobs[message.kind]
+            return self._worker.submit(lambda: job(message))
+        else:
+            raise BackendError(f"rank 0 says {message.kind!r}, which this version does not know")
+        return None
+
+    def _draw(self, message: Message) -> Reply:
+        snapshot = self._snapshots[int(message.fields["snapshot"])]
+        request = request_of(message, snapshot, self.tokenizer)
+        number, reply = int(message.fields["request"]), concurrent.futures.Future[Message]()
+        self._requests[number] = request
+
+        def done(future: concurrent.futures.Future[Any]) -> None:
+            self._requests.pop(number, None)
+            error = future.exception()
+            if error is None:
+                reply.set_result(answer_of(request))
+            else:
+                reply.set_exception(error)
+
+        request.future.add_done_callback(done)
+        self._scheduler.submit(request)
+        return reply
+
+    def _share(self, message: Message) -> Message:
+        self._replicas.share(optimizer=bool(message.fields["optimizer"]))
+        return self._with_checksum()
+
+    def _run_share(self, message: Message) -> Generator[None, None, Message]:
+        fields = message.fields
+        data, names, loss = unpacked_data(fields, message.arrays), tuple(fields["names"]), None
+        if fields["loss"] is not None:
+            loss = RemoteLoss(self._peer, self._number, self._rank, data, *fields["loss"])
+        self._earlier = [p.grad for p in self._trainer.parameters.values()]
+        outputs, _ = yield from self._trainer.run(data, loss, names, backward=bool(fields["backward"]))
+        return Message("", {}, [torch.cat(outputs[name]).numpy() for name in ("logprobs", *names)])
+
+    def _step_together(self, message: Message) -> Message:
+        self._replicas.step(Adam(**message.fields["adam"]))
+        return self._with_checksum()
+
+    def _clear(self, message: Message) -> Message:
+        del message
+        self._trainer.clear()
+        return Message("")
+
+    def _take_back(self, message: Message) -> Message:
+        """Have the gradient that was there before the last call; where that call failed, it is."""
+        del message
+        for p, gradient in zip(self._trainer.parameters.values(), self._earlier, strict=True):
+            p.grad = gradient
+        return Message("")
+
+    def _update(self, message: Message) -> Message:
+        snapshot, newer = (self._snapshots[int(message.fields[name])] for name in ("snapshot", "newer"))
+        self._scheduler.update(snapshot, newer, recompute=bool(message.fields["recompute"]))
+        return Message("")
+
+    def _with_checksum(self) -> Message:
+        return Message("", {"checksum": self._replicas.checksum})

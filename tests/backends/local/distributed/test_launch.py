@@ -1,0 +1,99 @@
+"""How processes are started: from any program, from a prompt, and by torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlkit
+from rlkit.backends.local.distributed import Processes
+from rlkit.backends.local.distributed.settings import processes_of
+
+pytest.importorskip("peft")
+
+ROOT = str(Path(__file__).parents[4])
+
+LOOP = """
+import sys
+import rlkit
+print("began", flush=True)
+policy = rlkit.connect("local", model=sys.argv[1], device="cpu", folder=sys.argv[2], lora=rlkit.Lora(rank=2), seed=0)
+print("only here", flush=True)
+output = policy.forward_backward([rlkit.Datum([5, 6, 7 + k], [0, 1, 1]) for k in range(4)], "cross_entropy")
+policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+print(policy.save("x").result())
+again = rlkit.connect("local", resume_from=policy.save("x").result(), device="cpu", processes=2)
+policy.close()
+print(again.version, repr(output.result().metrics["tokens:sum"]))
+again.close()
+print("done")
+"""
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def test_torchrun(tiny, tmp_path):
+    """Both processes run the script until connect; then one goes on, and the other leaves with status 0."""
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*command, tiny("llama"), str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines.count("began"), lines.count("only here"), lines.count("done")) == (2, 1, 1)
+    assert "1 8.0" in lines
+    assert len(list(tmp_path.glob("x-*"))) == 2
+
+
+def test_from_a_prompt(tiny, tmp_path):
+    """Without a file, without ``if __name__ == "__main__"``, and left without ``close``: as notebooks are."""
+    text = LOOP.replace("seed=0)", "seed=0, processes=2)", 1).replace("again.close()", "")
+    code = f"import sys; sys.argv[1:] = {[tiny('llama'), str(tmp_path)]!r}\n{text}"
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"], input=code, capture_output=True, text=True, env=environment(), timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines.count("began"), lines.count("done"), lines.count("1 8.0")) == (1, 1, 1), done.stderr
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, Processes])
+def test_refused(value):
+    """What is no number of processes is refused in the call."""
+    with pytest.raises(rlkit.ConfigError, match="processes"):
+        rlkit.connect("local", model="x/y", processes=value)
+
+
+def test_settings():
+    """A number, or ``Processes``; one is this process alone."""
+    assert processes_of(None) is None
+    assert processes_of(1) is None
+    assert processes_of(3) == Processes(3)
+    for option in ({"deadline": 0}, {"start": -1.0}, {"threads": 0}):
+        with pytest.raises(rlkit.ConfigError, match=r"Processes\("):
+            Processes(2, **option)
+
+
+def test_another_number_than_torchruns(monkeypatch):
+    """Under torchrun a number is torchrun's, or 1."""
+    for name, text in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, text)
+    assert processes_of(None) == Processes(4)
+    assert processes_of(1) is None
+    with pytest.raises(rlkit.ConfigError, match="torchrun started 4"):
+        processes_of(2)
+
+
+def test_other_backends_share_the_processes(connect):
+    """Several backends may be open at once, on the same number of processes."""
+    connect(2)
+    with pytest.raises(rlkit.ConfigError, match="close the other backends"):
+        connect(3)

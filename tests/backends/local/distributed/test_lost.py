@@ -1,0 +1,160 @@
+"""Ranks that die, hang or fail; each story is a program of its own, since its ranks are gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked up in /proc")
+
+BEGIN = """
+import os, signal, sys, time
+import rlkit
+from rlkit.backends.local.distributed import Processes
+from tests.backends.local.distributed.test_lost import ranks_of
+from tests.backends.local.distributed.test_training import rows
+
+model, folder = sys.argv[1:]
+data = rows([3, 60, 9, 5, 33])
+step = rlkit.Adam(learning_rate=0.01)
+
+def connect(**options):
+    options = {"model": model, "device": "cpu", "folder": folder, "processes": Processes(2, deadline=5.0), **options}
+    return rlkit.connect("local", **options)
+
+def train(policy, loss="cross_entropy"):
+    policy.forward_backward(data, loss).result()
+    return policy.optim_step(step).result()
+
+def lost(call):
+    began = time.monotonic()
+    try:
+        call()
+    except rlkit.RankLost as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("nobody noticed")
+"""
+
+STORIES = {
+    "killed in the middle of a call": """
+def kills(logprobs):
+    for pid in ranks_of(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+    return -logprobs.sum()
+
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+train(policy)
+saved = policy.save("good").result()
+frozen = policy.sampler().result()
+calls = []
+
+def later(logprobs):
+    calls.append(1)
+    return kills(logprobs) if len(calls) > 2 else -logprobs.sum()
+
+why, seconds = lost(lambda: policy.forward_backward(data, later).result())
+assert "rank 1" in why and "SIGKILL" in why and "resume_from" in why, why
+assert seconds < 60, seconds
+for call in (lambda: policy.forward(data).result(),
+             lambda: frozen.sample([5], rlkit.SamplingParams(max_tokens=2)).result()):
+    lost(call)
+policy.discard().result()
+again = policy.save("still").result()  # rank 0 has all of the state
+policy.close()
+
+resumed = connect(resume_from=saved)
+assert resumed.version == 1
+train(resumed)
+same = rlkit.connect("local", resume_from=again, device="cpu", processes=1)
+assert same.version == 1
+""",
+    "stopped": """
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+train(policy)
+for pid in ranks_of(os.getpid()):
+    os.kill(pid, signal.SIGSTOP)
+why, seconds = lost(lambda: train(policy))
+assert "no sign of life for 5 s" in why, why
+assert seconds < 60, seconds
+end = time.monotonic() + 30
+while ranks_of(os.getpid()):  # a stopped process is killed
+    assert time.monotonic() < end
+    time.sleep(0.05)
+policy.close()
+""",
+    "killed while both sample": """
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+sampler = policy.sampler().result()
+futures = [sampler.sample([5, k], rlkit.SamplingParams(max_tokens=120, stop=()), n=64) for k in range(6)]
+for pid in ranks_of(os.getpid()):
+    os.kill(pid, signal.SIGKILL)
+
+def read():
+    for future in futures:
+        future.result()
+
+lost(read)
+""",
+}
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the processes that serve ``pid``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if "backends.local.serve" in (folder / "cmdline").read_text():
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == pid and fields[0] != "Z":
+                    found.append(int(folder.name))
+    return found
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[4])
+    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_lost_rank_is_a_typed_error(tiny, tmp_path, story):
+    """Within the deadline, with the reason; the last save is whole, and a new backend takes it from there."""
+    done = run(BEGIN + STORIES[story], tiny("llama"), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_orphans(tiny, tmp_path):
+    """Where the user's process is killed, its ranks end, too, even one that hangs."""
+    code = (
+        BEGIN + "policy = connect(lora=rlkit.Lora(rank=2))\ntrain(policy)\nprint('ready', flush=True)\ntime.sleep(600)"
+    )
+    root = str(Path(__file__).parents[4])
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, tiny("llama"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout.readline().strip() == "ready"
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 1
+        os.kill(ranks[0], signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    end = time.monotonic() + 30
+    while Path(f"/proc/{ranks[0]}/cmdline").exists() and Path(f"/proc/{ranks[0]}/cmdline").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,224 @@
+"""What two processes compute is what one does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import rlkit
+
+pytest.importorskip("peft")
+
+PLAIN = rlkit.Adam(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e8)  # gradient descent: the gradient is what is seen
+
+
+def rows(lengths, *, seed=0, **inputs):
+    """Datums of unequal lengths, whose tokens from the second on are the policy's; the third is nobody's."""
+    draw = np.random.default_rng(seed)
+    data = []
+    for i, n in enumerate(lengths):
+        mask = np.arange(n) >= (n if i == 2 else 1 + n // 3)
+        values = {name: draw.normal(size=n) for name in inputs.get("each", ())}
+        data.append(rlkit.Datum(draw.integers(3, 250, n), mask, values, temperature=0.7 if i % 2 else 1.0))
+    return data
+
+
+def group(prompt, count, *, seed=0):
+    """Completions behind one prompt, of 2 to 9 tokens."""
+    draw = np.random.default_rng(seed)
+    begin = draw.integers(3, 250, prompt)
+    return [rlkit.Datum.supervised(begin, draw.integers(3, 250, 2 + i % 8)) for i in range(count)]
+
+
+def weights(policy, tmp_path):
+    """The adapter [all of it in one row], as it is saved."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(f"{policy.save('w').result()}/adapter_model.safetensors")
+    return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
+
+
+@pytest.fixture
+def pair(connect):
+    """A backend on one process and one on two, which start alike."""
+    return connect(1), connect(2)
+
+
+CASES = {
+    "unequal rows": (rows([3, 60, 9, 5, 33, 17, 4], each=["advantages"]), "reinforce"),
+    "a group that is cut": (group(40, 9), "cross_entropy"),
+    "fewer datums than ranks": (rows([12]), "cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process(pair, tmp_path, case):
+    """Accumulated over two calls, to 1e-6 of its largest number; outputs in the user's order."""
+    data, loss = CASES[case]
+    found = []
+    for policy in pair:
+        before = weights(policy, tmp_path)
+        first = policy.forward_backward(data, loss, want=("entropy",))
+        policy.forward_backward(data[:1], "cross_entropy").result()
+        policy.optim_step(PLAIN).result()
+        found.append((first.result(), weights(policy, tmp_path) - before))
+    (one, one_moved), (two, two_moved) = found
+    assert (one_moved - two_moved).abs().max() <= 1e-6 * one_moved.abs().max() + 2e-9
+    assert one_moved.abs().max() > 1e-4
+    assert one.metrics.keys() == two.metrics.keys()
+    for name, value in one.metrics.items():
+        assert two.metrics[name] == pytest.approx(value, rel=1e-5)
+    for a, b in zip(one.outputs["entropy"] + one.logprobs, two.outputs["entropy"] + two.logprobs, strict=True):
+        assert np.abs(a - b).max() < 1e-5
+
+
+def mean_of_batch(logprobs, *, power=2):
+    flat = torch.cat(list(logprobs))
+    return ((flat - flat.mean()) ** power).sum(), {"spread:sum": flat.std()}
+
+
+def preference(logprobs, *, scale=0.5):
+    chosen, rejected = logprobs
+    return -torch.nn.functional.logsigmoid(scale * (chosen.sum() - rejected.sum())), {"margin": chosen.sum()}
+
+
+def with_entropy(logprobs, entropy, *, bonus=0.5):
+    return -(logprobs * logprobs + bonus * entropy).sum(), {"bonus:mean": entropy.mean()}
+
+
+OWN = {
+    "batch": rlkit.losses.loss(level="batch")(mean_of_batch),
+    "pair": rlkit.losses.loss(level="pair")(preference),
+    "datum": with_entropy,
+}
+
+
+@pytest.mark.parametrize("level", OWN)
+def test_own_losses(pair, tmp_path, level):
+    """A user's function of the whole batch, of pairs, or of a datum and its entropies, as on one process."""
+    data = [d for d in rows([3, 60, 9, 5, 33, 17, 4]) if d.mask.any()]
+    found = []
+    for policy in pair:
+        before = weights(policy, tmp_path)
+        output = policy.forward_backward(data, OWN[level]).result()
+        policy.optim_step(PLAIN).result()
+        found.append((output.metrics, weights(policy, tmp_path) - before))
+    (one, one_moved), (two, two_moved) = found
+    assert (one_moved - two_moved).abs().max() <= 3e-6 * one_moved.abs().max() + 2e-9
+    for name, value in one.items():
+        assert two[name] == pytest.approx(value, rel=1e-4)
+
+
+def test_targets_and_forward(pair):
+    """Losses over given targets, and values of a loss without a gradient."""
+    data = []
+    for datum in rows([8, 20, 5, 30]):
+        draw = np.random.default_rng(datum.tokens.size)
+        shape = (datum.tokens.size, 3)
+        data.append(
+            datum.with_inputs(target_tokens=draw.integers(0, 250, shape), teacher_logprobs=np.full(shape, -1.5))
+        )
+    data = [d for d in data if d.mask.any()]
+    one, two = (policy.forward(data, "topk_forward_kl").result() for policy in pair)
+    assert two.metrics["loss:sum"] == pytest.approx(one.metrics["loss:sum"], rel=1e-5)
+    with pytest.raises(rlkit.BackendError, match="accumulated"):
+        pair[1].optim_step(PLAIN)
+
+
+def test_ten_steps(pair):
+    """The curve of ten steps with moments is the same."""
+    data = rows([3, 60, 9, 5, 33, 17, 4])
+    curves = []
+    for policy in pair:
+        futures = []
+        for _ in range(10):
+            futures.append(policy.forward_backward(data, "cross_entropy"))
+            policy.optim_step(rlkit.Adam(learning_rate=0.003))
+        curves.append([future.result().metrics["loss:sum"] for future in futures])
+    assert curves[1] == pytest.approx(curves[0], rel=2e-4)
+    assert curves[0][-1] < 0.95 * curves[0][0]
+
+
+def test_samples_are_spread_and_the_same_to_the_bit(connect):
+    """Sixteen requests are drawn by both processes; tokens and logprobs are those of one process, to the bit."""
+    one = connect(1)
+    one.forward_backward(rows([9, 20]), "cross_entropy")
+    one.optim_step(rlkit.Adam(learning_rate=0.02)).result()
+    two = connect(2, seed=None, resume_from=one.save("x").result())
+    params = rlkit.SamplingParams(max_tokens=12, stop=())
+    prompts = [[5 + k, 6, 7] for k in range(16)]
+    drawn = []
+    for policy in (one, two):
+        with policy.sampler().result() as sampler, policy.base_sampler().result() as base:
+            futures = [sampler.sample(p, params, n=2, seed=k) for k, p in enumerate(prompts)]
+            futures += [base.sample(p, params) for p in prompts]
+            scores = [sampler.logprobs(p * 5) for p in prompts]
+            tops = [sampler.top_logprobs(p, 3) for p in prompts]
+            drawn.append(([s for f in futures for s in f.result()], [x.result() for x in scores + tops]))
+    for a, b in zip(drawn[0][0], drawn[1][0], strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert a.version == b.version
+        assert a.logprobs.tobytes() == b.logprobs.tobytes()
+    for a, b in zip(drawn[0][1], drawn[1][1], strict=True):
+        assert np.allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+def test_a_cancelled_request_makes_room(connect):
+    """A request that another process draws is given up there, and its future says so."""
+    policy = connect(2)
+    with policy.sampler().result() as sampler:
+        params = rlkit.SamplingParams(max_tokens=100, stop=())
+        futures = [sampler.sample([5], params, n=30, seed=k) for k in range(4)]
+        assert all(future.cancel() for future in futures)
+        for future in futures:
+            with pytest.raises(rlkit.RequestCancelled):
+                future.result()
+        assert len(sampler.sample([5], rlkit.SamplingParams(max_tokens=2), n=2).result()) == 2
+
+
+def test_a_call_that_failed_is_taken_back(connect):
+    """A loss that raises at the last datum leaves the gradient of both processes as it was."""
+    one, two = connect(2), connect(2)
+    data = rows([3, 60, 9, 5, 33, 17, 4])
+    calls = []
+
+    def raises_late(logprobs):
+        calls.append(logprobs)
+        if len(calls) == 5:
+            raise KeyError("a mistake")
+        return -logprobs.sum()
+
+    one.forward_backward(data, "cross_entropy")
+    with pytest.raises(KeyError, match="a mistake"):
+        one.forward_backward(data, raises_late).result()
+    two.forward_backward(data, "cross_entropy")
+    for policy in (one, two):
+        policy.optim_step(PLAIN).result()
+    a, b = (policy.forward(data).result().logprobs for policy in (one, two))
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+def test_an_error_of_another_rank_names_it(connect):
+    """What one process raises is raised here with its number; nothing is added anywhere, and both go on."""
+    policy = connect(2)
+    data = rows([9, 20])
+    policy.forward_backward(data, "cross_entropy").result()
+    before = policy.forward(data).result().logprobs
+    errors = []
+    for n in (int(datum.mask.sum()) for datum in data):
+
+        def overflows(logprobs, n=n):
+            return (logprobs - logprobs.detach()).sum() * (3e38 if logprobs.numel() == n else 1.0)
+
+        with pytest.raises(rlkit.BackendError, match="not finite") as caught:
+            policy.forward_backward(data, overflows).result()
+        errors.append(str(caught.value))
+    assert sum("rank 1 raised" in text for text in errors) == 1
+    policy.optim_step(PLAIN).result()
+    other = connect(2)
+    other.forward_backward(data, "cross_entropy")
+    other.optim_step(PLAIN).result()
+    a, b = (x.forward(data).result().logprobs for x in (policy, other))
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+    assert any((x != y).any() for x, y in zip(a, before, strict=True))
