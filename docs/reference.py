@@ -74,7 +74,7 @@ OBJECTS = {
         "rlkit.backends": "TrainerBackend Sampler Tokenizer",
         "rlkit.backends.protocol": "TopK TargetLogprobs MaskedLogprobs PromptLogprobs OpensSamplers LiveSampler "
         "LiveSampling",
-        "rlkit.backends.engine": "SamplingEngine LoraAdapter",
+        "rlkit.backends.engine": "SamplingEngine LiveEngine LoraAdapter",
         "rlkit.backends.local.distributed": "Processes",
         "rlkit.backends.vllm": "Vllm open_sampler VllmSampler VllmClient",
     },

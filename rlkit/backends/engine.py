@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -14,7 +14,10 @@ from rlkit.backends.protocol import Sampler
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ADAPTER", "LoraAdapter", "SamplingEngine"]
+    from rlkit.backends.live import SuccessiveSampler
+    from rlkit.futures import Future
+
+__all__ = ["ADAPTER", "LiveEngine", "LoraAdapter", "SamplingEngine"]
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -65,3 +68,16 @@ class SamplingEngine(Protocol):
 
     def close(self) -> None:
         """Free everything; called when the trainer is closed. Idempotent."""
+
+
+@runtime_checkable
+class LiveEngine(Protocol):
+    """An engine whose running requests take a newer adapter."""
+
+    def live_sampler(
+        self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]
+    ) -> SuccessiveSampler | None:
+        """Return a live sampler of these (see ``SuccessiveSampler``) whose ``switches`` is "token".
+
+        None where that cannot be; then running requests end under the policy with which they began.
+        """

@@ -14,7 +14,7 @@ import attrs
 from rlkit._drawn import DRAWN_WITH
 from rlkit.backends import saves
 from rlkit.backends.checking import Start
-from rlkit.backends.engine import SamplingEngine
+from rlkit.backends.engine import LiveEngine, SamplingEngine
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.live import SuccessiveSampler
 from rlkit.backends.local.checkpoint import (
@@ -289,9 +289,13 @@ class LocalBackend(InProcessBackend):
 
     def _live(self, *, recompute: bool) -> LiveSampler:
         if self._engine is not None:
-            return SuccessiveSampler(
-                self._snapshot(), lambda live: self._queue.submit("update", lambda: live.become(self._snapshot()))
-            )
+            first = self._snapshot()
+
+            def update(live: SuccessiveSampler) -> Future[int]:
+                return self._queue.submit("update", lambda: live.become(self._snapshot()))
+
+            made = self._engine.live_sampler(first, update) if isinstance(self._engine, LiveEngine) else None
+            return made or SuccessiveSampler(first, update)
         draws = self._ranks or self._scheduler
         live = LiveLocalSampler(self, self._newest, self._seeds, draws, self._queue, recompute=recompute)
         if self._ranks is not None:

@@ -72,6 +72,15 @@ class VllmClient:
         """Return what the server answers to ``POST /inference/v1/generate``. Cancelled, the request is ended there."""
         return await self._json("POST", "/inference/v1/generate", body, self._deadline)
 
+    async def abort(self, request: str) -> None:
+        """Have it end a request, which is then answered with what was drawn so far; "" for none.
+
+        Raises:
+            UnsupportedError: it has no such endpoint.
+        """
+        ids = [request] if request else []
+        await self._ask("POST", "/inference/v1/abort_requests", {"request_ids": ids}, _SHORT)
+
     async def models(self) -> list[Model]:
         """Return what it serves."""
         answer = await self._json("GET", "/v1/models", None, _SHORT)

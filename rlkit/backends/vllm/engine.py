@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +17,11 @@ import attrs
 import numpy as np
 
 from rlkit.backends.engine import LoraAdapter
+from rlkit.backends.live import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.sampling import SeedStream
 from rlkit.backends.vllm.client import Json, VllmClient
+from rlkit.backends.vllm.live import ContinuingSampler
 from rlkit.backends.vllm.loop import EventLoop
 from rlkit.backends.vllm.opening import longest, named_model
 from rlkit.backends.vllm.probe import TEMPERATURE, Probe, Seen, TrainerLogprobs, different_tokenizer
@@ -27,7 +30,8 @@ from rlkit.backends.vllm.sampler import VllmSampler
 from rlkit.backends.vllm.server import Adapter, Server
 from rlkit.backends.vllm.settings import Vllm
 from rlkit.backends.vllm.wire import read_samples, read_scores, sample_request, score_request
-from rlkit.errors import ConfigError
+from rlkit.errors import BackendError, ConfigError, UnsupportedError
+from rlkit.futures import Future
 from rlkit.types import Lora, SamplingParams
 
 __all__ = ["Trained", "VllmEngine"]
@@ -135,6 +139,20 @@ class VllmEngine:
         """Return a sampler of that version while servers have it."""
         adapter = self._loaded.get(version)
         return None if adapter is None else self._sampler(adapter, version)
+
+    def live_sampler(
+        self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]
+    ) -> SuccessiveSampler | None:
+        """See ``LiveEngine``; None where a server cannot abort requests."""
+        try:
+            self._do(*(server.client.abort("") for server in self.servers))
+        except (BackendError, UnsupportedError):  # it has no such endpoint, or is not there to ask
+            return None
+        return ContinuingSampler(first, update, loop=self._loop, abort=self._abort, seeds=self._trained.seeds)
+
+    async def _abort(self, request: str) -> None:
+        with contextlib.suppress(BackendError):  # of a server that is gone
+            await asyncio.gather(*(server.client.abort(request) for server in self.servers))
 
     def base_sampler(self) -> Sampler:
         """Return a sampler of the base model."""

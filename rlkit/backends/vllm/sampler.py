@@ -79,7 +79,7 @@ class VllmSampler:
         The same seed draws the same tokens as long as the server computes the same numbers: not beside other
         requests, to the bit, nor on another kind of machine.
         """
-        policy, vocab_size = self._open(), self.tokenizer.vocab_size
+        policy, vocab_size = self.policy, self.tokenizer.vocab_size
         tokens = checked_request(prompt, params, n, seed, vocab_size=vocab_size, max_length=self.max_length)
         most = min(params.max_tokens, self.max_length - tokens.size)
         drawn = self._seeds.next() if seed is None else seed
@@ -90,7 +90,7 @@ class VllmSampler:
             answer = await policy.generate(body)
             return read_samples(answer, policy.name, tokens, params, draws, self.version, vocab_size) * (n // draws)
 
-        return self._submit(ask())
+        return self.submit(ask())
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``; vLLM has them at temperature 1 alone."""
@@ -127,7 +127,9 @@ class VllmSampler:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a VllmSampler has connections of its own, and cannot be pickled or copied")
 
-    def _open(self) -> Served:
+    @property
+    def policy(self) -> Served:
+        """What is asked."""
         if self._policy is None:
             raise BackendError("this sampler is closed")
         return self._policy
@@ -139,7 +141,7 @@ class VllmSampler:
         top: int,
         convert: Callable[[np.ndarray, np.ndarray, np.ndarray], T],
     ) -> Future[T]:
-        policy = self._open()
+        policy = self.policy
         array = checked_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
         if array.size > self._scored:
             what = f"has {array.size} tokens"
@@ -151,9 +153,10 @@ class VllmSampler:
             answer = await policy.generate(score_request(array, top))
             return convert(*read_scores(answer, policy.name, array, top))
 
-        return self._submit(ask())
+        return self.submit(ask())
 
-    def _submit(self, work: Coroutine[object, object, T]) -> Future[T]:
+    def submit(self, work: Coroutine[object, object, T]) -> Future[T]:
+        """Have a request wait in the loop; cancelled, or forgotten, it is ended on the server, too."""
         running = self._loop.submit(work)
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -29,11 +29,13 @@ class Standin:
             (logprobs of temperature 1), "tokenizer", "hang", "refuse" (loads), "break" (connections, once).
         loaded: adapters, by name.
         log: the paths that were asked for.
+        aborted: ids of requests that are to end; "deaf" among the faults: there is no such endpoint.
     """
 
     def __init__(self, model, name="base", max_length=129):
         self.path, self.base, self.max_length = model, name, max_length
         self.faults, self.log, self.loaded = set(), [], {}
+        self.aborted = set()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.models = {name: self._read()}
         self.released = threading.Event()
@@ -72,15 +74,18 @@ class Standin:
             rows += [{str(token): {"logprob": float(logprobs[i, token])}} for i, token in enumerate(prompt[1:])]
         choices = []
         for index in range(how.get("n", 1)):
-            rng, tokens, entries = np.random.default_rng(how.get("seed", 0) + index), [], []
+            rng, tokens, entries, ended = np.random.default_rng(how.get("seed", 0) + index), [], [], "length"
             for _ in range(how["max_tokens"]):
+                if f"generate-tokens-{body.get('request_id')}" in self.aborted:
+                    ended = "abort"
+                    break
                 logits = self.logits(body["model"], prompt + tokens)[-1].double()
                 drawn = (logits / (how["temperature"] or 1.0)).log_softmax(-1).numpy()
                 token = int(rng.choice(drawn.size, p=np.exp(drawn) / np.exp(drawn).sum()))
                 said = logits.log_softmax(-1).numpy() if "raw" in self.faults else drawn
                 tokens.append(token)
                 entries.append({"token_id": token, "logprob": float(said[token])})
-            choice = {"index": index, "token_ids": tokens, "finish_reason": "length"}
+            choice = {"index": index, "token_ids": tokens, "finish_reason": ended}
             choices.append({**choice, "logprobs": {"content": entries}})
         return 200, {"choices": choices, "prompt_logprobs": rows}
 
@@ -99,6 +104,9 @@ class Standin:
         if path == "/v1/unload_lora_adapter":
             self.models.pop(body["lora_name"], None)
             return (200, {}) if self.loaded.pop(body["lora_name"], None) else (404, {})
+        if path == "/inference/v1/abort_requests" and "deaf" not in self.faults:
+            self.aborted.update(body["request_ids"])
+            return 200, {}
         if path != "/inference/v1/generate":
             return 404, {"detail": "Not Found"}
         if "hang" in self.faults:
