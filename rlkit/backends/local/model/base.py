@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import numpy as np
@@ -20,6 +20,7 @@ from torch import nn
 from rlkit.backends.local.gemm import mixed
 from rlkit.backends.local.gemm.lora_linear import upcast
 from rlkit.backends.local.model.device import device_of, to_device
+from rlkit.backends.local.model.gathering import Upcast, Weights, weights_of
 from rlkit.backends.local.model.hub import located, model_path
 from rlkit.backends.local.model.kv_account import KVAccount
 from rlkit.backends.local.model.lengths import context
@@ -30,6 +31,9 @@ from rlkit.backends.local.model.tree_attention import Segment, TreeAttention
 from rlkit.backends.local.model.windows import layer_windows, shorten
 from rlkit.backends.transformers_tokenizer import LocalTokenizer
 from rlkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["PROCESS_WIDE", "Base", "load_base", "use_attention"]
 
@@ -49,6 +53,7 @@ class Base:
         linear: names of the linear modules that an adapter on has its effect.
         known: what was found out about it once, by whoever asked first.
         kv_account: who holds keys and values of it.
+        shards: of its weights, where ranks share them out.
     """
 
     path: str
@@ -61,6 +66,7 @@ class Base:
     linear: frozenset[str]
     known: dict[str, Any] = attrs.field(factory=dict)
     kv_account: KVAccount = attrs.field(factory=KVAccount)
+    shards: ShardedWeights | None = None
 
     def tree(self, attention: str | None = None) -> nn.Module:
         """Return a copy of the module tree whose tensors are the base's own, so that it costs no memory.
@@ -81,9 +87,18 @@ class Base:
             shorten(tree.config.get_text_config(), self.probe.window)
         return cast("nn.Module", tree)
 
-    @cached_property
+    @property
     def head(self) -> torch.Tensor:
         """The output embedding, see ``output_embedding``; made once, as a copy takes as long as 100 rows' logits."""
+        return self._head[0]
+
+    @property
+    def head_weights(self) -> Weights | None:
+        """What gathers ``head``."""
+        return self._head[1]
+
+    @cached_property
+    def _head(self) -> tuple[torch.Tensor, Weights | None]:
         return output_embedding(self.model)
 
     @property
@@ -105,10 +120,19 @@ def use_attention(model: Any, attention: str) -> None:
     model.config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
 
 
-def output_embedding(model: Any) -> torch.Tensor:
-    """Return [V, hidden] in float32 at least, or the model's own in bfloat16 where products with it are in float32."""
-    weight: torch.Tensor = model.get_output_embeddings().weight.detach()
-    return weight if weight.dtype == torch.bfloat16 and mixed.works(weight.device) else upcast(weight)
+def output_embedding(model: Any) -> tuple[torch.Tensor, Weights | None]:
+    """Return [V, hidden] in float32 at least, or the model's own in bfloat16 where products with it are in float32.
+
+    And what gathers it, where it is not always there.
+    """
+    module = model.get_output_embeddings()
+    weight, weights = module.weight.detach(), weights_of(module)
+    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and mixed.works(weight.device)):
+        return weight, weights
+    if weights is None:
+        return upcast(weight), None
+    copied = Upcast(weight, weights)
+    return copied.tensor, copied
 
 
 _Key = tuple[str, tuple[tuple[str, int, int], ...], str, str]
@@ -117,8 +141,8 @@ _bases: weakref.WeakValueDictionary[_Key, Base] = weakref.WeakValueDictionary()
 _loading = threading.Lock()
 
 
-def load_base(model: str, dtype: str, device: str | torch.device | None) -> Base:
-    """Return the base model, from disk or shared with whoever has it already.
+def load_base(model: str, dtype: str, device: str | torch.device | None, shards: ShardedWeights | None = None) -> Base:
+    """Return the base model, from disk or shared with whoever has it already; its weights into ``shards``, if given.
 
     Raises:
         ConfigError: it cannot be loaded, or computes something else than a causal language model does.
@@ -127,6 +151,8 @@ def load_base(model: str, dtype: str, device: str | torch.device | None) -> Base
         raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
     path, place = model_path(model), device_of(None if device is None else str(device))
     with _loading:
+        if shards is not None:
+            return _load(model, path, dtype, place, shards)
         key = (*_on_disk(path), dtype, str(place))
         base = _bases.get(key)
         if base is None:
@@ -159,10 +185,12 @@ def quiet() -> Iterator[Any]:
                 transformers.utils.logging.enable_progress_bar()
 
 
-def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
+def _load(name: str, path: str, dtype: str, device: torch.device, shards: ShardedWeights | None = None) -> Base:
+    reader = None if shards is None else shards.reader()
     try:
-        with quiet() as transformers:
-            place = {} if device.type == "cpu" else {"device_map": {"": device}}  # read straight to where it stays
+        with quiet() as transformers, contextlib.nullcontext() if reader is None else reader.reading():
+            # Read straight to where it stays, but for weights that are shared out.
+            place = {} if device.type == "cpu" or shards is not None else {"device_map": {"": device}}
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **place)
             hf = transformers.AutoTokenizer.from_pretrained(path)
         model.name_or_path = located(path)  # which adapters name as their base: what other libraries can load
@@ -173,6 +201,8 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
     except Exception as error:  # libraries raise whatever they like
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason}") from error
+    if shards is not None and reader is not None:
+        shards.shard(model, reader)
     probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
     try:
         linear = trainable_linears(model, probe)
@@ -185,7 +215,7 @@ def _load(name: str, path: str, dtype: str, device: torch.device) -> Base:
             f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
             "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
         )
-    base = Base(path, model, tokenizer, max_length, device, probe, False, linear)
+    base = Base(path, model, tokenizer, max_length, device, probe, False, linear, shards=shards)
     return attrs.evolve(base, llama=is_llama(model) and _llama_agrees(base))
 
 
@@ -195,7 +225,8 @@ def _llama_agrees(base: Base) -> bool:
     windows, probe = layer_windows(base.model.config), base.probe
     if windows is None or (any(windows) and not probe.beyond):
         return False
-    fuse_layers(base.model)
+    if base.shards is None:  # which has them so already
+        fuse_layers(base.model)
     model: Any = base.trial()
     expected = logits_at(model, probe.tokens[None], probe.places)
     llama = Llama(model, {}, 0.0)
@@ -204,7 +235,8 @@ def _llama_agrees(base: Base) -> bool:
     attentions = [TreeAttention(runs, llama.heads, llama.key_heads, window) for window in llama.windows]
     tokens, positions, places = (to_device(x, model.device) for x in (probe.tokens, np.arange(n), probe.places))
     hidden = llama.hidden(tokens, positions, attentions, places)
-    logits = Unembedding(output_embedding(model)).logits(hidden)
+    weight, weights = output_embedding(model)
+    logits = Unembedding(weight, weights=weights).logits(hidden)
     return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rlkit.backends.local.gemm.lora_linear import LoraLinear
+from rlkit.backends.local.model.gathering import Weights, gathered
 from rlkit.backends.worker import breathe
 
 __all__ = ["Attention", "Layer", "run_layer"]
@@ -39,6 +40,7 @@ class Layer:
         input_norm, post_attention_norm: float32 [hidden].
         qk_norms: float32 [D] of the norms of queries and of keys (Qwen3), or None.
         head_dim: D.
+        weights: what gathers them, where they are not always there.
     """
 
     qkv: LoraLinear
@@ -53,6 +55,7 @@ class Layer:
     head_dim: int
     scaling: float
     eps: float
+    weights: Weights | None = None
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -227,16 +230,18 @@ class Layer:
 class _RunLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention, *_: torch.Tensor) -> Any:
-        out, saved = layer.forward(x, rope, attention)
+        with gathered(layer.weights):
+            out, saved = layer.forward(x, rope, attention)
         ctx.layer, ctx.rope, ctx.attention = layer, rope, attention
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        dx, gradients = ctx.layer.backward(
-            grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
-        )
+        with gathered(ctx.layer.weights):
+            dx, gradients = ctx.layer.backward(
+                grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
+            )
         breathe()
         return dx, None, None, None, *gradients
 
@@ -246,7 +251,8 @@ def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention
     if torch.is_grad_enabled():
         out: torch.Tensor = _RunLayer.apply(x, layer, rope, attention, *layer.parameters)
     else:
-        out = layer.forward(x, rope, attention)[0]
+        with gathered(layer.weights):
+            out = layer.forward(x, rope, attention)[0]
     breathe()
     return out
 

@@ -17,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rlkit.backends.local.gemm.lora_linear import Adapter
 from rlkit.backends.local.gemm.packed_linear import PackedLinear
-from rlkit.backends.local.gemm.prepacked import Weight
+from rlkit.backends.local.gemm.prepacked import Prepacked, Weight
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.decoder_layer import Attention
+from rlkit.backends.local.model.gathering import shape_of
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
 from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, read_in_chunks, read_logits
@@ -59,7 +60,7 @@ class Forward(Protocol):
         """Take another adapter for sampling, merged into copies of the weights or beside them."""
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """[out, in] of every product of the layers, and of the output embedding."""
+        """[out, in] of every product of the layers, and of the output embedding; see ``shape_of``."""
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
@@ -94,7 +95,8 @@ class LlamaForward:
 
     @cached_property
     def _head(self) -> Unembedding:  # not made for a critic, which has no use for it
-        return Unembedding(self._base.head, self._adapter.get("lm_head"), self._scale)
+        base = self._base
+        return Unembedding(base.head, self._adapter.get("lm_head"), self._scale, base.head_weights)
 
     def prepare(self) -> None:
         self._llama.prepare()
@@ -109,7 +111,8 @@ class LlamaForward:
         self.addresses = tuple(x.data_ptr() for part in self.weights() for x in part if isinstance(x, torch.Tensor))
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        return [x for linear in self._llama.linears for x in linear.weights], self._head.weights
+        layers = [x for linear in self._llama.linears for x in linear.weights]
+        return [_shape_of(x) for x in layers], [_shape_of(x) for x in self._head.weights]
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         return read_values(self.hidden(inputs), head)
@@ -207,7 +210,8 @@ class LibraryForward:
             if name in self._packed:
                 (last if module is head else layers).append(self._packed[name].weight)
             elif isinstance(module, (nn.Linear, Conv1D)):
-                weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+                weight = shape_of(module.weight)
+                weight = weight if isinstance(module, nn.Linear) else weight.t()
                 (last if module is head else layers).append(weight)
         return layers, last
 
@@ -274,6 +278,10 @@ class LibraryForward:
             expected, split = self._logits_at(arguments, index), self.head(self.hidden_at(arguments, index))
             self.splits = torch.allclose(split, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
         return self.splits
+
+
+def _shape_of(weight: Weight) -> Weight:
+    return weight if isinstance(weight, Prepacked) else shape_of(weight)
 
 
 def read_values(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:

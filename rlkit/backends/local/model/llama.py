@@ -11,6 +11,7 @@ from torch import nn
 from rlkit.backends.local.gemm.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
 from rlkit.backends.local.model.decoder_layer import Attention, Layer, run_layer
 from rlkit.backends.local.model.fused_layer import layer_class
+from rlkit.backends.local.model.gathering import gathered, weights_of
 from rlkit.backends.local.model.windows import layer_windows
 
 __all__ = ["Llama", "fuse_layers", "is_llama"]
@@ -48,7 +49,7 @@ class Llama:
     """
 
     def __init__(self, model: Any, adapter: Adapter, scale: float) -> None:
-        config = model.config
+        self._config = config = model.config
         self._model = model.model
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
@@ -57,28 +58,10 @@ class Llama:
         layer_kind = layer_class(model.device, model.dtype)
         self._names: list[list[str]] = []  # of the modules of each product
         for i, layer in enumerate(self._model.layers):
-            at, mlp = layer.self_attn, layer.mlp
-            name = f"model.layers.{i}."
-            has_qk_norms = getattr(at, "q_norm", None) is not None
-            self.layers.append(
-                layer_kind(
-                    qkv=self._fused(f"{name}self_attn.", at, ("q_proj", "k_proj", "v_proj")),
-                    out=self._fused(f"{name}self_attn.", at, ("o_proj",)),
-                    gate_up=self._fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj")),
-                    down=self._fused(f"{name}mlp.", mlp, ("down_proj",)),
-                    input_norm=upcast(layer.input_layernorm.weight),
-                    post_attention_norm=upcast(layer.post_attention_layernorm.weight),
-                    qk_norms=(upcast(at.q_norm.weight), upcast(at.k_norm.weight)) if has_qk_norms else None,
-                    heads=self.heads,
-                    key_heads=self.key_heads,
-                    head_dim=self.head_dim,
-                    scaling=at.scaling,
-                    eps=config.rms_norm_eps,
-                )
-            )
+            with gathered(weights_of(layer)):
+                self.layers.append(self._layer(f"model.layers.{i}.", layer, layer_kind))
         self.device, self.dtype = self._model.norm.weight.device, model.dtype
         self._last_norm = upcast(self._model.norm.weight)
-        self._eps = config.rms_norm_eps
         self.attach(adapter, scale)
 
     @property
@@ -124,7 +107,26 @@ class Llama:
 
     def last_norm(self, x: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states of the residual stream behind the last layer, [n, hidden]."""
-        return nn.functional.rms_norm(x, (x.shape[-1],), self._last_norm, self._eps)
+        return nn.functional.rms_norm(x, (x.shape[-1],), self._last_norm, self._config.rms_norm_eps)
+
+    def _layer(self, name: str, layer: Any, kind: type[Layer]) -> Layer:
+        at, mlp, config = layer.self_attn, layer.mlp, self._config
+        has_qk_norms = getattr(at, "q_norm", None) is not None
+        return kind(
+            qkv=self._fused(f"{name}self_attn.", at, ("q_proj", "k_proj", "v_proj")),
+            out=self._fused(f"{name}self_attn.", at, ("o_proj",)),
+            gate_up=self._fused(f"{name}mlp.", mlp, ("gate_proj", "up_proj")),
+            down=self._fused(f"{name}mlp.", mlp, ("down_proj",)),
+            input_norm=upcast(layer.input_layernorm.weight),
+            post_attention_norm=upcast(layer.post_attention_layernorm.weight),
+            qk_norms=(upcast(at.q_norm.weight), upcast(at.k_norm.weight)) if has_qk_norms else None,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            scaling=at.scaling,
+            eps=config.rms_norm_eps,
+            weights=weights_of(layer),
+        )
 
     def _fused(self, prefix: str, parent: nn.Module, names: Sequence[str]) -> LoraLinear:
         modules = [getattr(parent, name) for name in names]

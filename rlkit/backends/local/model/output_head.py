@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address, upcast
 from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
+from rlkit.backends.local.model.gathering import Weights, call_gathered, gathered
 from rlkit.backends.worker import breathe
 
 __all__ = ["CHUNK", "KEPT", "Unembedding", "read_in_chunks", "read_logits"]
@@ -31,10 +32,13 @@ class Unembedding:
         weight: [V, hidden], in float32 at least, or as ``mixed.wide_matmul`` takes it.
         pair: (A [r, hidden], B [V, r]) of its adapter, if it has one.
         scale: of the adapter.
+        weights: what gathers ``weight``, where it is not always there.
     """
 
-    def __init__(self, weight: torch.Tensor, pair: LoraPair | None = None, scale: float = 0.0) -> None:
-        self.weight = weight
+    def __init__(
+        self, weight: torch.Tensor, pair: LoraPair | None = None, scale: float = 0.0, weights: Weights | None = None
+    ) -> None:
+        self.weight, self._weights = weight, weights
         self.a: torch.Tensor | None = None if pair is None else pair[0]
         self.b: torch.Tensor | None = None if pair is None else pair[1]
         self._scale = scale
@@ -69,6 +73,9 @@ class Unembedding:
         """[n, hidden] -> [n, V]."""
         if self.merged is not None:
             return matmul(hidden, self.merged)
+        return call_gathered(self._weights, self._logits, hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         y = matmul(hidden, self.weight)
         if self.a is None or self.b is None:
             return y
@@ -86,7 +93,9 @@ class Unembedding:
         if self._buffer is None or self._buffer.shape[0] < rows:
             self._buffer = None  # reused, as page-faulting a fresh one costs more than the softmax
             self._buffer = upcast(hidden.new_empty(rows, self.weight.shape[0]))
-        out: torch.Tensor = _Logprobs.apply(hidden, *pair, self.weight, self._scale, ids, temperatures, self._buffer)
+        rest = self.weight, self._scale, ids, temperatures, self._buffer, self._weights
+        with gathered(self._weights):
+            out: torch.Tensor = _Logprobs.apply(hidden, *pair, *rest)
         return out
 
 
@@ -109,6 +118,7 @@ class _Logprobs(torch.autograd.Function):
         ids: torch.Tensor,
         temperatures: torch.Tensor | None,
         buffer: torch.Tensor,
+        weights: Weights | None,
     ) -> torch.Tensor:
         n = ids.numel()
         out, slope = hidden.new_empty(n), torch.empty_like(hidden)
@@ -128,7 +138,7 @@ class _Logprobs(torch.autograd.Function):
             if kept is not None:
                 kept.append(p / total)
         ctx.save_for_backward(hidden, a, b, weight, ids, temperatures, slope, low_slope)
-        ctx.scale, ctx.kept, ctx.buffer = scale, kept, buffer
+        ctx.scale, ctx.kept, ctx.buffer, ctx.weights = scale, kept, buffer, weights
         return out
 
     @staticmethod
@@ -136,21 +146,22 @@ class _Logprobs(torch.autograd.Function):
         hidden, a, b, weight, ids, temperatures, slope, low_slope = ctx.saved_tensors
         g = (grad if temperatures is None else grad / temperatures)[:, None]
         if a is None:
-            return slope * g, *[None] * 7
+            return slope * g, *[None] * 8
         da = (low_slope * g).t() @ hidden
         low = (hidden @ a.t()).mul_(g).mul_(ctx.scale)
         db = torch.zeros_like(b).index_add_(0, ids, low)
-        for k, part in enumerate(_chunks(ids.numel())):
-            if ctx.kept is not None:
-                p = ctx.kept[k]
-            else:
-                warm = _part(temperatures, part)
-                _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
-                p.div_(total)
-            db.addmm_(p.t(), low[part], alpha=-1)
-            breathe()
+        with gathered(None if ctx.kept is not None else ctx.weights):
+            for k, part in enumerate(_chunks(ids.numel())):
+                if ctx.kept is not None:
+                    p = ctx.kept[k]
+                else:
+                    warm = _part(temperatures, part)
+                    _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
+                    p.div_(total)
+                db.addmm_(p.t(), low[part], alpha=-1)
+                breathe()
         ctx.kept = None
-        return slope * g, da, db, *[None] * 5
+        return slope * g, da, db, *[None] * 6
 
 
 def _softmax(

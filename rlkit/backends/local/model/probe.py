@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rlkit.backends.local.model.gathering import gathered, weights_of
 from rlkit.backends.local.model.lengths import thresholds
 from rlkit.backends.local.model.logits_to_keep import logits_to_keep
 from rlkit.backends.local.model.windows import layer_windows, shorten
@@ -201,7 +202,8 @@ def _is_product(module: Any, args: tuple[Any, ...], out: object) -> bool:
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
     if not weight.is_floating_point():
         return False
-    product = nn.functional.linear(args[0], weight, module.bias)
+    with gathered(weights_of(module)):
+        product = nn.functional.linear(args[0], weight, module.bias)
     return product.shape == out.shape and bool((product - out).norm() <= 1e-2 * product.norm() + 1e-30)
 
 

@@ -126,7 +126,8 @@ def parts_agree(base: Base) -> bool:
         return False
     model: Any = base.tree()
     shorten(model.config.get_text_config(), WINDOW)
-    mark = nn.Parameter(torch.zeros_like(model.get_input_embeddings().weight[0]))
+    embeddings = model.get_input_embeddings().weight
+    mark = nn.Parameter(embeddings.new_zeros(embeddings.shape[1]))
     model.register_parameter("mark", mark)
     model.get_input_embeddings().register_forward_hook(lambda _, __, out: out + mark)
     tokens = np.resize(base.probe.tokens, min(LENGTH, base.max_length - 1))
