@@ -32,9 +32,10 @@ def main() -> None:
     """Serve in a process that rank 0 started."""
     settings = json.loads(sys.stdin.read())
     timeout = timedelta(seconds=settings["start"])
-    store = dist.TCPStore("127.0.0.1", int(settings["port"]), is_master=False, timeout=timeout)
+    host = str(settings.get("host", "127.0.0.1"))
+    store = dist.TCPStore(host, int(settings["port"]), is_master=False, timeout=timeout)
     rank, size = int(settings["rank"]), int(settings["size"])
-    Server(Replica, store, rank, size, settings["token"], lambda: os._exit(1), loopback=True).run()
+    Server(Replica, store, rank, size, settings["token"], lambda: os._exit(1), loopback=host == "127.0.0.1").run()
     sys.stdout.flush()
     os._exit(0)  # threads of libraries that were loaded would be waited for
 

@@ -33,7 +33,8 @@ class Child:
         self.rank = rank
         paths = [path or str(os.getcwd()) for path in sys.path]  # noqa: PTH109  # "" in a notebook
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        if settings.get("host") in (None, "127.0.0.1"):
+            environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the process

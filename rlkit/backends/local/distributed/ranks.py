@@ -50,7 +50,7 @@ class Ranks:
 
     def __init__(self, settings: Processes, options: Mapping[str, Any], place: torch.device, named: str | None) -> None:
         gpus = place.type == "cuda" and named in (None, "cuda")  # one for each
-        if gpus and settings.count > torch.cuda.device_count():
+        if gpus and settings.ray is None and settings.count > torch.cuda.device_count():
             what = f"got {settings.count}, and there are {torch.cuda.device_count()} GPUs"
             raise ConfigError("processes", what, "at most as many", "or device='cuda:0', which all would share")
         self._world = share_world(settings, "cuda" if gpus else "cpu")

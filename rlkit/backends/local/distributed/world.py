@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rlkit.backends.local.distributed.launch import Child
 from rlkit.backends.local.distributed.peer import Handler, Peer, Reply
+from rlkit.backends.local.distributed.ray_child import RayChild, RayRanks
 from rlkit.backends.local.distributed.rendezvous import (
     SLACK,
     Listener,
@@ -63,7 +64,7 @@ class World:
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._children: list[Child] = []
+        self._children: list[Child | RayChild] = []
         self._peers: list[Peer] = []
         self._threads: int | None = None
         self._torchrun = torchrun_size() is not None
@@ -136,36 +137,41 @@ class World:
             torch.set_num_threads(self._threads)
 
     def _find(self) -> list[Connection]:
-        settings = self.settings
+        settings, host = self.settings, "127.0.0.1"
+        placed: RayRanks | None = None
         if self._torchrun:
             store, _, size = torchrun_store(settings.start)
             listener = Listener(os.environ["MASTER_ADDR"])
             listener.announce(store, token=True)
         else:
             timeout, size = timedelta(seconds=settings.start), settings.count
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            listener = Listener("127.0.0.1")
+            if settings.ray is not None:
+                placed = RayRanks(settings)
+                host = placed.host
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            listener = Listener(host)
             listener.announce(store, token=False)
-            self._spawn(int(store.port), listener.token)
+            self._spawn(int(store.port), listener.token, placed)
         try:
             connections = listener.accept(size, settings.start, self._check_children)
         finally:
             listener.close()
         for connection in connections:
             connection.send(Message("join", {"device": self.device, "deadline": settings.deadline}))
-        join_group(store, 0, size, self.device, settings.deadline, loopback=not self._torchrun)
+        join_group(store, 0, size, self.device, settings.deadline, loopback=not self._torchrun and host == "127.0.0.1")
         return connections
 
-    def _spawn(self, port: int, token: str) -> None:
+    def _spawn(self, port: int, token: str, placed: RayRanks | None) -> None:
         threads, settings = self.settings.threads, self.settings
-        if threads is None and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        if threads is None and placed is None and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, torch.get_num_threads() // settings.count)  # or they would take turns on the cores
         if threads is not None:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(threads)
         own = {"port": port, "token": token, "size": settings.count, "start": settings.start}
         for rank in range(1, settings.count):
-            self._children.append(Child(rank, own, threads))
+            start = Child if placed is None else placed.start
+            self._children.append(start(rank, own, threads))
 
     def _check_children(self) -> None:
         for child in self._children:
@@ -226,6 +232,8 @@ def share_world(settings: Processes, device: str) -> World:
             _world = None
         if _world is None:
             _world = World(settings, device)
+        elif settings.ray is not None and settings.ray != _world.settings.ray:
+            raise ConfigError("Processes(ray)", "differs from the first backend's", "the same, or close that before")
         elif _world.size != settings.count or _world.device != device:
             what = f"got {settings.count} on {device}, and this process has {_world.size} on {_world.device}"
             raise ConfigError("processes", what, "the same, or close the other backends before")
