@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rlkit
@@ -74,6 +76,48 @@ def test_an_adapters_bytes(tiny, tmp_path, unembed):
     file = (tmp_path / ADAPTER).read_bytes()
     names = 8 + int.from_bytes(file[:8], "little")
     assert len(file) == names + numbers
+
+
+def test_bytes_between_processes(tiny, monkeypatch):
+    """Two ranks, two groups: what is summed, and arrays on the wire, each counted where it passes in this process."""
+    from rlkit.backends.local.distributed import replicas, wire
+
+    sent, received, summed = Counter(), Counter(), []
+    send, receive, all_reduce = wire.Connection.send, wire.Connection.receive, replicas.dist.all_reduce
+
+    def sending(self, message):
+        sent[message.kind] += sum(array.nbytes for array in message.arrays)
+        send(self, message)
+
+    def receiving(self):
+        message = receive(self)
+        received[message.kind] += sum(array.nbytes for array in message.arrays)
+        return message
+
+    def summing(tensor, **options):
+        summed.append(tensor.nbytes)
+        return all_reduce(tensor, **options)
+
+    monkeypatch.setattr(wire.Connection, "send", sending)
+    monkeypatch.setattr(wire.Connection, "receive", receiving)
+    monkeypatch.setattr(replicas.dist, "all_reduce", summing)
+    work = Work(prompts=2, group=3, prompt=7, completion=5, lora_rank=3, ranks=2)
+    data = [
+        rlkit.Sample(np.arange(7) + 10 * k, np.arange(5) + 50 * k + g, [-1.0] * 5).datum(1.0)
+        for k in (1, 2)
+        for g in range(3)
+    ]
+    lora = rlkit.Lora(rank=3, train_unembed=False)
+    with rlkit.connect("local", model=tiny("llama"), lora=lora, device="cpu", processes=2) as policy:
+        model = model_of(policy.base.model.config)
+        policy.forward_backward(data, "importance_sampling").result()
+        policy.optim_step(rlkit.Adam()).result()
+    moved = cost_model.bytes_moved(model, work)
+    assert summed == [moved["gradient"]]
+    assert sent["run"] == moved["datums"]
+    # to the loss, back from it, and with the results
+    assert received["loss"] + sent["reply"] + received["reply"] == moved["logprobs"]
+    assert received["loss"] == sent["reply"] == received["reply"]
 
 
 def test_bytes_of_sampling():
