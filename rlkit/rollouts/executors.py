@@ -28,7 +28,7 @@ __all__ = ["check", "placed"]
 
 EXECUTORS = ("threads", "ray")
 PATIENCE = 30.0  # seconds for a worker to start while others could do its work
-OPTIONS = ("workers", "num_cpus", "memory", "resources", "placement_group")
+OPTIONS = ("workers", "num_cpus", "num_gpus", "memory", "resources", "placement_group")
 
 
 def check(executor: str, options: Mapping[str, object]) -> None:

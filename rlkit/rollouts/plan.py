@@ -55,8 +55,9 @@ class Plan:
         executor: where environments run: "threads" of this process, or "ray": in worker processes of Ray's, on the
             cluster that ``ray.init`` connected to, else on this machine. Several environments share a worker.
         executor_options: of Ray: "workers", how many, >= 1 (None: as many as the CPUs suffice for); and what each is
-            given: "num_cpus", >= 0 (1), "memory" in bytes, which on Linux its environments cannot exceed, "resources"
-            by name; "placement_group", Ray's own or its name: where they run, within what it has set aside.
+            given: "num_cpus", >= 0 (1), "num_gpus", >= 0 (0), "memory" in bytes, which on Linux its environments cannot
+            exceed, "resources" by name; "placement_group", Ray's own or its name: where they run, within what it has
+            set aside.
         retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``, of
             which ``EnvLost`` is one.
         attempts: how often in all, >= 1, after pauses that double from half a second on. An environment is made anew

@@ -387,6 +387,7 @@ class TestOnRay:
 
     def test_more_than_the_machine_has(self):
         """It is refused at once, where it would wait for ever."""
-        options = ON_RAY | {"executor_options": {"workers": 1, "num_cpus": 10_000}}
-        with pytest.raises(ConfigError, match="no more than this machine has"):
-            rollout_sync(RandomSampler(), Plays, n=1, **options)
+        for more, has in (({"num_cpus": 10_000}, "CPU: "), ({"num_cpus": 0, "num_gpus": 1000}, "GPU: ")):
+            options = ON_RAY | {"executor_options": {"workers": 1, **more}}
+            with pytest.raises(ConfigError, match=f"no more than this machine has .*{has}"):
+                rollout_sync(RandomSampler(), Plays, n=1, **options)
