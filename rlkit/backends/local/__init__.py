@@ -32,7 +32,7 @@ from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
-from rlkit.backends.local.model.lora import adapter_of, adapter_seed, with_adapter
+from rlkit.backends.local.model.lora import adapter_seed, with_adapter
 from rlkit.backends.local.model.untried import warn_untried
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.live import LiveLocalSampler
@@ -40,7 +40,6 @@ from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
 from rlkit.backends.local.training.forward import training_forward
-from rlkit.backends.local.training.own_logprobs import OwnLogprobs
 from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
@@ -190,7 +189,7 @@ class LocalBackend(InProcessBackend):
             options = {**self._settings, **sampling, "offload_folder": rows_in and str(rows_in)}
             self._begin_ranks(several, options, device, optimizer=start.resumes)
         if vllm is not None:
-            self._engine = self._begin_vllm(vllm, dtype)
+            self._engine = self._served_by(vllm, dtype)
 
     def _begin_ranks(
         self, settings: Processes, options: Mapping[str, Any], device: str | None, *, optimizer: bool
@@ -205,27 +204,11 @@ class LocalBackend(InProcessBackend):
             raise
         self._submit = self._ranks.submit
 
-    def _begin_vllm(self, settings: Vllm, dtype: str) -> SamplingEngine:
-        from rlkit.backends.vllm.engine import Trained, VllmEngine
+    def _served_by(self, vllm: Vllm, dtype: str) -> SamplingEngine:
+        from rlkit.backends.local.served import served_by
 
-        head = self.base.model.get_output_embeddings()
-        names = adapter_of(self._peft)
-        if any(self.base.model.get_submodule(name) is head for name in names):
-            raise ConfigError(
-                "sampler='vllm': vLLM serves no adapter on the output head; leave it out of target_modules"
-            )
-        trained = Trained(
-            model=self.base.path,
-            dtype=dtype,
-            lora=self._lora,
-            modules=list({name.rpartition(".")[2] for name in names}),
-            tokenizer=self.tokenizer,
-            max_length=self.max_length,
-            seeds=self._seeds,
-            logprobs=OwnLogprobs(self._trainer),
-        )
         try:
-            return VllmEngine(settings, trained)
+            return served_by(vllm, self.base, dtype, self._lora, self._peft, self._trainer, self._seeds)
         except BaseException:
             self.close()
             raise

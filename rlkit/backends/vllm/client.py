@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import attrs
 
 from rlkit._lazy import missing
-from rlkit.errors import BackendError, BackendTimeout, UnsupportedError
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import httpx
@@ -21,6 +21,13 @@ Json: TypeAlias = Mapping[str, object]
 
 _SHORT = 30.0  # seconds that an answer may take which needs no model
 _SHOWN = 600  # characters of a server's refusal
+_ADAPTERS = {  # what it says of adapters that it does not load, and what helps
+    "No adapter found": "it does not see that folder: give Vllm(folder=) on a file system that both machines have; "
+    "vLLM takes adapters by folder alone",
+    "max_lora_rank": "start it with a --max-lora-rank of the policy's rank at least, or train a lower rank",
+    "LoRA is not enabled": "start it with --enable-lora",
+    "target modules": "start it with these modules in --lora-target-modules, or train others",
+}
 
 
 class ServerLost(BackendError):
@@ -105,8 +112,21 @@ class VllmClient:
         return integers(answer.get("tokens"), f"{self.url}/tokenize: tokens")
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Have it load an adapter from a folder that it can read."""
-        await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, self._deadline)
+        """Have it load an adapter from a folder that it can read.
+
+        Raises:
+            ConfigError: it cannot read it, or was started for other adapters or none.
+            BackendError: as for all requests.
+        """
+        try:
+            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, self._deadline)
+        except ServerLost:
+            raise
+        except BackendError as error:
+            for words, remedy in _ADAPTERS.items():
+                if words in str(error):
+                    raise ConfigError(f"{error}; {remedy}") from error
+            raise
 
     async def unload_adapter(self, name: str) -> None:
         """Have it forget an adapter; requests that run go on."""

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import attrs
-import numpy as np
 
 from rlkit.backends.engine import LoraAdapter
 from rlkit.backends.live import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.sampling import SeedStream
-from rlkit.backends.vllm.client import Json, VllmClient
+from rlkit.backends.vllm.client import Json, ServerLost, VllmClient
 from rlkit.backends.vllm.live import ContinuingSampler
 from rlkit.backends.vllm.loop import EventLoop
 from rlkit.backends.vllm.opening import longest, named_model
-from rlkit.backends.vllm.probe import TEMPERATURE, Probe, Seen, TrainerLogprobs, different_tokenizer
+from rlkit.backends.vllm.probe import Probe, TrainerLogprobs, different_tokenizer
 from rlkit.backends.vllm.process import VllmProcess, free_port
 from rlkit.backends.vllm.sampler import VllmSampler
-from rlkit.backends.vllm.server import Adapter, Server
+from rlkit.backends.vllm.server import Adapter, Check, Server
 from rlkit.backends.vllm.settings import Vllm
-from rlkit.backends.vllm.wire import read_samples, read_scores, sample_request, score_request
-from rlkit.errors import BackendError, ConfigError, UnsupportedError
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
 from rlkit.futures import Future
-from rlkit.types import Lora, SamplingParams
+from rlkit.types import Lora
 
 __all__ = ["Trained", "VllmEngine"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _KEPT = 2  # versions that stay loaded, whoever samples from them
 _TEXTS = ("Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x\n", "Übergröße, naïve café 你好世界")
@@ -80,8 +82,18 @@ class _Policy:
         return f"{what} at {', '.join(server.client.url for server in self.engine.servers)}"
 
     async def generate(self, body: Json) -> Json:
-        server = min(self.engine.servers, key=lambda server: server.busy)
-        return await server.generate({**body, "model": self.engine.base if self.adapter is None else self.adapter.name})
+        asked = {**body, "model": self.engine.base if self.adapter is None else self.adapter.name}
+        hung: list[Server] = []
+        while True:
+            server = self.engine.next_server(hung)
+            try:
+                return await server.generate(asked)
+            except ServerLost:  # asked again: elsewhere, or there when it is back
+                _log.warning("%s was lost; its requests are asked again", server.client.url)
+            except BackendTimeout:
+                hung.append(server)
+                if all(server.gone is not None or server in hung for server in self.engine.servers):
+                    raise
 
 
 class VllmEngine:
@@ -112,8 +124,9 @@ class VllmEngine:
             trained.logprobs, trained.tokenizer, tolerance, scale=lora.alpha / lora.rank, rank=lora.rank
         )
         try:
-            self.servers += _servers(settings, trained, self.base)
+            self.servers += _servers(settings, trained, self.base, self._check)
             self.max_length, self._scored = self._begin()
+            self._expected = self._probe.expected(0.0)
             for server in self.servers:
                 self._compare(server, self.base, 0, scale=0.0)
         except BaseException:
@@ -122,18 +135,21 @@ class VllmEngine:
 
     def load_adapter(self, adapter: LoraAdapter, version: int) -> None:
         """Write it into a folder, have all servers load it, and compare a few of its logprobs with the trainer's."""
-        name = f"rlkit-{self._run}-{self._count}-version-{version}"
-        self._count += 1
-        folder = self._folder / name
-        adapter.save(folder)
-        loaded = Adapter(name, folder, version)
-        weakref.finalize(loaded, _forget, self._loop, self.servers, name, folder)
-        self._do(*(server.load(loaded) for server in self.servers))
-        for server in self.servers:
-            self._compare(server, name, version)
+        loaded = self._load(adapter, version)
         self._loaded[version] = self._recent[version] = loaded
         while len(self._recent) > _KEPT:
             self._recent.popitem(last=False)
+
+    def try_adapter(self, adapter: LoraAdapter) -> bool:
+        """Do the same with one that is forgotten at once; called while the trainer's own is that one, too.
+
+        Returns:
+            False: nothing was done, since it changes too little to be told from the base model.
+        """
+        if self._probe.is_telling:
+            self._load(adapter, 0)
+            return True
+        return False
 
     def sampler(self, version: int) -> Sampler | None:
         """Return a sampler of that version while servers have it."""
@@ -152,7 +168,7 @@ class VllmEngine:
 
     async def _abort(self, request: str) -> None:
         with contextlib.suppress(BackendError):  # of a server that is gone
-            await asyncio.gather(*(server.client.abort(request) for server in self.servers))
+            await asyncio.gather(*(server.client.abort(request) for server in self.servers if server.up))
 
     def base_sampler(self) -> Sampler:
         """Return a sampler of the base model."""
@@ -189,16 +205,62 @@ class VllmEngine:
                 raise ConfigError(f"{server.client.url}: {other}; give it the model that is trained")
         return min(length for length, _ in lengths), min(scored for _, scored in lengths)
 
+    def next_server(self, without: Sequence[Server] = ()) -> Server:
+        """Return the server that is asked next: of those that are up the one that has least to do.
+
+        Raises:
+            BackendError: all are gone.
+        """
+        left = [server for server in self.servers if server.gone is None and server not in without]
+        if not left:
+            raise next(server.gone for server in self.servers if server.gone is not None)
+        return min(left, key=lambda server: (not server.up, server.busy))
+
+    def _load(self, adapter: LoraAdapter, version: int) -> Adapter:
+        name = f"rlkit-{self._run}-{self._count}-version-{version}"
+        self._count += 1
+        folder = self._folder / name
+        adapter.save(folder)
+        loaded = Adapter(name, folder, version, self._probe.expected())
+        weakref.finalize(loaded, _forget, self._loop, self.servers, name, folder)
+        for server in self._do(self._load_everywhere(loaded))[0]:
+            self._compare(server, name, version)
+        return loaded
+
+    async def _load_everywhere(self, adapter: Adapter) -> list[Server]:
+        """Return the servers that have it now; one that is coming back gets it then, and one at least has it."""
+        while True:
+            waited = self.next_server()
+            if not waited.up:
+                with contextlib.suppress(ServerLost):
+                    await waited.settled()
+                continue
+            up = [server for server in self.servers if server.up]
+            for server in self.servers:
+                server.expect(adapter)
+            results = await asyncio.gather(*(server.load(adapter) for server in up), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException) and not isinstance(result, (ServerLost, BackendTimeout)):
+                    raise result
+            done = [server for server, result in zip(up, results, strict=True) if result is None]
+            if done:
+                return done
+
+    async def _check(self, server: Server, adapters: Sequence[Adapter]) -> None:
+        for name, expected in [(each.name, each.expected) for each in adapters] or [(self.base, self._expected)]:
+            ask = partial(_ask_directly, server, name)
+            await self._probe.recheck(ask, f"{name} at {server.client.url}", expected)
+
     def _compare(self, server: Server, model: str, version: int, scale: float = 1.0) -> None:
-        tokens, tokenizer = self._probe.tokens, self._trained.tokenizer
-        params = SamplingParams(max_tokens=8, temperature=TEMPERATURE, stop=())
-        drawn = sample_request(tokens, params, 1, version, params.max_tokens, tokenizer)
         where = f"{model} at {server.client.url}"
-        scored, sampled = self._do(
-            server.generate({**score_request(tokens, 0), "model": model}), server.generate({**drawn, "model": model})
-        )
-        (sample,) = read_samples(sampled, where, tokens, params, 1, version, tokenizer.vocab_size)
-        seen = Seen(read_scores(scored, where, tokens, 0)[0], np.concatenate([tokens, sample.tokens]), sample.logprobs)
+
+        async def ask(body: Json) -> Json:
+            return await server.generate({**body, "model": model})
+
+        try:
+            (seen,) = self._do(self._probe.look(ask, where, version))
+        except ServerLost:  # it is checked when it comes back
+            return
         self._probe.check(where, seen, version, scale)
 
     def _do(self, *work: Coroutine[object, object, T]) -> list[T]:
@@ -208,10 +270,17 @@ class VllmEngine:
         return self._loop.submit(together()).result()
 
 
-def _servers(settings: Vllm, trained: Trained, base: str) -> list[Server]:
+async def _ask_directly(server: Server, model: str, body: Json) -> Json:
+    """Ask one that gets no requests yet."""
+    return await server.client.generate({**body, "model": model})
+
+
+def _servers(settings: Vllm, trained: Trained, base: str, check: Check) -> list[Server]:
     if settings.urls:
         clients = [VllmClient(url, key=settings.key, deadline=settings.deadline) for url in settings.urls]
-        return [Server(client, None, start=settings.start, restarts=settings.restarts) for client in clients]
+        return [
+            Server(client, None, start=settings.start, restarts=settings.restarts, check=check) for client in clients
+        ]
     key, port = secrets.token_hex(16), free_port()
     command = settings.command(trained.model, trained.dtype, trained.lora, trained.modules, trained.max_length, base)
     environment = {
@@ -223,7 +292,7 @@ def _servers(settings: Vllm, trained: Trained, base: str) -> list[Server]:
     }
     process = VllmProcess([*command, "--host", "127.0.0.1", "--port", str(port)], environment)
     client = VllmClient(f"http://127.0.0.1:{port}", key=key, deadline=settings.deadline)
-    return [Server(client, process, start=settings.start, restarts=settings.restarts)]
+    return [Server(client, process, start=settings.start, restarts=settings.restarts, check=check)]
 
 
 def _forget(loop: EventLoop, servers: Sequence[Server], name: str, folder: Path) -> None:

