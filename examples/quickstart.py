@@ -2,6 +2,7 @@
 
     python examples/quickstart.py                  # a LoRA on SmolLM2-135M-Instruct, on a CPU, a few minutes
     python examples/quickstart.py --backend toy    # the same program on a toy model, in seconds
+    python examples/quickstart.py --sampler vllm   # vLLM samples what this process trains
 
 Stop it at any moment and start it again: it goes on. One step of the loop is the function ``train``. It is yours: copy
 this file and change what you like.
@@ -224,6 +225,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], epilog=f"defaults by backend: {DEFAULTS}")
     parser.add_argument("--backend", choices=DEFAULTS, default="local", help="what is trained (default: %(default)s)")
     parser.add_argument("--model", help="a directory, a hub id, or smollm2-135m-instruct")
+    parser.add_argument("--sampler", help="vllm, or the URL of a server, instead of this process (docs/backends.md)")
     parser.add_argument("--steps", type=int, help="optimizer steps")
     parser.add_argument("--learning-rate", type=float, help="of Adam")
     for name, default, text in (
@@ -251,6 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     args = arguments(argv)
     options = {"model": args.model, "lora": rlkit.Lora(rank=args.rank)}
+    if args.sampler is not None:  # vLLM serves no adapter on the output head
+        options |= {"sampler": args.sampler, "lora": rlkit.Lora(rank=args.rank, train_unembed=False)}
     config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))}
     with rlkit.Run(args.out, seed=args.seed, config=config, trackers=("jsonl",)) as run:
         loop(run, run.connect(args.backend, **options), args)

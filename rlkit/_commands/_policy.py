@@ -1,4 +1,4 @@
-"""A policy on a command line: a run's folder, what ``save`` returned, or a model."""
+"""A policy on a command line: a run's folder, what ``save`` returned, a model, or the URL of one that is served."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlkit.backends import Sampler
 
-__all__ = ["KINDS", "add_options", "check", "is_run", "opened"]
+__all__ = ["KINDS", "add_options", "check", "is_run", "is_url", "opened"]
 
-KINDS = "a run's folder, what save() returned, or a model"
+KINDS = "a run's folder, what save() returned, a model, or the URL of a server of vLLM"
 _TOY = "toy"  # the backend of one model alone, which has no name
 
 
@@ -36,6 +36,11 @@ def is_run(policy: str) -> bool:
     return (Path(policy) / "checkpoints").is_dir()
 
 
+def is_url(policy: str | None) -> bool:
+    """Return whether it is served."""
+    return policy is not None and policy.startswith(("http://", "https://"))
+
+
 def opened(policy: str | None, backend: str, *, role: str, step: int | None, **options: object) -> Sampler:
     """Return the policy, frozen.
 
@@ -47,6 +52,8 @@ def opened(policy: str | None, backend: str, *, role: str, step: int | None, **o
     """
     import rlkit
 
+    if policy is not None and is_url(policy):
+        return rlkit.sampler(policy, model=None, path=None, **options)
     if policy is not None and ("://" in policy or (Path(policy) / "state.json").is_file() or is_run(policy)):
         return rlkit.runs.sampler(policy, role=role, step=step, **options)
     return rlkit.sampler(backend, model=None if backend == _TOY else policy, path=None, **options)

@@ -24,7 +24,9 @@ _SHORTEST = 12  # characters of a key
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit serve``."""
-    text = "a directory, a hub id, smollm2-135m-instruct; with --openai also a run's folder or what save() returned"
+    text = (
+        "a directory, a hub id, smollm2-135m-instruct; with --openai also a run's folder, what save() returned, a URL"
+    )
     parser.add_argument("--model", help=text)
     parser.add_argument("--backend", default="local", help="local, toy, or another that is installed (default: local)")
     parser.add_argument("--openai", action="store_true", help="serve chat completions, completions and their like")
@@ -100,7 +102,7 @@ def _openai(options: argparse.Namespace, key: str | None) -> int:
         raise ConfigError(f"${KEY}", "is shorter than that", f"at least {_SHORTEST} characters")
     if options.model is not None:
         _policy.check("--model", options.model, options.backend)
-    name = options.name or Path(options.model or options.backend).name
+    name = options.name or ("policy" if _policy.is_url(options.model) else Path(options.model or options.backend).name)
     of_backend = settings("--option", options.option, taken=("seed",))
     if options.seed is not None:
         of_backend["seed"] = options.seed

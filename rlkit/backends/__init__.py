@@ -83,11 +83,20 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     """Open a frozen policy without a trainer: a teacher, a reference, a finished policy.
 
     Args:
-        name: as in ``connect``.
-        model: the base model.
+        name: as in ``connect``, or the URL of a server of vLLM, or of a gateway, whose options are those of
+            ``rlkit.backends.vllm.open_sampler``.
+        model: the base model; at a URL, the name of what it serves, None for its base model.
         path: what ``save`` returned; None is the base model itself. ``rlkit.runs.sampler`` opens a run's policy.
         options: as in ``connect``, without ``init_from`` and ``resume_from``.
     """
+    if isinstance(name, str) and name.startswith(("http://", "https://")):
+        if path is not None:
+            raise ConfigError(
+                "rlkit.sampler(path)", "is given beside a URL", "model=, the name of what is served there"
+            )
+        from rlkit.backends.vllm import open_sampler
+
+        return open_sampler(name, model=model, **options)
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")

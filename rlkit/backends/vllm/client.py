@@ -42,11 +42,13 @@ class Model:
         name: what requests call it.
         max_length: tokens at most of a prompt and its completion; None: the server does not say.
         parent: of an adapter, the name of its base model.
+        root: the folder or hub id that it was read from, as the server says.
     """
 
     name: str
     max_length: int | None
     parent: str | None
+    root: str | None = None
 
 
 class VllmClient:
@@ -96,12 +98,13 @@ class VllmClient:
             raise BackendError(f"{self.url}/v1/models: no list of models; is it a server of vLLM?")
         models = []
         for card in cast("Sequence[Json]", cards):
-            length, parent = card.get("max_model_len"), card.get("parent")
+            length, parent, root = card.get("max_model_len"), card.get("parent"), card.get("root")
             models.append(
                 Model(
                     str(card.get("id")),
                     length if isinstance(length, int) else None,
                     parent if isinstance(parent, str) else None,
+                    root if isinstance(root, str) else None,
                 )
             )
         return models

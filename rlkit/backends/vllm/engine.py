@@ -25,7 +25,7 @@ from rlkit.backends.vllm.client import Json, ServerLost, VllmClient
 from rlkit.backends.vllm.live import ContinuingSampler
 from rlkit.backends.vllm.loop import EventLoop
 from rlkit.backends.vllm.opening import longest, named_model
-from rlkit.backends.vllm.probe import Probe, TrainerLogprobs, different_tokenizer
+from rlkit.backends.vllm.probe import TEXTS, Probe, TrainerLogprobs, different_tokenizer
 from rlkit.backends.vllm.process import VllmProcess, free_port
 from rlkit.backends.vllm.sampler import VllmSampler
 from rlkit.backends.vllm.server import Adapter, Check, Server
@@ -41,7 +41,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _KEPT = 2  # versions that stay loaded, whoever samples from them
-_TEXTS = ("Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x\n", "Übergröße, naïve café 你好世界")
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
 
 
@@ -199,8 +198,8 @@ class VllmEngine:
             elif model.name != self.base:
                 raise ConfigError(f"{server.client.url}: serves {model.name!r}, and another server {self.base!r}")
             lengths.append(longest(model, self._trained.max_length))
-            tokens = self._do(*(server.client.tokenize(text) for text in _TEXTS))
-            other = different_tokenizer(self._trained.tokenizer, _TEXTS, tokens)
+            tokens = self._do(*(server.client.tokenize(text) for text in TEXTS))
+            other = different_tokenizer(self._trained.tokenizer, TEXTS, tokens)
             if other:
                 raise ConfigError(f"{server.client.url}: {other}; give it the model that is trained")
         return min(length for length, _ in lengths), min(scored for _, scored in lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ import attrs
 from rlkit import _check
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import SeedStream, entropy_of
+from rlkit.backends.transformers_tokenizer import tokenizer_from
 from rlkit.backends.vllm.client import Json, Model, VllmClient
 from rlkit.backends.vllm.loop import EventLoop
+from rlkit.backends.vllm.probe import TEXTS, check_logprobs_mode, different_tokenizer
 from rlkit.backends.vllm.sampler import VllmSampler
 from rlkit.errors import ConfigError
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["longest", "named_model", "open_sampler"]
+
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -40,7 +45,7 @@ class _Remote:
 def open_sampler(
     url: str,
     *,
-    tokenizer: str | Path | Tokenizer | PreTrainedTokenizerBase,
+    tokenizer: str | Path | Tokenizer | PreTrainedTokenizerBase | None = None,
     model: str | None = None,
     key: str | None = None,
     seed: int | None = None,
@@ -50,8 +55,10 @@ def open_sampler(
     """Open a sampler of what a server of vLLM, or a gateway of rlkit, serves: a teacher, a judge, a finished policy.
 
     Args:
-        url: where it listens. vLLM has to be started with ``--enable-scale-out --logprobs-mode processed_logprobs``.
-        tokenizer: the model's: a folder, a hub id, or one that is open already.
+        url: where it listens. vLLM has to be started with ``--enable-scale-out --logprobs-mode processed_logprobs
+            --generation-config vllm``.
+        tokenizer: the model's: a folder, a hub id, or one that is open already; None: that of the folder or hub id
+            which the server names as its model's.
         model: its name there, or that of an adapter; None: the base model.
         key: its API key.
         seed: of requests that bring none; None for a fresh one.
@@ -59,26 +66,49 @@ def open_sampler(
         deadline: seconds that an answer may take.
 
     Raises:
-        ConfigError: it serves no such model; or an argument is out of range.
-        BackendError: it cannot be reached.
+        ConfigError: it serves no such model, or has another tokenizer; or an argument is out of range.
+        UnsupportedError: it has not the endpoint.
+        BackendError: it cannot be reached, or its logprobs are not those of the distribution that it draws from.
     """
-    from rlkit.backends.transformers_tokenizer import tokenizer_from
-
     _check.require(isinstance(url, str), "open_sampler(url)", url, "a URL")
     _check.integer("open_sampler(version)", version, low=0)
-    seeds, words = SeedStream(entropy_of(seed)), tokenizer_from(tokenizer)
+    seeds = SeedStream(entropy_of(seed))
     client = VllmClient(url, key=key, deadline=_check.real("open_sampler(deadline)", deadline, above=0.0))
     loop = EventLoop("rlkit-vllm")
     loop.at_end.append(client.close)
     try:
         served = named_model(loop.submit(client.models()).result(), model, client.url)
+        words = _tokenizer_of(served, client.url) if tokenizer is None else tokenizer_from(tokenizer)
+        remote = _Remote(client, served.name)
+        loop.submit(_check_server(remote, words)).result()
     except BaseException:
         loop.close()
         raise
     length, scored = longest(served, 2**31)
-    remote = _Remote(client, served.name)
     weakref.finalize(remote, loop.close, wait=False)
     return VllmSampler(remote, loop, tokenizer=words, max_length=length, scored=scored, version=version, seeds=seeds)
+
+
+async def _check_server(remote: _Remote, tokenizer: Tokenizer) -> None:
+    """Raise where a sampler would give wrong numbers, as the first request would show."""
+    other = different_tokenizer(tokenizer, TEXTS, [await remote.client.tokenize(text) for text in TEXTS])
+    if other:
+        raise ConfigError(f"{remote.client.url}: {other}; give tokenizer= that of its model")
+    await check_logprobs_mode(remote.generate, remote.name, tokenizer.encode(TEXTS[0]), tokenizer)
+
+
+def _tokenizer_of(model: Model, where: str) -> Tokenizer:
+    """Return the tokenizer of a folder or hub id that a server names.
+
+    Raises:
+        ConfigError: it names none that can be read here.
+    """
+    if model.root is None or not (Path(model.root).is_dir() or _HUB.fullmatch(model.root)):
+        raise ConfigError(
+            f"{where}: it names {model.root!r} as its model's folder, which is not here; give tokenizer=, a folder, a "
+            "hub id, or a tokenizer"
+        )
+    return tokenizer_from(model.root)
 
 
 def named_model(models: list[Model], name: str | None, where: str) -> Model:

@@ -15,12 +15,14 @@ from rlkit.backends.vllm.wire import read_samples, read_scores, sample_request, 
 from rlkit.errors import BackendError
 from rlkit.types import SamplingParams
 
-__all__ = ["Ask", "Probe", "TrainerLogprobs", "check_logprobs_mode", "different_tokenizer"]
+__all__ = ["TEXTS", "Ask", "Probe", "TrainerLogprobs", "check_logprobs_mode", "different_tokenizer"]
 
 Ask: TypeAlias = Callable[[Json], Awaitable[Json]]
 """Return the answer to a request of one model at one server."""
 
 _TEXT = "The answer is 42, since 6 * 7 = 42. Next question: why is the sky blue? It scatters"
+# A server's tokenizer is compared by these.
+TEXTS = ("Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x\n", "Übergröße, naïve café 你好世界")
 _LENGTH = 24  # tokens
 _TEMPERATURE = 0.7  # of what is sampled
 _REMEDY = "start the server with --logprobs-mode processed_logprobs"

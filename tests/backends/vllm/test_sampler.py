@@ -119,6 +119,23 @@ def test_refused_before_it_is_sent(sampler, inner):
         sampler.sample([1], PARAMS)
 
 
+class Reversed:
+    """Another tokenizer."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.eos_ids, self.vocab_size, self.chat_template = inner.eos_ids, inner.vocab_size, None
+
+    def encode(self, text, *, special=False):
+        return self.inner.encode(text)[::-1]
+
+    def decode(self, tokens, skip_special=True):
+        return self.inner.decode(tokens)
+
+    def apply_chat_template(self, messages, **variables):
+        raise NotImplementedError
+
+
 def test_errors_of_the_server(gateway, inner):
     """A wrong key, a model that is not there, nobody at that address."""
     with pytest.raises(rlkit.BackendError, match="401"):
@@ -127,18 +144,44 @@ def test_errors_of_the_server(gateway, inner):
         open_sampler(gateway.url, tokenizer=inner.tokenizer, key="secret", model="other")
     with pytest.raises(rlkit.BackendError, match="cannot be reached"):
         open_sampler("http://127.0.0.1:9", tokenizer=inner.tokenizer)
+    with pytest.raises(rlkit.ConfigError, match="names 'policy' as its model's folder, which is not here"):
+        open_sampler(gateway.url, key="secret")
+    with pytest.raises(rlkit.ConfigError, match="another tokenizer.*give tokenizer="):
+        open_sampler(gateway.url, key="secret", tokenizer=Reversed(inner.tokenizer))
+
+
+def test_a_url_is_a_policy(gateway, inner):
+    """For evaluations, for `rlkit.sampler`, and for another gateway over it."""
+    from rlkit.envs import function
+    from rlkit.evaluation import evaluate_sync
+
+    options = {"tokenizer": inner.tokenizer, "key": "secret"}
+    with rlkit.sampler(gateway.url, **options) as first, Gateway(first, open=True, key="other") as outer:
+        rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "2 + 2 =", "answer": "4"}]
+        tasks = function(rows, lambda text, answer: float(answer in text), name="sums")
+        scores = evaluate_sync(first, tasks, params=PARAMS, progress=False).scores
+        assert scores["sums"].episodes == 2
+        with rlkit.sampler(outer.url, tokenizer=inner.tokenizer, key="other") as second:
+            text = inner.tokenizer.encode("hello there")
+            assert np.abs(second.logprobs(text).result() - inner.logprobs(text).result()).max() < 1e-5
+            drawn = [each.sample(text, PARAMS, seed=3).result()[0].tokens.tolist() for each in (first, second)]
+            assert all(len(tokens) == 5 for tokens in drawn)
+    with pytest.raises(rlkit.ConfigError, match="beside a URL"):
+        rlkit.sampler(gateway.url, path="x")
 
 
 class Waits:
-    """A sampler that never answers, and tells when its request was cancelled or forgotten."""
+    """A sampler that answers what is asked at opening alone, and tells when a request was cancelled or forgotten."""
 
     def __init__(self, inner):
         self.tokenizer, self.max_length, self.version = inner.tokenizer, inner.max_length, 0
-        self.asked, self.dropped = threading.Event(), threading.Event()
+        self.asked, self.dropped, self.inner = threading.Event(), threading.Event(), inner
 
     def sample(self, prompt, params, *, n=1, seed=None):
         import concurrent.futures
 
+        if params.top_k == 1:
+            return self.inner.sample(prompt, params, n=n, seed=seed)
         self.asked.set()
         return Future.wrap(concurrent.futures.Future(), on_drop=self.dropped.set, on_cancel=self.dropped.set)
 
