@@ -26,7 +26,7 @@ from rlkit.backends import Sampler, TrainerBackend
 from rlkit.envs import Tasks
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import rollout_sync
-from rlkit.tracking import read_metrics, train_metrics
+from rlkit.tracking import mismatch_metrics, read_metrics, train_metrics
 
 try:
     import reasoning_gym
@@ -87,6 +87,7 @@ def train(run: rlkit.Run, policy: TrainerBackend, tasks: Tasks, args: argparse.N
         **groups.metrics,
         **batch.metrics,
         **train_metrics(batch.data, loss.result(), update.result()),
+        **mismatch_metrics(batch.data, loss.result().selected),
         "reward/std_error": float(means.std() / max(1, len(means) - 1) ** 0.5),
         "reward/without_signal": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "reward/with_number": with_number(trajectories),

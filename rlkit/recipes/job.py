@@ -15,6 +15,7 @@ from rlkit.envs import TaskSource
 from rlkit.errors import ConfigError
 from rlkit.recipes import checks, differences, keys, models, rows
 from rlkit.recipes import tasks as environments
+from rlkit.recipes.correction import CORRECTIONS, correction_of
 from rlkit.recipes.demonstrations import check_rows
 from rlkit.recipes.inputs import Experience, Format
 from rlkit.recipes.method import Method, resolve
@@ -61,6 +62,7 @@ class Job:
         stored: groups to train from, or None.
         operators: what is done to groups before they train.
         masked: names of environments whose answers do not train where they were cut.
+        correction: of ``rlkit.recipes.correction.CORRECTIONS``, or None.
         hint: what a policy that is its own teacher is told.
         policy, chat, critic, teacher: the models; None where the method has no such.
         schedule: the optimizer's steps.
@@ -83,6 +85,7 @@ class Job:
     stored: Sequence[Group] | None
     operators: Operators
     masked: frozenset[str]
+    correction: str | None
     hint: str
     policy: models.PolicyOptions
     chat: models.ChatOptions
@@ -107,6 +110,7 @@ def build_job(settings: Settings) -> Job:
         raise ConfigError("mode", "is 'serve'", "both, explore, train or bench", "rlkit serve serves")
     method, buffer, algorithm = resolve(settings.algorithm), settings.buffer, settings.algorithm
     _say(method.unused)
+    _check.choice("algorithm.correction", algorithm.correction, ("auto", "none", *CORRECTIONS))
     for text in differences.notes(algorithm, method):
         logger.info("%s", text)
     size = _check.integer("buffer.batch_size", buffer.batch_size, low=1)
@@ -166,6 +170,7 @@ def build_job(settings: Settings) -> Job:
         masked=frozenset(
             each.name for each in tasksets if (each.default_workflow_type or inputs.default_workflow_type) in MASKED
         ),
+        correction=correction_of(algorithm.correction, method, elsewhere=policy.options.get("sampler") is not None),
         hint=algorithm.hint,
         policy=policy,
         chat=models.chat_options(settings.model, engine, forms[0]),

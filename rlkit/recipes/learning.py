@@ -55,6 +55,7 @@ class Algorithm:
     sample_strategy: Literal["default", "warmup", "mix", "staleness_control"] | None = None
     sample_strategy_args: Mapping[str, object] | None = None
     hint: str = HINT
+    correction: str = "auto"
 
 
 @attrs.frozen

@@ -17,6 +17,7 @@ from rlkit.credit import Batch, Item, minibatches
 from rlkit.critics import Critic
 from rlkit.evaluation import evaluate_sync
 from rlkit.recipes.batch import assign_credit, experts, weigh
+from rlkit.recipes.correction import correct
 from rlkit.recipes.demonstrations import demonstrations, preferences, texts
 from rlkit.recipes.hints import peer_hints
 from rlkit.recipes.job import Job
@@ -24,9 +25,9 @@ from rlkit.recipes.operators import was_cut
 from rlkit.recipes.play import play
 from rlkit.rollouts import AsyncRollouts, Rollouts, async_rollouts
 from rlkit.runs import Run
-from rlkit.tracking import train_metrics
+from rlkit.tracking import mismatch_metrics, train_metrics
 from rlkit.trajectory import Group
-from rlkit.types import Datum
+from rlkit.types import Datum, ForwardBackwardOutput
 
 __all__ = ["evaluate", "train"]
 
@@ -184,18 +185,40 @@ class _Loop:
 
     def update(self, step: int, items: Sequence[Item]) -> dict[str, float]:
         """Train, in as many optimizer steps as minibatches and epochs say; return means over these."""
-        if self.method.old_logprobs is not None and items:  # those of the policy before the first update
-            now = self.policy.forward([datum for item in items for datum in item.data]).result().selected
-            rows = _with_input([item.data for item in items], self.method.old_logprobs, now)
-            items = [attrs.evolve(item, data=row) for item, row in zip(items, rows, strict=True)]
+        version, mismatch = self.policy.version, {}
+        if items and (self.method.old_logprobs is not None or self.job.correction is not None):
+            found = self.policy.forward([datum for item in items for datum in item.data]).result()
+            mismatch = _mismatch(items, found.selected, version)
+            items, more = self._corrected(items, found.selected)
+            mismatch |= more
         parts = minibatches(items, self.job.minibatch, epochs=self.job.trainer.epochs, seed=(self.run.seed, step))
-        updates = [self._step(step, part) for part in parts]
+        updates = []
+        for part in parts:
+            output, metrics = self._step(step, part)
+            updates.append(metrics)
+            if output is not None and not mismatch and len(updates) == 1:  # before the first update
+                mismatch = _mismatch(part, output.selected, version)
         names = sorted({name for each in updates for name in each})
         means = {name: float(np.mean([each[name] for each in updates if name in each])) for name in names}
-        return {**means, "train/learning_rate": self.job.schedule.rate(step), "train/updates": float(len(updates))}
+        return {
+            **means,
+            **mismatch,
+            "train/learning_rate": self.job.schedule.rate(step),
+            "train/updates": float(len(updates)),
+        }
 
-    def _step(self, step: int, items: Sequence[Item]) -> dict[str, float]:
-        """Take one optimizer step."""
+    def _corrected(self, items: Sequence[Item], now: Sequence[np.ndarray]) -> tuple[Sequence[Item], dict[str, float]]:
+        """Return the items with the weights and older logprobs that the job has, and what is said of the weights."""
+        metrics: dict[str, float] = {}
+        if self.job.correction is not None:
+            items, metrics = correct(self.job.correction, items, now)
+        if self.method.old_logprobs is not None:  # those of the policy before the first update
+            rows = _with_input([item.data for item in items], self.method.old_logprobs, now)
+            items = [attrs.evolve(item, data=row) for item, row in zip(items, rows, strict=True)]
+        return items, metrics
+
+    def _step(self, step: int, items: Sequence[Item]) -> tuple[ForwardBackwardOutput | None, dict[str, float]]:
+        """Take one optimizer step; return what was found before it, unless the critic alone was trained."""
         mu = None if self.method.mu is None else self.method.mu(step)
         data = weigh(self.method, items, constant=float(self.job.width), mu=mu)
         metrics = {} if mu is None else {"train/mu": mu}
@@ -204,10 +227,22 @@ class _Loop:
             self.critic.optim_step(self.job.schedule.adam(step, self.job.critic.rate)).result()
             metrics["train/critic_loss"] = valued.result().metrics["loss:sum"]
             if step < self.job.critic.warmup:
-                return metrics
+                return None, metrics
         output = self.policy.forward_backward(data, self.method.loss, config=self.method.loss_args)
         update = self.policy.optim_step(self.job.schedule.adam(step))  # sent before the other is read
-        return {**metrics, **train_metrics(data, output.result(), update.result())}
+        return output.result(), {**metrics, **train_metrics(data, output.result(), update.result())}
+
+
+def _mismatch(items: Sequence[Item], now: Sequence[np.ndarray], version: int) -> dict[str, float]:
+    """Return how far the sampler is from the trainer on what this very policy sampled."""
+    rest = iter(now)
+    pairs = [(item, datum, next(rest)) for item in items for datum in item.data]
+    fresh = [
+        (datum, logprobs)
+        for item, datum, logprobs in pairs
+        if item.trajectory is not None and item.trajectory.version == version and "sampling_logprobs" in datum.inputs
+    ]
+    return mismatch_metrics([datum for datum, _ in fresh], [logprobs for _, logprobs in fresh])
 
 
 def _with_input(rows: Sequence[Sequence[Datum]], name: str, arrays: Sequence[np.ndarray]) -> list[list[Datum]]:

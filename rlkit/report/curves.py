@@ -51,6 +51,8 @@ _PANELS = (
     _Panel("Evaluation", ("eval/mean", "eval/*/mean", "eval/*/success"), note="mean score"),
     _Panel("Benchmarks", ("=benchmarks",), note="score of a harness, 95 % interval"),
     _Panel("KL, sampler to trainer", ("train/kl_v1", "train/kl_v2", "train/kl_k3", "train/kl*"), note="nats per token"),
+    _Panel("Mismatch", ("sampler/mismatch/kl",), note="KL of the sampler, newest policy, nats per token"),
+    _Panel("Mismatch, ratios", ("sampler/mismatch/ratio*",), note="trainer / sampler, the least and the largest"),
     _Panel("Entropy", ("train/entropy",), note="nats per token"),
     _Panel("Clip fraction", ("train/clip_fraction*", "train/clip*"), "share", "of tokens, ratio out of bounds"),
     _Panel("Length", ("env/*/tokens", "sample/tokens"), note="tokens of the policy's in an episode"),

@@ -10,7 +10,7 @@ from rlkit.tracking.jsonl import Jsonl, read_metrics
 from rlkit.tracking.names import NAMES, Name, standard
 from rlkit.tracking.protocol import Tracker
 from rlkit.tracking.several import Several
-from rlkit.tracking.training import train_metrics
+from rlkit.tracking.training import mismatch_metrics, train_metrics
 
 __all__ = [
     "NAMES",
@@ -20,6 +20,7 @@ __all__ = [
     "Tracker",
     "for_run",
     "masked",
+    "mismatch_metrics",
     "read_metrics",
     "registry",
     "standard",
@@ -55,5 +56,16 @@ def for_run(name: str, folder: str | Path) -> Tracker:
     return tracker
 
 
-for _public in (Jsonl, Name, Several, Tracker, for_run, masked, read_metrics, standard, train_metrics):
+for _public in (
+    Jsonl,
+    Name,
+    Several,
+    Tracker,
+    for_run,
+    masked,
+    mismatch_metrics,
+    read_metrics,
+    standard,
+    train_metrics,
+):
     _public.__module__ = __name__  # where users import them from

@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlkit import metrics
 from rlkit.errors import DataError
 from rlkit.types import Datum, ForwardBackwardOutput
 
-__all__ = ["train_metrics"]
+__all__ = ["mismatch_metrics", "train_metrics"]
 
 
 def train_metrics(
@@ -69,6 +71,36 @@ def train_metrics(
     diagnostics |= {f"train/clip_fraction/{side}": value for side, value in metrics.clip_fraction(**two).items()}
     diagnostics |= {f"train/ratio/{which}": value for which, value in metrics.ratio_statistics(**two).items()}
     return diagnostics
+
+
+def mismatch_metrics(data: Sequence[Datum], trainer_logprobs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return how far the sampler is from the trainer on tokens that the policy itself sampled, before it is updated.
+
+    Two programs compute one policy: what is not 0 here is their rounding, or a mistake. ``train_metrics`` has the same
+    distances under "train/kl_..." and "train/ratio/...", of whatever trains, older samples and later updates included.
+
+    Args:
+        data: datums of the newest version, with ``sampling_logprobs``.
+        trainer_logprobs: float32 [n] of each, ``selected`` of what ``forward`` or ``forward_backward`` gave.
+
+    Returns:
+        "sampler/mismatch/kl", k3 in nats per token, and "sampler/mismatch/ratio_min" and "..._max" of the ratio
+        trainer / sampler; {} where there is no token.
+
+    Raises:
+        DataError: data and logprobs do not belong together.
+
+    >>> from rlkit import Datum
+    >>> datum = Datum([5, 6, 7], [0, 1, 1], {"sampling_logprobs": [-1.0, -1.0]})
+    >>> mismatch_metrics([datum], [np.array([-1.0, -1.0])])
+    {'sampler/mismatch/kl': 0.0, 'sampler/mismatch/ratio_min': 1.0, 'sampler/mismatch/ratio_max': 1.0}
+    """
+    if not sum(logprobs.size for logprobs in trainer_logprobs):
+        return {}
+    sampling = [datum.select(datum.inputs["sampling_logprobs"]) for datum in data]
+    kl = metrics.kl_k3(trainer_logprobs=trainer_logprobs, sampling_logprobs=sampling)
+    ratios = metrics.ratio_statistics(trainer_logprobs=trainer_logprobs, sampling_logprobs=sampling)
+    return {"sampler/mismatch/kl": kl} | {f"sampler/mismatch/ratio_{x}": ratios[x] for x in ("min", "max")}
 
 
 def _advantages(data: Sequence[Datum]) -> dict[str, float]:

@@ -313,3 +313,54 @@ def test_groups_that_teach_nothing_are_played_again(tmp_path):
     )
     assert plain[0][1]["filter/zero_variance"] > 0
     assert plain[0][1]["train/datums"] == 8 - 2 * plain[0][1]["filter/zero_variance"]
+
+
+def steps_of(outcome):
+    """The metrics of a run's optimizer steps."""
+    return [metrics for _, metrics in curve(outcome) if "train/loss" in metrics]
+
+
+def test_the_sampler_is_compared_with_the_trainer(tmp_path):
+    """At every step, on what the newest policy sampled; the toy's two are one program."""
+    rows = steps_of(played(tmp_path / "fresh", steps=2))
+    assert all(abs(row["sampler/mismatch/kl"]) < 1e-9 for row in rows)
+    assert all(abs(row["sampler/mismatch/ratio_max"] - 1) < 1e-4 for row in rows)
+    older = steps_of(played(tmp_path / "older", "synchronizer.sync_offset=1", steps=3))
+    assert ["sampler/mismatch/kl" in row for row in older] == [True, False, False]
+
+
+def test_corrections_multiply_weights(tmp_path):
+    """Of what was sampled alone, by the ratio before the first update; where there is nothing to correct, by 1."""
+    import numpy as np
+
+    from rlkit.credit import Item
+    from rlkit.recipes.correction import correct, correction_of
+    from rlkit.recipes.learning import Algorithm
+    from rlkit.recipes.method import resolve
+
+    rows = steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2))
+    assert all(
+        row[f"train/correction/{which}"] == pytest.approx(1, abs=1e-4) for row in rows for which in ("min", "max")
+    )
+    sampled = rlkit.Datum([1, 2, 3], [0, 1, 1], {"sampling_logprobs": [-1.0, -2.0], "weights": 0.5})
+    shown = rlkit.Datum([1, 2, 3], [0, 1, 1], {"sampling_logprobs": [-1.0, -2.0]})
+    items = [Item([sampled], 0, object()), Item([shown], 1)]
+    now = [np.array([-1.0 + np.log(1.5), -2.0 - np.log(4)]), np.zeros(2)]
+    corrected, metrics = correct("token_tis", items, now)
+    (datum,) = corrected[0].data
+    assert datum.select(datum.inputs["weights"]) == pytest.approx([0.75, 0.125])
+    assert "weights" not in corrected[1].data[0].inputs
+    assert (metrics["train/correction/min"], metrics["train/correction/max"]) == pytest.approx((0.25, 1.5))
+
+    def auto(name="auto", elsewhere=True, **settings):
+        return correction_of(name, resolve(Algorithm(**settings)), elsewhere=elsewhere)
+
+    assert auto(algorithm_type="opmd") == "token_tis"
+    assert auto(algorithm_type="opmd", elsewhere=False) is None
+    assert auto(algorithm_type="opmd", name="none") is None
+    assert auto(algorithm_type="grpo") is None  # its ratio is to what the sampler reported
+    assert auto(algorithm_type="grpo", bypass_old_logprobs=False) == "token_tis"  # no longer
+    assert auto(algorithm_type="grpo", bypass_old_logprobs=False, policy_loss_fn="decoupled_ppo") is None
+    assert auto(algorithm_type="raft") is auto(algorithm_type="sft") is None
+    with pytest.raises(rlkit.ConfigError, match=r"algorithm\.correction"):
+        played(tmp_path / "none", "algorithm.correction=tis", steps=1)

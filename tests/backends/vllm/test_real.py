@@ -5,9 +5,13 @@ RLKIT_VLLM_PYTHON=/path/bin/python python -m pytest tests/backends/vllm/test_rea
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import re
 import shlex
 import signal
+import threading
 import time
 
 import numpy as np
@@ -15,10 +19,12 @@ import pytest
 
 import rlkit
 from rlkit.backends.vllm import Vllm
+from rlkit.backends.vllm.process import VllmProcess, free_port
+from rlkit.backends.vllm.server import Server, VllmClient
 from rlkit.testing.conformance.sampling import SamplingTests
 from rlkit.testing.conformance.scores import ScoreTests
 
-pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx")
 pytest.importorskip("peft")
 
 PYTHON = os.environ.get("RLKIT_VLLM_PYTHON")
@@ -61,31 +67,35 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def url(model):
-    """One server for the suite, started as ``connect`` starts it."""
-    from rlkit.backends.vllm.process import VllmProcess, free_port
-    from rlkit.backends.vllm.server import Server, VllmClient
-
+@contextlib.contextmanager
+def serving(model, *arguments):
+    """A server as ``connect`` starts it, with more arguments: its URL and its process."""
     settings, port = started(), free_port()
     command = settings.command(model, "float32", LORA, MODULES, 128, "base")
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    process = VllmProcess(
-        [*command, "--host", "127.0.0.1", "--port", str(port)], {**environment, **settings.environment}
-    )
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    process = VllmProcess([*command, *address, *arguments], {**environment, **settings.environment})
+
+    async def checked(server, adapters):
+        pass
 
     async def begin():
         client = VllmClient(f"http://127.0.0.1:{port}")
-        await Server(client, process, start=900.0, restarts=0).begin()
+        await Server(client, process, start=900.0, restarts=0, check=checked).begin()
         await client.close()
-
-    import asyncio
 
     try:
         asyncio.run(begin())
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="module")
+def url(model):
+    """One server for the suite."""
+    with serving(model) as (url, _):
+        yield url
 
 
 class TestVllm(SamplingTests, ScoreTests):
@@ -122,6 +132,109 @@ class TestVllm(SamplingTests, ScoreTests):
 def step(policy):
     policy.forward_backward([rlkit.Datum.supervised([5, 6], [7, 8, 9])], "cross_entropy")
     policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
+
+
+def test_a_group_computes_its_prompt_once(url, model):
+    """The samples of one request share it, as do later requests."""
+    prompt = np.arange(3, 3 + 96)
+    params = rlkit.SamplingParams(max_tokens=4, stop=())
+
+    def count(what):
+        text = httpx.get(f"{url}/metrics", timeout=30.0).text
+        return sum(float(each) for each in re.findall(rf"^vllm:{what}_total{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+
+    with rlkit.sampler(url, tokenizer=model, seed=0) as sampler:
+        before = count("prefix_cache_queries"), count("prefix_cache_hits")
+        assert len(sampler.sample(prompt, params, n=8).result()) == 8
+        queries, hits = (count(f"prefix_cache_{x}") - y for x, y in zip(("queries", "hits"), before, strict=True))
+    assert queries == 8 * 96
+    assert hits >= 7 * 64
+
+
+def test_a_server_without_a_trainer(url, model):
+    """It names its model's folder; it is evaluated, and a gateway over it gives the same numbers."""
+    from rlkit.envs import function
+    from rlkit.evaluation import evaluate_sync
+    from rlkit.gateway import Gateway
+
+    params = rlkit.SamplingParams(max_tokens=4, stop=())
+    with rlkit.sampler(url, seed=0) as sampler, Gateway(sampler, open=True, key="k") as gateway:
+        tasks = function([{"prompt": "ab", "answer": "c"}], lambda text, answer: float(answer in text), name="letters")
+        assert evaluate_sync(sampler, tasks, n=2, params=params, progress=False).scores["letters"].episodes == 2
+        with rlkit.sampler(gateway.url, tokenizer=sampler.tokenizer, key="k") as again:
+            assert np.abs(again.logprobs(TEXT).result() - sampler.logprobs(TEXT).result()).max() < 1e-4
+            ids, _ = again.top_logprobs(TEXT, 3).result()
+            assert ids.tolist() == sampler.top_logprobs(TEXT, 3).result()[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        (rlkit.Lora(rank=16, train_unembed=False), "rank 16 is greater than max_lora_rank 8.*--max-lora-rank"),
+        (rlkit.Lora(rank=4), r"no adapter on the output head.*train_unembed=False"),
+        (rlkit.Lora(rank=4, target_modules=("embed_tokens",)), "expected linear modules"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_at_connect(url, model, tmp_path, lora, sentence):
+    """With the remedy."""
+    with pytest.raises(rlkit.ConfigError, match=sentence):
+        rlkit.connect("local", model=model, lora=lora, device="cpu", sampler=url, folder=tmp_path)
+
+
+def test_a_folder_that_it_does_not_see_is_named(url, model, tmp_path, monkeypatch):
+    """As where it runs on another machine."""
+    from rlkit.backends.engine import LoraAdapter
+
+    monkeypatch.setattr(LoraAdapter, "save", lambda adapter, folder: None)
+    with pytest.raises(rlkit.ConfigError, match=r"does not see that folder: give Vllm\(folder=\)"):
+        rlkit.connect("local", model=model, lora=LORA, device="cpu", sampler=url, folder=tmp_path)
+
+
+def test_another_tokenizer_is_named(url, model):
+    """By the tokens that it makes of a text."""
+    import transformers as tf
+
+    other = tf.AutoTokenizer.from_pretrained(model)
+    other.add_tokens(["Hello"])
+    with pytest.raises(rlkit.ConfigError, match="another tokenizer: of 'Hello"):
+        rlkit.sampler(url, tokenizer=other)
+
+
+def test_raw_logprobs_are_named(model, tmp_path):
+    """Of a server that was started without processed_logprobs."""
+    with serving(model, "--logprobs-mode", "raw_logprobs") as (url, _):
+        with pytest.raises(rlkit.BackendError, match=r"top_k=1 .*--logprobs-mode processed_logprobs"):
+            rlkit.sampler(url)
+        with pytest.raises(rlkit.BackendError, match=r"those of temperature 1: .*processed_logprobs"):
+            rlkit.connect("local", model=model, lora=LORA, device="cpu", sampler=url, folder=tmp_path)
+
+
+def test_a_server_that_hangs_is_left_for_another(model, tmp_path):
+    """Stopped by a signal, which breaks no connection; then killed."""
+    from tests.backends.vllm.standin import Http, Standin
+
+    params = rlkit.SamplingParams(max_tokens=4, stop=())
+    with serving(model) as (url, process), Http(Standin(model)) as second:
+        thread = threading.Thread(target=second.serve_forever, daemon=True)
+        thread.start()
+        sampler = Vllm(urls=[url, second.url], deadline=30.0, start=5.0, restarts=1)
+        try:
+            with rlkit.connect(
+                "local", model=model, lora=LORA, device="cpu", sampler=sampler, folder=tmp_path
+            ) as policy:
+                step(policy)
+                frozen = policy.sampler().result()
+                os.killpg(process.pid, signal.SIGSTOP)
+                samples = [future.result()[0] for future in [frozen.sample(TEXT, params, seed=i) for i in range(4)]]
+                os.killpg(process.pid, signal.SIGKILL)
+                step(policy)
+                samples += policy.sampler().result().sample(TEXT, params).result()
+                assert [sample.version for sample in samples] == [1, 1, 1, 1, 2]
+                trained = policy.forward([samples[-1].datum(0.0)]).result().selected[0]
+                assert np.abs(trained - samples[-1].logprobs).max() < 1e-4
+        finally:
+            second.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
