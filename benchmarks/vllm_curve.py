@@ -31,7 +31,7 @@ from rlkit.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SIDES = {"local": ("sampled by rlkit", "tab:blue"), "vllm": ("sampled by vLLM", "tab:orange")}
-REWARD, WANTED = "env/sums/reward", ("train/kl_k3", "train/ratio/min", "train/ratio/max", "time/rollout", "time/train")
+REWARD, WANTED = "env/sums/reward", ("train/kl_k3", "train/ratio/min", "train/ratio/max")
 
 
 def quickstart() -> ModuleType:
@@ -62,7 +62,7 @@ def play(example: ModuleType, side: str, seed: int, given: argparse.Namespace) -
 
 
 def results(out: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Side -> seed -> name -> a number for each step, and the two scores."""
+    """Side -> seed -> name -> a number for each step."""
     curves: dict[str, dict[str, dict[str, list[float]]]] = {side: {} for side in SIDES}
     for side in SIDES:
         for folder in sorted(out.glob(f"{side}-*")):
@@ -70,7 +70,6 @@ def results(out: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
             steps = [row for row in rows if REWARD in row]
             if steps:
                 found = {name: [float(f"{row[name]:.4g}") for row in steps] for name in (REWARD, *WANTED)}
-                found["held-out"] = [row["eval/held-out/mean"] for row in rows if "eval/held-out/mean" in row]
                 curves[side][folder.name.rpartition("-")[2]] = found
     return curves
 

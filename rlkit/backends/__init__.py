@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -94,9 +95,10 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
             raise ConfigError(
                 "rlkit.sampler(path)", "is given beside a URL", "model=, the name of what is served there"
             )
-        from rlkit.backends.vllm import open_sampler
-
-        return open_sampler(name, model=model, **options)
+        served: Sampler = import_module("rlkit.backends.vllm").open_sampler(
+            name, model=model, **options
+        )  # stands on this
+        return served
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
         raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")

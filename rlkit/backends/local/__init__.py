@@ -46,7 +46,7 @@ from rlkit.backends.outputs import output
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.vllm.settings import Vllm, check_lora
-from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
+from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 

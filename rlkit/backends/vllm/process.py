@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import IO
 
 from rlkit.backends.vllm.keeper import GRACE
+from rlkit.errors import BackendError
 
 __all__ = ["VllmProcess", "free_port"]
 
 _LINES, _LINE = 400, 2000  # of its log that are kept, and characters of each
+_PORTS = range(20_000, 32_000)
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")  # of this environment, not of the server's
 
 
@@ -89,8 +92,12 @@ class VllmProcess:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port of this machine that nobody listens on.
+
+    It is below those that systems give to connections: a server that is started takes it only when it has loaded much.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise BackendError("sampler='vllm': no port of this machine is free")

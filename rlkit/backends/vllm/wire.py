@@ -17,6 +17,7 @@ __all__ = ["read_samples", "read_scores", "sample_request", "score_request", "se
 
 Entries: TypeAlias = Mapping[str, Mapping[str, object]]
 
+_HOTTEST = 2.0
 _COLDEST = 0.01  # vLLM takes a lower temperature for this one
 
 
@@ -48,6 +49,8 @@ def sample_request(
     """
     if 0 < params.temperature < _COLDEST:
         raise UnsupportedError(f"sample(params): temperature={params.temperature}: vLLM has 0, and {_COLDEST} or more")
+    if params.temperature > _HOTTEST:
+        raise UnsupportedError(f"sample(params): temperature={params.temperature}: vLLM has {_HOTTEST:g} at most")
     how: dict[str, object] = {
         "n": n,
         "seed": seed_of(seed),

@@ -112,6 +112,8 @@ def test_refused_before_it_is_sent(sampler, inner):
     """What vLLM would do otherwise than it was told, bad arguments, and all after close()."""
     with pytest.raises(rlkit.UnsupportedError, match=r"temperature=0\.005"):
         sampler.sample([1], rlkit.SamplingParams(temperature=0.005))
+    with pytest.raises(rlkit.UnsupportedError, match="2 at most"):
+        sampler.sample([1], rlkit.SamplingParams(temperature=2.5))
     with pytest.raises(rlkit.DataError, match="the server samples one behind"):
         sampler.logprobs(np.ones(inner.max_length, np.int64))
     sampler.close()
