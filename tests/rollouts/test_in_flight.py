@@ -158,6 +158,32 @@ def test_ratios_of_mixed_batches(policy, recompute):
     assert len(drew) > 1
 
 
+def test_a_local_policy(tiny, tmp_path):
+    """Of a LoRA that is trained meanwhile: every token is of its version, and ratios are to the one that drew it."""
+    pytest.importorskip("peft")
+    params = SamplingParams(max_tokens=24, stop=())
+    how = {"max_lag": 2, "in_flight": True, "recompute": True, "plan": Plan(n=2, params=params, seed=5, max_turns=1)}
+    options = {"model": tiny("llama"), "lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "folder": tmp_path}
+    with rlkit.connect("local", **options) as policy:
+        frozen = {}
+        with async_rollouts(policy, TASKS, size=3, steps=6, **how) as batches:
+            for groups in batches:
+                snapshot = policy.sampler().result()
+                frozen[snapshot.version] = snapshot
+                data = [d for g in groups for t in g.trajectories for d in datums(t, 1.0)]
+                trainer = policy.forward(data).result().selected
+                drawn = [d.select(d.inputs["sampling_logprobs"]) for d in data]
+                weights = token_tis(trainer_logprobs=trainer, sampling_logprobs=drawn, clip_high_threshold=1e30)
+                for sample, now, w in zip(samples_of(groups), trainer, weights, strict=True):
+                    text = np.concatenate([sample.prompt, sample.tokens])
+                    for version in {*sample.token_versions.tolist()}:
+                        own = sample.token_versions == version
+                        theirs = frozen[version].logprobs(text).result()[sample.prompt.size :]
+                        np.testing.assert_allclose(w[own], np.exp(now - theirs)[own], rtol=2e-3)
+                train(policy, groups)
+        assert {*frozen} == {*range(6)}
+
+
 def test_a_service_whose_requests_end_as_they_began(tmp_path):
     """True is refused there; with "requests" later turns take the newer policy, and every sample is of one."""
     pytest.importorskip("tinker")
