@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -105,25 +106,27 @@ class Ranks:
         losses = None if loss is None else Losses(loss, data, shares)
         self._losses = losses
         earlier = [p.grad for p in trainer.parameters.values()]
-        calls = {}
+        call, calls = "forward_backward" if backward else "forward", {}
         for rank, share in enumerate(shares):
             if rank and share:
                 fields, arrays = packed_data([data[i] for i in share])
                 described = None if loss is None else [loss.level, loss.driver, loss.entropy]
                 fields |= {"backend": self._backend, "loss": described, "names": list(names), "backward": backward}
                 calls[rank] = self._world.call(rank, "run", fields, arrays)
+                if losses is not None:  # which others wait for, and rank 0
+                    calls[rank].add_done_callback(partial(_abort, losses, rank, call))
         kept = ("logprobs", *names)
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in kept}
         try:
             own = [data[i] for i in shares[0]]
             asked = None if losses is None else AskedLoss(losses, own)
             computed, _ = yield from trainer.run(own, asked, names, backward=backward)
-            while not all(call.done() for call in calls.values()):
+            while not all(reply.done() for reply in calls.values()):
                 concurrent.futures.wait(calls.values(), _LOOK)
                 yield
             if losses is not None and losses.error is not None:
                 raise losses.error
-            replies = self._collect(calls, "forward_backward" if backward else "forward")
+            replies = self._collect(calls, call)
         except BaseException as error:
             self._break_off(calls, losses, earlier, error, backward=backward)
             raise
@@ -146,10 +149,12 @@ class Ranks:
         replies = self._tell_all("step", adam=attrs.asdict(params))
         try:
             metrics = self._together(lambda: self._whole.step(params))
-        except BackendError:
+        except BackendError as error:
             self._world.check()
-            self._settle(replies)  # which found the same
-            raise
+            self._settle(replies)
+            if any(reply.exception() is None for reply in replies.values()):
+                raise self._world.fail(f"optim_step: only rank 0 raised {error}") from error
+            raise  # all ranks found the same
         self._same(self._collect(replies, "optim_step", fatal=True))
         return metrics
 
@@ -230,11 +235,9 @@ class Ranks:
         self._world.check()
         for rank, reply in replies.items():
             error = reply.exception()
-            if isinstance(error, RemoteError):
-                text = f"{call}: rank {rank} raised {error}"
-                raise self._world.fail(text) if fatal else BackendError(text)
             if error is not None:
-                raise error
+                named = _named(error, rank, call)
+                raise self._world.fail(str(named)) if fatal else named
         return {rank: reply.result() for rank, reply in replies.items()}
 
     def _together(self, work: Callable[[], T]) -> T:
@@ -270,6 +273,18 @@ class Ranks:
         if backward and self._world.broken is None:
             fields = {"backend": self._backend}
             self._settle({rank: self._world.call(rank, "take_back", fields) for rank in calls})
+
+
+def _named(error: BaseException, rank: int, call: str) -> BaseException:
+    """Return what a rank raised as an error of this process."""
+    return BackendError(f"{call}: rank {rank} raised {error}") if isinstance(error, RemoteError) else error
+
+
+def _abort(losses: Losses, rank: int, call: str, reply: Reply) -> None:
+    """Let nobody wait for a rank that asks no more."""
+    error = reply.exception()
+    if error is not None:
+        losses.abort(_named(error, rank, call))
 
 
 def _put(outputs: Outputs, share: Sequence[int], values: Mapping[str, Sequence[torch.Tensor]]) -> None:

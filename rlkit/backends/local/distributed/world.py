@@ -62,7 +62,8 @@ class World:
         self.ticks: list[Callable[[], None]] = []
         self._handlers: dict[int, Handler] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.RLock()
+        self._lock, self._making_group = threading.RLock(), threading.Lock()
+        self._process = os.getpid()
         self._ended = threading.Event()
         self._children: list[Child | RayChild] = []
         self._peers: list[Peer] = []
@@ -74,6 +75,7 @@ class World:
                 self._peers.append(Peer(connection, self._handle, partial(self._gone, rank)))
         except BaseException:
             self._end_all(0.0)
+            self._give_threads_back()
             raise
         for peer in self._peers:
             peer.start()
@@ -106,10 +108,13 @@ class World:
 
     def open(self, fields: Mapping[str, Any]) -> tuple[list[Reply], dist.ProcessGroup]:
         """Have every rank open a backend; return their replies, and a group for its gradients."""
-        with self._lock:  # ranks make groups in one order
+        with self._making_group:  # ranks make groups in one order
             self.check()
             replies = [self.call(rank, "open", fields) for rank in range(1, self.size)]
-            return replies, dist.new_group(timeout=timedelta(seconds=self.settings.deadline + SLACK))
+            try:
+                return replies, dist.new_group(timeout=timedelta(seconds=self.settings.deadline + SLACK))
+            except RuntimeError as error:
+                raise self.fail(f"ranks did not come together: {error}") from error
 
     def fail(self, why: str) -> RankLost:
         """End everything, since a rank is gone or differs from the others; return the error of all later calls."""
@@ -122,7 +127,9 @@ class World:
             return self.broken
 
     def end(self) -> None:
-        """Let all ranks leave. May be called twice."""
+        """Let all ranks leave. May be called twice; does nothing in a process that was forked off."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if self._ended.is_set():
                 return
@@ -133,8 +140,7 @@ class World:
         self._end_all(_GRACE)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        self._give_threads_back()
 
     def _find(self) -> list[Connection]:
         settings, host = self.settings, "127.0.0.1"
@@ -158,7 +164,11 @@ class World:
             listener.close()
         for connection in connections:
             connection.send(Message("join", {"device": self.device, "deadline": settings.deadline}))
-        join_group(store, 0, size, self.device, settings.deadline, loopback=not self._torchrun and host == "127.0.0.1")
+        loopback = not self._torchrun and host == "127.0.0.1"
+        try:
+            join_group(store, 0, size, self.device, settings.deadline, loopback=loopback)
+        except RuntimeError as error:
+            raise BackendError(f"processes: ranks did not come together: {error}") from error
         return connections
 
     def _spawn(self, port: int, token: str, placed: RayRanks | None) -> None:
@@ -207,6 +217,10 @@ class World:
             for tick in list(self.ticks):
                 tick()
 
+    def _give_threads_back(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+
     def _end_all(self, patience: float) -> None:
         for peer in self._peers:
             peer.close()
@@ -223,11 +237,13 @@ def share_world(settings: Processes, device: str) -> World:
 
     Raises:
         ConfigError: there is one of another size.
-        BackendError: its ranks did not start.
+        BackendError: its ranks did not start, or are gone.
     """
     global _world  # noqa: PLW0603  # a process has one default process group
     with _opening:
         if _world is not None and _world.broken is not None:
+            if torchrun_size() is not None:  # which starts all of them again, or none
+                _world.check()
             _world.end()
             _world = None
         if _world is None:

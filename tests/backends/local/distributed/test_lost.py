@@ -28,7 +28,7 @@ data = rows([3, 60, 9, 5, 33])
 step = rlkit.Adam(learning_rate=0.01)
 
 def connect(**options):
-    options = {"model": model, "device": "cpu", "folder": folder, "processes": Processes(2, deadline=5.0), **options}
+    options = {"model": model, "device": "cpu", "folder": folder, "processes": 2, **options}
     return rlkit.connect("local", **options)
 
 def train(policy, loss="cross_entropy"):
@@ -78,12 +78,17 @@ same = rlkit.connect("local", resume_from=again, device="cpu", processes=1)
 assert same.version == 1
 """,
     "stopped": """
-policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=10.0))
 train(policy)
 for pid in ranks_of(os.getpid()):
     os.kill(pid, signal.SIGSTOP)
-why, seconds = lost(lambda: train(policy))
-assert "no sign of life for 5 s" in why, why
+
+@rlkit.losses.loss(level="batch")
+def of_all(logprobs):  # rank 0 waits for the logprobs of the other
+    return -sum(x.sum() for x in logprobs)
+
+why, seconds = lost(lambda: train(policy, of_all))
+assert "no sign of life for 10 s" in why, why
 assert seconds < 60, seconds
 end = time.monotonic() + 30
 while ranks_of(os.getpid()):  # a stopped process is killed
