@@ -10,16 +10,11 @@ pytest.importorskip("peft")
 
 
 class TestTwoProcesses(BackendConformance):
+    """With several micro-batches on each."""
+
     @pytest.fixture(autouse=True)
     def _connect(self, connect):
         self.connect = connect
 
     def make(self, folder, **options):
-        return self.connect(folder=folder, **options)
-
-
-class TestTwoProcessesSmallBatches(TestTwoProcesses):
-    """Several micro-batches on each rank, and adapters that are not merged."""
-
-    def make(self, folder, **options):
-        return self.connect(folder=folder, merge=False, micro_batch_tokens=16, **options)
+        return self.connect(folder=folder, micro_batch_tokens=16, **options)

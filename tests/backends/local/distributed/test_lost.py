@@ -76,6 +76,12 @@ assert resumed.version == 1
 train(resumed)
 same = rlkit.connect("local", resume_from=again, device="cpu", processes=1)
 assert same.version == 1
+
+sampler = resumed.sampler().result()  # and now while both sample
+futures = [sampler.sample([5, k], rlkit.SamplingParams(max_tokens=120, stop=()), n=64) for k in range(6)]
+for pid in ranks_of(os.getpid()):
+    os.kill(pid, signal.SIGKILL)
+lost(lambda: [future.result() for future in futures])
 """,
     "stopped": """
 policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=10.0))
@@ -95,19 +101,6 @@ while ranks_of(os.getpid()):  # a stopped process is killed
     assert time.monotonic() < end
     time.sleep(0.05)
 policy.close()
-""",
-    "killed while both sample": """
-policy = connect(lora=rlkit.Lora(rank=2), seed=0)
-sampler = policy.sampler().result()
-futures = [sampler.sample([5, k], rlkit.SamplingParams(max_tokens=120, stop=()), n=64) for k in range(6)]
-for pid in ranks_of(os.getpid()):
-    os.kill(pid, signal.SIGKILL)
-
-def read():
-    for future in futures:
-        future.result()
-
-lost(read)
 """,
 }
 
