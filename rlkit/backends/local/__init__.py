@@ -28,7 +28,7 @@ from rlkit.backends.local.checkpoint import (
 )
 from rlkit.backends.local.checks import check_computing, checked_engine, checked_sampler, model_of
 from rlkit.backends.local.distributed.settings import Processes, processes_of, serves
-from rlkit.backends.local.model.base import load_base
+from rlkit.backends.local.model.base import COPIED_UNDER, load_base
 from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
@@ -57,9 +57,6 @@ __all__ = ["LocalBackend"]
 
 _log = logging.getLogger(__name__)
 
-# Bytes; above it a merge takes longer than it saves. In bfloat16 a merge would lose what a small step changed: half of
-# it at a learning rate of 1e-5.
-_MERGED_UNDER = 2 * 10**9
 _SNAPSHOTS = 4  # policy, reference and teacher, say, whose weights and prefixes stay while they take turns;
 _COPIES = 4 * 10**9  # of merged ones as many as fit into so many bytes
 
@@ -155,7 +152,8 @@ class LocalBackend(InProcessBackend):
         how = "rlkit's own forward" if base.llama else "the library's modules"
         _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
-        small = base.nbytes < _MERGED_UNDER and dtype == "float32"
+        # In bfloat16 a merge would lose what a small step changed: half of it at a learning rate of 1e-5.
+        small = base.nbytes < COPIED_UNDER and dtype == "float32"
         self._merge = bool(resumed.get("merge", small)) if merge == "auto" else merge
         self._settings = {
             "model": located(model),

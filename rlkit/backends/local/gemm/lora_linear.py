@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.gemm import mixed
-from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
+from rlkit.backends.local.gemm.prepacked import Prepacked, Weight, matmul, prepack
 from rlkit.errors import BackendError
 
 __all__ = ["Adapter", "LoraLinear", "LoraPair", "fuse_weights", "fused_weight", "keep_address", "upcast"]
@@ -44,7 +44,7 @@ class LoraLinear:
         scale: float,
     ) -> None:
         self.weight, self.bias, self._sizes = weight, bias, sizes
-        self.merged: Weight | None = None
+        self.packed: Weight | None = None  # what calls multiply by instead, the adapters merged into it or beside it
         self.a: torch.Tensor | None = None
         self.b: torch.Tensor | None = None
         self.attach(pairs, scale)
@@ -58,8 +58,12 @@ class LoraLinear:
         self.parameters = [x for _, a, b in self._pairs for x in (a, b)]
 
     @torch.no_grad()
-    def prepare(self) -> None:
-        """Read the adapters as they are now: all A one above the other, all scaled B as a block diagonal."""
+    def prepare(self, packed: Weight | None = None) -> None:
+        """Read the adapters as they are now: all A one above the other, all scaled B as a block diagonal.
+
+        ``packed`` is the weight itself, for calls without a gradient, prepacked where that is worth it.
+        """
+        self.packed = packed if isinstance(packed, Prepacked) else None
         if not self._pairs:
             self.a = self.b = None
             return
@@ -71,21 +75,21 @@ class LoraLinear:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Merge the adapters into a copy of the weight: W + scale B A, computed in float32 and cast."""
-        copied = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
-        place, self.merged = self.merged if copied else None, None
+        """Merge the adapters into a prepacked copy of the weight: W + scale B A, computed in float32 and cast."""
+        copied = isinstance(self.packed, torch.Tensor) and self.packed is not self.weight
+        place, self.packed = self.packed if copied else None, None
         merged = self.weight
         if self._pairs:
             merged = self.weight.to(torch.float32, copy=True)
             for outputs, a, b in self._pairs:
                 merged[outputs].addmm_(b.float(), a.float(), alpha=self.scale)
-        self.merged = prepack(merged.to(self.weight.dtype), place)
-        self._pairs, self.parameters = [], []
+        self.packed = prepack(merged.to(self.weight.dtype), place)
+        self._pairs, self.parameters, self.a, self.b = [], [], None, None
 
     @property
     def weights(self) -> list[Weight]:
         """Every [out, in] that a call multiplies by."""
-        weight = self.weight if self.merged is None else self.merged
+        weight = self.weight if self.packed is None else self.packed
         return [x for x in (weight, self.a, self.b) if x is not None]
 
     def __call__(
@@ -94,12 +98,11 @@ class LoraLinear:
         """[N, in] -> [N, out], and x A^T for ``gradients``; ``residual`` [N, out] is added."""
         if residual is not None and self._adds_in_float32(x, residual):
             return self._onto(residual, x)
-        if self.merged is not None:
-            y = matmul(x, self.merged)
+        fits = residual is not None and residual.dtype == x.dtype and self.bias is None and self.packed is None
+        if self.packed is not None:
+            y = matmul(x, self.packed)
             y = y if self.bias is None else y.add_(self.bias)
-            return (y if residual is None else residual + y), None
-        fits = residual is not None and residual.dtype == x.dtype and self.bias is None
-        if fits:
+        elif fits:
             y = torch.addmm(residual, x, self.weight.t())
         else:
             y = torch.nn.functional.linear(x, self.weight, self.bias)
@@ -114,10 +117,10 @@ class LoraLinear:
 
     def _onto(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add all to a residual in float32, where a product can do that."""
-        weight = self.weight if self.merged is None else self.merged
+        weight = self.weight if self.packed is None else self.packed
         assert isinstance(weight, torch.Tensor), "weights are prepacked on CPUs alone"  # noqa: S101
         y = mixed.add_product(residual, x, weight.t())
-        low = None if self.merged is not None else self.low(x)
+        low = self.low(x)
         return (y if low is None or self.b is None else mixed.add_product(y, low, self.b.t())), low
 
     def low(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PackedGemm", "available"]
+__all__ = ["PackedGemm", "available", "preferred"]
 
 ROWS = 64  # that a weight is packed for; any number can be computed
 ROW_MAJOR, PLAIN, TRANSPOSED, PACKED, SECOND = 101, 111, 112, 151, 162  # of mkl_cblas.h
@@ -63,6 +63,13 @@ def available() -> bool:
         return bool(_library())
     except (OSError, AttributeError):
         return False
+
+
+@functools.cache
+def preferred() -> bool:
+    """Return whether MKL is there, and this processor one that it is written for."""
+    info = Path("/proc/cpuinfo")
+    return available() and info.exists() and "GenuineIntel" in info.read_text()
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -17,10 +19,16 @@ class PackedLinear:
         module: the module, which computes so until ``remove``.
         weight: [out, in], another one than its own; the module's is then not a number, so that nobody reads the wrong
             one past its forward. Without one, its own is prepacked when it is first called.
+        prepack_own: how.
     """
 
-    def __init__(self, module: nn.Linear, weight: torch.Tensor | None = None) -> None:
-        self._module, self._own = module, module.weight
+    def __init__(
+        self,
+        module: nn.Linear,
+        weight: torch.Tensor | None = None,
+        prepack_own: Callable[[torch.Tensor], Weight] = prepack,
+    ) -> None:
+        self._module, self._own, self._prepack_own = module, module.weight, prepack_own
         self._packed = None if weight is None else prepack(weight)
         if weight is not None:
             nothing = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
@@ -31,7 +39,7 @@ class PackedLinear:
     def weight(self) -> Weight:
         """[out, in] as it is multiplied by."""
         if self._packed is None:
-            self._packed = prepack(self._own.detach())
+            self._packed = self._prepack_own(self._own.detach())
         return self._packed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

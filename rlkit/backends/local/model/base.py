@@ -19,6 +19,7 @@ from torch import nn
 
 from rlkit.backends.local.gemm import mixed
 from rlkit.backends.local.gemm.lora_linear import upcast
+from rlkit.backends.local.gemm.prepacked import PrepackedCopies, Weight
 from rlkit.backends.local.model.device import device_of, to_device
 from rlkit.backends.local.model.gathering import Upcast, Weights, weights_of
 from rlkit.backends.local.model.hub import located, model_path
@@ -35,10 +36,11 @@ from rlkit.errors import ConfigError
 if TYPE_CHECKING:
     from rlkit.backends.local.distributed.sharding import ShardedWeights
 
-__all__ = ["PROCESS_WIDE", "Base", "load_base", "use_attention"]
+__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "load_base", "use_attention"]
 
 READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COPIED_UNDER = 2 * 10**9  # bytes of a model that has a second copy for sampling; beyond, it takes longer than it saves
 PROCESS_WIDE = threading.RLock()  # filters of warnings, and the random state
 
 
@@ -54,6 +56,7 @@ class Base:
         known: what was found out about it once, by whoever asked first.
         kv_account: who holds keys and values of it.
         shards: of its weights, where ranks share them out.
+        copies: of weights that sampling multiplies by; see ``packed``.
     """
 
     path: str
@@ -67,6 +70,7 @@ class Base:
     known: dict[str, Any] = attrs.field(factory=dict)
     kv_account: KVAccount = attrs.field(factory=KVAccount)
     shards: ShardedWeights | None = None
+    copies: PrepackedCopies = attrs.field(factory=PrepackedCopies)
 
     def tree(self, attention: str | None = None) -> nn.Module:
         """Return a copy of the module tree whose tensors are the base's own, so that it costs no memory.
@@ -100,6 +104,15 @@ class Base:
     @cached_property
     def _head(self) -> tuple[torch.Tensor, Weights | None]:
         return output_embedding(self.model)
+
+    @property
+    def small(self) -> bool:
+        """Whether there is a second copy of its weights for sampling, see ``packed``."""
+        return self.shards is None and self.nbytes < COPIED_UNDER
+
+    def packed(self, weight: torch.Tensor) -> Weight:
+        """Return a weight of this model prepacked, one copy for all who sample; itself if the model is not small."""
+        return self.copies.of(weight) if self.small else weight
 
     @property
     def plain(self) -> bool:

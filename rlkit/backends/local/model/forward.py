@@ -103,11 +103,11 @@ class LlamaForward:
 
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
         self._llama.attach(adapter, scale)
-        self._head.load(adapter.get("lm_head"), scale, merge=merge)
+        self._head.load(adapter.get("lm_head"), scale, self._base.packed(self._base.head), merge=merge)
         if merge:
             self._llama.merge()
         else:
-            self._llama.prepare()
+            self._llama.prepare(self._base.packed)
         self.addresses = tuple(x.data_ptr() for part in self.weights() for x in part if isinstance(x, torch.Tensor))
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
@@ -148,12 +148,15 @@ class LibraryForward:
     Args:
         model: a causal language model: peft's, which trains its adapter, or a tree of modules for ``load`` alone.
         trees: whether the architecture does as a mask and positions say.
+        packed: gives a weight of the base's prepacked, as sampling multiplies by it; None leaves them to the modules.
     """
 
     chunked = False
 
-    def __init__(self, model: Any, *, trees: bool = False) -> None:
-        self.model, self.trees = model, trees
+    def __init__(
+        self, model: Any, *, trees: bool = False, packed: Callable[[torch.Tensor], Weight] | None = None
+    ) -> None:
+        self.model, self.trees, self._prepack = model, trees, packed
         scale_queries_by_position(model)
         self._config = model.config.get_text_config()
         self._masks = LayerMasks(self._config, model.dtype)
@@ -194,10 +197,10 @@ class LibraryForward:
             else:
                 self._base_weights[name] = module.weight
                 module.weight = nn.Parameter(merged_weight(module, a, b, scale), requires_grad=False)
-        if merge:  # the others, which stay so from adapter to adapter
+        if self._prepack is not None:  # the others, which stay so from adapter to adapter
             for name, module in self.model.named_modules():
                 if name not in self._packed and self._packs(module):
-                    self._packed[name] = PackedLinear(module)
+                    self._packed[name] = PackedLinear(module, prepack_own=self._prepack)
 
     def _packs(self, module: nn.Module) -> bool:
         return type(module) is nn.Linear and self._device.type == "cpu"

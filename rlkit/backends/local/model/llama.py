@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlkit.backends.local.gemm.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
+from rlkit.backends.local.gemm.prepacked import Weight
 from rlkit.backends.local.model.decoder_layer import Attention, Layer, run_layer
 from rlkit.backends.local.model.fused_layer import layer_class
 from rlkit.backends.local.model.gathering import gathered, weights_of
@@ -74,10 +75,10 @@ class Llama:
         for linear, names in zip(self.linears, self._names, strict=True):
             linear.attach([adapter.get(name) for name in names], scale)
 
-    def prepare(self) -> None:
-        """Read the adapters as they are now."""
+    def prepare(self, packed: Callable[[torch.Tensor], Weight | None] = lambda _: None) -> None:
+        """Read the adapters as they are now; ``packed`` gives a weight prepacked, for calls without a gradient."""
         for linear in self.linears:
-            linear.prepare()
+            linear.prepare(packed(linear.weight))
 
     def merge(self) -> None:
         """Merge the adapters into copies of the weights."""

@@ -42,41 +42,39 @@ class Unembedding:
         self.a: torch.Tensor | None = None if pair is None else pair[0]
         self.b: torch.Tensor | None = None if pair is None else pair[1]
         self._scale = scale
-        self.merged: Weight | None = None
-        self._merged_base = False  # whether ``merged`` is a copy of the weight alone
+        self._packed: Weight = weight  # what ``logits`` multiplies by, with the adapter merged into it or not
+        self._merged = False
         self._buffer: torch.Tensor | None = None
 
     @property
     def weights(self) -> list[Weight]:
         """Every [out, in] that ``logits`` multiplies by."""
-        return [x for x in (self.weight if self.merged is None else self.merged, self.a, self.b) if x is not None]
+        return [x for x in (self._packed, self.a, self.b) if x is not None]
 
     @torch.no_grad()
-    def load(self, pair: LoraPair | None, scale: float, *, merge: bool) -> None:
-        """Take a copy of another adapter, or of the weight with it, for ``logits`` alone."""
+    def load(self, pair: LoraPair | None, scale: float, packed: Weight, *, merge: bool) -> None:
+        """Take a copy of another adapter, or of the weight with it, for ``logits`` alone.
+
+        ``packed`` is the weight itself, prepacked where that is worth it.
+        """
         self._scale = scale
-        if not merge:
-            a, b = pair or (None, None)
-            self.a = None if a is None else keep_address(a.clone(), self.a)
-            self.b = None if b is None else keep_address(b.clone(), self.b)
-            return
-        if self._merged_base and pair is None:
-            return  # the copy of the weight alone is there already
-        copied = isinstance(self.merged, torch.Tensor) and self.merged is not self.weight
-        place, self.merged = self.merged if copied else None, None
-        merged = self.weight
-        if pair is not None:
-            merged = torch.addmm(upcast(merged), pair[1].float(), pair[0].float(), alpha=scale)
-        self.merged, self._merged_base = prepack(merged, place), pair is None
+        place = self._packed if self._merged and isinstance(self._packed, torch.Tensor) else None
+        self._packed, self._merged = packed, merge and pair is not None
+        before, self.a, self.b = (self.a, self.b), None, None
+        if pair is not None and merge:
+            merged = torch.addmm(upcast(self.weight), pair[1].float(), pair[0].float(), alpha=scale)
+            self._packed = prepack(merged, place)
+        elif pair is not None:
+            self.a, self.b = (keep_address(new.clone(), old) for new, old in zip(pair, before, strict=True))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, V]."""
-        if self.merged is not None:
-            return matmul(hidden, self.merged)
+        if self._packed is not self.weight:
+            return self._logits(hidden)
         return call_gathered(self._weights, self._logits, hidden)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        y = matmul(hidden, self.weight)
+        y = matmul(hidden, self._packed)
         if self.a is None or self.b is None:
             return y
         return y + (hidden @ self.a.t()) @ self.b.t() * self._scale

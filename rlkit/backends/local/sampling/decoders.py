@@ -58,7 +58,8 @@ def _decoder_for(base: Base, merge: bool, prefix_bytes: int, cuda_graphs: bool, 
     if "way" not in base.known:
         base.known["way"] = _way(base)
     if base.known["way"] == "slots":
-        return ContinuousBatching(LibraryForward(base.tree(ATTENTION)), base, prefix_bytes, merge=merge, beside=beside)
+        modules = LibraryForward(base.tree(ATTENTION), packed=base.packed if base.small else None)
+        return ContinuousBatching(modules, base, prefix_bytes, merge=merge, beside=beside)
     if base.known["way"] == "whole":
         return LibraryDecoder(base, merge=merge)
     mixes, continues = base.known["way"] == "cache", base.known["continues"]

@@ -34,7 +34,7 @@ class LibraryDecoder(Decoder):
 
     def __init__(self, base: Base, *, merge: bool) -> None:
         self.forward: LibraryForward
-        super().__init__(LibraryForward(base.tree()), merge=merge)
+        super().__init__(LibraryForward(base.tree(), packed=base.packed if base.small else None), merge=merge)
         self.base, self.model = base, self.forward.model
         if base.device.type == "cpu":
             take_steps(self.model)

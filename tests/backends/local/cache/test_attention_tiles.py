@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local.cache import attention_tiles as tiles  # noqa: E402
+from rlkit.backends.local.cache import kv_attention  # noqa: E402
 from rlkit.backends.local.cache import kv_attention as attention  # noqa: E402
 from rlkit.backends.local.cache.attention_tiles import KEYS, LENGTHS, Tile, tile_of  # noqa: E402
 from rlkit.backends.local.cache.kv_attention import SharedPrefix, matmul_attention  # noqa: E402
@@ -126,3 +127,17 @@ def test_sinks_take_their_share():
     every = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 3, 1)], dim=-1)
     expected = every.softmax(-1)[..., :-1] @ values
     assert torch.allclose(found.double(), expected.transpose(1, 2), atol=1e-6)
+
+
+@pytest.mark.parametrize("cast", [2**17, 300])
+def test_keys_in_bfloat16_are_cast_some_rows_at_a_time(cast, monkeypatch):
+    """However many; scores are in float32, so that the result is rounded like its factors."""
+    monkeypatch.setattr(kv_attention, "CAST", cast)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 1), (2, 32), (2, 32))
+    q, k, v = (torch.randn(5, h, n, 8, generator=generator).to(torch.bfloat16) for h, n in shapes)
+    mask = torch.randn(5, 1, 1, 32, generator=generator)
+    found, _ = matmul_attention(None, q, k, v, mask)
+    keys, values = (x.double().repeat_interleave(3, dim=1) for x in (k, v))
+    weights = (q.double() @ keys.transpose(-1, -2) / 8**0.5 + mask.double()).softmax(-1)
+    assert torch.allclose(found.double(), (weights @ values).transpose(1, 2), atol=0.02)

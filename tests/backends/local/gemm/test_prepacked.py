@@ -16,6 +16,7 @@ from rlkit.backends.local.gemm import prepacked as module  # noqa: E402
 from rlkit.backends.local.gemm.batch_invariance import invariant_row_multiple, padding_unit  # noqa: E402
 from rlkit.backends.local.gemm.lora_linear import LoraLinear  # noqa: E402
 from rlkit.backends.local.gemm.prepacked import Prepacked, matmul, prepack  # noqa: E402
+from rlkit.backends.local.model import base as base_module  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
 SHAPES = [(1, 1), (7, 3), (96, 576), (577, 130), (1200, 64)]
@@ -33,8 +34,18 @@ def plain(monkeypatch):
     monkeypatch.setattr(module, "_works", lambda _: False)
 
 
+@pytest.fixture(params=["oneDNN", "MKL"])
+def library(request, monkeypatch):
+    """Which one has the products in float32; by itself rlkit asks who made the processor."""
+    if request.param == "MKL" and not mkl.available():
+        pytest.skip("this build of torch has no MKL")
+    monkeypatch.setattr(mkl, "preferred", lambda: request.param == "MKL")
+    monkeypatch.setattr(measured, "_measurements", {})
+
+
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-14)])
 def test_products_are_those_of_the_weight(shape, dtype, bound):
     """Against float64, for one row and many, whatever the weight's layout; the weight itself is not kept or written."""
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +74,7 @@ def test_what_the_library_would_misread_is_refused(x):
 
 
 @pytest.mark.parametrize("arranged", [True, False])
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads", "library")
 def test_rows_are_alike_in_the_numbers_that_were_tried(arranged, monkeypatch):
     """The measured number holds for other values than the tried ones, at any place in the batch."""
     if not arranged:
@@ -110,6 +121,34 @@ def test_sampling_where_weights_cannot_be_arranged(tiny, monkeypatch):
             layers, _ = white_box.weights(policy)
             assert all(isinstance(x, Prepacked) == arranged for x in layers)
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_snapshots_beside_adapters_share_one_prepacked_base(tiny, kind, dtype):
+    """Whatever the adapters; what is sampled has the trainer's logprobs."""
+    options = {"model": tiny(kind), "seed": 0, "device": "cpu", "dtype": dtype, "merge": False}
+    samplers, shared = [], []
+    with rlkit.connect("local", **options) as policy:
+        for _ in range(2):
+            samplers.append(policy.sampler().result())
+            sample = samplers[-1].sample([5, 6, 7], rlkit.SamplingParams(max_tokens=6)).result()[0]
+            trained = policy.forward_backward([sample.datum(1.0)], "cross_entropy").result().selected[0]
+            np.testing.assert_allclose(sample.logprobs, trained, atol=1e-4 if dtype == "float32" else 0.1)
+            policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
+            layers, head = white_box.weights(policy)
+            shared.append({id(x) for x in (*layers, *head) if isinstance(x, Prepacked)})
+        assert len(white_box.decoders(policy)) == 2
+    assert shared[0]
+    assert shared[0] == shared[1]
+
+
+def test_a_large_base_is_not_copied(tiny, monkeypatch):
+    """It is multiplied by as it is."""
+    monkeypatch.setattr(base_module, "COPIED_UNDER", 0)
+    with rlkit.connect("local", model=tiny("llama"), seed=0, device="cpu", merge=False) as policy:
+        policy.sampler().result().sample([5], rlkit.SamplingParams(max_tokens=2)).result()
+        assert not any(isinstance(x, Prepacked) for part in white_box.weights(policy) for x in part)
 
 
 @pytest.mark.parametrize("alike", [1, 2, 8, 16, 64])
