@@ -23,7 +23,8 @@ from rlkit.backends.local.training.rows import Rows
 __all__ = ["ChunkAttention", "ChunkedAttention", "Tile", "tiles", "within"]
 
 KEYS = 512  # of a block
-SCORES = {"cpu": 2**20, "other": 2**26}  # numbers computed at once at most, by looking at fewer queries at a time
+# Numbers computed at once at most, by looking at fewer queries at a time; on a CPU those that its second cache holds.
+SCORES = {"cpu": 2**18, "other": 2**26}
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
