@@ -58,7 +58,7 @@ def connect(name: str, **options: object) -> TrainerBackend:
             - init_from: a saved path, weights only; the adapter's shape comes from there.
 
             "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, offload_folder,
-            max_rows, prefix_mb, cuda_graphs, sampler and processes too: see
+            max_rows, prefix_mb, cuda_graphs, sampler, processes and shard too: see
             ``help(rlkit.backends.local.LocalBackend)``. "tinker"
             takes base_url, api_key, project, client, tokenizer, max_length, deadline, off_temperature, server_losses,
             ttl, metadata, resend and optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.

@@ -51,6 +51,7 @@ class LocalOptions(Options, total=False):
     cuda_graphs: bool | None
     sampler: SamplingEngine | Vllm | str | Sequence[str] | None
     processes: int | Processes | None
+    shard: bool
 
 
 class TinkerOptions(Options, total=False):

@@ -17,6 +17,7 @@ from rlkit.backends.checking import Start
 from rlkit.backends.engine import LiveEngine, SamplingEngine
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.live import SuccessiveSampler
+from rlkit.backends.local.adapted import load_adapted, start_ranks
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
@@ -26,14 +27,19 @@ from rlkit.backends.local.checkpoint import (
     write_adapter,
     write_optimizer,
 )
-from rlkit.backends.local.checks import check_computing, checked_engine, checked_sampler, model_of
+from rlkit.backends.local.checks import (
+    check_computing,
+    check_shard,
+    checked_engine,
+    checked_sampler,
+    model_of,
+)
 from rlkit.backends.local.distributed.settings import Processes, processes_of, serves
-from rlkit.backends.local.model.base import COPIED_UNDER, load_base
+from rlkit.backends.local.model.base import COPIED_UNDER
 from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
 from rlkit.backends.local.model.device import device_of
 from rlkit.backends.local.model.hub import located
-from rlkit.backends.local.model.lora import adapter_seed, with_adapter
-from rlkit.backends.local.model.untried import warn_untried
+from rlkit.backends.local.model.lora import adapter_seed
 from rlkit.backends.local.sampling.decoders import decoder_for
 from rlkit.backends.local.sampling.live import LiveLocalSampler
 from rlkit.backends.local.sampling.sampler import LocalSampler
@@ -51,7 +57,7 @@ from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
-    from rlkit.backends.local.distributed.ranks import Ranks
+    from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["LocalBackend"]
 
@@ -94,12 +100,16 @@ class LocalBackend(InProcessBackend):
         processes: how many train and sample together, this one included, each with the model; ``Processes`` has more
             options. None is as many as torchrun started, else 1. In those that torchrun started beside the first,
             this call serves the first one, and ends the program with it.
+        shard: have each of ``processes`` hold a part of the base's weights, and gather a layer while it is used, for
+            those that do not fit. Samples are then decoded unmerged and without graphs.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model cannot be loaded.
         CheckpointError: the saved path is missing, damaged, or another backend's.
         BackendError: one of ``processes`` did not start.
     """
+
+    _weights: ShardedWeights | None = None
 
     def __init__(
         self,
@@ -120,6 +130,7 @@ class LocalBackend(InProcessBackend):
         cuda_graphs: bool | None = None,
         sampler: SamplingEngine | Vllm | str | Sequence[str] | None = None,
         processes: int | Processes | None = None,
+        shard: bool = False,
     ) -> None:
         several = processes_of(processes)
         if serves(several):
@@ -130,6 +141,7 @@ class LocalBackend(InProcessBackend):
         check_computing(merge, micro_batch_tokens, max_rows, prefix_mb, cuda_graphs)
         rows_in = existing_folder(offload_folder)
         vllm = checked_engine(sampler, (merge, max_rows, prefix_mb, cuda_graphs))
+        check_shard(shard, several, merge, cuda_graphs)
         saved = saves.read(start.path, backend="local") if start.path is not None else None
         model = model_of(model, saved[1] if saved is not None else {})
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
@@ -139,16 +151,21 @@ class LocalBackend(InProcessBackend):
         place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
         if dtype is None:
             dtype = str(resumed.get("dtype") or default_dtype(place))
-        self.base = base = load_base(model, dtype, place)
-        warn_untried(place)
+        options: dict[str, object] = {"model": located(model), "dtype": dtype, "cuda_graphs": cuda_graphs}
+        options |= {"max_rows": max_rows, "prefix_mb": prefix_mb, "offload_folder": rows_in and str(rows_in)}
+        shared = {**options, "shard": True, "merge": False, "micro_batch_tokens": micro_batch_tokens}
         self._lora = lora
-        self._peft = with_adapter(base, lora, adapter_seed(lora, entropy), fresh=saved is None)
+        self._ranks = start_ranks(several, shared, lora, place, device) if shard else None  # these load together
+        self._weights = self._weights if self._ranks is None else self._ranks.weights
+        self.base, self._peft = load_adapted(
+            (model, dtype, place), lora, adapter_seed(lora, entropy), self._weights, self._ranks, fresh=saved is None
+        )
+        base = self.base
         micro_batch_tokens = int(
             micro_batch_tokens or resumed.get("micro_batch_tokens") or micro_batch_tokens_for(base)
         )
         forward = training_forward(self._peft, base, lora.alpha / lora.rank, micro_batch_tokens, rows_in)
         self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
-        self._ranks: Ranks | None = None
         how = "rlkit's own forward" if base.llama else "the library's modules"
         _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, micro_batch_tokens)
         self._seeds = SeedStream(entropy)
@@ -167,9 +184,7 @@ class LocalBackend(InProcessBackend):
         if saved is not None:
             with saves.restoring(saved[0]):
                 version = self._load(*saved, optimizer=start.resumes)
-        decoder = partial(decoder_for, base, self._merge, prefix_mb * 10**6, cuda_graphs is not False, beside=[])
-        at_once = min(_SNAPSHOTS, max(1, _COPIES // base.nbytes)) if self._merge else _SNAPSHOTS
-        self._scheduler = Scheduler(decoder, max_rows or default_max_rows(place), at_once)
+        self._scheduler = self._scheduler_of(max_rows or default_max_rows(place), prefix_mb, cuda_graphs is not False)
         self._engine = None if vllm is not None else cast("SamplingEngine | None", sampler)
         super().__init__(
             "local",
@@ -183,19 +198,21 @@ class LocalBackend(InProcessBackend):
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
         self._submit = self._scheduler.submit
         if several is not None:
-            sampling = {"max_rows": max_rows, "prefix_mb": prefix_mb, "cuda_graphs": cuda_graphs}
-            options = {**self._settings, **sampling, "offload_folder": rows_in and str(rows_in)}
-            self._begin_ranks(several, options, device, optimizer=start.resumes)
+            self._begin_ranks(several, {**options, **self._settings}, device, optimizer=start.resumes)
         if vllm is not None:
             self._engine = self._served_by(vllm, dtype)
 
-    def _begin_ranks(
-        self, settings: Processes, options: Mapping[str, Any], device: str | None, *, optimizer: bool
-    ) -> None:
-        from rlkit.backends.local.distributed.ranks import Ranks
+    def _scheduler_of(self, max_rows: int, prefix_mb: int, cuda_graphs: bool) -> Scheduler:
+        base, whole = self.base, self._weights is None
+        merge = self._merge and whole
+        decoder = partial(decoder_for, base, merge, prefix_mb * 10**6, cuda_graphs and whole, beside=[])
+        return Scheduler(decoder, max_rows, min(_SNAPSHOTS, max(1, _COPIES // base.nbytes)) if merge else _SNAPSHOTS)
 
+    def _begin_ranks(
+        self, settings: Processes, options: Mapping[str, object], device: str | None, *, optimizer: bool
+    ) -> None:
         try:
-            self._ranks = Ranks(settings, {**options, "lora": attrs.asdict(self._lora)}, self.base.device, device)
+            self._ranks = self._ranks or start_ranks(settings, options, self._lora, self.base.device, device)
             self._ranks.begin(self._trainer, self._scheduler, self._empty, optimizer=optimizer)
         except BaseException:
             self.close()
@@ -230,6 +247,8 @@ class LocalBackend(InProcessBackend):
     def close(self) -> None:
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""
         super().close()
+        if self._weights is not None:
+            self._weights.close()
         if self._ranks is not None:
             self._ranks.close()
         if self._engine is not None:

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from rlkit import _check
 from rlkit.backends.engine import SamplingEngine
+from rlkit.backends.local.distributed.settings import Processes
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.vllm.settings import Vllm, vllm_of
 from rlkit.errors import ConfigError
 
-__all__ = ["check_computing", "checked_engine", "checked_sampler", "model_of"]
+__all__ = ["check_computing", "check_shard", "checked_engine", "checked_sampler", "model_of"]
 
 
 def check_computing(
@@ -26,6 +27,24 @@ def check_computing(
         _check.flag("cuda_graphs", cuda_graphs)
     if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
         raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
+
+
+def check_shard(shard: object, processes: Processes | None, merge: object, cuda_graphs: object) -> None:
+    """Raise ConfigError where weights cannot be shared out, or what is asked for beside it needs them whole."""
+    if not _check.flag("shard", shard):
+        return
+    if processes is None:
+        raise ConfigError(
+            "shard", "got True on one process", "several to share the weights", "give processes=2 or more"
+        )
+    if merge is True:
+        raise ConfigError(
+            "merge", "got True with shard=True", "False or 'auto'", "a merged copy is as large as the weights"
+        )
+    if cuda_graphs:
+        raise ConfigError(
+            "cuda_graphs", "got True with shard=True", "None or False", "graphs know the place of weights that stay"
+        )
 
 
 def checked_engine(sampler: object, own: tuple[object, ...]) -> Vllm | None:

@@ -14,6 +14,7 @@ from rlkit.backends.local.distributed.losses import RemoteLoss
 from rlkit.backends.local.distributed.peer import Peer, Reply
 from rlkit.backends.local.distributed.replicas import Replicas
 from rlkit.backends.local.distributed.sampling import BASE, Request, answer_of, request_of
+from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.distributed.wire import Message, unpacked_data
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
 from rlkit.errors import BackendError
@@ -32,6 +33,7 @@ class Replica(LocalBackend):
         peer: rank 0.
         number: of the backend.
         rank: this one's.
+        weights: the base's, where ranks share them out.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class Replica(LocalBackend):
         peer: Peer,
         number: int,
         rank: int,
+        weights: ShardedWeights | None,
     ) -> None:
+        self._weights = weights
+        options = {name: value for name, value in options.items() if name != "shard"}
         super().__init__(**{**options, "lora": Lora(**options["lora"]), "device": device, "processes": 1})
         there = torch.device(device) if dist.get_backend(group) == "nccl" else torch.device("cpu")
         self._replicas = Replicas(self._trainer, group, there)

@@ -12,14 +12,26 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["WAIT", "GatherOrders"]
+__all__ = ["GatherOrders", "ShardGroups", "shard_groups"]
 
-WAIT = timedelta(days=365)  # for the next order; that a rank is gone is seen at once
+ShardGroups: TypeAlias = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+_WAIT = timedelta(days=365)  # for the next order; that a rank is gone is seen at once
 _END = -1
+
+
+def shard_groups(timeout: timedelta) -> ShardGroups:
+    """Return a group that gathers, and one for its orders. Made by all ranks together.
+
+    Args:
+        timeout: of one gather.
+    """
+    return dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=_WAIT)
 
 
 class GatherOrders:
@@ -96,6 +108,7 @@ class GatherOrders:
                 if self.rank:
                     self._outbox.put((0, torch.tensor([_END, 0])))
                 self._outbox.put(None)
+                self._failed(RuntimeError("the backend is closed"))
                 return
             self._carry_out(what)
 

@@ -13,9 +13,11 @@ import torch
 
 from rlkit.backends.local.distributed.losses import AskedLoss, Losses, gradient_message, question
 from rlkit.backends.local.distributed.peer import RemoteError, Reply
+from rlkit.backends.local.distributed.rendezvous import SLACK
 from rlkit.backends.local.distributed.replicas import Replicas
 from rlkit.backends.local.distributed.sampling import Request, SpreadSampling
 from rlkit.backends.local.distributed.settings import Processes
+from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.distributed.split import shares_of
 from rlkit.backends.local.distributed.wire import Message, packed_data
 from rlkit.backends.local.distributed.world import leave_world, share_world
@@ -44,8 +46,11 @@ class Ranks:
         place: rank 0's device.
         named: what the user called it, None where nothing.
 
+    Attributes:
+        weights: the base's, where ranks share them out.
+
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
+        ConfigError: there are fewer GPUs than ranks, or one GPU for ranks that share the weights out.
         BackendError: a rank did not start.
     """
 
@@ -54,6 +59,8 @@ class Ranks:
         if gpus and settings.ray is None and settings.count > torch.cuda.device_count():
             what = f"got {settings.count}, and there are {torch.cuda.device_count()} GPUs"
             raise ConfigError("processes", what, "at most as many", "or device='cuda:0', which all would share")
+        if options.get("shard") and place.type != "cpu" and not gpus:
+            raise ConfigError("shard", f"got True on {place}", "a GPU for each process, or a CPU")
         self._world = share_world(settings, "cuda" if gpus else "cpu")
         self._backend = self._world.register(self._asked)
         self._losses: Losses | None = None
@@ -64,10 +71,11 @@ class Ranks:
         self._closed = False
         fields = {"backend": self._backend, "options": dict(options), "device": "cuda" if gpus else str(place)}
         try:
-            self._opened, self._group = self._world.open(fields)
+            self._opened, self._group, shares = self._world.open(fields)
         except BaseException:
             self.close()
             raise
+        self.weights = None if shares is None else ShardedWeights(place, *shares, settings.deadline + SLACK)
 
     @property
     def size(self) -> int:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
+from rlkit.backends.local.distributed.gather_orders import ShardGroups, shard_groups
 from rlkit.backends.local.distributed.peer import Peer, Reply
 from rlkit.backends.local.distributed.rendezvous import SLACK, check_free, join_group, knock
+from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.distributed.wire import Message
 from rlkit.errors import BackendError
 
@@ -33,7 +36,14 @@ class Opener(Protocol):
     """Opens a backend as rank 0 describes it."""
 
     def __call__(
-        self, options: Mapping[str, Any], device: str, group: dist.ProcessGroup, peer: Peer, number: int, rank: int
+        self,
+        options: Mapping[str, Any],
+        device: str,
+        group: dist.ProcessGroup,
+        peer: Peer,
+        number: int,
+        rank: int,
+        weights: ShardedWeights | None,
     ) -> Served:
         """See ``rlkit.backends.local.replica.Replica``."""
 
@@ -91,8 +101,10 @@ class Server:
             return None
         number = int(message.fields["backend"])
         if message.kind == "open":
-            group = dist.new_group(timeout=timedelta(seconds=self._deadline + SLACK))  # in rank 0's order
-            return self._loader.submit(self._open, number, message, group)
+            timeout = timedelta(seconds=self._deadline + SLACK)
+            group = dist.new_group(timeout=timeout)  # in rank 0's order
+            shares = shard_groups(timeout) if message.fields["options"].get("shard") else None
+            return self._loader.submit(self._open, number, message, group, shares)
         backend = self._backends.get(number)
         if backend is None:
             raise BackendError("no such backend is open here")
@@ -101,11 +113,14 @@ class Server:
             return self._loader.submit(_close, backend)
         return backend.handle(message)
 
-    def _open(self, number: int, message: Message, group: dist.ProcessGroup) -> Message:
+    def _open(self, number: int, message: Message, group: dist.ProcessGroup, shares: ShardGroups | None) -> Message:
         device = str(message.fields["device"])
         if device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', self._rank)}"
-        self._backends[number] = self._opener(message.fields["options"], device, group, self._peer, number, self._rank)
+        options = message.fields["options"]
+        place = torch.device(device)
+        weights = None if shares is None else ShardedWeights(place, *shares, self._deadline + SLACK)
+        self._backends[number] = self._opener(options, device, group, self._peer, number, self._rank, weights)
         return Message("")
 
 

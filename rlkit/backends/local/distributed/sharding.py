@@ -28,7 +28,7 @@ from torch import nn
 from rlkit.backends.local.distributed.gather_orders import GatherOrders
 from rlkit.backends.local.distributed.shard_reader import ShardReader, is_sharded
 from rlkit.backends.local.model.gathering import gather_around
-from rlkit.errors import BackendError, ConfigError
+from rlkit.errors import ConfigError, RankLost
 
 if TYPE_CHECKING:
     from typing import Self
@@ -150,7 +150,7 @@ class ShardedWeights:
         """Have a unit in memory until ``release``.
 
         Raises:
-            BackendError: another rank is gone, or does not answer.
+            RankLost: another rank is gone, or does not answer.
         """
         with self._changed:
             if not unit.there:
@@ -181,7 +181,7 @@ class ShardedWeights:
             except RuntimeError as error:
                 self._error = self._error or error
             if not self._changed.wait_for(lambda: unit.there or self._error is not None, self._patience):
-                raise BackendError(
+                raise RankLost(
                     f"shard: the other processes did not gather weights with rank {self.rank} in {self._patience:g} s"
                 )
             if not unit.there:
@@ -191,7 +191,7 @@ class ShardedWeights:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise BackendError(
+            raise RankLost(
                 f"shard: a process that holds a part of the weights is gone: {self._error}; "
                 "connect anew with resume_from= and the last saved path"
             ) from self._error
@@ -264,7 +264,10 @@ class ShardedWeights:
         """Return all ranks' pieces behind one another."""
         piece = piece.to(self._device)
         out = piece.new_empty(self.size * piece.numel())
-        _all_gather(out, piece, group=self._group)
+        try:
+            _all_gather(out, piece, group=self._group)
+        except RuntimeError as error:
+            raise RankLost(f"shard: a process was lost while the weights were shared out: {error}") from error
         return out
 
     def _place_the_rest(self, model: nn.Module) -> None:

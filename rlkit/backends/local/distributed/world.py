@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlkit.backends.local.distributed.gather_orders import ShardGroups, shard_groups
 from rlkit.backends.local.distributed.launch import Child
 from rlkit.backends.local.distributed.peer import Handler, Peer, Reply
 from rlkit.backends.local.distributed.ray_child import RayChild, RayRanks
@@ -106,13 +107,15 @@ class World:
         """Say something to a rank."""
         self._peers[rank - 1].tell(kind, fields)
 
-    def open(self, fields: Mapping[str, Any]) -> tuple[list[Reply], dist.ProcessGroup]:
-        """Have every rank open a backend; return their replies, and a group for its gradients."""
+    def open(self, fields: Mapping[str, Any]) -> tuple[list[Reply], dist.ProcessGroup, ShardGroups | None]:
+        """Have every rank open a backend; return their replies, and groups for its gradients and for its weights."""
         with self._making_group:  # ranks make groups in one order
             self.check()
             replies = [self.call(rank, "open", fields) for rank in range(1, self.size)]
+            timeout = timedelta(seconds=self.settings.deadline + SLACK)
             try:
-                return replies, dist.new_group(timeout=timedelta(seconds=self.settings.deadline + SLACK))
+                group = dist.new_group(timeout=timeout)
+                return replies, group, shard_groups(timeout) if fields["options"].get("shard") else None
             except RuntimeError as error:
                 raise self.fail(f"ranks did not come together: {error}") from error
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +16,29 @@ import torch.distributed as dist
 
 import rlkit
 from rlkit.backends import local
-from rlkit.backends.local.distributed.gather_orders import WAIT
+from rlkit.backends.inprocess import InProcessBackend
+from rlkit.backends.local.distributed.gather_orders import shard_groups
 from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.model.base import load_base
 
 PARAMS = rlkit.SamplingParams(max_tokens=10, stop=())
-LOAD = local.load_base
+
+
+class Sharing(local.LocalBackend):
+    """A backend whose weights are ``shards``'s, as a ``Replica``'s are."""
+
+    def __init__(self, shards, **options):
+        self._weights = shards
+        super().__init__(**options)
+
+    def close(self):
+        InProcessBackend.close(self)  # ``main`` closes the shards
 
 
 def connect(settings, shards=None):
     """Return a policy with an adapter that changes its numbers."""
-    local.load_base = LOAD if shards is None else partial(load_base, shards=shards)
-    policy = local.LocalBackend(
+    policy = Sharing(
+        shards,
         model=settings["model"],
         dtype=settings["dtype"],
         lora=rlkit.Lora(rank=4),
@@ -129,8 +139,7 @@ def main() -> None:
     store = dist.FileStore(settings["store"], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     for job in settings["jobs"]:
-        groups = dist.new_group(timeout=timedelta(seconds=60)), dist.new_group(backend="gloo", timeout=WAIT)
-        shards = ShardedWeights(torch.device("cpu"), *groups, patience=60)
+        shards = ShardedWeights(torch.device("cpu"), *shard_groups(timedelta(seconds=60)), patience=60)
         results.append(globals()[job["run"]]({**job, "folder": settings["folder"]}, rank, shards))
         Path(settings["results"]).write_text(json.dumps(results))
         shards.close()
