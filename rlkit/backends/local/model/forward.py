@@ -20,7 +20,7 @@ from rlkit.backends.local.gemm.packed_linear import PackedLinear
 from rlkit.backends.local.gemm.prepacked import Prepacked, Weight
 from rlkit.backends.local.model.base import Base
 from rlkit.backends.local.model.decoder_layer import Attention
-from rlkit.backends.local.model.gathering import shape_of
+from rlkit.backends.local.model.gathering import shape_of, weights_of
 from rlkit.backends.local.model.llama import Llama
 from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
 from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, read_in_chunks, read_logits
@@ -60,7 +60,7 @@ class Forward(Protocol):
         """Take another adapter for sampling, merged into copies of the weights or beside them."""
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """[out, in] of every product of the layers, and of the output embedding; see ``shape_of``."""
+        """[out, in] of every product of the layers, and of the output embedding; ``shape_of`` those that are gathered."""
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
@@ -112,6 +112,8 @@ class LlamaForward:
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
         layers = [x for linear in self._llama.linears for x in linear.weights]
+        if self._base.shards is None:
+            return layers, self._head.weights
         return [_shape_of(x) for x in layers], [_shape_of(x) for x in self._head.weights]
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
@@ -206,14 +208,14 @@ class LibraryForward:
         return type(module) is nn.Linear and self._device.type == "cpu"
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        head = self.model.get_output_embeddings()
+        head, gathers = self.model.get_output_embeddings(), any(map(weights_of, self.model.modules()))
         layers: list[Weight] = list(self._low_rank)
         last: list[Weight] = list(self._low_rank)
         for name, module in self.model.named_modules():
             if name in self._packed:
                 (last if module is head else layers).append(self._packed[name].weight)
             elif isinstance(module, (nn.Linear, Conv1D)):
-                weight = shape_of(module.weight)
+                weight = shape_of(module.weight) if gathers else module.weight
                 weight = weight if isinstance(module, nn.Linear) else weight.t()
                 (last if module is head else layers).append(weight)
         return layers, last

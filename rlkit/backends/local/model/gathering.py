@@ -68,9 +68,7 @@ def weights_of(module: nn.Module) -> Weights | None:
 
 
 def shape_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight, or where it is not in memory a tensor of its shape, layout and dtype on the device "meta"."""
-    if weight.numel() == 0 or weight.untyped_storage().nbytes():
-        return weight
+    """Return a tensor of the weight's shape, layout and dtype on "meta": the weight may go at any time."""
     return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
 
 
