@@ -60,7 +60,7 @@ class Forward(Protocol):
         """Take another adapter for sampling, merged into copies of the weights or beside them."""
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """[out, in] of every product of the layers, and of the output embedding; ``shape_of`` those that are gathered."""
+        """[out, in] of every product of the layers, and of the output embedding; ``shape_of`` gathered ones."""
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
