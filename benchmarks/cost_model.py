@@ -5,7 +5,7 @@
 
 Bytes are exact where arrays travel (tests/test_cost_model.py counts them); JSON is an average. Seconds are a roofline:
 products reach ``products``, memory is read at ``memory``, and nothing else takes time. What is measured takes longer;
-docs/scale.md says by how much.
+docs/how-to/scale.md says by how much.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def test_what_grows_with_what():
 
 
 def test_the_pages_tables():
-    """What docs/scale.md says of an H100 is what comes out."""
-    text = (Path(__file__).parents[1] / "docs" / "scale.md").read_text("utf-8")
+    """What docs/how-to/scale.md says of an H100 is what comes out."""
+    text = (Path(__file__).parents[1] / "docs" / "how-to" / "scale.md").read_text("utf-8")
     for name in ("0.6B", "7B", "32B"):
         (row,) = re.findall(rf"^\| {re.escape(name)}: sampling \+ training \| (.*) \|$", text, re.MULTILINE)
         found = [cost_model.seconds(MODELS[name], Work(ranks=n, samplers=n), DEVICES["H100"]) for n in (1, 2, 4, 8)]

@@ -1,4 +1,4 @@
-"""What of docs/scale.md works on this machine: really tried, each part in seconds."""
+"""What of docs/how-to/scale.md works on this machine: really tried, each part in seconds."""
 
 from __future__ import annotations
 

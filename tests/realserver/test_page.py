@@ -1,4 +1,4 @@
-"""docs/servers.md is followed to the letter: its server is started by its command, and its program trains there."""
+"""docs/how-to/servers.md is followed to the letter: its server is started by its command, and its program trains there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "Qwen/Qwen3-0.6B"
 @pytest.fixture
 def page():
     """The blocks of the page, by what they begin with."""
-    text = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    text = (ROOT / "docs" / "how-to" / "servers.md").read_text("utf-8")
 
     def get(kind, beginning):
         (block,) = (block for name, block in BLOCK.findall(text) if name == kind and block.startswith(beginning))
@@ -86,7 +86,7 @@ def test_its_table_names_what_the_suite_skips(page):
     from tests.realserver.test_conformance import TestRealServer, TestStockServer
 
     del page
-    text = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    text = (ROOT / "docs" / "how-to" / "servers.md").read_text("utf-8")
     said = {
         "test_snapshots_never_change": "older snapshots",
         "test_resume_is_exact": "seeds after `resume_from=`",
