@@ -251,7 +251,11 @@ MATTER: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "metrics.chi2": (metrics.chi2, RATIOS, {"level": "sequence"}),
     "metrics.clip_fraction": (metrics.clip_fraction, RATIOS, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.6}),
-    "metrics.token_lag": (metrics.token_lag, {"versions": [[1, 2], [3]], "current": 4}, {"current": 6, "versions": [[2, 2], [3]]}),
+    "metrics.token_lag": (
+        metrics.token_lag,
+        {"versions": [[1, 2], [3]], "current": 4},
+        {"current": 6, "versions": [[2, 2], [3]]},
+    ),
     "metrics.group_informativeness": (
         metrics.group_informativeness,
         {"rewards": [[0.0, 0.0], [0.3, 0.3], [1.0, 1.0], [1.0, 0.0]]},
