@@ -1,4 +1,4 @@
-"""docs/how-to/servers.md, followed to the letter: its server is started by its command, and its program trains there."""
+"""docs/how-to/servers.md, followed to the letter: its command starts a server, and its program trains there."""
 
 from __future__ import annotations
 
