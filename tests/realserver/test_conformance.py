@@ -32,6 +32,7 @@ class TestRealServer(BackendConformance):
     skips = {
         "test_snapshots_never_change": "sampling loads a snapshot into the place of the policy that it was taken of: "
         "an older one takes the place of what was trained since, and one that was loaded is trained with the policy",
+        "test_live_samplers": "as before: it asks an older snapshot; test_live_samplers_switch_by_request has the rest",
         "test_resume_is_exact": "no metadata is kept with a saved state, and the stream of seeds is lost with it; "
         "test_resume_is_exact_but_for_seeds has the rest of this test",
         "test_truncation_renormalises": "logprobs under top_k and top_p are those of the whole distribution",
@@ -46,6 +47,19 @@ class TestRealServer(BackendConformance):
         if "resume_from" not in options and "init_from" not in options:
             options |= {"model": self.server.model, "lora": rlkit.Lora(rank=4)}
         return rlkit.connect("tinker", base_url=self.server.url, max_length=128, deadline=1200.0, **options)
+
+    def test_live_samplers_switch_by_request(self, policy):
+        """Requests behind an update are drawn by the newest weights, which every token says."""
+        prompt, params = self.prompt(policy), rlkit.SamplingParams(max_tokens=6, stop=())
+        with policy.live_sampler().result() as live:
+            assert live.switches == "request"
+            start, first = policy.version, live.sample(prompt, params, seed=1).result()[0]
+            self.trained(policy, self.data(policy), 1)
+            assert live.update().result() == live.version == policy.version == start + 1
+            second = live.sample(prompt, params, seed=1).result()[0]
+            assert [{*sample.token_versions.tolist()} for sample in (first, second)] == [{start}, {start + 1}]
+            expected = policy.sampler().result().logprobs(prompt).result()
+            assert worst([live.logprobs(prompt).result()], [expected]) < self.tolerance
 
     def test_resume_is_exact_but_for_seeds(self, fresh):
         """A resumed run goes on as the uninterrupted one does: weights, moments and version."""

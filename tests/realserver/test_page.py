@@ -89,6 +89,7 @@ def test_its_table_names_what_the_suite_skips(page):
     text = (ROOT / "docs" / "how-to" / "servers.md").read_text("utf-8")
     said = {
         "test_snapshots_never_change": "older snapshots",
+        "test_live_samplers": "older snapshots",
         "test_resume_is_exact": "seeds after `resume_from=`",
         "test_truncation_renormalises": "logprobs under top-k and top-p",
         "test_top_logprobs_are_the_largest": "top-k and target logprobs",
