@@ -208,7 +208,8 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
     path, allowed = request.url.path, dict(getattr(error, "headers", None) or {})
     what, code = "there is no such endpoint here", "not_found"
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
-        what, code = f"this endpoint takes {allowed.get('Allow', 'another method')}", "method_not_allowed"
+        allowed["Allow"] = ", ".join(sorted(allowed["Allow"].split(", ")))  # whose order is that of a set
+        what, code = f"this endpoint takes {allowed['Allow']}", "method_not_allowed"
     problem = GatewayError(status, f"{request.method} {path[:200]}: {what}", code=code)
     return _response(status, _form_of(path, request.headers)(problem), {**allowed, **_retry(problem)})
 

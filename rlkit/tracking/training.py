@@ -90,6 +90,7 @@ def mismatch_metrics(data: Sequence[Datum], trainer_logprobs: Sequence[np.ndarra
     Raises:
         DataError: data and logprobs do not belong together.
 
+    >>> import numpy as np
     >>> from rlkit import Datum
     >>> datum = Datum([5, 6, 7], [0, 1, 1], {"sampling_logprobs": [-1.0, -1.0]})
     >>> mismatch_metrics([datum], [np.array([-1.0, -1.0])])

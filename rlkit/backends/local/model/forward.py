@@ -103,7 +103,8 @@ class LlamaForward:
 
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
         self._llama.attach(adapter, scale)
-        self._head.load(adapter.get("lm_head"), scale, self._base.packed(self._base.head), merge=merge)
+        packed, in_place = self._base.packed(self._base.head), self._base.device.type != "cpu"
+        self._head.load(adapter.get("lm_head"), scale, packed, merge=merge, in_place=in_place)
         if merge:
             self._llama.merge()
         else:

@@ -52,18 +52,21 @@ class Unembedding:
         return [x for x in (self._packed, self.a, self.b) if x is not None]
 
     @torch.no_grad()
-    def load(self, pair: LoraPair | None, scale: float, packed: Weight, *, merge: bool) -> None:
+    def load(self, pair: LoraPair | None, scale: float, packed: Weight, *, merge: bool, in_place: bool) -> None:
         """Take a copy of another adapter, or of the weight with it, for ``logits`` alone.
 
-        ``packed`` is the weight itself, prepacked where that is worth it.
+        ``packed`` is the weight itself, prepacked where that is worth it. ``in_place``: where there is a merged copy, the
+        next one is written to its address, also the weight alone.
         """
         self._scale = scale
-        place = self._packed if self._merged and isinstance(self._packed, torch.Tensor) else None
-        self._packed, self._merged = packed, merge and pair is not None
+        place = self._packed if in_place and self._merged and isinstance(self._packed, torch.Tensor) else None
+        self._packed, self._merged = packed, merge and (pair is not None or place is not None)
         before, self.a, self.b = (self.a, self.b), None, None
-        if pair is not None and merge:
-            merged = torch.addmm(upcast(self.weight), pair[1].float(), pair[0].float(), alpha=scale)
-            self._packed = prepack(merged, place)
+        if self._merged:
+            weight = upcast(self.weight)
+            if pair is not None:
+                weight = torch.addmm(weight, pair[1].float(), pair[0].float(), alpha=scale)
+            self._packed = prepack(weight, place)
         elif pair is not None:
             self.a, self.b = (keep_address(new.clone(), old) for new, old in zip(pair, before, strict=True))
 

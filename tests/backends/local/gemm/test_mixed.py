@@ -57,7 +57,7 @@ def test_the_head_keeps_no_copy_in_float32(products):
         head = Unembedding(matrix, (a, b), 0.5)
         logprobs = head.logprobs(x, ids, None)
         results.append([logprobs, *torch.autograd.grad(logprobs.sum(), [x, a, b]), head.logits(hidden)])
-        head.load((a, b), 0.5, weight, merge=True)
+        head.load((a, b), 0.5, weight, merge=True, in_place=False)
         results[-1].append(head.logits(hidden))
     for expected, found in zip(*results, strict=True):
         assert torch.allclose(expected, found, atol=3e-6 * float(expected.detach().abs().max()))

@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 from rlkit.backends.local.cache.kv_attention import matmul_attention, sdpa_attention  # noqa: E402
 from rlkit.backends.local.cache.kv_cache import KVCache  # noqa: E402
 from rlkit.backends.local.gemm import lora_linear as linear  # noqa: E402
+from rlkit.backends.local.gemm.prepacked import PrepackedCopies  # noqa: E402
 from rlkit.backends.local.model import output_head  # noqa: E402
 from rlkit.backends.local.model.forward import LlamaForward  # noqa: E402
 from rlkit.backends.local.sampling import cuda_graphs as graphs  # noqa: E402
@@ -222,6 +223,7 @@ def test_weights_keep_their_addresses(tiny, monkeypatch, merge):
 
     for module in (linear, output_head):
         monkeypatch.setattr(module, "prepack", in_place)
+    monkeypatch.setattr(PrepackedCopies, "of", lambda copies, weight: weight)
     policy = connect(tiny("llama"))
     before = [p.clone() for p in policy.base.model.parameters()]
     other = attrs.evolve(policy.base, device=torch.device("cuda"))
