@@ -55,8 +55,8 @@ class Unembedding:
     def load(self, pair: LoraPair | None, scale: float, packed: Weight, *, merge: bool, in_place: bool) -> None:
         """Take a copy of another adapter, or of the weight with it, for ``logits`` alone.
 
-        ``packed`` is the weight itself, prepacked where that is worth it. ``in_place``: where there is a merged copy, the
-        next one is written to its address, also the weight alone.
+        ``packed`` is the weight itself, prepacked where that is worth it. ``in_place``: the next merged copy, also of
+        the weight alone, is written to the address of the one before.
         """
         self._scale = scale
         place = self._packed if in_place and self._merged and isinstance(self._packed, torch.Tensor) else None
