@@ -139,7 +139,8 @@ def test_snapshots_beside_adapters_share_one_prepacked_base(tiny, kind, dtype):
             layers, head = white_box.weights(policy)
             shared.append({id(x) for x in (*layers, *head) if isinstance(x, Prepacked)})
         assert len(white_box.decoders(policy)) == 2
-    assert shared[0]
+    prepacks = isinstance(prepack(torch.eye(3, dtype=getattr(torch, dtype))), Prepacked)  # bfloat16 not everywhere
+    assert any(isinstance(x, Prepacked) for x in layers) == prepacks
     assert shared[0] == shared[1]
 
 
