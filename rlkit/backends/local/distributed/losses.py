@@ -1,6 +1,7 @@
 """Losses are computed on rank 0, where the user's function is; logprobs come here, their gradients go back.
 
-A rank asks for each of its micro-batches. A loss over the whole batch is computed once all ranks have asked.
+A rank asks for each of its micro-batches. A loss over the whole batch is computed once all ranks have asked. One thread
+computes them all, which receives nothing: a loss may take its time, and a rank that dies meanwhile is noticed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
@@ -16,6 +18,7 @@ import torch
 
 from rlkit.backends.local.distributed.peer import Peer
 from rlkit.backends.local.distributed.wire import Message
+from rlkit.backends.worker import Worker
 from rlkit.losses.base import Level
 from rlkit.losses.prepare import LossGradient
 from rlkit.types import Datum
@@ -32,6 +35,7 @@ Answer: TypeAlias = "concurrent.futures.Future[LossGradient]"
 
 @attrs.define(eq=False)
 class _Question:
+    rank: int
     places: Sequence[int]
     driver: Tensors
     entropy: Tensors | None
@@ -45,17 +49,21 @@ class Losses:
         loss: the user's.
         data: all datums, in the user's order.
         shares: which of them each rank has.
+        worker: computes it, so that a user's function is not called by two threads at once.
 
     Attributes:
         error: what it raised, or what broke the call off.
     """
 
-    def __init__(self, loss: PreparedLoss, data: Sequence[Datum], shares: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, loss: PreparedLoss, data: Sequence[Datum], shares: Sequence[Sequence[int]], worker: Worker
+    ) -> None:
         self.loss = loss
-        self._data, self._shares = data, shares
+        self._data, self._shares, self._worker = data, shares, worker
         self._parts: list[list[LossGradient]] = [[] for _ in shares]
         self._asked: dict[int, _Question] = {}
-        self._lock = threading.Lock()  # a user's function is not called by two threads at once
+        self._unanswered: list[_Question] = []
+        self._lock = threading.Lock()  # never held while a loss is computed
         self.error: BaseException | None = None
 
     @property
@@ -65,38 +73,48 @@ class Losses:
 
     def ask(self, rank: int, places: Sequence[int], driver: Tensors, entropy: Tensors | None) -> Answer:
         """Return the future gradient of datums at ``places`` of a rank's share."""
-        question = _Question(places, driver, entropy)
+        question = _Question(rank, places, driver, entropy)
         with self._lock:
-            try:
-                if self.error is not None:
-                    raise self.error
-                if self.loss.level != "batch":
-                    data = [self._data[self._shares[rank][i]] for i in places]
-                    part = self.loss.gradient(driver, data, entropy=entropy)
-                    self._parts[rank].append(part)
-                    question.answer.set_result(part)
-                else:
-                    self._asked[rank] = question
-                    if len(self._asked) == sum(1 for share in self._shares if share):
-                        self._answer_all()
-            except BaseException as error:  # noqa: BLE001  # whoever asked gets it, and ``run`` raises it
-                self._break_off(error)
-                if not question.answer.done():
-                    question.answer.set_exception(error)
+            error = self.error
+            if error is None:
+                self._unanswered.append(question)
+        if error is None:
+            self._worker.submit(partial(self._compute, question))
+        else:
+            question.answer.set_exception(error)
         return question.answer
 
     def abort(self, error: BaseException) -> None:
-        """Refuse whatever is asked from now on."""
+        """Refuse what was asked and is not answered, also where its loss is being computed, and what will be asked."""
         with self._lock:
-            self._break_off(error)
+            if self.error is None:
+                self.error = error
+            unanswered, self._unanswered = self._unanswered, []
+        for question in unanswered:
+            question.answer.set_exception(error)
 
-    def _break_off(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = error
-        asked, self._asked = self._asked, {}
-        for question in asked.values():
-            if not question.answer.done():
-                question.answer.set_exception(error)
+    def _compute(self, question: _Question) -> None:
+        if self.error is not None:
+            return
+        try:
+            if self.loss.level != "batch":
+                data = [self._data[self._shares[question.rank][i]] for i in question.places]
+                part = self.loss.gradient(question.driver, data, entropy=question.entropy)
+                self._parts[question.rank].append(part)
+                self._answer(question, part)
+            else:
+                self._asked[question.rank] = question
+                if len(self._asked) == sum(1 for share in self._shares if share):
+                    self._answer_all()
+        except BaseException as error:  # noqa: BLE001  # whoever asked gets it, and ``run`` raises it
+            self.abort(error)
+
+    def _answer(self, question: _Question, part: LossGradient) -> None:
+        with self._lock:
+            if question not in self._unanswered:  # it was refused meanwhile
+                return
+            self._unanswered.remove(question)
+        question.answer.set_result(part)
 
     def _answer_all(self) -> None:
         """Compute a loss over the whole batch, in the user's order."""
@@ -113,7 +131,7 @@ class Losses:
         asked, self._asked = self._asked, {}
         for rank, question in asked.items():
             extra = None if whole.entropy is None else [whole.entropy[i] for i in where[rank]]
-            question.answer.set_result(LossGradient(0.0, {}, [whole.driver[i] for i in where[rank]], extra))
+            self._answer(question, LossGradient(0.0, {}, [whole.driver[i] for i in where[rank]], extra))
 
 
 @attrs.frozen(eq=False)

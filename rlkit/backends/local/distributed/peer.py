@@ -32,7 +32,8 @@ class Peer:
 
     Args:
         connection: to it.
-        handle: carries out what it asks for, in the thread that receives; what it returns is sent once it is done.
+        handle: begins what it asks for, in the thread that receives, which is not to wait for anything: signs of life
+            and the end are read there, too. What it returns is sent once it is done.
         lost: told that the connection is gone, and why.
         beats: give signs of life.
     """

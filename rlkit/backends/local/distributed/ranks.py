@@ -24,6 +24,7 @@ from rlkit.backends.local.distributed.world import leave_world, share_world
 from rlkit.backends.local.sampling.live import Updated
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.local.training.trainer import LocalTrainer, Outputs
+from rlkit.backends.worker import Worker
 from rlkit.errors import BackendError, ConfigError
 from rlkit.types import Adam, Datum
 
@@ -64,6 +65,7 @@ class Ranks:
         self._world = share_world(settings, "cuda" if gpus else "cpu")
         self._backend = self._world.register(self._asked)
         self._losses: Losses | None = None
+        self._computes_losses = Worker("losses")
         self._replicas: Replicas | None = None
         self._here: Updated | None = None
         self._sampling: SpreadSampling | None = None
@@ -111,7 +113,7 @@ class Ranks:
         trainer = self._trainer
         pairs = loss is not None and loss.level == "pair"
         shares = shares_of(data, self.size, pairs=pairs, share=trainer.forward.shares)
-        losses = None if loss is None else Losses(loss, data, shares)
+        losses = None if loss is None else Losses(loss, data, shares, self._computes_losses)
         self._losses = losses
         earlier = [p.grad for p in trainer.parameters.values()]
         call, calls = "forward_backward" if backward else "forward", {}
@@ -204,6 +206,7 @@ class Ranks:
         if self._world.broken is None:
             self._settle(self._tell_all("close"))
         leave_world(self._world)
+        self._computes_losses.close()
 
     @property
     def _whole(self) -> Replicas:
@@ -215,8 +218,9 @@ class Ranks:
         return self._whole.trainer
 
     def _asked(self, message: Message) -> Reply:
-        """Compute a loss for another rank, in the thread of its connection."""
-        if self._losses is None:
+        """Have a loss computed for another rank."""
+        losses = self._losses
+        if losses is None:
             raise BackendError("no call wants a loss")
         rank, reply = int(message.fields["rank"]), concurrent.futures.Future[Message]()
 
@@ -227,7 +231,7 @@ class Ranks:
             else:
                 reply.set_exception(error)
 
-        self._losses.ask(rank, *question(message)).add_done_callback(answer)
+        losses.ask(rank, *question(message)).add_done_callback(answer)
         return reply
 
     def _tell_all(self, kind: str, **fields: Any) -> dict[int, Reply]:

@@ -83,6 +83,42 @@ for pid in ranks_of(os.getpid()):
     os.kill(pid, signal.SIGKILL)
 lost(lambda: [future.result() for future in futures])
 """,
+    "a loss takes longer than ranks may be silent": """
+import threading
+
+policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=5.0))
+train(policy)
+
+def slow(logprobs):
+    time.sleep(0.6)
+    return -logprobs.sum()
+
+many = rows([9] * 20)
+began = time.monotonic()
+policy.forward_backward(many, slow).result()
+assert time.monotonic() - began > 10  # half of it for each, in one piece
+policy.optim_step(step).result()
+
+asked, release, calls = threading.Event(), threading.Event(), []
+
+def hangs(logprobs):
+    calls.append(1)
+    if len(calls) > 1:  # the first was to try it out
+        asked.set()
+        release.wait(60)
+    return -logprobs.sum()
+
+future = policy.forward_backward(many, hangs)
+while not asked.wait(0.1):
+    pass
+for pid in ranks_of(os.getpid()):
+    os.kill(pid, signal.SIGKILL)
+why, seconds = lost(future.result)  # while the loss goes on
+assert "ended by SIGKILL" in why, why
+assert seconds < 30, seconds
+release.set()
+policy.close()
+""",
     "stopped": """
 policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=10.0))
 train(policy)

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import rlkit
+from rlkit.backends.local.distributed.losses import Losses
 from rlkit.backends.local.distributed.peer import Peer, RemoteError
 from rlkit.backends.local.distributed.split import shares_of
 from rlkit.backends.local.distributed.wire import Connection, Message, packed_data, unpacked_data
+from rlkit.backends.worker import Worker
+from rlkit.losses.prepare import prepare
 
 
 @pytest.fixture
@@ -124,3 +127,54 @@ def test_groups_are_cut_only_where_it_pays():
     assert [len(s) for s in shares_of(groups[0], 2, pairs=False, share=1)] == [2, 2]
     long = [rlkit.Datum.supervised(np.arange(500) % 99, [k]) for k in range(4)]
     assert sorted(len(s) for s in shares_of(long, 2, pairs=False, share=1)) == [0, 4]
+
+
+@pytest.fixture
+def losses():
+    """``losses(function)``: a loss of one datum on each of two ranks; and the logprobs of one."""
+    torch = pytest.importorskip("torch")
+    worker = Worker("losses")
+    data = [rlkit.Datum([5, k], [0, 1]) for k in (6, 7)]
+    yield lambda function: (Losses(prepare(function), data, [[0], [1]], worker), [torch.zeros(1)])
+    worker.close()
+
+
+@pytest.mark.parametrize("outcome", ["value", "error"])
+def test_a_loss_that_is_broken_off_while_it_is_computed(losses, outcome):
+    """Nobody waits for it any longer, what it gives is of no use, and the next call's is computed behind it."""
+    began, release = threading.Event(), threading.Event()
+
+    def slow(logprobs):
+        began.set()
+        release.wait(60)
+        if outcome == "error":
+            raise ValueError("too late")
+        return -logprobs.sum()
+
+    call, logprobs = losses(slow)
+    answers = [call.ask(rank, [0], logprobs, None) for rank in (0, 1)]
+    began.wait(60)
+    call.abort(rlkit.RankLost("rank 1 is gone"))
+    for answer in [*answers, call.ask(0, [0], logprobs, None)]:
+        with pytest.raises(rlkit.RankLost, match="rank 1 is gone"):
+            answer.result(timeout=60)
+    following, _ = losses(lambda logprobs: logprobs.sum())
+    answer = following.ask(1, [0], logprobs, None)
+    assert not answer.done()
+    release.set()
+    assert answer.result(timeout=60).driver[0].tolist() == [1.0]
+    assert (len(following.parts), type(call.error)) == (1, rlkit.RankLost)
+
+
+def test_a_loss_that_raises_is_raised_by_all(losses):
+    """Also where it wants all logprobs, by the rank that asked before."""
+
+    @rlkit.losses.loss(level="batch")
+    def fails(logprobs):
+        raise ValueError(f"of {len(logprobs)}")
+
+    call, logprobs = losses(fails)
+    for answer in [call.ask(rank, [0], logprobs, None) for rank in (1, 0)]:
+        with pytest.raises(ValueError, match="of 2"):
+            answer.result(timeout=60)
+    assert isinstance(call.error, ValueError)
