@@ -45,13 +45,14 @@ from rlkit.backends.local.sampling.live import LiveLocalSampler
 from rlkit.backends.local.sampling.sampler import LocalSampler
 from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
+from rlkit.backends.local.served import served_by
 from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.vllm.settings import Vllm, check_lora
+from rlkit.backends.vllm.settings import Vllm, check_served
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
@@ -145,7 +146,7 @@ class LocalBackend(InProcessBackend):
         saved = saves.read(start.path, backend="local") if start.path is not None else None
         model = model_of(model, saved[1] if saved is not None else {})
         lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
-        check_lora(lora, vllm)
+        check_served(lora, vllm)
         entropy = entropy_of(seed)
 
         place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
@@ -197,10 +198,7 @@ class LocalBackend(InProcessBackend):
         self._scheduler.wake = self._worker.wake
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
         self._submit = self._scheduler.submit
-        if several is not None:
-            self._begin_ranks(several, {**options, **self._settings}, device, optimizer=start.resumes)
-        if vllm is not None:
-            self._engine = self._served_by(vllm, dtype)
+        self._begin_others(several, vllm, {**options, **self._settings}, device, start)
 
     def _scheduler_of(self, max_rows: int, prefix_mb: int, cuda_graphs: bool) -> Scheduler:
         base, whole = self.base, self._weights is None
@@ -208,22 +206,18 @@ class LocalBackend(InProcessBackend):
         decoder = partial(decoder_for, base, merge, prefix_mb * 10**6, cuda_graphs and whole, beside=[])
         return Scheduler(decoder, max_rows, min(_SNAPSHOTS, max(1, _COPIES // base.nbytes)) if merge else _SNAPSHOTS)
 
-    def _begin_ranks(
-        self, settings: Processes, options: Mapping[str, object], device: str | None, *, optimizer: bool
+    def _begin_others(
+        self, several: Processes | None, vllm: Vllm | None, options: dict[str, object], device: str | None, start: Start
     ) -> None:
+        """Begin what runs beside this process: the other ranks, and servers that sample."""
+        base, lora, trainer = self.base, self._lora, self._trainer
         try:
-            self._ranks = self._ranks or start_ranks(settings, options, self._lora, self.base.device, device)
-            self._ranks.begin(self._trainer, self._scheduler, self._empty, optimizer=optimizer)
-        except BaseException:
-            self.close()
-            raise
-        self._submit = self._ranks.submit
-
-    def _served_by(self, vllm: Vllm, dtype: str) -> SamplingEngine:
-        from rlkit.backends.local.served import served_by
-
-        try:
-            return served_by(vllm, self.base, dtype, self._lora, self._peft, self._trainer, self._seeds)
+            if several is not None:
+                self._ranks = self._ranks or start_ranks(several, options, lora, base.device, device)
+                self._ranks.begin(trainer, self._scheduler, self._empty, optimizer=start.resumes)
+                self._submit = self._ranks.submit
+            if vllm is not None:
+                self._engine = served_by(vllm, base, str(options["dtype"]), lora, self._peft, trainer, self._seeds)
         except BaseException:
             self.close()
             raise

@@ -12,7 +12,7 @@ from rlkit.backends.vllm.build import build_options, check_build
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
-__all__ = ["Vllm", "check_lora", "vllm_of"]
+__all__ = ["Vllm", "check_served", "vllm_of"]
 
 _PYTHON = "RLKIT_VLLM_PYTHON"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
@@ -79,14 +79,9 @@ class Vllm:
             name: what requests call the base model.
 
         Raises:
-            ConfigError: it is not said which interpreter has vllm, or it has none.
+            ConfigError: as ``interpreter`` does.
         """
-        python = self.python or os.environ.get(_PYTHON)
-        if not python:
-            raise ConfigError(
-                f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; it wants an "
-                "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
-            )
+        python, options = self.interpreter()
         rank = next((rank for rank in _RANKS if rank >= lora.rank), lora.rank)
         # `vllm serve` does the same, where the package is called vllm; builds for CPUs have another name.
         return [
@@ -98,9 +93,23 @@ class Vllm:
             # One token is sampled behind every text that is scored.
             *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
             *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
-            *build_options(*check_build(python)),
+            *options,
             *self.arguments,
         ]
+
+    def interpreter(self) -> tuple[str, list[str]]:
+        """Return the Python that has vLLM, and the options that its build has to be started with.
+
+        Raises:
+            ConfigError: it is not said which interpreter has vllm, or it has none.
+        """
+        python = self.python or os.environ.get(_PYTHON)
+        if not python:
+            raise ConfigError(
+                f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; it wants an "
+                "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
+            )
+        return python, build_options(*check_build(python))
 
 
 def vllm_of(sampler: object) -> Vllm | None:
@@ -122,8 +131,8 @@ def vllm_of(sampler: object) -> Vllm | None:
     return None
 
 
-def check_lora(lora: Lora, vllm: Vllm | None) -> None:
-    """Check that vLLM can serve such an adapter, where it is to.
+def check_served(lora: Lora, vllm: Vllm | None) -> None:
+    """Check that vLLM is there and can serve such an adapter, where it is to, before anything is loaded or started.
 
     Raises:
         ConfigError: it cannot.
@@ -137,3 +146,5 @@ def check_lora(lora: Lora, vllm: Vllm | None) -> None:
         )
     if lora.rank > _RANKS[-1]:
         raise ConfigError(_check.problem("lora.rank", f"is {lora.rank}", f"at most {_RANKS[-1]}", "vLLM's largest"))
+    if not vllm.urls:
+        vllm.interpreter()

@@ -65,6 +65,16 @@ def test_from_a_prompt(tiny, tmp_path):
     assert (lines.count("began"), lines.count("done"), lines.count("1 8.0")) == (1, 1, 1), done.stderr
 
 
+def test_what_is_cheap_is_checked_before_ranks_are_started(tiny, tmp_path, monkeypatch):
+    """Such as the interpreter that has vLLM."""
+    monkeypatch.delenv("RLKIT_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr("rlkit.backends.local.start_ranks", lambda *arguments: pytest.fail("ranks were started"))
+    options = {"device": "cpu", "folder": tmp_path, "lora": rlkit.Lora(rank=2, train_unembed=False), "processes": 2}
+    for shard in (False, True):
+        with pytest.raises(rlkit.ConfigError, match="which Python has vllm"):
+            rlkit.connect("local", model=tiny("llama"), sampler="vllm", shard=shard, **options)
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, Processes])
 def test_refused(value):
     """What is no number of processes is refused in the call."""
