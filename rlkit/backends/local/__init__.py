@@ -51,6 +51,7 @@ from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import LiveSampler, Sampler
+from rlkit.backends.queue import Job
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.vllm.settings import Vllm, check_served
 from rlkit.errors import CheckpointError, UnsupportedError
@@ -256,6 +257,10 @@ class LocalBackend(InProcessBackend):
         arrays = {name: [x.numpy() for x in outputs[name]] for name in ("logprobs", *want)}
         return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
+    def _optimize(self, params: Adam) -> Job[Mapping[str, float]]:
+        self._check_ranks()  # behind a rank that was lost no gradient is accumulated, which is not what is to be said
+        return super()._optimize(params)
+
     def _step(self, params: Adam) -> Mapping[str, float]:
         return (self._ranks or self._trainer).step(params)
 
@@ -263,6 +268,7 @@ class LocalBackend(InProcessBackend):
         (self._ranks or self._trainer).clear()
 
     def _snapshot(self) -> Sampler:
+        self._check_ranks()  # sampling with vLLM would go on
         if self._engine is not None:
             engine_sampler = self._engine.sampler(self.version)
             if engine_sampler is None:
@@ -300,6 +306,10 @@ class LocalBackend(InProcessBackend):
         if self._engine is not None:
             return checked_sampler("base_sampler()", self._engine.base_sampler())
         return LocalSampler(self, self._empty, self._seeds, self._submit)
+
+    def _check_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.check()
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of a saved state; beside the base it costs the adapter. See ``SavedSamplers``."""

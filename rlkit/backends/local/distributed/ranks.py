@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from rlkit.backends.local.sampling.live import Updated
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.local.training.trainer import LocalTrainer, Outputs
 from rlkit.backends.worker import Worker
-from rlkit.errors import BackendError, ConfigError
+from rlkit.errors import BackendError, ConfigError, RankLost
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Ranks:
         self._sampling.base(base)
         self._world.ticks.append(self._sampling.tick)
 
+    def check(self) -> None:
+        """Raise RankLost where a rank is gone, or differs from the others."""
+        self._world.check()
+
     # What a ``LocalTrainer`` does, on all ranks.
 
     def run(
@@ -169,9 +174,10 @@ class Ranks:
         return metrics
 
     def clear(self) -> None:
-        """See ``LocalTrainer.clear``."""
+        """See ``LocalTrainer.clear``; where a rank is gone, there is nothing to drop but rank 0's."""
         self._trainer.clear()
-        if self._world.broken is None:
+        with contextlib.suppress(RankLost):
+            self._world.check()
             self._collect(self._tell_all("clear"), "discard")
 
     # What a ``Scheduler`` does.

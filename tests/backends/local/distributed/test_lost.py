@@ -55,6 +55,7 @@ policy = connect(lora=rlkit.Lora(rank=2), seed=0)
 train(policy)
 saved = policy.save("good").result()
 frozen = policy.sampler().result()
+base = policy.base_sampler().result()
 calls = []
 
 def later(logprobs):
@@ -65,9 +66,16 @@ why, seconds = lost(lambda: policy.forward_backward(data, later).result())
 assert "rank 1" in why and "SIGKILL" in why and "resume_from" in why, why
 assert seconds < 60, seconds
 for call in (lambda: policy.forward(data).result(),
+             lambda: policy.forward_backward(data, "cross_entropy").result(),
+             lambda: policy.optim_step(step).result(),  # not that there is no gradient
+             lambda: policy.sampler().result(),
+             lambda: policy.live_sampler().result(),
+             lambda: base.sample([5], rlkit.SamplingParams(max_tokens=2)).result(),
              lambda: frozen.sample([5], rlkit.SamplingParams(max_tokens=2)).result()):
-    lost(call)
+    again, _ = lost(call)
+    assert "SIGKILL" in again, again
 policy.discard().result()
+lost(lambda: policy.optim_step(step).result())
 again = policy.save("still").result()  # rank 0 has all of the state
 policy.close()
 
