@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,11 +168,13 @@ class World:
             listener.close()
         for connection in connections:
             connection.send(Message("join", {"device": self.device, "deadline": settings.deadline}))
-        loopback = not self._torchrun and host == "127.0.0.1"
+        loopback, excepthook = not self._torchrun and host == "127.0.0.1", sys.excepthook
         try:
             join_group(store, 0, size, self.device, settings.deadline, loopback=loopback)
         except RuntimeError as error:
             raise BackendError(f"processes: ranks did not come together: {error}") from error
+        if not self._torchrun:  # torch's has "[rank0]:" before every line of an error, and the user sees one rank alone
+            sys.excepthook = excepthook
         return connections
 
     def _spawn(self, port: int, token: str, placed: RayRanks | None) -> None:

@@ -65,6 +65,16 @@ def test_from_a_prompt(tiny, tmp_path):
     assert (lines.count("began"), lines.count("done"), lines.count("1 8.0")) == (1, 1, 1), done.stderr
 
 
+def test_errors_are_shown_as_on_one_process(tiny, tmp_path):
+    """Torch has each line of an error begin with the rank, which is of no use to who sees one."""
+    code = LOOP.replace("seed=0)", "seed=0, processes=2)", 1).partition("output =")[0] + "policy.forward([3])"
+    command = [sys.executable, "-c", code, tiny("llama"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=250)
+    assert done.returncode == 1
+    assert "\nrlkit.errors." in done.stderr, done.stderr
+    assert "[rank0]" not in done.stderr
+
+
 def test_what_is_cheap_is_checked_before_ranks_are_started(tiny, tmp_path, monkeypatch):
     """Such as the interpreter that has vLLM."""
     monkeypatch.delenv("RLKIT_VLLM_PYTHON", raising=False)
