@@ -83,7 +83,7 @@ NAMES: tuple[Name, ...] = tuple(
         ("sampler/version", "optimizer steps that the policy that sampled had taken"),
         ("sampler/lag", "rounds of training between sampling and now; in flight, the mean over tokens"),
         ("sampler/lag/max", "of the oldest token, where weights are updated in flight"),
-        ("sampler/mixed", "the share of turns that several policies drew, likewise"),
+        ("sampler/mixed", "the share of turns, not of episodes, that several policies drew, likewise"),
         ("sampler/mismatch/kl", "KL of the sampler from the trainer on what the newest policy sampled, nats per token"),
         ("sampler/mismatch/<which>", "ratio_min and ratio_max of trainer / sampler over the same tokens"),
         ("train/correction/<which>", "mean, min and max of the weights that correct for the sampler"),
