@@ -16,7 +16,7 @@ import numpy as np
 from rlkit.envs import Observation, StepResult, Task, TaskSettings
 from rlkit.envs.calling import Guarded, call
 from rlkit.errors import DataError, EnvTimeout
-from rlkit.rollouts import seeds
+from rlkit.rollouts import executors, seeds
 from rlkit.rollouts.agent_episode import AgentEpisode, Endpoint
 from rlkit.rollouts.asking import Asker, SamplerFailed, Start, attempts
 from rlkit.rollouts.counters import Counters, numeric
@@ -105,10 +105,7 @@ class Episode:
         plan = self._shared.plan
         self._turns = []
         self._answer = {}
-        async with self._within("make"):
-            env = await Guarded.opened(
-                self._task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=plan.close_timeout / 2
-            )
+        env = await self._opened()
         try:
             ended, messages = await (self._driven(env) if env.plays else self._conversation(env))
         finally:
@@ -120,6 +117,19 @@ class Episode:
                 self._say_once(problem)
             self._count("close_failed", int(problem is not None))
         return self._trajectory(ended, messages)
+
+    async def _opened(self) -> Guarded:
+        """Return a new environment. The start of a worker that it is to live in is no time of this episode."""
+        began = time.monotonic()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                task = await stack.enter_async_context(executors.prepared(self._task))
+            except Exception as error:
+                raise Fault("make", error) from error
+            self._ends += time.monotonic() - began
+            async with self._within("make"):
+                grace = self._shared.plan.close_timeout / 2
+                return await Guarded.opened(task, timeout=self._call(), max_chars=LONGEST, scored=True, grace=grace)
 
     def _say_once(self, problem: Exception) -> None:
         """Say that an environment could not be closed, and may have left something open; the rest is counted."""

@@ -8,7 +8,7 @@ import functools
 import io
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import attrs
@@ -24,7 +24,7 @@ from rlkit.rollouts.faults import CannotGoOn
 if TYPE_CHECKING:
     from rlkit.rollouts.plan import Plan
 
-__all__ = ["check", "placed"]
+__all__ = ["check", "placed", "prepared"]
 
 EXECUTORS = ("threads", "ray")
 PATIENCE = 30.0  # seconds for a worker to start while others could do its work
@@ -111,8 +111,7 @@ class _Workers:
         if id(function) not in self._sent:
             self._sent[id(function)] = (function, self._put(function, task.name))
         sent = (self._sent[id(function)][1], self._put((partial.args, partial.keywords), task.name))
-        make = functools.partial(self._open, task.name, sent)
-        return attrs.evolve(task, make=cast("Callable[[], Env]", make))  # which may be awaited, as all of Env
+        return attrs.evolve(task, make=cast("Callable[[], Env]", _Make(self, task.name, sent)))  # it may be awaited
 
     def close(self) -> None:
         """End all workers."""
@@ -140,8 +139,8 @@ class _Workers:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise EnvLost(f"{where}: its worker process was lost: {lines[0]}") from error
 
-    async def _open(self, name: str, sent: tuple[object, object]) -> Env:
-        worker = await self._started()
+    async def open(self, worker: _Held, name: str, sent: tuple[object, object]) -> Env:
+        """Return an environment that lives in a worker, which counts it already."""
         env = _RemoteEnv(self, worker, name, next(self._keys))
         try:
             plays = await self.ask(worker, f"environment {name!r}: make", "open", env.key, name, sent)
@@ -153,7 +152,7 @@ class _Workers:
             raise CannotGoOn(_refused(name))
         return env
 
-    async def _started(self) -> _Held:
+    async def started(self) -> _Held:
         """Return a worker for one more environment.
 
         A cluster that lost a machine may have no room for a new worker: where others run, it is not waited for long.
@@ -213,6 +212,48 @@ class _Workers:
             )
             what = f"cannot be sent to a worker: {names or error}"
             raise ConfigError(f"environment {name!r}: make", what, "what can be pickled", "executor='ray'") from error
+
+
+class _Make:
+    """Makes environments in workers."""
+
+    def __init__(self, workers: _Workers, name: str, sent: tuple[object, object]) -> None:
+        self._workers, self._name, self._sent = workers, name, sent
+
+    async def __call__(self) -> Env:
+        return await self._workers.open(await self._workers.started(), self._name, self._sent)
+
+    @contextlib.asynccontextmanager
+    async def ready(self) -> AsyncIterator[Callable[[], Awaitable[Env]]]:
+        """Yield what makes one environment in a worker that is up, or has not come up within ``PATIENCE``."""
+        seat = [await self._workers.started()]  # taken by whoever comes first: what makes it, or the end of this
+
+        async def make() -> Env:
+            try:
+                worker = seat.pop()
+            except IndexError:  # nobody waits any more
+                raise EnvError(f"environment {self._name!r}: make: too late") from None
+            return await self._workers.open(worker, self._name, self._sent)
+
+        try:
+            yield make
+        finally:
+            with contextlib.suppress(IndexError):  # what makes it, in another thread, has taken it
+                self._workers.release(seat.pop())
+
+
+@contextlib.asynccontextmanager
+async def prepared(task: Task) -> AsyncIterator[Task]:
+    """Yield a task whose next environment is made at once: the start of a worker is waited for before.
+
+    Raises:
+        EnvError: the rollout has ended.
+    """
+    if isinstance(task.make, _Make):
+        async with task.make.ready() as make:
+            yield attrs.evolve(task, make=cast("Callable[[], Env]", make))
+    else:
+        yield task
 
 
 class _RemoteEnv:

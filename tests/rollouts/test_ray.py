@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import BackendError, BackendTimeout, ConfigError, MissingPackageError, SamplingParams, _ray_cluster
+from rlkit import BackendError, BackendTimeout, ConfigError, EnvError, MissingPackageError, SamplingParams, _ray_cluster
 from rlkit.envs import Harness, StepResult, Task, Tasks, agent
 from rlkit.rollouts import Plan, executors, rollout, rollout_sync
+from rlkit.rollouts._ray_worker import Worker
 from tests.rollouts.parts import RandomSampler
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -74,6 +75,30 @@ class Sleeps(Notes):
         if self.steps == 1:
             await asyncio.sleep(600)
         return super().step(action)
+
+
+class Seats:
+    """A worker, and how many environments it counts."""
+
+    envs = 0
+
+    async def started(self):
+        self.envs += 1
+        return self
+
+    def release(self, worker):
+        worker.envs -= 1
+
+    async def open(self, worker, name, sent):
+        return worker
+
+
+class SlowWorker(Worker):
+    """Takes longer to start than an environment may take to be made."""
+
+    def __init__(self, *args):
+        time.sleep(8)
+        super().__init__(*args)
 
 
 class Plays:
@@ -174,6 +199,24 @@ def test_without_ray(monkeypatch):
         Plan(executor="ray")
 
 
+def test_a_place_in_a_worker_is_given_back_once():
+    """Where nothing was made; else by what was made."""
+
+    async def scene():
+        seats = Seats()
+        task = Task(executors._Make(seats, "notes", ()), "notes")
+        async with executors.prepared(task):
+            assert seats.envs == 1
+        assert seats.envs == 0
+        async with executors.prepared(task) as ready:
+            assert await ready.make() is seats
+            with pytest.raises(EnvError, match="too late"):
+                await ready.make()
+        assert seats.envs == 1
+
+    asyncio.run(scene())
+
+
 @pytest.fixture(scope="module")
 def ray():
     ray = pytest.importorskip("ray")
@@ -261,6 +304,15 @@ class TestOnRay:
         assert [(trajectory.ended, len(trajectory.turns)) for trajectory in group.trajectories] == [("deadline", 1)] * 2
         assert time.monotonic() - began < 60.0
         assert len(noted(tmp_path, "closed")) == 3
+        ended(tmp_path)
+
+    def test_a_worker_that_starts_slowly(self, tmp_path, monkeypatch):
+        """Its start is no time of an episode, nor of the call that makes the environment."""
+        monkeypatch.setattr(executors, "Worker", SlowWorker)
+        options = ON_RAY | {"deadline": 12.0, "n": 1}
+        (group,) = rollout_sync(RandomSampler(), Task(lambda: Notes(tmp_path), "notes"), **options)
+        assert [len(trajectory.turns) for trajectory in group.trajectories] == [2]
+        assert not group.failures
         ended(tmp_path)
 
     def test_a_rollout_that_is_cancelled(self, tmp_path):
