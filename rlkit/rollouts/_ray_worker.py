@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import TypeVar
 
 import attrs
 
+from rlkit import _check
 from rlkit.envs import Action, Env, Harness, Observation, StepResult, Task
 from rlkit.envs.calling import Guarded
+from rlkit.errors import EnvError
 
 __all__ = ["Arguments", "Make", "Worker"]
 
@@ -57,11 +60,16 @@ class Worker:
         """Return the first observation, and the tools that the environment offers."""
         env = self._envs[key]
         observation = await self._cancellable(key, env.reset(seed))
+        for i, tool in enumerate(env.tools):
+            _check_sendable(f"environment {env.name!r}: tools[{i}]", tool)
         return observation, env.tools
 
     async def step(self, key: int, action: Action) -> StepResult:
         """Return what the action led to."""
-        result = await self._cancellable(key, self._envs[key].step(action))
+        env = self._envs[key]
+        result = await self._cancellable(key, env.step(action))
+        for name, value in result.info.items():  # the other parts are copies that can be sent
+            _check_sendable(f"environment {env.name!r}: step: info[{name!r}]", value)
         return attrs.evolve(result, info=dict(result.info))  # a read-only view cannot be sent
 
     async def close(self, key: int) -> None:
@@ -94,6 +102,28 @@ class Worker:
             return await call
         finally:
             self._calls.pop(key, None)
+
+
+def _check_sendable(where: str, value: object) -> None:
+    """Check that a part of an answer can be sent.
+
+    Raises:
+        EnvError: it cannot; the innermost part that cannot is named.
+    """
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return
+    from ray.util import inspect_serializability
+
+    good, failures = inspect_serializability(value, name=where, print_file=io.StringIO())
+    if good:
+        return
+    parts = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, part in parts:
+        _check_sendable(f"{where}[{key!r}]", part)
+    names = ", ".join(sorted({_check.shown(each.obj) for each in failures}))
+    raise EnvError(where, f"holds what cannot be sent: {names}", "what can be pickled", "executor='ray'")
 
 
 def _limit(memory: int) -> None:

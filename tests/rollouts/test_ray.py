@@ -77,6 +77,17 @@ class Sleeps(Notes):
         return super().step(action)
 
 
+class Locked(Notes):
+    def step(self, action):
+        return StepResult("More.", 0.0, info={"length": 3, "lock": {"of": threading.Lock()}})
+
+
+class Tool(Notes):
+    @property
+    def tools(self):
+        return ({"type": "function", "lock": threading.Lock()},)
+
+
 class Seats:
     """A worker, and how many environments it counts."""
 
@@ -313,6 +324,17 @@ class TestOnRay:
         (group,) = rollout_sync(RandomSampler(), Task(lambda: Notes(tmp_path), "notes"), **options)
         assert [len(trajectory.turns) for trajectory in group.trajectories] == [2]
         assert not group.failures
+        ended(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("kind", "field"), [("Locked", r"step: info\['lock'\]\['of'\]"), ("Tool", r"tools\[0\]\['lock'\]")]
+    )
+    def test_answers_that_cannot_be_sent(self, tmp_path, kind, field):
+        """They are named, with the environment and the field."""
+        make = {"Locked": Locked, "Tool": Tool}[kind]
+        words = rf"environment 'locks': {field}: holds what cannot be sent: <unlocked _thread.lock"
+        with pytest.raises(BackendError, match=words):
+            rollout_sync(RandomSampler(), Task(lambda: make(tmp_path), "locks"), n=1, **ON_RAY)
         ended(tmp_path)
 
     def test_a_rollout_that_is_cancelled(self, tmp_path):
