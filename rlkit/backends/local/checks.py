@@ -52,7 +52,7 @@ def checked_engine(sampler: object, own: tuple[object, ...]) -> Vllm | None:
     vllm = vllm_of(sampler)
     if sampler is not None:
         if vllm is None:
-            _check.members("connect(sampler)", sampler, SamplingEngine)
+            _check.members("connect(sampler)", sampler, SamplingEngine, "or 'vllm', a URL, or several")
         if own != ("auto", None, 512, None):
             raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
     return vllm

@@ -15,12 +15,18 @@ from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedE
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["Json", "Model", "ServerLost", "VllmClient"]
+__all__ = ["Json", "Model", "ServerLost", "Unreachable", "VllmClient"]
 
 Json: TypeAlias = Mapping[str, object]
 
 _SHORT = 30.0  # seconds that an answer may take which needs no model
 _SHOWN = 600  # characters of a server's refusal
+_KIND = (
+    "expected a server that has vLLM's /inference/v1/generate: vLLM >= 0.32 started with --enable-scale-out (and, for "
+    "adapters, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora), or, to sample what is not trained, "
+    "`rlkit serve --openai`"
+)
+_PLAIN = ("/health", "/v1/models", "/tokenize")  # which are there, or not, whatever is asked for
 _ADAPTERS = {  # what it says of adapters that it does not load, and what helps
     "No adapter found": "it does not see that folder: give Vllm(folder=) on a file system that both machines have; "
     "vLLM takes adapters by folder alone",
@@ -32,6 +38,10 @@ _ADAPTERS = {  # what it says of adapters that it does not load, and what helps
 
 class ServerLost(BackendError):
     """A server cannot be reached, or broke off: whoever knows how may start it again, and ask once more."""
+
+
+class Unreachable(ServerLost):
+    """Nobody listens there, or nobody who speaks HTTP, or its host is not known."""
 
 
 @attrs.frozen
@@ -72,7 +82,6 @@ class VllmClient:
         self._deadline = deadline
         self._http: httpx.AsyncClient = httpx.AsyncClient(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(deadline, connect=_SHORT),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # no proxy stands between
         )
@@ -95,7 +104,7 @@ class VllmClient:
         answer = await self._json("GET", "/v1/models", None, _SHORT)
         cards = answer.get("data")
         if not isinstance(cards, Sequence) or not all(isinstance(card, Mapping) for card in cards):
-            raise BackendError(f"{self.url}/v1/models: no list of models; is it a server of vLLM?")
+            raise BackendError(f"{self.url}/v1/models: no list of models; {_KIND}")
         models = []
         for card in cast("Sequence[Json]", cards):
             length, parent, root = card.get("max_model_len"), card.get("parent"), card.get("root")
@@ -135,13 +144,28 @@ class VllmClient:
         """Have it forget an adapter; requests that run go on."""
         await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _SHORT)
 
-    async def healthy(self, within: float = _SHORT) -> bool:
-        """Return whether it answers, and says that it works."""
-        try:
-            await self._ask("GET", "/health", None, within)
-        except BackendError:
-            return False
-        return True
+    async def check_health(self, within: float = _SHORT) -> None:
+        """Raise unless it answers, and says that it works.
+
+        Raises:
+            Unreachable: it cannot be asked.
+            ServerLost: it says that it does not work, or not yet.
+            BackendTimeout: it is silent.
+            BackendError, UnsupportedError: it is something else, or refuses.
+        """
+        await self._ask("GET", "/health", None, within)
+
+    async def check_kind(self, model: str) -> None:
+        """Have it sample one token, which vLLM and the gateway do by tokens alone.
+
+        Raises:
+            UnsupportedError: it is another kind of server.
+        """
+        how = {"max_tokens": 1, "top_k": 1}
+        answer = await self.generate({"model": model, "token_ids": [0], "sampling_params": how})
+        choices = answer.get("choices")
+        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict) and "token_ids" in choices[0]):
+            raise UnsupportedError(f"{self.url}/inference/v1/generate: answered without token ids; {_KIND}")
 
     async def close(self) -> None:
         """Close its connections."""
@@ -152,7 +176,7 @@ class VllmClient:
         try:
             answer = json.loads(text)
         except ValueError as error:
-            raise BackendError(f"{self.url}{path}: answered with what is no JSON: {text[:100]!r}") from error
+            raise BackendError(f"{self.url}{path}: answered with what is no JSON: {text[:100]!r}; {_KIND}") from error
         if not isinstance(answer, dict):
             raise BackendError(f"{self.url}{path}: answered {text[:100]!r}; expected a JSON object")
         return answer
@@ -161,18 +185,27 @@ class VllmClient:
         import httpx
 
         where = f"{self.url}{path}"
+        connect = min(_SHORT, 0.8 * within)  # so that it is known what took so long
+        limits = httpx.Timeout(within, connect=connect)
         try:
             async with asyncio.timeout(within):
-                response = await self._http.request(method, where, json=body)
+                response = await self._http.request(method, where, json=body, timeout=limits)
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            raise BackendTimeout(
-                f"{where}: no answer within {within:g} s; the server hangs, or has too much to do"
-            ) from (error)
+            what = f"{where}: no answer within {within:g} s; the server hangs, or has too much to do"
+            raise BackendTimeout(what) from error
+        except httpx.ConnectTimeout as error:
+            what = f"{where}: the server cannot be reached: no connection within {connect:g} s"
+            raise Unreachable(what) from error
+        except (httpx.ConnectError, httpx.ProtocolError, httpx.ReadError) as error:
+            raise Unreachable(f"{where}: the server cannot be reached: {_reason(error)}") from error
         except httpx.HTTPError as error:
             raise ServerLost(f"{where}: the server cannot be reached: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response.text
-        raise _refusal(where, response.status_code, response.text)
+        if response.is_redirect:
+            target = response.headers.get("Location")
+            raise BackendError(f"{where}: redirects to {target}; give the URL of the server itself")
+        raise _refusal(where, path, response.status_code, response.text)
 
 
 def integers(value: object, where: str) -> list[int]:
@@ -186,7 +219,20 @@ def integers(value: object, where: str) -> list[int]:
     return value
 
 
-def _refusal(where: str, status: int, text: str) -> BackendError | UnsupportedError:
+def _reason(error: BaseException) -> str:
+    """Return why there is no connection, in the system's words, which stand at the end of the chain of errors."""
+    name, last = type(error).__name__, error
+    while (earlier := last.__cause__ or last.__context__) is not None:
+        last = earlier
+    if isinstance(last, BaseExceptionGroup):  # of a host with several addresses
+        last = last.exceptions[0]
+    said = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
+    if isinstance(last, ConnectionRefusedError):
+        said = "connection refused: nobody listens there"
+    return f"{name}: {said}"
+
+
+def _refusal(where: str, path: str, status: int, text: str) -> BackendError | UnsupportedError:
     """Return the error of an answer that is none: in the server's words, which may stand in a JSON object."""
     said = text
     try:
@@ -196,11 +242,14 @@ def _refusal(where: str, status: int, text: str) -> BackendError | UnsupportedEr
     except ValueError:
         pass
     said = said[:_SHOWN] or "without a word"
-    if status in (404, 405) and ("no such endpoint" in said or said in ("Not Found", "Method Not Allowed")):
-        return UnsupportedError(
-            f"{where}: the server has no such endpoint; start it with --enable-scale-out and, for adapters, with "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-        )
-    if status in (502, 503, 504) or (status == 500 and "Engine" in said):  # vLLM's EngineCore died under its server
+    lacks = path in _PLAIN or (path == "/inference/v1/generate" and "does not exist" not in said)
+    lacks = lacks or "no such endpoint" in said or said in ("Not Found", "Method Not Allowed")
+    if (status in (404, 405) and lacks) or (status == 403 and "--enable-scale-out" in said):  # it has it, turned off
+        return UnsupportedError(f"{where}: the server has no such endpoint (status {status}: {said[:100]}); {_KIND}")
+    if status in (401, 403):
+        remedy = "where it wants an API key, give that: sampler=Vllm(urls=..., key=...), or rlkit.sampler(url, key=...)"
+        return BackendError(f"{where}: refused with status {status}: {said}; {remedy}")
+    # vLLM's EngineCore died under its server
+    if status in (502, 503, 504) or (status == 500 and ("Engine" in said or path == "/health")):
         return ServerLost(f"{where}: answered with status {status}: {said}")
     return BackendError(f"{where}: refused with status {status}: {said}")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import shlex
 import shutil
 import tempfile
 import weakref
@@ -21,15 +22,15 @@ from rlkit.backends.engine import LoraAdapter
 from rlkit.backends.live import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.sampling import SeedStream
-from rlkit.backends.vllm.client import Json, ServerLost, VllmClient
+from rlkit.backends.vllm.client import Json, ServerLost, Unreachable, VllmClient
 from rlkit.backends.vllm.live import ContinuingSampler
 from rlkit.backends.vllm.loop import EventLoop
 from rlkit.backends.vllm.opening import longest, named_model
 from rlkit.backends.vllm.probe import TEXTS, Probe, TrainerLogprobs, different_tokenizer
 from rlkit.backends.vllm.process import VllmProcess, free_port
 from rlkit.backends.vllm.sampler import VllmSampler
-from rlkit.backends.vllm.server import Adapter, Check, Server
-from rlkit.backends.vllm.settings import Vllm
+from rlkit.backends.vllm.server import Adapter, Check, Server, begin
+from rlkit.backends.vllm.settings import Vllm, server_options
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Lora
@@ -41,6 +42,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _KEPT = 2  # versions that stay loaded, whoever samples from them
+_VARIABLES = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # that every server needs
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
 
 
@@ -191,8 +193,14 @@ class VllmEngine:
     def _begin(self) -> tuple[int, int]:
         """Start all servers; return the longest sample, and the longest text that they score."""
         lengths = []
-        for server, models in zip(self.servers, self._do(*(server.begin() for server in self.servers)), strict=True):
+        try:
+            served = self._loop.submit(begin(self.servers)).result()
+        except Unreachable as error:
+            raise BackendError(f"connect(sampler): {error}. {_remedy(self._trained)}") from error
+        for server, models in zip(self.servers, served, strict=True):
             model = named_model(models, None, server.client.url)
+            with contextlib.suppress(ServerLost):  # as in `_compare`
+                self._do(server.client.check_kind(model.name))
             if server is self.servers[0]:
                 self.base = model.name
             elif model.name != self.base:
@@ -269,6 +277,17 @@ class VllmEngine:
         return self._loop.submit(together()).result()
 
 
+def _remedy(trained: Trained) -> str:
+    """Return what helps where nobody listens."""
+    options = server_options(trained.dtype, trained.lora, trained.modules, trained.max_length)
+    variables = " ".join(f"{name}={value}" for name, value in _VARIABLES.items())
+    return (
+        f"Start one there: {variables} vllm serve {shlex.join([trained.model, *options])} --port PORT (on a CPU with "
+        "--no-enable-chunked-prefill); or have one started here: sampler='vllm'; one that is about to start is waited "
+        "for with sampler=Vllm(urls=[...], start=SECONDS)"
+    )
+
+
 async def _ask_directly(server: Server, model: str, body: Json) -> Json:
     """Ask one that gets no requests yet."""
     return await server.client.generate({**body, "model": model})
@@ -283,8 +302,7 @@ def _servers(settings: Vllm, trained: Trained, base: str, check: Check) -> list[
     key, port = secrets.token_hex(16), free_port()
     command = settings.command(trained.model, trained.dtype, trained.lora, trained.modules, trained.max_length, base)
     environment = {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        **_VARIABLES,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_API_KEY": key,
         **settings.environment,

@@ -17,6 +17,7 @@ from rlkit.backends.vllm.client import Json, Model, VllmClient
 from rlkit.backends.vllm.loop import EventLoop
 from rlkit.backends.vllm.probe import TEXTS, check_logprobs_mode, different_tokenizer
 from rlkit.backends.vllm.sampler import VllmSampler
+from rlkit.backends.vllm.settings import check_url
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def open_sampler(
         UnsupportedError: it has not the endpoint.
         BackendError: it cannot be reached, or its logprobs are not those of the distribution that it draws from.
     """
-    _check.require(isinstance(url, str), "open_sampler(url)", url, "a URL")
+    check_url("open_sampler(url)", url)
     _check.integer("open_sampler(version)", version, low=0)
     seeds = SeedStream(entropy_of(seed))
     client = VllmClient(url, key=key, deadline=_check.real("open_sampler(deadline)", deadline, above=0.0))
@@ -91,6 +92,7 @@ def open_sampler(
 
 async def _check_server(remote: _Remote, tokenizer: Tokenizer) -> None:
     """Raise where a sampler would give wrong numbers, as the first request would show."""
+    await remote.client.check_kind(remote.model)
     other = different_tokenizer(tokenizer, TEXTS, [await remote.client.tokenize(text) for text in TEXTS])
     if other:
         raise ConfigError(f"{remote.client.url}: {other}; give tokenizer= that of its model")

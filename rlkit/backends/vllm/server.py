@@ -13,14 +13,17 @@ from typing import TypeAlias, TypeVar
 import attrs
 import numpy as np
 
-from rlkit.backends.vllm.client import Json, Model, ServerLost, VllmClient
+from rlkit.backends.vllm.client import Json, Model, ServerLost, Unreachable, VllmClient
 from rlkit.backends.vllm.process import VllmProcess
 from rlkit.errors import BackendError, BackendTimeout, ConfigError, RlkitError
 
-__all__ = ["Adapter", "Check", "Server"]
+__all__ = ["Adapter", "Check", "Server", "begin"]
 
 T = TypeVar("T")
 
+_START = 900.0  # seconds that a server which is started here may take until it answers
+_BACK = 60.0  # that somebody else's may take, where something listens or has listened
+_ABSENT = 3.0  # where nobody listens at connect
 _PARTING = 5.0  # seconds that its last requests may take
 
 
@@ -51,7 +54,7 @@ class Server:
     Args:
         client: asks it.
         process: what rlkit started; None: somebody else's.
-        start: seconds that it may take until it answers; one that runs already has a minute at most.
+        start: seconds that it may take until it answers; None: see ``Vllm``.
         restarts: how often it is started again, or waited for.
         check: asked when it came back, before it gets requests.
 
@@ -61,14 +64,15 @@ class Server:
     """
 
     def __init__(
-        self, client: VllmClient, process: VllmProcess | None, *, start: float, restarts: int, check: Check
+        self, client: VllmClient, process: VllmProcess | None, *, start: float | None, restarts: int, check: Check
     ) -> None:
         self.client = client
         self.busy = 0
         self.restarts_left = restarts
         self.gone: BackendError | None = None
         self._process = process
-        self._patience = start if process is not None else min(start, 60.0)
+        self._patience = start or (_BACK if process is None else _START)
+        self._absent = (start or _ABSENT) if process is None else None
         self._check = check
         self._adapters: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._loaded: set[str] = set()
@@ -90,11 +94,12 @@ class Server:
 
         Raises:
             ConfigError: it cannot serve this model, or does not start.
+            Unreachable: somebody else's is not there.
             BackendTimeout: it does not answer in time.
         """
         if self._process is not None:
             self._process.start()
-        await self._answers(self._patience)
+        await self._answers(self._patience, absent=self._absent)
         return await self.client.models()
 
     async def generate(self, body: Json) -> Json:
@@ -197,19 +202,49 @@ class Server:
             await self._check(self, new)
             checked |= {adapter.name for adapter in new}
 
-    async def _answers(self, within: float) -> None:
-        """Wait until it is healthy."""
-        deadline = time.monotonic() + within
-        while not await self.client.healthy(5.0):
+    async def _answers(self, within: float, absent: float | None = None) -> None:
+        """Wait until it is healthy: ``within`` seconds, or ``absent`` ones where nobody listens there."""
+        began = time.monotonic()
+        while True:
+            try:
+                await self.client.check_health(5.0)
+            except (ServerLost, BackendTimeout) as error:
+                reason = error
+            else:
+                return
             if self._process is not None and self._process.status is not None:
                 raise _did_not_start(self._process)
-            if time.monotonic() > deadline:
-                raise BackendTimeout(f"{self.client.url}: no server answered within {within:g} s{self._last_words()}")
+            waited = time.monotonic() - began
+            if isinstance(reason, Unreachable) and absent is not None and waited > absent:
+                raise reason
+            if waited > within:
+                what = "accepts connections and is silent" if isinstance(reason, BackendTimeout) else str(reason)
+                where = f"{self.client.url}: no server answered within {within:g} s"
+                raise BackendTimeout(f"{where}: {what}{self._last_words()}")
             await asyncio.sleep(0.2)
 
     def _last_words(self) -> str:
         log = "" if self._process is None else self._process.log[-1500:]
         return f"; the end of its log:\n{log}" if log else ""
+
+
+async def begin(servers: Sequence[Server]) -> list[list[Model]]:
+    """Have all begin, and return what each serves.
+
+    Raises:
+        Unreachable: somebody else's are not there; all of them are named.
+        RlkitError: as ``Server.begin`` raises.
+    """
+    results = await asyncio.gather(*(server.begin() for server in servers), return_exceptions=True)
+    absent = [str(result) for result in results if isinstance(result, Unreachable)]
+    if absent:
+        raise Unreachable("; ".join(absent))
+    served = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        served.append(result)
+    return served
 
 
 def _did_not_start(process: VllmProcess) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -12,7 +13,7 @@ from rlkit.backends.vllm.build import build_options, check_build
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
-__all__ = ["Vllm", "check_served", "vllm_of"]
+__all__ = ["Vllm", "check_served", "check_url", "server_options", "vllm_of"]
 
 _PYTHON = "RLKIT_VLLM_PYTHON"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
@@ -31,7 +32,9 @@ class Vllm:
             base model, and sight of ``folder``.
         key: the API key of such servers.
         folder: where adapters are written for the servers; None for a temporary one.
-        start: seconds that a server may take until it answers.
+        start: seconds that a server may take until it answers, whether it is started here or one of ``urls`` that is
+            about to start, or comes back. None: 900 for one that is started here; one of ``urls`` has to listen
+            within 3 at connect, and to be ready, or back, within 60.
         deadline: seconds that an answer may take.
         restarts: how often a server that died is started again, or, if it is somebody else's, waited for.
         tolerance: the mean absolute difference of its logprobs from the trainer's at most; None is 1e-3 in float32 and
@@ -47,7 +50,7 @@ class Vllm:
     urls: Sequence[str] = ()
     key: str | None = attrs.field(default=None, repr=False)
     folder: str | None = None
-    start: float = 900.0
+    start: float | None = None
     deadline: float = 1800.0
     restarts: int = 3
     tolerance: float | None = None
@@ -57,10 +60,10 @@ class Vllm:
             value = getattr(self, name)
             texts = not isinstance(value, str) and all(isinstance(x, str) for x in value)
             _check.require(texts, f"Vllm({name})", value, "a list of strings")
-        for url in self.urls:
-            _check.require(url.startswith(("http://", "https://")), "Vllm(urls)", url, "URLs")
-        for name in ("start", "deadline"):
-            _check.real(f"Vllm({name})", getattr(self, name), above=0.0, why="seconds")
+        for i, url in enumerate(self.urls):
+            check_url(f"Vllm(urls)[{i}]", url)
+        _check.optional(_check.real, "Vllm(start)", self.start, above=0.0, why="seconds")
+        _check.real("Vllm(deadline)", self.deadline, above=0.0, why="seconds")
         _check.integer("Vllm(restarts)", self.restarts, low=0)
         if self.tolerance is not None:
             _check.real("Vllm(tolerance)", self.tolerance, above=0.0)
@@ -82,17 +85,10 @@ class Vllm:
             ConfigError: as ``interpreter`` does.
         """
         python, options = self.interpreter()
-        rank = next((rank for rank in _RANKS if rank >= lora.rank), lora.rank)
         # `vllm serve` does the same, where the package is called vllm; builds for CPUs have another name.
         return [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name),
-            *("--dtype", dtype, "--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"),
-            # Without it the head is prepared for adapters, too, and vLLM for CPUs (0.32) dies of two prompts at once
-            # whose logprobs are asked for.
-            *("--lora-target-modules", *sorted(modules)),
-            # One token is sampled behind every text that is scored.
-            *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
-            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
+            *server_options(dtype, lora, modules, max_length),
             *options,
             *self.arguments,
         ]
@@ -112,23 +108,59 @@ class Vllm:
         return python, build_options(*check_build(python))
 
 
+def server_options(dtype: str, lora: Lora, modules: Sequence[str], max_length: int) -> list[str]:
+    """Return what every server has to be started with; see ``Vllm.command``."""
+    rank = next((rank for rank in _RANKS if rank >= lora.rank), lora.rank)
+    return [
+        *("--dtype", dtype, "--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"),
+        # Without it the head is prepared for adapters, too, and vLLM for CPUs (0.32) dies of two prompts at once
+        # whose logprobs are asked for.
+        *("--lora-target-modules", *sorted(modules)),
+        # One token is sampled behind every text that is scored.
+        *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
+    ]
+
+
 def vllm_of(sampler: object) -> Vllm | None:
     """Return what ``connect(sampler=)`` says about vLLM; None: it is something else.
 
     Raises:
-        ConfigError: a string that is neither "vllm" nor a URL.
+        ConfigError: a string that is neither "vllm" nor a URL, or a list of other things than URLs, or of none.
     """
+    where = "connect(sampler)"
     if isinstance(sampler, Vllm):
         return sampler
-    if sampler == "vllm":
-        return Vllm()
     if isinstance(sampler, str):
-        if not sampler.startswith(("http://", "https://")):
-            raise ConfigError(_check.problem("connect(sampler)", f"got {sampler!r}", "'vllm', a URL, or several"))
+        if sampler == "vllm":
+            return Vllm()
+        check_url(where, sampler, "'vllm', a URL, or several")
         return Vllm(urls=[sampler])
     if isinstance(sampler, (list, tuple)):
+        _check.require(sampler, where, sampler, "at least one URL", "'vllm' starts a server")
+        for i, url in enumerate(sampler):
+            check_url(f"{where}[{i}]", url)
         return Vllm(urls=sampler)
     return None
+
+
+def check_url(where: str, url: object, expected: str = "a URL") -> None:
+    """Check that a URL names a server.
+
+    Raises:
+        ConfigError: it does not.
+
+    >>> check_url("connect(sampler)", "https://")
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: connect(sampler): got 'https://' (str); expected a URL (such as http://127.0.0.1:8000)
+    """
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not close
+        good = False
+    spaced = isinstance(url, str) and any(char.isspace() for char in url)
+    _check.require(good and not spaced, where, url, expected, "such as http://127.0.0.1:8000")
 
 
 def check_served(lora: Lora, vllm: Vllm | None) -> None:

@@ -28,7 +28,9 @@ class Standin:
         faults: names of what it does wrong: "drop" (adapters), "stale" (later ones), "scale", "temper", "raw"
             (logprobs of temperature 1), "logits" (instead of logprobs), "tokenizer", "hang", "refuse" (loads), "blind"
             (to the adapters' folder), "fixed" (started without what changes adapters), "break" (connections, once;
-            with "broken" always).
+            with "broken" always), "openai" (it has OpenAI's endpoints alone), "unscaled" (started without
+            --enable-scale-out), "html" (it answers all with a page), "redirect" (all elsewhere), "locked" (it wants
+            another key), "mute" (about its health).
         loaded: adapters, by name.
         log: the paths that were asked for.
         aborted: ids of requests that are to end; "deaf" among the faults: there is no such endpoint.
@@ -99,6 +101,17 @@ class Standin:
 
     def answer(self, path, body):
         self.log.append(path)
+        if "locked" in self.faults:
+            return 401, {"error": "Unauthorized"}
+        if "redirect" in self.faults:
+            return 307, {}
+        if "mute" in self.faults:
+            self.released.wait()
+        if "openai" in self.faults and path not in ("/health", "/v1/models"):
+            return 404, {"error": {"message": f"Invalid URL (POST {path})", "type": "invalid_request_error"}}
+        if "unscaled" in self.faults and path == "/inference/v1/generate":
+            what = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            return 403, {"error": {"message": what, "type": "PermissionDeniedError", "code": 403}}
         if path == "/v1/models":
             cards = [{"id": self.base, "max_model_len": self.max_length}]
             return 200, {"data": cards + [{"id": name, "parent": self.base} for name in self.loaded]}
@@ -146,8 +159,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, value = standin.answer(self.path, body)
-        text = json.dumps(value).encode()
+        text = b"<html>Hello</html>" if "html" in standin.faults else json.dumps(value).encode()
         self.send_response(status)
+        if status == 307:
+            self.send_header("Location", "https://elsewhere.example/")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

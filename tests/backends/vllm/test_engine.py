@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -234,6 +235,116 @@ def test_what_cannot_be_served_is_refused_at_connect(tiny, tmp_path, server):
     server.standin.faults.add("tokenizer")
     with pytest.raises(rlkit.ConfigError, match="another tokenizer"), connected(tiny, tmp_path, server.url):
         pass
+
+
+def free_url():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_urls_where_nobody_listens_are_named(tiny, tmp_path, server):
+    """All of them, within seconds, with the reason and the command that starts a server."""
+    dead = [free_url(), free_url()]
+    began = time.monotonic()
+    with pytest.raises(rlkit.BackendError) as raised, connected(tiny, tmp_path, [dead[0], server.url, dead[1]]):
+        pass
+    assert time.monotonic() - began < 45.0
+    text = str(raised.value)
+    assert text.startswith(f"connect(sampler): {dead[0]}/health: the server cannot be reached")
+    command = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve"
+    options = ("--max-lora-rank 8", "--enable-scale-out", "--port PORT", "'vllm'", "start=SECONDS")
+    for words in (dead[1], "connection refused", command, *options):
+        assert words in text
+    assert server.url not in text
+
+
+def test_a_server_that_is_about_to_start_is_waited_for(tiny, tmp_path):
+    """As long as ``start`` says, which is then the time of one that never comes, too."""
+    url = free_url()
+    with (
+        pytest.raises(rlkit.BackendError, match="nobody listens.*start=SECONDS"),
+        connected(tiny, tmp_path, Vllm(urls=[url], start=0.5)),
+    ):
+        pass
+    started = threading.Event()
+
+    def start():
+        time.sleep(4.5)  # longer than is waited for one that nobody speaks of
+        with serving(Http(Standin(tiny("llama")), int(url.rpartition(":")[2]))):
+            started.set()
+            ended.wait(60)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=start)
+    thread.start()
+    try:
+        with connected(tiny, tmp_path, Vllm(urls=[url], start=60.0)) as policy:
+            assert started.is_set()
+            assert policy.sampler().result().sample(TEXT, PARAMS).result()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_silent_server_is_told_from_none(tiny, tmp_path, server):
+    """It accepts connections."""
+    server.standin.faults.add("mute")
+    words = "no server answered within 0.5 s: accepts connections and is silent"
+    with (
+        pytest.raises(rlkit.errors.BackendTimeout, match=words),
+        connected(tiny, tmp_path, Vllm(urls=[server.url], start=0.5)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "sentence"),
+    [
+        ("openai", rlkit.UnsupportedError, r"/inference/v1/generate.* no such endpoint .*vLLM >= 0\.32 .*scale-out"),
+        ("unscaled", rlkit.UnsupportedError, r"no such endpoint .*403: Scale-out.*vLLM >= 0\.32 .*scale-out"),
+        ("html", rlkit.BackendError, r"/v1/models: answered with what is no JSON: '<html>.*vLLM >= 0\.32 .*--openai"),
+        ("locked", rlkit.BackendError, r"status 401: Unauthorized; where it wants an API key, give that: .*key="),
+        (
+            "redirect",
+            rlkit.BackendError,
+            r"redirects to https://elsewhere\.example/; give the URL of the server itself",
+        ),
+    ],
+)
+def test_a_server_of_another_kind_is_named(tiny, tmp_path, server, fault, error, sentence):
+    """At once, with what is expected of one; also where it is only sampled."""
+    server.standin.faults.add(fault)
+    began = time.monotonic()
+    with pytest.raises(error, match=sentence), connected(tiny, tmp_path, server.url):
+        pass
+    assert time.monotonic() - began < 45.0
+    with pytest.raises(error, match=sentence):
+        rlkit.sampler(server.url, tokenizer=tiny("llama"))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ("https://", r"connect\(sampler\): got 'https://' .*'vllm', a URL, or several"),
+        ("http://127.0.0.1:port", r"connect\(sampler\): got 'http://127.0.0.1:port'"),
+        ("vLLM", r"connect\(sampler\): got 'vLLM' .*'vllm', a URL"),
+        ([], r"connect\(sampler\): got \[\] .*at least one URL"),
+        ((), r"connect\(sampler\): got \(\) .*at least one URL"),
+        (("vllm",), r"connect\(sampler\)\[0\]: got 'vllm' .*a URL"),
+        (["http://127.0.0.1:8000", 3], r"connect\(sampler\)\[1\]: got 3 .*a URL"),
+        (3, r"connect\(sampler\): got 3 .*a SamplingEngine \(or 'vllm', a URL, or several\)"),
+        (b"http://127.0.0.1:8000", r"connect\(sampler\): got b'http.*'vllm', a URL, or several"),
+        (np.zeros(2), r"connect\(sampler\): got .*'vllm', a URL, or several"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(sampler, words):
+    """In the words of the call, before a model is looked for."""
+    with pytest.raises(rlkit.ConfigError, match=words):
+        rlkit.connect("local", model="no-such-folder", lora=LORA, sampler=sampler)
+    with pytest.raises(rlkit.ConfigError, match=r"open_sampler\(url\): got 'https://'"):
+        rlkit.sampler("https://")
+    with pytest.raises(rlkit.ConfigError, match=r"Vllm\(urls\)\[0\]: got 'localhost:8000'"):
+        Vllm(urls=["localhost:8000"])
 
 
 def test_another_base_model_is_named(tiny, tmp_path, server):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import itertools
+import socket
 import threading
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 import rlkit
 from rlkit.backends.protocol import Sampler, TopK
 from rlkit.backends.vllm import open_sampler
+from rlkit.backends.vllm.client import Unreachable, VllmClient
 from rlkit.backends.vllm.wire import read_samples, read_scores, sample_request, seed_of
 from rlkit.futures import Future
 
@@ -150,6 +154,34 @@ def test_errors_of_the_server(gateway, inner):
         open_sampler(gateway.url, key="secret")
     with pytest.raises(rlkit.ConfigError, match="another tokenizer.*give tokenizer="):
         open_sampler(gateway.url, key="secret", tokenizer=Reversed(inner.tokenizer))
+
+
+def test_why_nobody_answers_is_said():
+    """At once: in the system's words, of the first address where a host has several; or how long was waited."""
+
+    async def ask(url):
+        client = VllmClient(url)
+        try:
+            await client.check_health(1.0)
+        finally:
+            await client.close()
+
+    def refused(*args, **kwargs):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{i}", port)) for i in (1, 2)]
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):  # nobody accepts them, and no more fit in the queue
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", port))
+            with pytest.raises(Unreachable, match=r"cannot be reached: no connection within 0\.8 s"):
+                asyncio.run(ask(f"http://127.0.0.1:{port}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", refused)
+        with pytest.raises(Unreachable, match="ConnectError: connection refused: nobody listens there"):
+            asyncio.run(ask(f"http://several.example:{port}"))
 
 
 def test_a_url_is_a_policy(gateway, inner):
