@@ -48,7 +48,8 @@ def test_torchrun(tiny, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert (lines.count("began"), lines.count("only here"), lines.count("done")) == (2, 1, 1)
+    assert done.stdout.count("began") == 2  # on one line perhaps: both write there, unbuffered the end of a line later
+    assert (lines.count("only here"), lines.count("done")) == (1, 1)
     assert "1 8.0" in lines
     assert len(list(tmp_path.glob("x-*"))) == 2
 
