@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlkit.backends.local.gemm import mixed
+from rlkit.backends.local.gemm.plain import plain_matmul, torch_matmul
 from rlkit.backends.local.gemm.prepacked import Prepacked, Weight, matmul, prepack
 from rlkit.errors import BackendError
 
@@ -45,6 +46,7 @@ class LoraLinear:
     ) -> None:
         self.weight, self.bias, self._sizes = weight, bias, sizes
         self.packed: Weight | None = None  # what calls multiply by instead, the adapters merged into it or beside it
+        self._matmul = plain_matmul
         self.a: torch.Tensor | None = None
         self.b: torch.Tensor | None = None
         self.attach(pairs, scale)
@@ -61,9 +63,10 @@ class LoraLinear:
     def prepare(self, packed: Weight | None = None) -> None:
         """Read the adapters as they are now: all A one above the other, all scaled B as a block diagonal.
 
-        ``packed`` is the weight itself, for calls without a gradient, prepacked where that is worth it.
+        ``packed`` is the weight itself, for sampling, prepacked where that is worth it.
         """
         self.packed = packed if isinstance(packed, Prepacked) else None
+        self._matmul = plain_matmul if packed is None else torch_matmul
         if not self._pairs:
             self.a = self.b = None
             return
@@ -102,10 +105,8 @@ class LoraLinear:
         if self.packed is not None:
             y = matmul(x, self.packed)
             y = y if self.bias is None else y.add_(self.bias)
-        elif fits:
-            y = torch.addmm(residual, x, self.weight.t())
         else:
-            y = torch.nn.functional.linear(x, self.weight, self.bias)
+            y = self._matmul(x, self.weight, residual if fits else self.bias)
         low = self.low(x)
         if low is not None and self.b is not None:
             y.addmm_(low, self.b.t())
@@ -125,21 +126,21 @@ class LoraLinear:
 
     def low(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return x A^T alone."""
-        return None if self.a is None else x @ self.a.t()
+        return None if self.a is None else self._matmul(x, self.a)
 
     # Below, dy is the gradient of y = x W^T + low (sB)^T where low = x A^T, so that
     #   dlow = dy (sB),  dx = dy W + dlow A,  dA = dlow^T x,  dB = s dy^T low.
 
     def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return dx and dlow."""
-        dx, dlow = dy @ self.weight, self.backward_low(dy)
+        dx, dlow = plain_matmul(dy, self.weight.t()), self.backward_low(dy)
         if dlow is not None and self.a is not None:
             dx.addmm_(dlow, self.a)
         return dx, dlow
 
     def backward_low(self, dy: torch.Tensor) -> torch.Tensor | None:
         """Return dlow alone."""
-        return None if self.b is None else dy @ self.b
+        return None if self.b is None else plain_matmul(dy, self.b.t())
 
     def gradients(
         self, x: torch.Tensor, dy: torch.Tensor, low: torch.Tensor | None, dlow: torch.Tensor | None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address, upcast
+from rlkit.backends.local.gemm.plain import plain_matmul
 from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
 from rlkit.backends.local.model.gathering import Weights, call_gathered, gathered
 from rlkit.backends.worker import breathe
@@ -132,7 +133,8 @@ class _Logprobs(torch.autograd.Function):
             )
             if not any(ctx.needs_input_grad[:3]):
                 continue
-            slope[part] = weight[ids[part]] - matmul(p, weight.t()).div_(total)
+            multiply = plain_matmul if p.dtype == weight.dtype else matmul
+            slope[part] = weight[ids[part]] - multiply(p, weight.t()).div_(total)
             if low_slope is not None and a is not None and b is not None:
                 low_slope[part] = (b[ids[part]] - (p @ b).div_(total)) * scale
                 slope[part] += low_slope[part] @ a

@@ -1,0 +1,66 @@
+"""Products with weights as they lie in memory."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rlkit.backends.local.gemm import mkl, plain  # noqa: E402
+from rlkit.backends.local.gemm.plain import plain_matmul  # noqa: E402
+
+
+@pytest.fixture(params=["as it comes", "onednn", "onednn fails"])
+def library(request, monkeypatch):
+    """Whichever computes, on every maker's processor."""
+
+    def fails(*arguments):
+        raise RuntimeError("could not create a primitive")
+
+    if request.param != "as it comes":
+        monkeypatch.setattr(mkl, "preferred", lambda: False)
+    if request.param == "onednn fails":
+        monkeypatch.setattr(plain, "_onednn", fails)
+    plain._preferred.cache_clear()
+    yield request.param
+    plain._preferred.cache_clear()
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 64, 200])
+def test_products_are_those_of_float64(library, rows, dtype):
+    """Of weights that lie as [out, in] and as [in, out], of some of their columns, with a bias and with a residual."""
+    wide = random(90, 50, dtype=dtype)
+    bound = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float64: 1e-14}[dtype]
+    for weight in (wide, wide.t(), wide[:, 8:], wide[8:].t()[::2]):
+        x = random(rows, weight.shape[1], seed=1).to(dtype)
+        for summand in (None, random(weight.shape[0]).to(dtype), random(rows, weight.shape[0]).to(dtype)):
+            before = None if summand is None else summand.clone()
+            expected = x.double() @ weight.double().t() + (0.0 if summand is None else summand.double())
+            product = plain_matmul(x, weight, summand)
+            assert product.dtype == dtype
+            assert product.shape == (rows, weight.shape[0])
+            assert rows == 0 or (product.double() - expected).abs().max() <= bound * expected.abs().max()
+            assert summand is None or torch.equal(summand, before)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_gradients_are_recorded(library, which):
+    """Where one is asked for, of any of the three."""
+    tensors = [random(4, 6), random(5, 6, seed=1), random(4, 5, seed=2)]
+    tensors[which].requires_grad_()
+    (gradient,) = torch.autograd.grad(plain_matmul(*tensors).pow(2).sum(), [tensors[which]])
+    exact = [t.detach().double() for t in tensors]
+    exact[which].requires_grad_()
+    (expected,) = torch.autograd.grad((exact[0] @ exact[1].t() + exact[2]).pow(2).sum(), [exact[which]])
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_onednn_is_used_where_it_is_right(library):
+    assert not (library == "onednn fails" and plain._preferred())
+    if library == "onednn" and torch.backends.mkldnn.is_available():
+        assert plain._preferred()
