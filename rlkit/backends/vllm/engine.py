@@ -268,6 +268,10 @@ class VllmEngine:
             (seen,) = self._do(self._probe.look(ask, where, version))
         except ServerLost:  # it is checked when it comes back
             return
+        except BackendTimeout:  # likewise, and others sample meanwhile
+            if any(other.up for other in self.servers):
+                return
+            raise
         self._probe.check(where, seen, version, scale)
 
     def _do(self, *work: Coroutine[object, object, T]) -> list[T]:

@@ -135,6 +135,22 @@ def test_requests_move_to_another_server(tiny, tmp_path, server, fault):
             other.standin.released.set()
 
 
+def test_a_server_that_hangs_holds_no_new_policy_up(tiny, tmp_path, server):
+    """Where another one has it, and nobody has noticed before that one of them hangs."""
+    with serving(Http(Standin(tiny("llama")))) as other:
+        settings = Vllm(urls=[other.url, server.url], deadline=10.0, start=1.0, restarts=1)
+        with connected(tiny, tmp_path, settings) as policy:
+            step(policy)
+            other.standin.faults.add("hang")
+            assert policy.sampler().result().sample(TEXT, PARAMS).result()[0].version == 1
+            server.standin.faults.add("hang")
+            step(policy)
+            with pytest.raises(rlkit.BackendError, match="the server hangs"):
+                policy.sampler().result()
+            for http in (server, other):
+                http.standin.released.set()
+
+
 def test_a_server_that_comes_back_is_checked(tiny, tmp_path, server):
     """With its adapters, before it gets requests; one that has another model then gets none."""
     standin = server.standin
