@@ -141,7 +141,8 @@ class Stop:
     """Recognises the end of a completion.
 
     Text is decoded only behind a token that may complete a stop string: one whose own text has the last character of
-    such a string, or bytes that are a character together with others.
+    such a string, or bytes that are a character together with others, or the one behind such a token, since some
+    tokenizers write the space that ends a word once another token follows.
 
     Args:
         stop: as in ``SamplingParams``.
@@ -163,7 +164,7 @@ class Stop:
         last = tokens[-1]
         if last in self._ids:
             return True
-        if not self._texts or self._ends.isdisjoint(self._characters(last)):
+        if not self._texts or all(self._ends.isdisjoint(self._characters(token)) for token in tokens[-2:]):
             return False
         window = self._longest
         text = self._tokenizer.decode(tokens[-window:], skip_special=False)

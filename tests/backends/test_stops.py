@@ -47,6 +47,13 @@ def tokenizer_of(kind):
 KINDS = {kind: tokenizer_of(kind) for kind in ("bytes", "byte_level", "metaspace", "word_piece", "word_ends")}
 
 
+def test_a_space_that_is_written_once_another_token_follows():
+    """As the end of a word is, behind whatever is no part of it."""
+    word, other = 257 + WORDS.index("a</w>"), 257 + WORDS.index(".")
+    stops = Stop((" ",), KINDS["word_ends"])
+    assert [stops(ids) for ids in ([word], [word, other], [other, other])] == [False, True, False]
+
+
 @given(
     kind=st.sampled_from(list(KINDS)),
     data=st.data(),
