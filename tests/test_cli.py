@@ -139,6 +139,10 @@ def test_without_a_command(capsys):
             ["eval", "smollm2-135m-instruct", "questions.jsonl"],
             "TASKS: is 'questions.jsonl'; expected a file that exists",
         ),
+        (
+            ["eval", "smollm2-135m-instruct", "chain_sum", "--tokenizer", "x"],
+            "--tokenizer: is given; expected it with a URL",
+        ),
         (["checkpoints", "nothing"], "nothing is no run"),
         (["report", "nothing"], "nothing"),
     ],

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if not tasks:
         raise ConfigError("--tasks", "is missing", "A,B", "what the harness is to play")
     arguments = [_split(text) for text in options.harness_arg]
-    _policy.check("POLICY", options.policy, options.backend)
+    _policy.check("POLICY", options.policy, options.backend, options.tokenizer)
     from rlkit import harnesses  # what follows takes seconds
     from rlkit.runs.record import newest
     from rlkit.tracking import Jsonl
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     if _policy.is_run(policy):
         record = newest(policy, role=options.role, step=options.step)
         step, policy, folder = record.step, record.policy(options.role), options.out or policy
-    with _policy.opened(policy, options.backend, role=options.role, step=options.step) as sampler:
+    with _policy.asked_for(options, policy) as sampler:
         result = harnesses.evaluate(
             options.harness,
             sampler,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlkit.backends import Sampler
 
-__all__ = ["KINDS", "add_options", "check", "is_run", "is_url", "opened"]
+__all__ = ["KINDS", "add_options", "asked_for", "check", "is_run", "is_url", "opened"]
 
 KINDS = "a run's folder, what save() returned, a model, or the URL of a server of vLLM"
 _TOY = "toy"  # the backend of one model alone, which has no name
@@ -21,9 +21,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", default="policy", help="which policy of it (default: policy)")
 
 
-def check(where: str, policy: str, backend: str) -> None:
-    """Raise ConfigError for a policy that looks like a path and is not there."""
+def check(where: str, policy: str, backend: str, tokenizer: str | None = None) -> None:
+    """Raise ConfigError for a policy that looks like a path and is not there, or one that has its own tokenizer."""
     from rlkit.errors import ConfigError
+
+    if tokenizer is not None and not is_url(policy):
+        raise ConfigError("--tokenizer", "is given", "it with a URL", f"{policy} has its own")
 
     elsewhere = "://" in policy or backend != "local"
     if not elsewhere and policy != "smollm2-135m-instruct" and policy.count("/") != 1 and not Path(policy).exists():
@@ -39,6 +42,12 @@ def is_run(policy: str) -> bool:
 def is_url(policy: str | None) -> bool:
     """Return whether it is served."""
     return policy is not None and policy.startswith(("http://", "https://"))
+
+
+def asked_for(options: argparse.Namespace, policy: str) -> Sampler:
+    """Return the policy that ``rlkit eval`` was asked to score, frozen."""
+    tokenizer = {} if options.tokenizer is None else {"tokenizer": options.tokenizer}
+    return opened(policy, options.backend, role=options.role, step=options.step, **tokenizer)
 
 
 def opened(policy: str | None, backend: str, *, role: str, step: int | None, **options: object) -> Sampler:

@@ -35,6 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _modules.add_option(parser)
     parser.add_argument("--backend", default="local", help="of a model (default: local)")
     _policy.add_options(parser)
+    text = "of what a URL serves: a folder or a hub id (default: that of the model which the server names)"
+    parser.add_argument("--tokenizer", help=text)
     parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
     parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks")
@@ -56,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         return _harness.run(options)
     _harness.refuse(options)
     _check_files(options)
-    _policy.check("POLICY", options.policy, options.backend)
+    _policy.check("POLICY", options.policy, options.backend, options.tokenizer)
     import rlkit  # the rest takes seconds
     from rlkit.evaluation import evaluate_sync
 
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     params = rlkit.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
     tasks = _tasks(options)
     print(f"{len(tasks)} tasks, {options.n} episodes each", file=sys.stderr, flush=True)
-    with _policy.opened(options.policy, options.backend, role=options.role, step=options.step) as sampler:
+    with _policy.asked_for(options, options.policy) as sampler:
         evaluation = evaluate_sync(
             sampler,
             tasks,

@@ -6,6 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlkit.errors import ArgumentError, ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LocalTokenizer", "tokenizer_from"]
+__all__ = ["LocalTokenizer", "source_of", "tokenizer_from"]
 
 
 @hinted("tokenizer")
@@ -120,6 +121,14 @@ class LocalTokenizer:
                 **variables,
             )
         return np.array(ids, np.int64)
+
+
+def source_of(tokenizer: Tokenizer) -> str | None:
+    """Return the absolute folder, or the hub id, that a tokenizer was read from; None: it was not read from any."""
+    name = getattr(getattr(tokenizer, "hf", None), "name_or_path", None)
+    if not name:
+        return None
+    return str(Path(name).absolute()) if Path(name).is_dir() else str(name)
 
 
 def tokenizer_from(given: str | os.PathLike[str] | Tokenizer | PreTrainedTokenizerBase) -> Tokenizer:

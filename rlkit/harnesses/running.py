@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
+from rlkit.backends.transformers_tokenizer import source_of
 from rlkit.errors import ConfigError, EnvError, MissingPackageError, UnknownNameError
 from rlkit.harnesses import process
 from rlkit.harnesses.inspect_ai import INSPECT
@@ -77,7 +78,7 @@ def evaluate(
             arguments=tuple(arguments),
             folder=place,
             max_length=sampler.max_length,
-            tokenizer=getattr(getattr(sampler.tokenizer, "hf", None), "name_or_path", None) or None,
+            tokenizer=source_of(sampler.tokenizer),
         )
         command = [interpreter, *known.command(call)]
         make(place)

@@ -12,6 +12,7 @@ import rlkit
 from rlkit import _check
 from rlkit._hosts import is_loopback
 from rlkit.backends.protocol import TrainerBackend
+from rlkit.backends.transformers_tokenizer import source_of
 from rlkit.errors import ConfigError
 from rlkit.server.adapter import BackendModels
 from rlkit.server.http import Server
@@ -72,7 +73,7 @@ def serve(
     names = tuple(names or _names(backend, model))
     made = _models(backend, model, folder, of_backend)
     if tokenizer_id is None:  # clients on this machine can read a directory
-        tokenizer_id = getattr(getattr(made.tokenizer, "hf", None), "name_or_path", None)
+        tokenizer_id = source_of(made.tokenizer)
     service = Service(
         made,
         names=names,

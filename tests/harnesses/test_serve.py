@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,22 @@ def test_a_run_is_served(tmp_path):
         with rlkit.runs.sampler(folder, step=step) as sampler:
             expected = sampler.logprobs(list(b"Hi!")).result()[1:]
         assert choice["logprobs"]["token_logprobs"][1:3] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_what_is_served_is_scored(tiny, tmp_path, monkeypatch, capsys):
+    """The server names the model's folder, by its absolute path, and so a URL alone is a policy."""
+    monkeypatch.chdir(Path(tiny("llama")).parent)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    score = [str(tmp_path / "rows.jsonl"), "--max-tokens", "2"]
+    with served("--model", Path(tiny("llama")).name, "--option", "device=cpu") as (url, _):
+        (card,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert card["root"] == tiny("llama")
+        monkeypatch.chdir(tmp_path)
+        for words in ([], ["--tokenizer", tiny("llama")]):
+            assert cli.main(["eval", url, *score, *words]) == 0, capsys.readouterr().err
+            assert "1 tasks, 1 episodes, 0 failed" in capsys.readouterr().out
+        assert cli.main(["eval", url, *score, "--tokenizer", "nothing"]) == 2
+        assert "tokenizer: nothing holds none" in capsys.readouterr().err
 
 
 def test_other_machines_need_a_key(capsys, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlkit.backends.transformers_tokenizer import source_of
 from rlkit.gateway.dialects.call import Json
 from rlkit.gateway.types import Answerer, GatewayError
 
@@ -30,7 +31,9 @@ def retrieve_model(answerer: Answerer, path: Mapping[str, str], headers: Mapping
 
 def _openai(answerer: Answerer) -> Json:
     name = answerer.model
-    card: Json = {"id": name, "object": "model", "created": 0, "owned_by": "rlkit", "root": name}
+    card: Json = {"id": name, "object": "model", "created": 0, "owned_by": "rlkit"}
+    # As vLLM's: where the model was read from, so that whoever samples here can read its tokenizer.
+    card["root"] = source_of(answerer.tokenizer) or name
     return {**card, "parent": None, "max_model_len": answerer.max_length}
 
 
