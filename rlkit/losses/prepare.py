@@ -135,6 +135,7 @@ class PreparedLoss:
         data: Sequence[Datum],
         *,
         entropy: Sequence[torch.Tensor] | None = None,
+        places: Sequence[int] | None = None,
     ) -> LossGradient:
         """Value, metrics, and the gradient with respect to what the model computed.
 
@@ -142,6 +143,7 @@ class PreparedLoss:
             logprobs: one float tensor per datum, [n] (or [n, K], or values [n]: see ``driver``); detached here.
             data: the datums; those without a masked-in token are not given to the loss.
             entropy: one [n] per datum, for a loss that names it.
+            places: where the user's list has the datums, for errors; None: it is ``data``.
 
         Raises:
             BackendError: the value or the gradient is not finite, naming the datum.
@@ -162,7 +164,7 @@ class PreparedLoss:
         value = float(total.detach())
         driver = [found.get(id(x), torch.zeros_like(x)) for x in leaves]
         extra = [found.get(id(x), torch.zeros_like(x)) for x in entropies] if entropies else None
-        self._check_finite(value, driver, extra)
+        self._check_finite(value, driver, extra, range(len(data)) if places is None else places)
         return LossGradient(value, {k: float(v) for k, v in metrics.items()}, driver, extra)
 
     def _call(
@@ -247,10 +249,16 @@ class PreparedLoss:
                 "sample.datum(sampling_logprobs=...) corrected ones, such as sampler.logprobs gives"
             )
 
-    def _check_finite(self, value: float, driver: Sequence[torch.Tensor], extra: Sequence[torch.Tensor] | None) -> None:
-        for i, gradient in enumerate(driver):
+    def _check_finite(
+        self,
+        value: float,
+        driver: Sequence[torch.Tensor],
+        extra: Sequence[torch.Tensor] | None,
+        places: Sequence[int],
+    ) -> None:
+        for i, (place, gradient) in enumerate(zip(places, driver, strict=True)):
             if not (torch.isfinite(gradient).all() and (extra is None or torch.isfinite(extra[i]).all())):
-                raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{i}]")
+                raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{place}]")
         if not np.isfinite(value):
             raise BackendError(f"the loss {self.name!r} is {value}")
 

@@ -174,6 +174,8 @@ def vllm():
     import rlkit
     from rlkit.backends.vllm import open_sampler
 
+    own = rlkit.sampler("toy").tokenizer  # a folder of transformers' would want transformers
+
     class Server(http.server.BaseHTTPRequestHandler):
         """Serves one model that always says the same."""
 
@@ -183,9 +185,13 @@ def vllm():
             self._answer({"data": [{"id": "m", "max_model_len": 8}]})
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/tokenize":
+                self._answer({"tokens": own.encode(body["prompt"]).tolist()})
+                return
+            logprob = 0.0 if body["sampling_params"].get("top_k") == 1 else -1.0
             choice = {"index": 0, "token_ids": [5], "finish_reason": "length"}
-            self._answer({"choices": [{**choice, "logprobs": {"content": [{"logprob": -1.0}]}}]})
+            self._answer({"choices": [{**choice, "logprobs": {"content": [{"logprob": logprob}]}}]})
 
         def _answer(self, value):
             body = json.dumps(value).encode()
@@ -199,11 +205,11 @@ def vllm():
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        own = rlkit.sampler("toy").tokenizer  # a folder of transformers' would want transformers
         with open_sampler(f"http://127.0.0.1:{server.server_port}", tokenizer=own) as sampler:
             (sample,) = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=1)).result(60)
         server.shutdown()
     assert sample.tokens.tolist() == [5]
+    assert sample.logprobs.tolist() == [-1.0]
 
 
 def tinker():

@@ -111,7 +111,7 @@ class Replica(LocalBackend):
         fields = message.fields
         data, names, loss = unpacked_data(fields, message.arrays), tuple(fields["names"]), None
         if fields["loss"] is not None:
-            loss = RemoteLoss(self._peer, self._number, self._rank, data, *fields["loss"])
+            loss = RemoteLoss(self._peer, self._number, self._rank, len(data), *fields["loss"])
         self._earlier = [p.grad for p in self._trainer.parameters.values()]
         outputs, _ = yield from self._trainer.run(data, loss, names, backward=bool(fields["backward"]))
         return Message("", {}, [torch.cat(outputs[name]).numpy() for name in ("logprobs", *names)])

@@ -57,24 +57,25 @@ class Sending:
 
     def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent[Output]:
         """Ask for logprobs; the value of the loss is taken here."""
-        used = _used(data)
+        places = _places(data)
+        used = [data[i] for i in places]
 
         def finish(results: list[types.ForwardBackwardOutput]) -> Output:
-            driver, chosen = _driver("forward", results[0], used, prepared) if used else ([], [])
-            gradient = None if prepared is None else prepared.gradient(driver, used)
+            driver, chosen = _driver("forward", results[0], used, places, prepared) if used else ([], [])
+            gradient = None if prepared is None else prepared.gradient(driver, used, places=places)
             return wire.output("forward", data, _placed(data, chosen), [], gradient)
 
         return Sent([self._forward(used, prepared)] if used else [], finish)
 
     def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
         """Send the loss's gradient by the cheapest exact way."""
-        used = _used(data)
-        if not used:
+        places = _places(data)
+        if not places:
             return Sent([], lambda _: wire.output(_CALL, data, [None] * len(data), []))
         parts, _ = self._plan(prepared, data)
         if parts:
             return self._hosted(data, parts)
-        return self._server(data, used, prepared) or self._here(data, used, prepared)
+        return self._server(data, places, prepared) or self._here(data, places, prepared)
 
     def _hosted(self, data: Sequence[Datum], parts: Sequence[routes.Part]) -> Sent[Output]:
         chosen = [[i for i, arrays in enumerate(part.arrays) if arrays is not None] for part in parts]
@@ -87,15 +88,16 @@ class Sending:
             logprobs: list[np.ndarray | None] = [None] * len(data)
             for response, places in zip(results, chosen, strict=True):
                 for i, array in zip(
-                    places, wire.read_logprobs(_CALL, response, [data[i] for i in places]), strict=True
+                    places, wire.read_logprobs(_CALL, response, [data[i] for i in places], places), strict=True
                 ):
                     logprobs[i] = array
             return wire.output(_CALL, data, logprobs, [wire.metrics_of(_CALL, response) for response in results])
 
         return Sent(sent, finish)
 
-    def _server(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output] | None:
+    def _server(self, data: Sequence[Datum], places: Sequence[int], prepared: PreparedLoss) -> Sent[Output] | None:
         """Send the loss as a graph; None where the service does not take it."""
+        used = [data[i] for i in places]
         future = self._losses.start(prepared, used)
         if future is None:
             return None
@@ -111,19 +113,20 @@ class Sending:
         sent = self._client.forward_backward_custom(datums, handle).future()
 
         def finish(results: list[types.ForwardBackwardOutput]) -> Output:
-            logprobs = wire.read_logprobs(_CALL, results[0], used)
+            logprobs = wire.read_logprobs(_CALL, results[0], used, places)
             return wire.output(_CALL, data, _placed(data, logprobs), [wire.metrics_of(_CALL, results[0])])
 
         return Sent([sent], finish)
 
-    def _here(self, data: Sequence[Datum], used: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
+    def _here(self, data: Sequence[Datum], places: Sequence[int], prepared: PreparedLoss) -> Sent[Output]:
         """Send the gradient with respect to the logprobs as weights of a cross entropy: exact for any loss of them.
 
         The loss is evaluated before the gradient is sent, so that a mistake in it changes nothing.
         """
+        used = [data[i] for i in places]
         response = self._executor.wait("forward", self._forward(used, prepared))
-        driver, chosen = _driver(_CALL, response, used, prepared)
-        local = prepared.gradient(driver, used)
+        driver, chosen = _driver(_CALL, response, used, places, prepared)
+        local = prepared.gradient(driver, used, places=places)
         targets: list[np.ndarray | None] = [None] * len(used)
         part = routes.Part("cross_entropy", {}, [{"weights": -gradient.numpy()} for gradient in local.driver])
         if prepared.driver == "target_logprobs":
@@ -168,7 +171,12 @@ class Sending:
 
 
 def _used(data: Sequence[Datum]) -> list[Datum]:
-    return [datum for datum in data if datum.mask.any()]
+    return [data[i] for i in _places(data)]
+
+
+def _places(data: Sequence[Datum]) -> list[int]:
+    """Return which datums are sent: those with a token of the policy's own."""
+    return [i for i, datum in enumerate(data) if datum.mask.any()]
 
 
 def _placed(data: Sequence[Datum], arrays: Sequence[np.ndarray]) -> list[np.ndarray | None]:
@@ -185,10 +193,14 @@ def _targets(datum: Datum) -> np.ndarray:
 
 
 def _driver(
-    call: str, response: types.ForwardBackwardOutput, used: Sequence[Datum], prepared: PreparedLoss | None
+    call: str,
+    response: types.ForwardBackwardOutput,
+    used: Sequence[Datum],
+    places: Sequence[int],
+    prepared: PreparedLoss | None,
 ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
     """Return (what the loss is given, the logprobs of the datums' own tokens)."""
-    arrays = wire.read_logprobs(call, response, used)
+    arrays = wire.read_logprobs(call, response, used, places)
     if prepared is None:
         return [], arrays
     if prepared.driver == "logprobs":

@@ -44,8 +44,16 @@ def _tensor(array: np.ndarray) -> types.TensorData:
     return types.TensorData.from_numpy(np.asarray(array, dtype, order="C"))
 
 
-def read_logprobs(call: str, response: types.ForwardBackwardOutput, data: Sequence[Datum]) -> list[np.ndarray]:
+def read_logprobs(
+    call: str, response: types.ForwardBackwardOutput, data: Sequence[Datum], places: Sequence[int]
+) -> list[np.ndarray]:
     """float32 [n] or [n, K] per datum that was sent, from the arrays [N] or [N, K] of an answer.
+
+    Args:
+        call: what was asked for.
+        response: the answer.
+        data: what was sent.
+        places: where the user's list has them, for errors.
 
     Raises:
         BackendError: the answer is of another size, or not finite where the policy chose.
@@ -54,7 +62,7 @@ def read_logprobs(call: str, response: types.ForwardBackwardOutput, data: Sequen
     if len(outputs) != len(data):
         raise BackendError(f"{call}: the service answered for {len(outputs)} datums of {len(data)}")
     arrays = []
-    for i, (fields, datum) in enumerate(zip(outputs, data, strict=True)):
+    for i, fields, datum in zip(places, outputs, data, strict=True):
         chosen = np.flatnonzero(datum.mask) - 1
         if "logprobs" not in fields:
             raise BackendError(f"{call}: the service gave no logprobs for data[{i}]")

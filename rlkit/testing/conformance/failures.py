@@ -45,6 +45,18 @@ class FailureTests(Harness):
         two.forward_backward(data, "ppo")
         assert worst(self.after(one, data), self.after(two, data)) < 1e-6
 
+    def test_a_loss_that_is_not_finite_names_the_datum(self, policy: TrainerBackend) -> None:
+        """By its place in the list, also behind one that is not trained on."""
+
+        def rooted(logprobs: Any, advantages: Any) -> Any:
+            return -(logprobs * advantages**0.5).sum()
+
+        silent = rlkit.Datum([5, 6, 7], [0, 0, 0], {"advantages": 1.0})
+        data = [silent, *(rlkit.Datum([5, 6, k], [0, 1, 1], {"advantages": 12.0 - k}) for k in range(8, 14))]
+        assert float(data[-1].inputs["advantages"]) < 0.0
+        with pytest.raises(rlkit.BackendError, match=rf"'rooted' has a non-finite gradient at data\[{len(data) - 1}\]"):
+            policy.forward_backward(data, rooted).result()
+
     def test_failure_keeps_what_was_accumulated(self, fresh: Callable[..., TrainerBackend]) -> None:
         """A call that fails later loses its own gradient whole, and no other."""
         if not self.recovers:

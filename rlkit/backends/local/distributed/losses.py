@@ -98,8 +98,9 @@ class Losses:
             return
         try:
             if self.loss.level != "batch":
-                data = [self._data[self._shares[question.rank][i]] for i in question.places]
-                part = self.loss.gradient(question.driver, data, entropy=question.entropy)
+                places = [self._shares[question.rank][i] for i in question.places]
+                data = [self._data[i] for i in places]
+                part = self.loss.gradient(question.driver, data, entropy=question.entropy, places=places)
                 self._parts[question.rank].append(part)
                 self._answer(question, part)
             else:
@@ -139,7 +140,7 @@ class AskedLoss:
     """A loss as a trainer of rank 0 calls it."""
 
     losses: Losses
-    data: Sequence[Datum]  # of rank 0's share
+    size: int  # of rank 0's share
 
     @property
     def level(self) -> Level:
@@ -153,9 +154,16 @@ class AskedLoss:
     def entropy(self) -> bool:
         return self.losses.loss.entropy
 
-    def gradient(self, logprobs: Tensors, data: Sequence[Datum], *, entropy: Tensors | None = None) -> LossGradient:
+    def gradient(
+        self,
+        logprobs: Tensors,
+        data: Sequence[Datum],  # noqa: ARG002  # which rank 0 has
+        *,
+        entropy: Tensors | None = None,
+        places: Sequence[int] | None = None,
+    ) -> LossGradient:
         """See ``PreparedLoss.gradient``."""
-        return self.losses.ask(0, _places(self.data, data), logprobs, entropy).result()
+        return self.losses.ask(0, range(self.size) if places is None else places, logprobs, entropy).result()
 
 
 @attrs.frozen(eq=False)
@@ -165,15 +173,22 @@ class RemoteLoss:
     peer: Peer
     backend: int
     rank: int
-    data: Sequence[Datum]  # of this rank's share
+    size: int  # of this rank's share
     level: Level
     driver: Driver
     entropy: bool
 
-    def gradient(self, logprobs: Tensors, data: Sequence[Datum], *, entropy: Tensors | None = None) -> LossGradient:
+    def gradient(
+        self,
+        logprobs: Tensors,
+        data: Sequence[Datum],  # noqa: ARG002  # which rank 0 has
+        *,
+        entropy: Tensors | None = None,
+        places: Sequence[int] | None = None,
+    ) -> LossGradient:
         """See ``PreparedLoss.gradient``; the value stays on rank 0."""
-        places = _places(self.data, data)
-        fields = {"backend": self.backend, "rank": self.rank, "places": places, "entropy": entropy is not None}
+        where = [int(i) for i in (range(self.size) if places is None else places)]
+        fields = {"backend": self.backend, "rank": self.rank, "places": where, "entropy": entropy is not None}
         arrays = [x.detach().numpy() for x in (*logprobs, *(entropy or ()))]
         reply = self.peer.call("loss", fields, arrays).result()
         tensors = [torch.from_numpy(np.asarray(array)) for array in reply.arrays]
@@ -192,11 +207,3 @@ def gradient_message(part: LossGradient) -> Message:
     """Return the reply to it."""
     arrays = [x.float().numpy() for x in (*part.driver, *(part.entropy or ()))]
     return Message("", {"entropy": part.entropy is not None}, arrays)
-
-
-def _places(share: Sequence[Datum], data: Sequence[Datum]) -> list[int]:
-    """Return where in ``share`` each of ``data`` is; one that is there twice stands for both, in order."""
-    places: dict[int, list[int]] = {}
-    for i, datum in enumerate(share):
-        places.setdefault(id(datum), []).append(i)
-    return [here.pop(0) if len(here := places[id(datum)]) > 1 else here[0] for datum in data]

@@ -134,7 +134,7 @@ class Ranks:
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in kept}
         try:
             own = [data[i] for i in shares[0]]
-            asked = None if losses is None else AskedLoss(losses, own)
+            asked = None if losses is None else AskedLoss(losses, len(own))
             computed, _ = yield from trainer.run(own, asked, names, backward=backward)
             while not all(reply.done() for reply in calls.values()):
                 concurrent.futures.wait(calls.values(), _LOOK)

@@ -46,7 +46,12 @@ class Loss(Protocol):
         """Whether it wants entropies, too."""
 
     def gradient(
-        self, logprobs: Sequence[torch.Tensor], data: Sequence[Datum], *, entropy: Sequence[torch.Tensor] | None = None
+        self,
+        logprobs: Sequence[torch.Tensor],
+        data: Sequence[Datum],
+        *,
+        entropy: Sequence[torch.Tensor] | None = None,
+        places: Sequence[int] | None = None,
     ) -> LossGradient:
         """See ``PreparedLoss.gradient``."""
 
@@ -156,7 +161,8 @@ class LocalTrainer:
                 if part is None:
                     members = [data[i] for i in batch.members]
                     entropy = [outputs["entropy"][i] for i in batch.members] if loss.entropy else None
-                    part = loss.gradient([outputs[loss.driver][i] for i in batch.members], members, entropy=entropy)
+                    driver = [outputs[loss.driver][i] for i in batch.members]
+                    part = loss.gradient(driver, members, entropy=entropy, places=batch.members)
                     parts.append(part)
                 if backward:
                     places = range(len(batch.members)) if whole is None else batch.members

@@ -199,6 +199,21 @@ def test_a_call_that_failed_is_taken_back(connect):
     assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("culprit", [0, 1, 3, 4, 5])
+def test_a_loss_that_is_not_finite_names_the_datum(connect, culprit):
+    """By its place in the user's list, whichever rank and micro-batch has it."""
+    policy = connect(2, micro_batch_tokens=16)
+    signs = np.where(np.arange(6) == culprit, -1.0, 1.0)
+    made = rows([9, 20, 8, 13, 11, 9])
+    data = [rlkit.Datum(x.tokens, x.mask, {"advantages": a}) for x, a in zip(made, signs, strict=True)]
+
+    def rooted(logprobs, advantages):
+        return -(logprobs * advantages**0.5).sum()
+
+    with pytest.raises(rlkit.BackendError, match=rf"non-finite gradient at data\[{culprit}\]"):
+        policy.forward_backward(data, rooted).result()
+
+
 def test_an_error_of_another_rank_names_it(connect):
     """What one process raises is raised here with its number; nothing is added anywhere, and both go on."""
     policy = connect(2)
