@@ -76,13 +76,23 @@ def members(where: str, thing: object, protocol: type, hint: str = "") -> None:
         raise ConfigError(where, what, f"a {protocol.__name__}", hint)
 
 
-def options(where: str, make: Callable[..., object], given: Mapping[str, Any], *, kind: str = "") -> None:
-    """Raise ArgumentError for a keyword that ``make`` does not take; ``kind`` is whose aliases are known."""
+def options(
+    where: str, make: Callable[..., object], given: Mapping[str, Any], *, kind: str = "", more: Iterable[str] = ()
+) -> None:
+    """Raise ArgumentError for a keyword that ``make`` does not take.
+
+    Args:
+        where: what was called.
+        make: what gets the keywords.
+        given: them.
+        kind: whose aliases are known.
+        more: keywords that are not for ``make``, which may have been meant.
+    """
     known = inspect.signature(make).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for name in given:
             if name not in known:
-                hint = _aliases.answer(kind, name, known) or near(name, known)
+                hint = _aliases.answer(kind, name, known) or near(name, [*known, *more])
                 raise ArgumentError(f"{where}: no option {name!r}{hint}")
 
 

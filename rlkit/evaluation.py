@@ -115,7 +115,7 @@ async def evaluate(
         raise ConfigError("n", f"is {n}", "1", "greedy episodes of one task are all alike")
     _check.real("success", success)
     _check.real("level", level, above=0.0, below=1.0)
-    plan = planned(plan, options).with_options(n=n, min_n=1)
+    plan = planned(plan, options, evaluate).with_options(n=n, min_n=1)
     over: dict[str, Any] = {"n": n, "min_n": 1} | ({"temperature": 0.0} if greedy else {})
     held = [attrs.evolve(task, settings=attrs.evolve(task.settings, **over)) for task in listed(tasks)]
     groups = await rollout(sampler, held, step=step, plan=plan)

@@ -95,9 +95,9 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
             raise ConfigError(
                 "rlkit.sampler(path)", "is given beside a URL", "model=, the name of what is served there"
             )
-        served: Sampler = import_module("rlkit.backends.vllm").open_sampler(
-            name, model=model, **options
-        )  # stands on this
+        open_sampler = import_module("rlkit.backends.vllm").open_sampler  # stands on this
+        _check.options("rlkit.sampler(url)", open_sampler, options)
+        served: Sampler = open_sampler(name, model=model, **options)
         return served
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:

@@ -94,7 +94,7 @@ def async_rollouts(
     arXiv:2509.19128.
     """
     _check.require(isinstance(policy, TrainerBackend), "policy", policy, "a backend, as rlkit.connect gives")
-    plan = planned(plan, options)
+    plan = planned(plan, options, async_rollouts)
     order: dict[str, object] = {}
     if isinstance(tasks, TaskSource):
         number = _check.integer("size", size, low=1, why="tasks per step")

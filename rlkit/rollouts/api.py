@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -195,13 +196,12 @@ def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
     return result[0]
 
 
-def planned(plan: Plan | None, options: Mapping[str, Any]) -> Plan:
-    """Return the plan with ``options`` in it."""
+def planned(plan: Plan | None, options: Mapping[str, Any], caller: Callable[..., object] = rollout) -> Plan:
+    """Return the plan with ``options`` in it, which ``caller`` was given beside its own."""
     _check.require(plan is None or isinstance(plan, Plan), "plan", plan, "an rlkit.rollouts.Plan")
-    if plan is not None:
-        return plan.with_options(**options)
-    _check.options("rollout", Plan, options, kind="Plan")
-    return Plan(**options)
+    own = [p.name for p in inspect.signature(caller).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    _check.options(caller.__name__, Plan, options, kind="Plan", more=own)
+    return Plan(**options) if plan is None else plan.with_options(**options)
 
 
 def listed(tasks: object) -> Iterable[Task]:

@@ -338,6 +338,8 @@ def test_no_step_is_left(policy):
         assert list(batches) == []
 
 
-def test_an_option_of_sampling_is_named():
+def test_an_option_of_sampling_is_named(policy):
+    with pytest.raises(rlkit.ConfigError, match="^async_rollouts: no option 'inflight'; did you mean 'in_flight'"):
+        async_rollouts(policy, TASKS, size=2, inflight=True)
     with pytest.raises(rlkit.ConfigError, match="no option 'max_tokens'; give it in params=rlkit.SamplingParams"):
         rollout_sync(None, TASKS, max_tokens=3)

@@ -359,6 +359,10 @@ def test_what_is_no_sampler_is_refused(sampler, words):
         rlkit.connect("local", model="no-such-folder", lora=LORA, sampler=sampler)
     with pytest.raises(rlkit.ConfigError, match=r"open_sampler\(url\): got 'https://'"):
         rlkit.sampler("https://")
+    with pytest.raises(
+        rlkit.ConfigError, match=r"rlkit.sampler\(url\): no option 'tokeniser'; did you mean 'tokenizer'"
+    ):
+        rlkit.sampler("http://127.0.0.1:9", tokeniser=3)
     with pytest.raises(rlkit.ConfigError, match=r"Vllm\(urls\)\[0\]: got 'localhost:8000'"):
         Vllm(urls=["localhost:8000"])
 
