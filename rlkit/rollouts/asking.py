@@ -176,8 +176,9 @@ class Asker:
                 if getattr(sample, name) != value:
                     what = f"has {name}={getattr(sample, name)}"
                     raise BackendError("rollout: a sample of the sampler", what, f"{value}", "as asked")
-            if not oldest <= sample.version <= sample.token_versions.max(initial=sample.version) <= newest:
-                what = f"has version={sample.version}"
+            last = int(sample.token_versions.max(initial=sample.version))
+            if not oldest <= sample.version <= last <= newest:
+                what = f"has version={sample.version if sample.version < oldest else last}"
                 expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
                 raise BackendError("rollout: a sample of the sampler", what, expected, "as asked")
         return list(samples)

@@ -385,6 +385,19 @@ def test_an_answer_that_was_drawn_otherwise(name, value):
         run(Counted, Careless())
 
 
+def test_an_answer_with_a_token_of_another_version():
+    """The error names the version that is too new, not the one with which the sample began."""
+
+    class Ahead(RandomSampler):
+        def sample(self, *args, **kwargs):
+            drawn = super().sample(*args, **kwargs).result()
+            return Future.of([attrs.evolve(s, versions=s.version + np.arange(len(s.tokens)) * 7) for s in drawn])
+
+    with pytest.raises(BackendError, match=r"a sample of the sampler: has version=\d+; expected 0") as caught:
+        run(Counted, Ahead())
+    assert "version=0" not in str(caught.value)
+
+
 def test_a_sampler_that_never_answers():
     """The rollout ends when the first episode's deadline does, however many wait behind it."""
     reset_counts()

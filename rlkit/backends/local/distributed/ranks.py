@@ -193,13 +193,27 @@ class Ranks:
         assert self._sampling is not None  # noqa: S101  # begun
         self._sampling.take(snapshot)
 
-    def update(self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool) -> None:
-        """Have a live sampler's snapshot become ``newer`` on all ranks, this one last. See ``Scheduler.update``."""
+    def update(
+        self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool, done: Callable[[], None] | None = None
+    ) -> None:
+        """Have a live sampler's snapshot become ``newer`` on all ranks, this one last. See ``Scheduler.update``.
+
+        Raises:
+            RankLost: also where some ranks have ``newer``, and one raised: they are not the same any more.
+        """
         self._world.check()
         assert self._sampling is not None and self._here is not None  # noqa: PT018, S101  # begun
         numbers = {"snapshot": self._sampling.number(snapshot), "newer": self._sampling.number(newer)}
-        self._collect(self._tell_all("update", **numbers, recompute=recompute), "update")
-        self._here.update(snapshot, newer, recompute=recompute)
+        with self._sampling.holding(snapshot):  # others have it before ``done``, and draw
+            replies = self._tell_all("update", **numbers, recompute=recompute)
+            try:
+                self._collect(replies, "update")
+                self._here.update(snapshot, newer, recompute=recompute, done=done)
+            except BaseException as error:
+                self._world.check()
+                if any(reply.exception() is None for reply in replies.values()):
+                    raise self._world.fail(f"update: not every rank has the newer policy: {error}") from error
+                raise
 
     def close(self) -> None:
         """Leave the ranks; the last backend ends them. May be called twice."""

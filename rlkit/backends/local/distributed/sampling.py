@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
 from rlkit.backends.local.sampling.snapshots import Snapshot
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import Stop, streams
-from rlkit.errors import BackendError, RequestCancelled
+from rlkit.errors import BackendError, RankLost, RequestCancelled
 from rlkit.types import Sample, SamplingParams
 
 __all__ = ["BASE", "SpreadSampling", "answer_of", "request_of"]
@@ -63,6 +63,7 @@ class SpreadSampling:
         self._dead: deque[int] = deque()  # numbers of snapshots that are no more; a collector of garbage locks nothing
         self._load = [0] * world.size  # tokens that each has to draw or to score
         self._sent: dict[int, _Sent] = {}
+        self._held: dict[Snapshot, list[_Sent]] = {}  # what is done, of a live sampler that is being updated
         self._lock = threading.Lock()
 
     def base(self, snapshot: Snapshot) -> None:
@@ -104,6 +105,23 @@ class SpreadSampling:
             self._sent[key] = _Sent(request, reply, rank, key, size)
         reply.add_done_callback(partial(self._arrived, key))
 
+    @contextlib.contextmanager
+    def holding(self, snapshot: Snapshot) -> Iterator[None]:
+        """Give out nothing that other ranks draw for ``snapshot``, until the end: it becomes another there first.
+
+        An answer would have the newer version before the live sampler does, whose ``version`` cannot be raised earlier
+        either: a request that is made now may begin under the older one.
+        """
+        with self._lock:
+            self._held[snapshot] = []
+        try:
+            yield
+        finally:
+            with self._lock:
+                held = self._held.pop(snapshot)
+            for sent in held:  # where ranks are lost, its version may be one that the live sampler will not have
+                _settle(sent, self._world.broken)
+
     def tick(self) -> None:
         """Have ranks drop what nobody waits for any more."""
         while self._dead:
@@ -115,21 +133,15 @@ class SpreadSampling:
         for sent in dropped:
             self._world.tell(sent.rank, "drop", self._fields(request=sent.number))
 
-    def _arrived(self, key: int, reply: Reply) -> None:
+    def _arrived(self, key: int, _: Reply) -> None:
         with self._lock:
             sent = self._sent.pop(key)
-        self._unload(sent.rank, sent.size)
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
-            error = reply.exception()
-            if error is None:
-                sent.request.future.set_result(_unpacked(sent.request, reply.result()))
-            elif sent.request.dropped:
-                what = "nobody waited for this any more, so it was given up; ask for it again"
-                sent.request.future.set_exception(RequestCancelled(what))
-            elif isinstance(error, BackendError):
-                sent.request.future.set_exception(error)
-            else:
-                sent.request.future.set_exception(BackendError(f"rank {sent.rank}: {error}"))
+            self._load[sent.rank] -= sent.size
+            held = self._held.get(sent.request.snapshot)
+            if held is not None:
+                held.append(sent)
+        if held is None:
+            _settle(sent, None)
 
     def _unload(self, rank: int, size: int) -> None:
         with self._lock:
@@ -137,6 +149,22 @@ class SpreadSampling:
 
     def _fields(self, **fields: object) -> dict[str, Any]:
         return {"backend": self._backend, **fields}
+
+
+def _settle(sent: _Sent, lost: RankLost | None) -> None:
+    """Give a request what its rank has replied, or why that is lost."""
+    future, reply = sent.request.future, sent.reply
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+        error = lost or reply.exception()
+        if error is None:
+            future.set_result(_unpacked(sent.request, reply.result()))
+        elif sent.request.dropped:
+            what = "nobody waited for this any more, so it was given up; ask for it again"
+            future.set_exception(RequestCancelled(what))
+        elif isinstance(error, BackendError):
+            future.set_exception(error)
+        else:
+            future.set_exception(BackendError(f"rank {sent.rank}: {error}"))
 
 
 def _size(request: Request) -> int:

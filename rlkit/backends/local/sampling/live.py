@@ -24,7 +24,9 @@ class Updated(Protocol):
     def submit(self, request: SampleRequest | ScoreRequest) -> None:
         """Queue a request; from any thread."""
 
-    def update(self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool) -> None:
+    def update(
+        self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool, done: Callable[[], None] | None = None
+    ) -> None:
         """See ``Scheduler.update``."""
 
 
@@ -60,11 +62,13 @@ class LiveLocalSampler(LocalSampler):
         """See ``LiveSampler.update``. Texts that are being scored are scored anew, so that no two policies mix."""
         snapshot = self.snapshot
 
+        def became() -> None:
+            self.version = snapshot.version
+
         def job() -> int:
             newest = self._newest()
             if newest.version != snapshot.version:
-                self._scheduler.update(snapshot, newest, recompute=self._recompute)
-                self.version = snapshot.version
+                self._scheduler.update(snapshot, newest, recompute=self._recompute, done=became)
             return snapshot.version
 
         return self._queue.submit("update", job)

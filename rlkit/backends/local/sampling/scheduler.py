@@ -123,17 +123,30 @@ class Scheduler:
             self._fail(lane.end_scoring(), error)
 
     @torch.no_grad()
-    def update(self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool) -> None:
+    def update(
+        self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool, done: Callable[[], None] | None = None
+    ) -> None:
         """Have a live sampler's snapshot become ``newer``: between two tokens of its rows, which go on under it.
 
         Texts that are being scored are begun again. What fails here changes nothing; only where the older weights
         cannot be loaded again either, the rows fail, too. Called in the worker's thread.
+
+        Args:
+            snapshot: the live sampler's.
+            newer: what it becomes.
+            recompute: see ``LiveSampling.live_sampler``.
+            done: called once it has, before anything that ``newer`` drew is given out.
         """
         older = attrs.evolve(snapshot)
         snapshot.become(newer)
         lane = self._lane_of(snapshot)
-        if lane is None:
-            return
+        if lane is not None:
+            self._reload(lane, snapshot, older, recompute=recompute)
+        if done is not None:
+            done()
+
+    def _reload(self, lane: _Lane, snapshot: Snapshot, older: Snapshot, *, recompute: bool) -> None:
+        """Have a lane decode with what its snapshot has become, or with ``older`` where that fails."""
         lane.scored = [request for request in lane.scored if not request.future.done()]
         lane.scoring = None
         try:

@@ -127,6 +127,21 @@ assert seconds < 30, seconds
 release.set()
 policy.close()
 """,
+    "an update that one rank alone can make": """
+policy = connect(lora=rlkit.Lora(rank=2), seed=0)
+live = policy.live_sampler().result()
+train(policy)
+
+def fails(*snapshots, **options):
+    raise rlkit.BackendError("no memory")
+
+policy._scheduler.update = fails
+why, _ = lost(live.update().result)
+assert "not every rank has the newer policy: no memory" in why, why
+assert live.version == 0
+lost(lambda: live.sample([5], rlkit.SamplingParams(max_tokens=2)).result())
+policy.close()
+""",
     "stopped": """
 policy = connect(lora=rlkit.Lora(rank=2), seed=0, processes=Processes(2, deadline=10.0))
 train(policy)
