@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import attrs
 
 from rlkit.backends.worker import Worker
-from rlkit.errors import BackendError, TrainerFailed
+from rlkit.errors import BackendError, RankLost, TrainerFailed
 from rlkit.futures import Future
 
 __all__ = ["Call", "CallQueue", "Executor", "Failure", "Inner", "Job", "RunHere", "Sent"]
@@ -175,7 +175,7 @@ class Call(Generic[T]):
     accumulates: bool | None
 
     def check(self, *, sent: bool = False) -> None:
-        """Raise TrainerFailed behind a failure; once it is ``sent``, behind a final one alone."""
+        """Raise TrainerFailed behind a failure (RankLost behind that); once ``sent``, behind a final one alone."""
         failure = self.queue.failure
         if failure is not None and (failure.final or (not sent and self.generation <= failure.generation)):
             raise _refusal(self.name, failure, sent=sent) from failure.error
@@ -200,7 +200,7 @@ class Call(Generic[T]):
             failure = queue.failure
             if failure is None or failure.final or not self.generation == failure.generation == queue.generation:
                 return
-            if error is failure.error or isinstance(error, TrainerFailed):
+            if error is failure.error or isinstance(error, TrainerFailed | RankLost):
                 queue.generation += 1
                 queue.pending = queue.accumulated
 
@@ -228,12 +228,13 @@ class RunHere:
         return self._worker.submit(run)
 
 
-def _refusal(call: str, failure: Failure, *, sent: bool = False) -> TrainerFailed:
+def _refusal(call: str, failure: Failure, *, sent: bool = False) -> TrainerFailed | RankLost:
     message = f"{call}: refused, because the {failure.call} before it failed: {failure.error}"
     if sent:
         message += "; it had been sent already and may have been carried out"
     if failure.final and "resume_from=" not in message:
         message += ". The policy takes no more calls: connect anew with resume_from= and the last saved path"
-    error = TrainerFailed(message)
+    lost = isinstance(failure.error, RankLost)  # then every call says so, also those that were made before
+    error = RankLost(message) if lost else TrainerFailed(message)
     error.__cause__ = failure.error
     return error

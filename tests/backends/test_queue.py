@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import rlkit
-from rlkit import BackendError, TrainerFailed
+from rlkit import BackendError, RankLost, TrainerFailed
 from rlkit.backends.queue import CallQueue, RunHere, Sent
 from rlkit.backends.tinker.calls import SendAndTake
 
@@ -402,3 +402,26 @@ def test_an_old_error_ends_no_new_failure():
     accepted = queue.forward_backward(lambda: 3, adds=True)
     worker.drain()
     assert accepted.result() == 3
+
+
+def test_calls_behind_a_lost_rank_are_refused_with_the_same_error():
+    """Whoever catches ``RankLost`` need not read the call that met it; once one is read, calls are carried out."""
+    executor = ByHand()
+    queue = CallQueue("local", RunHere(executor))
+
+    def loses():
+        raise RankLost("rank 1 is gone")
+
+    first = queue.forward_backward(loses, adds=True)
+    refused = [queue.optim_step(dict), queue.submit("sampler", dict)]
+    executor.drain()
+    for future in refused:
+        with pytest.raises(RankLost, match="refused, because the forward_backward before it failed: rank 1") as caught:
+            future.result()
+        assert not isinstance(caught.value, TrainerFailed)
+        assert isinstance(caught.value.__cause__, RankLost)
+    with pytest.raises(RankLost):
+        first.result()
+    later = queue.submit("sampler", dict)
+    executor.drain()
+    assert later.result() == {}

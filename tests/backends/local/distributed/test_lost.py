@@ -62,10 +62,12 @@ def later(logprobs):
     calls.append(1)
     return kills(logprobs) if len(calls) > 2 else -logprobs.sum()
 
-why, seconds = lost(lambda: policy.forward_backward(data, later).result())
+failing, behind = policy.forward_backward(data, later), policy.optim_step(step)
+why, seconds = lost(failing.result)
 assert "rank 1" in why and "SIGKILL" in why and "resume_from" in why, why
 assert seconds < 60, seconds
-for call in (lambda: policy.forward(data).result(),
+for call in (behind.result,
+             lambda: policy.forward(data).result(),
              lambda: policy.forward_backward(data, "cross_entropy").result(),
              lambda: policy.optim_step(step).result(),  # not that there is no gradient
              lambda: policy.sampler().result(),
