@@ -20,6 +20,7 @@ from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingPara
 
 __all__ = [
     "Capabilities",
+    "ChecksOptions",
     "Config",
     "LiveSampler",
     "LiveSampling",
@@ -301,6 +302,17 @@ class OpensSamplers(Protocol):
 
     def open_sampler(self, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
         """Return a sampler of what ``path`` names, or of the base model; called on the class. See ``rlkit.sampler``."""
+
+
+@runtime_checkable
+class ChecksOptions(Protocol):
+    """A name of ``rlkit.backends.registry`` that checks the values of its options by themselves.
+
+    ``rlkit train --check`` asks it, and ``rlkit train`` before any work.
+    """
+
+    def check_options(self, **options: Any) -> object:
+        """Raise ConfigError where ``rlkit.connect`` would before it loads anything; called on the class."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ import attrs
 
 from rlkit import _check, _install, backends, tracking
 from rlkit._drawn import NEW_OPTIONS
+from rlkit.backends.protocol import ChecksOptions
 from rlkit.backends.toy.tokenizer import ByteTokenizer
 from rlkit.chat.templates import Template
 from rlkit.errors import ConfigError
@@ -133,7 +134,10 @@ def model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -> None:
     """Raise where this machine is to run a model that it does not have, or one that cannot be told to think."""
     name, path = policy.backend, policy.options.get("model")
     if settings.options:
-        _check.options("options", backends.registry[name], dict(settings.options), kind="connect")
+        backend = backends.registry[name]
+        _check.options("options", backend, dict(settings.options), kind="connect")
+        if isinstance(backend, ChecksOptions):
+            backend.check_options(**policy.options)
     folder = Path(path).expanduser() if isinstance(path, str) else None
     if name == "local" and isinstance(path, str) and folder is not None:
         if folder.is_dir() and not (folder / "config.json").is_file():

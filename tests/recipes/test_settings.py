@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import attrs
 import pytest
@@ -16,7 +18,8 @@ pytest.importorskip("torch")
 pytest.importorskip("omegaconf")
 
 import rlkit
-from rlkit import cli, recipes
+from rlkit import backends, cli, recipes
+from rlkit.backends.protocol import ChecksOptions
 from rlkit.recipes import keys, models
 from rlkit.recipes.job import make_plan
 from rlkit.recipes.settings import Settings
@@ -189,6 +192,55 @@ def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
     assert error.count("\n") == 1
     assert all(path.stat().st_size == 0 for path in tmp_path.rglob("metrics.jsonl"))
     assert not list(tmp_path.rglob("policies/*"))
+
+
+NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"  # no adapter on the head
+OF_LOCAL = {  # overrides -> what is said
+    ("options.processes=0",): "processes: got 0; expected an integer >= 1",
+    ("options.processes=two",): "processes: got 'two' (str)",
+    ("options.sampler=vlm",): "connect(sampler): got 'vlm' (str); expected 'vllm', a URL, or several",
+    ("options.sampler=5",): "connect(sampler)",
+    ("options.sampler=[http://127.0.0.1:9,5]",): "connect(sampler)[1]: got 5 (int)",
+    ("options.sampler=[]",): "connect(sampler): got",
+    ("options.sampler=vllm",): "vLLM serves no adapter on the output head",
+    ("options.sampler=vllm", NAMED): "set RLKIT_VLLM_PYTHON",
+    ("options.sampler=http://127.0.0.1:9", NAMED, "options.merge=true"): "merge, max_rows, prefix_mb and cuda_graphs",
+    ("options.shard=true",): "shard: got True on one process",
+    ("options.shard=true", "options.merge=true"): "shard: got True on one process",
+    ("options.shard=true", "options.merge=true", "options.processes=2"): "merge: got True with shard=True",
+    ("options.shard=1", "options.processes=2"): "shard: got 1",
+    ("options.dtype=float8",): "dtype: got 'float8'",
+    ("options.device=nowhere",): "device: got 'nowhere'",
+    ("options.max_rows=0",): "max_rows: got 0",
+    ("options.offload_folder=/no/such",): "offload_folder: got '/no/such'",
+    ("options.lora=4",): "lora: got 4",
+}
+
+
+def test_all_options_of_the_local_backend_are_checked():
+    kind = backends.registry["local"]
+    assert isinstance(kind, ChecksOptions)
+    assert inspect.signature(kind.check_options).parameters == inspect.signature(kind).parameters
+
+
+@pytest.mark.parametrize("words", OF_LOCAL, ids=" ".join)
+def test_the_values_of_the_local_backends_options_are_checked(words, tiny, tmp_path, monkeypatch, capsys):
+    """By what connect itself checks before it loads anything, and so in the same words; no model is loaded."""
+    monkeypatch.delenv("RLKIT_VLLM_PYTHON", raising=False)
+    own = table.settings("grpo", "local", tmp_path, ("local", {"model": tiny("llama")}), 3)
+    path = tmp_path / "run.yaml"
+    path.write_text("{}", "utf-8")
+    load = mock.Mock(side_effect=AssertionError("a model is loaded"))
+    monkeypatch.setattr("rlkit.backends.local.load_adapted", load)
+    assert cli.main(["train", str(path), *own, *words, "--check"]) == 2
+    checked = capsys.readouterr().err
+    assert OF_LOCAL[words] in checked
+    assert checked.count("\n") == 1
+    with pytest.raises(rlkit.ConfigError) as refused:
+        rlkit.connect("local", **models.policy_options(recipes.load(path, [*own, *words])).options)
+    assert checked == f"rlkit train: {refused.value}\n"
+    assert cli.main(["train", str(path), *own, "options.processes=2", "options.shard=true", "--check"]) == 0
+    assert not load.called
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "mode: [", "a: &a [*a]", None])

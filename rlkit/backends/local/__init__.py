@@ -27,17 +27,10 @@ from rlkit.backends.local.checkpoint import (
     write_adapter,
     write_optimizer,
 )
-from rlkit.backends.local.checks import (
-    check_computing,
-    check_shard,
-    checked_engine,
-    checked_sampler,
-    model_of,
-)
+from rlkit.backends.local.checks import check_options, checked_sampler
 from rlkit.backends.local.distributed.settings import Processes, processes_of, serves
 from rlkit.backends.local.model.base import COPIED_UNDER
-from rlkit.backends.local.model.defaults import default_dtype, default_max_rows, micro_batch_tokens_for
-from rlkit.backends.local.model.device import device_of
+from rlkit.backends.local.model.defaults import default_max_rows, micro_batch_tokens_for
 from rlkit.backends.local.model.hub import located
 from rlkit.backends.local.model.lora import adapter_seed
 from rlkit.backends.local.sampling.decoders import decoder_for
@@ -47,13 +40,12 @@ from rlkit.backends.local.sampling.scheduler import Scheduler
 from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
 from rlkit.backends.local.served import served_by
 from rlkit.backends.local.training.forward import training_forward
-from rlkit.backends.local.training.rows import existing_folder
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.outputs import output
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.queue import Job
-from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.vllm.settings import Vllm, check_served
+from rlkit.backends.sampling import SeedStream
+from rlkit.backends.vllm.settings import Vllm
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
@@ -112,6 +104,7 @@ class LocalBackend(InProcessBackend):
     """
 
     _weights: ShardedWeights | None = None
+    check_options = staticmethod(check_options)
 
     def __init__(
         self,
@@ -139,20 +132,28 @@ class LocalBackend(InProcessBackend):
             from rlkit.backends.local.serve import serve_torchrun
 
             serve_torchrun(several)
-        start = Start.of("connect", model, lora, folder, resume_from, init_from)
-        check_computing(merge, micro_batch_tokens, max_rows, prefix_mb, cuda_graphs)
-        rows_in = existing_folder(offload_folder)
-        vllm = checked_engine(sampler, (merge, max_rows, prefix_mb, cuda_graphs))
-        check_shard(shard, several, merge, cuda_graphs)
-        saved = saves.read(start.path, backend="local") if start.path is not None else None
-        model = model_of(model, saved[1] if saved is not None else {})
-        lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
-        check_served(lora, vllm)
-        entropy = entropy_of(seed)
-
-        place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
-        if dtype is None:
-            dtype = str(resumed.get("dtype") or default_dtype(place))
+        checked = check_options(
+            model=model,
+            lora=lora,
+            seed=seed,
+            folder=folder,
+            resume_from=resume_from,
+            init_from=init_from,
+            dtype=dtype,
+            device=device,
+            merge=merge,
+            micro_batch_tokens=micro_batch_tokens,
+            offload_folder=offload_folder,
+            max_rows=max_rows,
+            prefix_mb=prefix_mb,
+            cuda_graphs=cuda_graphs,
+            sampler=sampler,
+            processes=processes,
+            shard=shard,
+        )
+        model, lora, entropy = checked.model, checked.lora, checked.entropy
+        saved, resumed, rows_in, vllm = checked.saved, checked.resumed, checked.rows_in, checked.vllm
+        dtype, place = checked.dtype, checked.device
         options: dict[str, object] = {"model": located(model), "dtype": dtype, "cuda_graphs": cuda_graphs}
         options |= {"max_rows": max_rows, "prefix_mb": prefix_mb, "offload_folder": rows_in and str(rows_in)}
         shared = {**options, "shard": True, "merge": False, "micro_batch_tokens": micro_batch_tokens}
@@ -174,18 +175,14 @@ class LocalBackend(InProcessBackend):
         # In bfloat16 a merge would lose what a small step changed: half of it at a learning rate of 1e-5.
         small = base.nbytes < COPIED_UNDER and dtype == "float32"
         self._merge = bool(resumed.get("merge", small)) if merge == "auto" else merge
-        self._settings = {
-            "model": located(model),
-            "dtype": dtype,
-            "merge": self._merge,
-            "micro_batch_tokens": micro_batch_tokens,
-        }
+        computing = {"merge": self._merge, "micro_batch_tokens": micro_batch_tokens}
+        self._settings = {"model": located(model), "dtype": dtype, **computing}
         self._empty = Snapshot(0, 0.0, {})
         self._latest: weakref.ref[Snapshot] | None = None
         version = 0
         if saved is not None:
             with saves.restoring(saved[0]):
-                version = self._load(*saved, optimizer=start.resumes)
+                version = self._load(*saved, optimizer=checked.start.resumes)
         self._scheduler = self._scheduler_of(max_rows or default_max_rows(place), prefix_mb, cuda_graphs is not False)
         self._engine = None if vllm is not None else cast("SamplingEngine | None", sampler)
         super().__init__(
@@ -199,7 +196,7 @@ class LocalBackend(InProcessBackend):
         self._scheduler.wake = self._worker.wake
         self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
         self._submit = self._scheduler.submit
-        self._begin_others(several, vllm, {**options, **self._settings}, device, start)
+        self._begin_others(several, vllm, {**options, **self._settings}, device, checked.start)
 
     def _scheduler_of(self, max_rows: int, prefix_mb: int, cuda_graphs: bool) -> Scheduler:
         base, whole = self.base, self._weights is None

@@ -36,7 +36,7 @@ from rlkit.errors import ConfigError
 if TYPE_CHECKING:
     from rlkit.backends.local.distributed.sharding import ShardedWeights
 
-__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "load_base", "use_attention"]
+__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "check_dtype", "load_base", "use_attention"]
 
 READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -154,14 +154,19 @@ _bases: weakref.WeakValueDictionary[_Key, Base] = weakref.WeakValueDictionary()
 _loading = threading.Lock()
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise ConfigError where a model cannot be loaded in ``dtype``."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
+
+
 def load_base(model: str, dtype: str, device: str | torch.device | None, shards: ShardedWeights | None = None) -> Base:
     """Return the base model, from disk or shared with whoever has it already; its weights into ``shards``, if given.
 
     Raises:
         ConfigError: it cannot be loaded, or computes something else than a causal language model does.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype: got {dtype!r}; expected one of {', '.join(map(repr, DTYPES))}")
+    check_dtype(dtype)
     path, place = model_path(model), device_of(None if device is None else str(device))
     with _loading:
         if shards is not None:
