@@ -82,6 +82,7 @@ class LoraConfig:
     lora_rank: int = 32
     lora_alpha: float = 32
     target_modules: str | Sequence[str] = "all-linear"
+    train_unembed: bool = True
 
 
 @attrs.frozen

@@ -161,11 +161,12 @@ def lora(model: Model) -> Lora:
         raise ConfigError("model.lora_configs", f"has {len(adapters)} entries", "one", "one adapter trains")
     if not adapters:
         return Lora()
-    names = adapters[0].target_modules
+    adapter, names = adapters[0], adapters[0].target_modules
     if isinstance(names, str) and names != "all-linear":
         raise ConfigError("model.lora_configs[0].target_modules", f"is {names!r}", "all-linear, or a list of names")
     modules = None if isinstance(names, str) else tuple(names)
-    return Lora(rank=adapters[0].lora_rank, alpha=adapters[0].lora_alpha, target_modules=modules)
+    shape: dict[str, Any] = {"train_unembed": adapter.train_unembed, "target_modules": modules}
+    return Lora(rank=adapter.lora_rank, alpha=adapter.lora_alpha, **shape)
 
 
 def critic_options(

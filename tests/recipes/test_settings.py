@@ -194,7 +194,12 @@ def test_wrong_settings_stop_before_any_work(overrides, tmp_path, capsys):
     assert not list(tmp_path.rglob("policies/*"))
 
 
-NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"  # no adapter on the head
+BODY = "model.lora_configs=[{train_unembed: false}]"  # no adapter on the head
+NAMED = "model.lora_configs=[{target_modules: [q_proj]}]"
+REFUSED = (
+    "vLLM serves no adapter on the output head, which Lora(rank=32) has; give lora=Lora(rank=32, train_unembed=False), "
+    "in a recipe model.lora_configs=[{lora_rank: 32, train_unembed: false}], or leave sampler out"
+)
 OF_LOCAL = {  # overrides -> what is said
     ("options.processes=0",): "processes: got 0; expected an integer >= 1",
     ("options.processes=two",): "processes: got 'two' (str)",
@@ -202,7 +207,9 @@ OF_LOCAL = {  # overrides -> what is said
     ("options.sampler=5",): "connect(sampler)",
     ("options.sampler=[http://127.0.0.1:9,5]",): "connect(sampler)[1]: got 5 (int)",
     ("options.sampler=[]",): "connect(sampler): got",
-    ("options.sampler=vllm",): "vLLM serves no adapter on the output head",
+    ("options.sampler=vllm",): f"sampler='vllm': {REFUSED}",
+    ("options.sampler=[http://127.0.0.1:9]",): f"sampler=['http://127.0.0.1:9']: {REFUSED}",
+    ("options.sampler=vllm", BODY): "set RLKIT_VLLM_PYTHON",
     ("options.sampler=vllm", NAMED): "set RLKIT_VLLM_PYTHON",
     ("options.sampler=http://127.0.0.1:9", NAMED, "options.merge=true"): "merge, max_rows, prefix_mb and cuda_graphs",
     ("options.shard=true",): "shard: got True on one process",
@@ -232,6 +239,7 @@ def test_the_values_of_the_local_backends_options_are_checked(words, tiny, tmp_p
     path.write_text("{}", "utf-8")
     load = mock.Mock(side_effect=AssertionError("a model is loaded"))
     monkeypatch.setattr("rlkit.backends.local.load_adapted", load)
+    capsys.readouterr()  # of making the model
     assert cli.main(["train", str(path), *own, *words, "--check"]) == 2
     checked = capsys.readouterr().err
     assert OF_LOCAL[words] in checked
@@ -239,8 +247,16 @@ def test_the_values_of_the_local_backends_options_are_checked(words, tiny, tmp_p
     with pytest.raises(rlkit.ConfigError) as refused:
         rlkit.connect("local", **models.policy_options(recipes.load(path, [*own, *words])).options)
     assert checked == f"rlkit train: {refused.value}\n"
-    assert cli.main(["train", str(path), *own, "options.processes=2", "options.shard=true", "--check"]) == 0
+    right = ["options.processes=2", "options.shard=true"], ["options.sampler=http://127.0.0.1:9", BODY]
+    for options in right:
+        assert cli.main(["train", str(path), *own, *options, "--check"]) == 0, capsys.readouterr().err
     assert not load.called
+
+
+def test_a_recipes_adapter_leaves_the_head_alone(tiny, tmp_path):
+    own = table.settings("grpo", "local", tmp_path, ("local", {"model": tiny("llama")}), 3)
+    policy = models.policy_options(recipes.load(overrides=[*own, BODY]))
+    assert policy.options["lora"] == rlkit.Lora(train_unembed=False)
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "mode: [", "a: &a [*a]", None])

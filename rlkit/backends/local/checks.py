@@ -90,7 +90,7 @@ def check_options(
     saved = saves.read(start.path, backend="local") if start.path is not None else None
     model = _model_of(model, saved[1] if saved is not None else {})
     lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
-    check_served(lora, vllm)
+    check_served(lora, vllm, sampler)
     place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
     if dtype is None:
         dtype = str(resumed.get("dtype") or default_dtype(place))

@@ -163,8 +163,13 @@ def check_url(where: str, url: object, expected: str = "a URL") -> None:
     _check.require(good and not spaced, where, url, expected, "such as http://127.0.0.1:8000")
 
 
-def check_served(lora: Lora, vllm: Vllm | None) -> None:
+def check_served(lora: Lora, vllm: Vllm | None, sampler: object) -> None:
     """Check that vLLM is there and can serve such an adapter, where it is to, before anything is loaded or started.
+
+    Args:
+        lora: the adapters' shape.
+        vllm: what ``vllm_of`` made of ``sampler``.
+        sampler: what the user gave.
 
     Raises:
         ConfigError: it cannot.
@@ -172,9 +177,11 @@ def check_served(lora: Lora, vllm: Vllm | None) -> None:
     if vllm is None:
         return
     if lora.train_unembed and lora.target_modules is None:
+        named = "Vllm(...)" if isinstance(sampler, Vllm) else repr(sampler)
         raise ConfigError(
-            "sampler='vllm': vLLM serves no adapter on the output head, which Lora() has; give "
-            f"lora=Lora(rank={lora.rank}, train_unembed=False), or leave sampler out"
+            f"sampler={named}: vLLM serves no adapter on the output head, which Lora(rank={lora.rank}) has; give "
+            f"lora=Lora(rank={lora.rank}, train_unembed=False), in a recipe model.lora_configs=[{{lora_rank: "
+            f"{lora.rank}, train_unembed: false}}], or leave sampler out"
         )
     if lora.rank > _RANKS[-1]:
         raise ConfigError(_check.problem("lora.rank", f"is {lora.rank}", f"at most {_RANKS[-1]}", "vLLM's largest"))
