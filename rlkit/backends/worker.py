@@ -56,6 +56,11 @@ class Worker:
         _running[self._state] = thread
         weakref.finalize(self, self._state.end).atexit = False
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked off the one that has the thread."""
+        return os.getpid() != self._process
+
     def submit(self, job: Callable[[], T | Generator[None, None, T]]) -> concurrent.futures.Future[T]:
         """Queue ``job`` behind what was submitted before. Raises BackendError: in a process that was forked off."""
         self.check_process()
@@ -71,7 +76,7 @@ class Worker:
 
     def close(self) -> None:
         """Finish the jobs submitted so far, stop the background, and end the thread; do nothing after a fork."""
-        if os.getpid() != self._process:
+        if self.forked:
             return
         self._state.end()
         if threading.current_thread() is not self._thread:

@@ -239,12 +239,10 @@ class LocalBackend(InProcessBackend):
     def close(self) -> None:
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""
         super().close()
-        if self._weights is not None:
-            self._weights.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._engine is not None:
-            self._engine.close()
+        if not self._worker.forked:  # they are those of the process that opened it
+            for beside in (self._weights, self._ranks, self._engine):
+                if beside is not None:
+                    beside.close()
 
     def _run(
         self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool

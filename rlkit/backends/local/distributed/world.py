@@ -7,11 +7,13 @@ torchrun started serve until this process ends, or says so.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -34,6 +36,7 @@ from rlkit.backends.local.distributed.rendezvous import (
 )
 from rlkit.backends.local.distributed.settings import Processes, torchrun_size
 from rlkit.backends.local.distributed.wire import Connection, Message
+from rlkit.backends.worker import check_process
 from rlkit.errors import BackendError, ConfigError, RankLost
 
 __all__ = ["World", "leave_world", "share_world"]
@@ -70,6 +73,8 @@ class World:
         self._children: list[Child | RayChild] = []
         self._peers: list[Peer] = []
         self._threads: int | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        _worlds.add(self)
         self._torchrun = torchrun_size() is not None
         try:
             connections = self._find()
@@ -84,8 +89,14 @@ class World:
         threading.Thread(target=self._watch, name="rlkit-ranks", daemon=True).start()
         atexit.register(self.end)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked off the one that has the ranks, with none of its threads."""
+        return os.getpid() != self._process
+
     def check(self) -> None:
-        """Raise RankLost where a rank is gone."""
+        """Raise RankLost where a rank is gone, BackendError in a process that was forked off."""
+        check_process("local", self._process)
         if self.broken is not None:
             raise RankLost(str(self.broken))
 
@@ -116,9 +127,11 @@ class World:
             timeout = timedelta(seconds=self.settings.deadline + SLACK)
             try:
                 group = dist.new_group(timeout=timeout)
-                return replies, group, shard_groups(timeout) if fields["options"].get("shard") else None
+                shares = shard_groups(timeout) if fields["options"].get("shard") else None
             except RuntimeError as error:
                 raise self.fail(f"ranks did not come together: {error}") from error
+            self._groups += [group, *(shares or ())]
+            return replies, group, shares
 
     def fail(self, why: str) -> RankLost:
         """End everything, since a rank is gone or differs from the others; return the error of all later calls."""
@@ -132,7 +145,7 @@ class World:
 
     def end(self) -> None:
         """Let all ranks leave. May be called twice; does nothing in a process that was forked off."""
-        if os.getpid() != self._process:
+        if self.forked:
             return
         with self._lock:
             if self._ended.is_set():
@@ -145,6 +158,11 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._give_threads_back()
+
+    def leak(self) -> None:
+        """Never free the process groups: gloo would wait for threads that did not come along in a fork, and crash."""
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _find(self) -> list[Connection]:
         settings, host = self.settings, "127.0.0.1"
@@ -173,6 +191,7 @@ class World:
             join_group(store, 0, size, self.device, settings.deadline, loopback=loopback)
         except RuntimeError as error:
             raise BackendError(f"processes: ranks did not come together: {error}") from error
+        self._groups.append(dist.group.WORLD)
         if not self._torchrun:  # torch's has "[rank0]:" before every line of an error, and the user sees one rank alone
             sys.excepthook = excepthook
         return connections
@@ -235,6 +254,7 @@ class World:
 
 
 _world: World | None = None
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()  # also those that have ended: a closed backend has their groups
 _opening = threading.Lock()
 
 
@@ -242,11 +262,14 @@ def share_world(settings: Processes, device: str) -> World:
     """Return the world of this process, begun if there is none, with one user more.
 
     Raises:
-        ConfigError: there is one of another size.
+        ConfigError: there is one of another size, or of the process that this one was forked off.
         BackendError: its ranks did not start, or are gone.
     """
     global _world  # noqa: PLW0603  # a process has one default process group
     with _opening:
+        if _world is not None and _world.forked:
+            what = "this process was forked off one that has several; start it by the method 'spawn'"
+            raise ConfigError("processes", what, "1", "since torch.distributed begins once")
         if _world is not None and _world.broken is not None:
             if torchrun_size() is not None:  # which starts all of them again, or none
                 _world.check()
@@ -271,3 +294,14 @@ def leave_world(world: World) -> None:
         if world.users == 0 and torchrun_size() is None:
             world.end()
             _world = None if _world is world else _world
+
+
+def _after_fork() -> None:
+    global _opening  # noqa: PLW0603  # somebody may have held it
+    _opening = threading.Lock()
+    for world in _worlds:
+        world.leak()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
