@@ -17,6 +17,7 @@ import numpy as np
 from rlkit import _aliases, _check
 from rlkit._calls import answered
 from rlkit.errors import BackendError, ConfigError, DataError
+from rlkit.losses._returned import returned
 from rlkit.losses._untouched import Reached, Untouched
 from rlkit.losses.base import Level, marks, registry
 from rlkit.types import Datum
@@ -29,7 +30,6 @@ else:
 __all__ = ["LossGradient", "PreparedLoss", "prepare"]
 
 Driver: TypeAlias = Literal["logprobs", "target_logprobs", "values"]
-_RESERVED = ("loss:sum", "tokens:sum", "datums:sum")
 _DRIVERS = ("logprobs", "target_logprobs", "values")
 
 
@@ -191,7 +191,7 @@ class PreparedLoss:
                 for name in self._order
                 if name not in self.optional or any(name in data[i].inputs for i in call)
             }
-            value, reported = _returned(self.name, self.function(**arguments, **self.settings))
+            value, reported = returned(self.name, self.function(**arguments, **self.settings))
             values.append(value)
             for key, number in reported.items():
                 if self.elementwise and not key.endswith(":sum"):
@@ -336,22 +336,3 @@ def _bound(name: str, settings: dict[str, Any], config: Mapping[str, Any] | None
         if value is inspect.Parameter.empty:
             raise ConfigError(f"config lacks {key!r}, a setting of the loss {name!r} without a default")
     return settings
-
-
-def _returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]]:
-    value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(value, torch.Tensor) or value.ndim != 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _check.shown(value)
-        raise ConfigError(
-            _check.problem(f"the loss {name!r}", f"returned {shape}", "a scalar tensor, or (it, metrics)", "sum it")
-        )
-    if not isinstance(reported, Mapping):
-        raise ConfigError(_check.problem(f"the loss {name!r}", f"returned metrics {_check.shown(reported)}", "a dict"))
-    metrics = {}
-    for key, number in reported.items():
-        if not isinstance(key, str) or key in _RESERVED:
-            expected = f"names of its own; {', '.join(_RESERVED)} are the backend's"
-            raise ConfigError(_check.problem(f"the loss {name!r}", f"returned the metric {key!r}", expected))
-        suffixed = key if key.endswith((":sum", ":mean")) else f"{key}:mean"
-        metrics[suffixed] = float(number.detach() if isinstance(number, torch.Tensor) else number)
-    return value, metrics
