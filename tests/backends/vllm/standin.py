@@ -86,7 +86,7 @@ class Standin:
                     ended = "abort"
                     break
                 logits = self.logits(body["model"], prompt + tokens)[-1].double()
-                drawn = (logits / (how["temperature"] or 1.0)).log_softmax(-1).numpy()
+                drawn = (logits / (how.get("temperature", 1.0) or 1.0)).log_softmax(-1).numpy()
                 token = int(rng.choice(drawn.size, p=np.exp(drawn) / np.exp(drawn).sum()))
                 if how.get("top_k") == 1:
                     drawn = np.where(drawn == drawn.max(), 0.0, -np.inf)
