@@ -40,11 +40,12 @@ def invariant_row_multiple(weights: Iterable[Weight], max_rows: int) -> int:
     itself. Compared are one row, even numbers up to 32 and multiples of 16 beyond; no other number is ever computed.
 
     Args:
-        weights: [out, in], on a CPU, as they are used; on "meta" those that are not in memory.
+        weights: [out, in], on a CPU, as they are used; on "meta" those that are not in memory. Values count where they
+            are prepacked alone.
         max_rows: rows that are ever computed at once, a power of 2.
 
-    >>> invariant_row_multiple([torch.zeros(8, 8)], 64)
-    1
+    >>> 64 % invariant_row_multiple([torch.zeros(8, 8)], 64)
+    0
     """
     return max((_measure(weight, max_rows) for weight in weights), default=1)
 
@@ -53,9 +54,11 @@ def _measure(weight: Weight, max_rows: int) -> int:
     layout = None if isinstance(weight, Prepacked) else weight.stride()
     key = (tuple(weight.shape), layout, torch.get_num_threads(), max_rows)
     if key not in _measurements:
-        x = torch.rand(max_rows, weight.shape[1], generator=torch.Generator().manual_seed(0)) - 0.5
-        if isinstance(weight, torch.Tensor) and weight.is_meta:  # only its shape and layout count
-            weight = torch.empty_like(weight, device="cpu").uniform_(-1.0, 1.0)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(max_rows, weight.shape[1], generator=generator) - 0.5
+        if isinstance(weight, torch.Tensor):  # its shape and layout count: zeros of a fresh adapter tell nothing apart
+            memory = torch.empty_strided(weight.shape, weight.stride())
+            weight = memory.uniform_(-1.0, 1.0, generator=generator)
         expected = matmul(x, weight)
         compared = [1, *range(2, DENSE_PROBE_ROWS, 2), *range(DENSE_PROBE_ROWS, max_rows, 16)]
         same = {rows: torch.equal(matmul(x[:rows], weight), expected[:rows]) for rows in compared}

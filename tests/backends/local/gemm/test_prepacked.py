@@ -91,6 +91,16 @@ def test_rows_are_alike_in_the_numbers_that_were_tried(arranged, monkeypatch):
                 assert torch.equal(matmul(x[first : first + rows], weight), whole[first : first + rows])
 
 
+@pytest.mark.parametrize("shape", [(12, 32), (64, 12), (32, 4), (128, 8), (297, 4)])
+def test_what_is_measured_hangs_on_no_values(shape, monkeypatch):
+    """A fresh adapter is half zeros, whose products are alike in any number; a trained one has the same shape."""
+    multiples = []
+    for weight in (torch.zeros(shape), torch.randn(shape), torch.empty(shape, device="meta")):
+        monkeypatch.setattr(measured, "_measurements", {})
+        multiples.append(invariant_row_multiple([weight], 256))
+    assert len(set(multiples)) == 1
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_merged_products_are_unmerged_ones(bias):
     """With and without a bias, an adapter on one of two modules, and a residual stream to add."""
