@@ -55,9 +55,10 @@ def _measure(weight: Weight, max_rows: int) -> int:
     key = (tuple(weight.shape), layout, torch.get_num_threads(), max_rows)
     if key not in _measurements:
         generator = torch.Generator().manual_seed(0)
-        x = torch.rand(max_rows, weight.shape[1], generator=generator) - 0.5
+        made = {"dtype": torch.float32, "device": "cpu"}  # transformers changes all threads' defaults while it loads
+        x = torch.rand(max_rows, weight.shape[1], generator=generator, **made) - 0.5
         if isinstance(weight, torch.Tensor):  # its shape and layout count: zeros of a fresh adapter tell nothing apart
-            memory = torch.empty_strided(weight.shape, weight.stride())
+            memory = torch.empty_strided(weight.shape, weight.stride(), **made)
             weight = memory.uniform_(-1.0, 1.0, generator=generator)
         expected = matmul(x, weight)
         compared = [1, *range(2, DENSE_PROBE_ROWS, 2), *range(DENSE_PROBE_ROWS, max_rows, 16)]

@@ -98,6 +98,12 @@ def test_what_is_measured_hangs_on_no_values(shape, monkeypatch):
     for weight in (torch.zeros(shape), torch.randn(shape), torch.empty(shape, device="meta")):
         monkeypatch.setattr(measured, "_measurements", {})
         multiples.append(invariant_row_multiple([weight], 256))
+    monkeypatch.setattr(measured, "_measurements", {})
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does for all threads while it loads a model
+    try:
+        multiples.append(invariant_row_multiple([weight], 256))
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert len(set(multiples)) == 1
 
 
