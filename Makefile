@@ -16,7 +16,14 @@ PROCESSOR_TESTS := tests/test_critic.py $(LOCAL_TESTS)/test_local.py $(LOCAL_TES
 $(patsubst %,$(LOCAL_TESTS)/sampling/test_%.py,scheduler prefix_cache) $(LOCAL_TESTS)/cache/test_attention_tiles.py \
 --deselect $(LOCAL_TESTS)/training/test_micro_batches.py::test_flex_attention_compiles
 
-.PHONY: help demo test test-server test-vllm test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(REPORT)
+PARALLEL := -n $(WORKERS) --dist loadscope
+DRAWS ?= 10
+# Containers often forbid it. Without bytecode every program that a test starts compiles rlkit again.
+export PYTHONDONTWRITEBYTECODE :=
+SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
+
+.PHONY: help demo test test-all test-slow test-draws affected margins slow-list families quick test-server test-vllm test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -24,12 +31,42 @@ help: ## what there is to make
 demo: $(DEMO) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
 
-test: lint types ## lint, types and all tests
-	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
+test: lint ## lint, types and the quick tests, in at most 4 minutes
+	+$(MAKE) --no-print-directory -j2 types quick
+
+quick: $(READY) # ARGS="--random-order" tries another order
+	$(PYTEST) $(PARALLEL) -m "not slow" $(ARGS)
+
+test-all: lint types ## lint, types and all tests
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+test-slow: $(READY) # what make test leaves out of test-all
+	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
+
+affected: $(READY) ## the quick tests that the changes touch (BASE=main: since there; SLOW=1: the slow ones, too)
+	@files=$$($(BIN)/python -m tests.affected $(BASE)) && if [ -z "$$files" ]; then echo "no test is touched"; else \
+	$(PYTEST) $(PARALLEL) $(if $(SLOW),,-m "not slow") $(ARGS) $$files; fi
+
+test-draws: $(READY) ## DRAWS=10 times as many examples of every property, new ones each time (SEED=N: those of a run before)
+	@echo "SEED=$(SEED)"
+	RLKIT_DRAWS=$(DRAWS) $(PYTEST) $(PARALLEL) -m hypothesis --hypothesis-seed=$(SEED) --timeout 1800 $(ARGS)
+
+margins: $(READY) ## how much of its bound each comparison of floats uses, on this processor and two simulated ones (FILES=tests/...)
+	-$(PYTEST) $(PARALLEL) -p tests.margins --margins=margins-own.json $(FILES) $(ARGS)
+	-env $(AVX2) $(PYTEST) $(PARALLEL) -p tests.margins --margins=margins-avx2.json $(FILES) $(ARGS)
+	-env $(OLDEST) $(PYTEST) $(PARALLEL) -p tests.margins --margins=margins-oldest.json $(FILES) $(ARGS)
+	$(BIN)/python -m tests.margins margins-own.json margins-avx2.json margins-oldest.json
+
+slow-list: $(READY) ## measure all tests and write tests/slow.txt
+	$(PYTEST) $(PARALLEL) -p tests.slow $(ARGS)
+	$(BIN)/python -m tests.slow durations.json
+
+families: $(READY) ## measure which paths compute which architectures and write families.toml
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.measure --write
 
 test-server: $(READY) $(SERVER)/ready ## the Tinker backend on a real server of its API, which this installs
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_SERVER_PYTHON=$(CURDIR)/$(SERVER)/bin/python \
-	$(BIN)/python -m pytest tests/realserver --session-timeout 5400 $(ARGS)
+	$(BIN)/python -m pytest $(REPORT) tests/realserver --session-timeout 5400 $(ARGS)
 
 test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler of what is trained here, which this installs
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg RLKIT_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
@@ -39,8 +76,10 @@ test-vllm: $(READY) $(VLLM)/ready ## vLLM as the sampler of what is trained here
 # and with the oldest, for which MKL has one way on every maker's processors.
 test-processors: processor-own processor-avx2 processor-oldest ## the local backend and the critics on simulated processors
 
-processor-avx2: SET := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-processor-oldest: SET := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+OLDEST := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
+processor-avx2: SET := $(AVX2)
+processor-oldest: SET := $(OLDEST)
 processor-own processor-avx2 processor-oldest: $(READY)
 	env $(SET) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE MPLBACKEND=Agg \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(PROCESSOR_TESTS) $(ARGS)
@@ -70,9 +109,10 @@ test-environments: $(READY) .venv-environments/ready ## OpenEnv's servers and ve
 	.venv-environments/verifiers/bin/python -m pip install -qq --disable-pip-version-check verifiers==0.4.0 uv
 	@touch $@
 
-lint: $(READY) ## ruff
+lint: $(READY) ## ruff, and the order of the rooms
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy

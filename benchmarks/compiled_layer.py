@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import metrics
 
-from rlkit._selfcheck.launches import Launches
-from rlkit.backends.local.gemm.lora_linear import LoraLinear
-from rlkit.backends.local.model.decoder_layer import Layer
-from rlkit.backends.local.model.fused_layer import _Adding
+from rlkit._selfcheck.speed import Launches
+from rlkit.backends.local.model.llama import Layer, _Adding
+from rlkit.backends.local.products.lora_linear import LoraLinear
 
 WIDTH, INNER, HEADS, KEY_HEADS, HEAD, RANK, SCALE = 512, 1536, 8, 4, 64, 8, 0.5
 PRODUCTS = [([HEADS * HEAD, KEY_HEADS * HEAD, KEY_HEADS * HEAD], WIDTH), ([WIDTH], HEADS * HEAD)]

@@ -22,8 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit import SamplingParams
-from rlkit.backends.drawing import draw
-from rlkit.backends.penalties import TokenCounts
+from rlkit.backends._drawing import draw
+from rlkit.backends._penalties import TokenCounts
 
 VOCABULARIES = {"SmolLM2": 49152, "Qwen": 151936}
 OPTIONS: Mapping[str, Mapping[str, float]] = {

@@ -36,7 +36,6 @@ RARER = (  # where it trains
     *("400", "402", "403", "404", "408", "409", "422", "502", "empty", "lost", "redirect", "opfail"),
     *("paused_capacity", "paused_rate_limit"),
 )
-SAFE = ("429", "opfail")  # by which a server says that it did nothing
 # endpoint, operation of retrieve_future, requests that pass before the first that fails
 PLACES = (
     ("create_session", None, 0),
@@ -71,7 +70,11 @@ ADAM = rlkit.Adam(learning_rate=0.05)
 
 @attrs.frozen
 class Cell:
-    """One fault of one service. ``dedupe``: it knows a request that comes twice. ``resend``: of connect."""
+    """One fault of one service.
+
+    ``dedupe``: it knows a request that comes twice. ``resend``: of connect. ``deadline``: of connect, in seconds; by
+    itself long enough for three of the SDK's pauses, and short where the fault stays.
+    """
 
     kind: str
     when: str
@@ -81,16 +84,12 @@ class Cell:
     times: int | None
     dedupe: bool = True
     resend: bool | None = None
+    deadline: float = attrs.field(default=attrs.Factory(lambda cell: 15.0 if cell.times else 5.0, takes_self=True))
 
     @property
     def place(self) -> str:
         forward = "(forward)" if self.endpoint == "forward_backward" and self.skip == 1 else ""
         return self.endpoint + (forward if self.operation is None else f"/{self.operation}")
-
-    @property
-    def deadline(self) -> float:
-        """Seconds: long enough for three of the SDK's pauses, short where nothing is to be waited for."""
-        return 15.0 if self.times else 5.0
 
     def fault(self) -> Fault:
         seconds = 0.4 if self.times or self.kind != "slow" else 2 * self.deadline
@@ -259,11 +258,8 @@ def cells(kinds: tuple[str, ...]) -> list[Cell]:
 
 
 def _possible(cell: Cell) -> bool:
-    """Whether a server can be in such trouble: one that says that it did nothing did nothing."""
-    submitted = cell.endpoint in ("forward_backward", "optim_step")
-    if cell.kind == "opfail":
-        return submitted and cell.when == "before"
-    return not (cell.kind in SAFE and cell.when == "after" and submitted and not cell.dedupe)
+    """Whether a server can be in such trouble: one that reports a failed operation did nothing."""
+    return cell.kind != "opfail" or (cell.endpoint in ("forward_backward", "optim_step") and cell.when == "before")
 
 
 def undisturbed() -> list[Any]:

@@ -16,21 +16,21 @@ from pathlib import Path
 
 import runner
 
-from rlkit._selfcheck import models, speed
+from rlkit._selfcheck import numbers, speed
 from rlkit._selfcheck.report import machine
-from rlkit.backends.local.model.device import device_of
+from rlkit.backends.early import device_of
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shapes", nargs="+", default=["0.6B", "7B"], choices=models.SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=["0.6B", "7B"], choices=numbers.SHAPES)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     device = device_of(options.device)
     parts = {"roofline": speed.roofline(device)}
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            found = speed.measured(models.build(shape, Path(folder)), device, parts, lambda: True)
+            found = speed.measured(numbers.build(shape, Path(folder)), device, parts, lambda: True)
         for name, value in found.items():
             print(f"{shape}: {name}: {value}", flush=True)
         runner.write(f"gpu-{shape}", {"machine": machine(device), **parts, "rows": found})

@@ -63,7 +63,7 @@ def build(folder: Path, shape: dict, kind: str = "llama") -> str:
     config = transformers.AutoConfig.for_model(
         kind, vocab_size=49152, max_position_embeddings=WHOLE, tie_word_embeddings=True, **shape
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
     for file in Path(model_path(workload.MODEL)).glob("*token*"):
         shutil.copy(file, folder)
     return str(folder)

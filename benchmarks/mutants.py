@@ -51,8 +51,7 @@ from mutations import ROOT, Mutant, codes, compiled, mutants
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 60  # seconds of processor time for a mutant; what takes longer never ends
 LOCAL = [
-    f"rlkit/backends/local/{name}.py"
-    for name in ("training/partition", "model/output_head", "training/micro_batches", "model/tree_attention")
+    f"rlkit/backends/local/{name}.py" for name in ("model/output_head", "training/micro_batches", "attention/tree")
 ]
 SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
@@ -67,13 +66,13 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/losses", SETTINGS],
     ),
     "corrections": (
-        ["rlkit/corrections/*.py"],
+        ["rlkit/corrections.py"],
         ["tests/test_corrections.py", "tests/test_entropy_masks.py"],
         ["tests/test_corrections.py", "tests/test_entropy_masks.py", SETTINGS, RANGES],
     ),
     "metrics": (["rlkit/metrics/*.py"], ["tests/test_metrics.py"], ["tests/test_metrics.py", SETTINGS, RANGES]),
-    "filters": (["rlkit/filters/*.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES]),
-    "rewards": (["rlkit/rewards/*.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS, RANGES]),
+    "filters": (["rlkit/filters.py"], ["tests/test_filters.py"], ["tests/test_filters.py", SETTINGS, RANGES]),
+    "rewards": (["rlkit/rewards.py"], ["tests/test_rewards.py"], ["tests/test_rewards.py", SETTINGS, RANGES]),
     "schedules": (["rlkit/schedules.py"], ["tests/test_schedules.py"], ["tests/test_schedules.py", SETTINGS, RANGES]),
     "trajectory": (
         ["rlkit/trajectory/*.py"],
@@ -87,12 +86,12 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/backends/local/training/test_micro_batches.py", "tests/backends/local/model/test_output_head.py"],
     ),
     "routes": (
-        ["rlkit/backends/tinker/routes.py"],
+        ["rlkit/backends/tinker/_routes.py"],
         ["tests/backends/tinker/test_routes.py"],
         ["tests/backends/tinker/test_routes.py"],
     ),
     "recipes": (
-        ["rlkit/credit/*.py", "rlkit/recipes/batch.py"],
+        ["rlkit/credit.py", "rlkit/recipes/method.py"],
         ["tests/test_credit.py"],
         ["tests/test_credit.py", "tests/recipes/test_parts.py"],
     ),

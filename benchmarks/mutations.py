@@ -185,6 +185,19 @@ def compiled(mutant: Mutant) -> CodeType:
     return compile(ast.fix_missing_locations(tree), str(path), "exec")
 
 
+def changed_source(mutant: Mutant) -> bytes:
+    """Return the text of the changed file: all else stays as it is written."""
+    text = (ROOT / mutant.path).read_bytes()
+    tree = ast.parse(text)
+    _name_twins(tree)
+    node: Any = next(found for i, (found, _, _) in enumerate(walk(tree)) if i == mutant.place)
+    after = f"({mutant.after})" if isinstance(node, ast.expr) else mutant.after
+    lines = text.splitlines(keepends=True)  # offsets count bytes
+    head = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
+    tail = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
+    return head + after.encode() + tail
+
+
 def codes(code: CodeType) -> Iterator[CodeType]:
     """A code object and all those inside it."""
     yield code

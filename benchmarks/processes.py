@@ -22,6 +22,7 @@ import runner
 import workload
 
 import rlkit
+from rlkit.backends.local.distributed._launch import PROGRAM
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -41,7 +42,7 @@ def others() -> list[int]:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if parent == os.getpid() and "backends.local.serve" in command:
+        if parent == os.getpid() and PROGRAM in command:
             found.append(int(folder.name))
     return found
 

@@ -25,7 +25,7 @@ import rlkit
 VOCABULARY, LENGTH = 512, 128
 
 
-def build(folder: str) -> None:
+def build(folder: str, hidden: int = 256, layers: int = 28) -> None:
     """Write the model, and a tokenizer of letters."""
     import torch
     import transformers as tf
@@ -37,9 +37,9 @@ def build(folder: str) -> None:
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=28,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,

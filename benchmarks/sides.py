@@ -353,8 +353,10 @@ def _peft(dtype: str, path: str):
     import peft
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, trust_remote_code=False, dtype=getattr(torch, dtype)
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     config = peft.LoraConfig(r=workload.RANK, lora_alpha=32, target_modules=NAMES, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config).eval(), tokenizer
 

@@ -55,12 +55,12 @@ def cut(model: Path, folder: Path, kind: str, layers: int = 10, **settings) -> P
     """The first layers of a Llama as another architecture that reads the same weights."""
     import transformers
 
-    source = transformers.AutoModelForCausalLM.from_pretrained(model)
+    source = transformers.AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
     shape = {
         name: value for name, value in source.config.to_dict().items() if name not in ("model_type", "layer_types")
     }
     config = transformers.AutoConfig.for_model(kind, **{**shape, "num_hidden_layers": layers, **settings})
-    made = transformers.AutoModelForCausalLM.from_config(config)
+    made = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     weights = {name: x for name, x in source.state_dict().items() if name in made.state_dict()}
     made.load_state_dict(weights, strict=True)
     made.save_pretrained(folder)
@@ -80,7 +80,7 @@ def hybrid(folder: Path, tokenizer: Path) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False).save_pretrained(folder)
     linear = {f"linear_num_{kind}_heads": 8 for kind in ("key", "value")}
     linear |= {f"linear_{kind}_head_dim": 128 for kind in ("key", "value")}
     config = transformers.AutoConfig.for_model(
@@ -100,5 +100,5 @@ def hybrid(folder: Path, tokenizer: Path) -> Path:
         pad_token_id=2,
         **linear,
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
     return folder

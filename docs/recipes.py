@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rlkit
-from rlkit.recipes import algorithms, keys
-from rlkit.recipes.differences import NAMES, differences, notes
-from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import Method, resolve
-from rlkit.recipes.settings import Settings
+from rlkit.recipes import algorithms
+from rlkit.recipes.method import NAMES, differences, fixed_differences, resolve
+from rlkit.recipes.settings import Algorithm, Settings
+from rlkit.recipes.settings import table as table_of_keys
 
 PAGE = Path(__file__).with_name("recipes.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "algorithms-table.json"
@@ -27,7 +26,9 @@ def table(head: str, rows: Iterator[str]) -> str:
 def recipes() -> str:
     """The algorithms: their parts, and where they are from."""
     rows = {name: row for name, row in algorithms.registry.items() if row.source != "an example"}
-    return table("| name | estimator | loss | token weights | of a task | source |", (recipe(*x) for x in rows.items()))
+    return table(
+        "| name | estimator | loss | token weights | data of a task | source |", (recipe(*x) for x in rows.items())
+    )
 
 
 def recipe(name: str, row: algorithms.Recipe) -> str:
@@ -59,14 +60,11 @@ def defaults() -> str:
         given = Algorithm(algorithm_type=name)
         method = resolve(given)
         told = [f"`{key}` {theirs} / {shown(ours)}" for key, (ours, theirs) in differences(given, method).items()]
-        names.setdefault(("; ".join(told) or "none", words(given, method)), []).append(f"`{name}`")
+        names.setdefault(("; ".join(told) or "none", "; ".join(fixed_differences(given, method))), []).append(
+            f"`{name}`"
+        )
     rows = (f"| {', '.join(mine)} | {told} | {said} |" for (told, said), mine in names.items())
-    return table("| name | setting: there / here | in words |", rows)
-
-
-def words(given: Algorithm, method: Method) -> str:
-    """What no setting changes."""
-    return "; ".join(line.partition(": ")[2] for line in notes(given, method) if line.startswith("not as"))
+    return table("| name | setting: there / here | other differences |", rows)
 
 
 def shown(value: object) -> str:
@@ -77,7 +75,7 @@ def shown(value: object) -> str:
 def settings(*kinds: str) -> str:
     """Keys of these kinds with what they mean; those with one reason stand together."""
     found: dict[str, list[str]] = {}
-    for key, kind, why in keys.table(Settings):
+    for key, kind, why in table_of_keys(Settings):
         if kind in kinds:
             found.setdefault(why, []).append(key)
     return table("| key | |", (f"| {', '.join(f'`{key}`' for key in names)} | {why} |" for why, names in found.items()))
@@ -116,6 +114,7 @@ def page(text: str) -> str:
         "mapped": settings("mapped"),
         "own": settings("rlkit's own"),
         "refused": settings("refused"),
+        "unfollowed": settings("not followed"),
         "unused": settings("without effect"),
         "results": results(),
     }

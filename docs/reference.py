@@ -1,4 +1,7 @@
-"""Writes docs/reference.md from the registries and docstrings: python docs/reference.py (``--check``: only compare)."""
+"""Writes docs/reference.md, and the table of docs/backends.md, from the registries and docstrings.
+
+python docs/reference.py (``--check``: only compare).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 import rlkit
+from rlkit.backends.options import LocalOptions, describe
 from rlkit.losses.base import marks
 
-PAGE = Path(__file__).with_name("reference.md")
+PAGE, BACKENDS = Path(__file__).with_name("reference.md"), Path(__file__).with_name("backends.md")
+# Of docs/backends.md: where an option of the local backend is explained.
+ANCHORS = {
+    "lora": "saved-adapters",
+    "micro_batch_tokens": "long-datums",
+    "offload_folder": "long-datums",
+    "sampler": "another-sampling-engine",
+    "processes": "several-processes",
+    "shard": "weights-that-do-not-fit",
+}
 HEAD = """# Reference
 
 Written by `docs/reference.py` from the docstrings; a test holds it to them. Core, rollouts and runs are told in full.
@@ -44,6 +59,13 @@ def inputs(function: Callable[..., Any]) -> str:
     return ", ".join(shown)
 
 
+LEVELS = (
+    'A loss of level "datum" is called once per datum, of level "pair" once per two consecutive datums (`data` is '
+    'chosen, rejected, chosen, rejected, ...; both answer the same prompt), of level "batch" once for all. An '
+    "elementwise loss is called once on the tokens of many datums, those of weight 0 left out."
+)
+
+
 def entry(name: str, function: Any, *, loss: bool = False) -> str:
     """One function's entry."""
     first, *rest = paragraphs(function)
@@ -59,7 +81,8 @@ def entry(name: str, function: Any, *, loss: bool = False) -> str:
 
 def family(title: str, functions: Iterable[tuple[str, Any]], *, loss: bool = False) -> str:
     """A section of entries, sorted by name."""
-    return "\n\n".join([f"## {title}", *(entry(name, f, loss=loss) for name, f in sorted(functions))])
+    note = [LEVELS] if loss else []
+    return "\n\n".join([f"## {title}", *note, *(entry(name, f, loss=loss) for name, f in sorted(functions))])
 
 
 def module(of: Any) -> list[tuple[str, Any]]:
@@ -203,10 +226,21 @@ def page() -> str:
     return "\n\n".join([HEAD.strip(), *sections, f"## Errors\n\n{errors}"]) + "\n"
 
 
+def backends_page() -> str:
+    """docs/backends.md with the table of the local backend's options."""
+    lines = ["| option | default | |", "|---|---|---|"]
+    fields = attrs.fields_dict(LocalOptions)
+    for name, text in describe(LocalOptions).items():
+        shown = f"[`{name}`](#{ANCHORS[name]})" if name in ANCHORS else f"`{name}`"
+        lines.append(f"| {shown} | `{fields[name].default!r}` | {text.replace('``', '`')} |")
+    begin, end = "<!-- options, by docs/reference.py -->\n", "<!-- end of options -->\n"
+    before, _, rest = BACKENDS.read_text().partition(begin)
+    return before + begin + "\n".join(lines) + "\n" + end + rest.partition(end)[2]
+
+
 if __name__ == "__main__":
-    text = page()
-    if "--check" in sys.argv:
-        sys.exit(
-            0 if PAGE.exists() and PAGE.read_text() == text else "docs/reference.md is not what the docstrings say"
-        )
-    PAGE.write_text(text)
+    for path, text in ((PAGE, page()), (BACKENDS, backends_page())):
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"docs/{path.name} is not what the docstrings say")

@@ -1,13 +1,13 @@
-r"""An agent that knows nothing of rlkit is trained as it is: agent_program.py, written with OpenAI's SDK, with a tool.
+r"""Train an unmodified agent: agent_program.py, written with OpenAI's SDK and a tool, without rlkit.
 
     pip install openai
     python examples/agent.py                                                # on the toy, about a minute on a CPU
-    python examples/agent.py process=true max_steps=3                       # each episode a process of its own
+    python examples/agent.py process=true max_steps=3                       # each episode in a separate process
     python examples/agent.py backend=local
     python examples/agent.py backend=tinker model=Qwen/Qwen3-4B-Instruct-2507 warm_up=0
 
-A key is always in the same one of ten drawers, which nobody tells the policy: it finds out by opening them. The toy has
-to be shown first how a call is written (``warm_up``); so does a small model. Run it again to go on where it stopped.
+A key is always in the same one of ten drawers; the policy learns which by opening them. The toy, like any small model,
+must first be shown how to write a call (``warm_up``). Run the program again to resume.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from rlkit.envs import Tasks, agent
 from rlkit.rollouts import Plan, rollout_sync
 
 sys.path.insert(0, str(Path(__file__).parent))
-import agent_program  # the agent, as it is
+import agent_program  # the agent, unmodified
 
 PROMPTS = ("Find the key.", "Where is the key?", "I need my key.", "Get me the key, please.")
 
 
 @attrs.frozen
 class Settings:
-    """What can be set.
+    """The settings.
 
     Args:
         backend, model: the policy.
         warm_up: steps of imitation that show how a call is written, with random drawers.
-        process: whether each episode is a process of its own, rather than a call in a thread.
+        process: whether each episode runs in a separate process, rather than in a thread.
         n: episodes of each prompt per step.
-        folder: the run's; what is in it is gone on with.
+        folder: the run's folder; a run in it is resumed.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -66,30 +66,30 @@ class Settings:
 
     @property
     def rate(self) -> float:
-        """The toy learns faster than models do."""
+        """Return the learning rate: the toy learns faster than models."""
         return self.learning_rate or (0.1 if self.backend == "toy" else 2e-4)
 
 
 def run(task: dict[str, Any], session: Any) -> dict[str, Any]:
-    """Plays one episode: the agent is given a client of the session, and otherwise left alone."""
+    """Play one episode: the agent gets a client of the session and is otherwise unchanged."""
     with agent_program.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         return agent_program.find_key(client, task["prompt"], model=session.model)
 
 
 def reward(result: dict[str, Any] | str, task: dict[str, Any]) -> float:  # noqa: ARG001
-    """1 for the first drawer, less for each one more."""
-    end = json.loads(result) if isinstance(result, str) else result  # a process prints it
+    """Return 1 if the first drawer has the key, less for each further drawer opened."""
+    end = json.loads(result) if isinstance(result, str) else result  # a process prints the result
     return 1.2 - 0.2 * len(end["opened"]) if end["found"] else 0.0
 
 
 def tasks(s: Settings) -> Tasks:
-    """One task per prompt."""
+    """Make one task per prompt."""
     program = [sys.executable, str(Path(__file__).with_name("agent_program.py"))]
     return agent(program if s.process else run, reward, [{"prompt": text} for text in PROMPTS], name="drawers")
 
 
 def warm_up(s: Settings, policy: TrainerBackend, chat: Chat) -> None:
-    """Shows the policy a call of each drawer."""
+    """Show the policy a call for each drawer."""
     schemas = [{"type": "function", "function": agent_program.TOOL}]
     data = []
     for number in range(10):
@@ -103,7 +103,7 @@ def warm_up(s: Settings, policy: TrainerBackend, chat: Chat) -> None:
 
 
 def train(s: Settings) -> list[float]:
-    """The mean reward of each step."""
+    """Train, and return the mean reward of each step."""
     means = []
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
         options: dict[str, Any] = {"max_length": 4096} if s.backend == "toy" else {"lora": rlkit.Lora(rank=s.lora_rank)}
@@ -129,7 +129,7 @@ def train(s: Settings) -> list[float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a command line."""
+    """Run a command line."""
     if arguments in (["help"], ["--help"], ["-h"]):
         print(__doc__, config.describe(Settings), sep="\n")
         return

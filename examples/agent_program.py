@@ -1,8 +1,8 @@
-"""An agent as one writes it for OpenAI's API: it looks for a key in ten drawers. Nothing in it knows of training.
+"""An ordinary agent for OpenAI's API, without code for training: it looks for a key in ten drawers.
 
     echo '{"prompt": "Find the key."}' | OPENAI_API_KEY=... python examples/agent_program.py
 
-``agent.py`` beside it trains the model that it asks.
+``agent.py`` in the same folder trains the model that it calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from openai import OpenAI
 
-KEY = 7  # the drawer that it is in; the model is not told
+KEY = 7  # the drawer with the key; the model is not told
 TOOL = {
     "name": "open_drawer",
     "description": "Opens one of ten drawers, 0 to 9, and says what is in it.",
@@ -23,7 +23,7 @@ TOOL = {
 
 
 def find_key(client: OpenAI, prompt: str, *, model: str, most: int = 3) -> dict[str, Any]:
-    """Which drawers were opened, ``most`` of them, and whether the key was found."""
+    """Open at most ``most`` drawers; return those opened, and whether the key was found."""
     messages: list[Any] = [{"role": "user", "content": prompt}]
     tools: Any = [{"type": "function", "function": TOOL}]
     opened: list[int] = []
@@ -31,12 +31,12 @@ def find_key(client: OpenAI, prompt: str, *, model: str, most: int = 3) -> dict[
         answer = client.chat.completions.create(model=model, messages=messages, tools=tools).choices[0].message
         messages.append(answer)
         for call in answer.tool_calls or ():
-            number = json.loads(call.function.arguments).get("number", -1)  # models do forget arguments
+            number = json.loads(call.function.arguments).get("number", -1)  # models sometimes omit arguments
             opened.append(number)
             told = "The key!" if number == KEY else "Nothing."
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
         if not answer.tool_calls:
-            break  # it would rather talk
+            break  # the model answered without a call
     return {"found": KEY in opened, "opened": opened}
 
 

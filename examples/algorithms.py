@@ -1,4 +1,4 @@
-"""One task, several algorithms: an estimator, a loss and a token weighting are three choices, and any three compose.
+"""One task, several algorithms: an estimator, a loss and a token weighting, in any combination.
 
     python examples/algorithms.py --steps 15
 
@@ -30,7 +30,7 @@ ALGORITHMS = {  # name: (estimator, loss, settings of the loss, token weighting)
 
 
 def run(name: str, steps: int) -> list[float]:
-    """The mean reward of each step."""
+    """Train, and return the mean reward of each step."""
     estimator, loss, config, mode = ALGORITHMS[name]
     policy = rlkit.connect("toy", seed=0)
     reference = policy.base_sampler().result()
@@ -47,7 +47,7 @@ def run(name: str, steps: int) -> list[float]:
         keep = zero_variance(rewards).keep  # the others teach nothing
         kept = [Group.of_samples(samples[i], rewards[i]) for i in np.flatnonzero(keep)]
         if kept:
-            asked = reference if name.endswith("KL") else None  # only where it is used
+            asked = reference if name.endswith("KL") else None  # only if the loss uses it
             batch = credit.assign(kept, estimator, weights=mode, reference=asked)
             policy.forward_backward(batch.data, loss, config=config)
             policy.optim_step(rlkit.Adam(learning_rate=0.05))
@@ -55,7 +55,7 @@ def run(name: str, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Runs every algorithm and prints its reward, first and last."""
+    """Run every algorithm, and print its first and last reward."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=15)
     steps = parser.parse_args().steps

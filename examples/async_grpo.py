@@ -2,9 +2,9 @@
 
     python examples/async_grpo.py [--steps 15] [--lag 1] [--in-flight] [--model smollm2-135m-instruct]
 
-A batch is at most ``--lag`` steps old; 0 is the loop that waits. What the age does to the gradient is corrected by the
-loss, whose ratio is that of the policy now to the policy that sampled, and what is too far off is left out. With
-``--in-flight`` answers that are under way go on under newer weights, and each token's ratio is to what drew it.
+A batch is at most ``--lag`` steps old; with 0 the loop waits. The loss corrects for the age by the ratio of the present
+policy to the policy that sampled; sequences whose ratio is too far from 1 are dropped. With ``--in-flight`` running
+requests continue under newer weights, and each token's ratio is to the policy that drew it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ QUESTIONS = [f"Give me {number} digits, nothing else." for number in ("two", "th
 
 
 def digits(answer: str) -> float:
-    """The share of an answer's characters that are digits."""
+    """Return the share of an answer's characters that are digits."""
     return sum(c.isdigit() for c in answer) / max(len(answer), 1)
 
 
 def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float, in_flight: bool = False) -> list[float]:
-    """The mean reward of each step."""
+    """Train, and return the mean reward of each step."""
     tasks: Tasks = function(QUESTIONS, digits, name="digits")
     plan = Plan(n=8, params=rlkit.SamplingParams(max_tokens=6), seed=0)
     means = []
@@ -56,12 +56,12 @@ def train(policy: rlkit.TrainerBackend, *, steps: int, lag: int, rate: float, in
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="toy")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--lag", type=int, default=1)
-    parser.add_argument("--in-flight", action="store_true", help="go on under newer weights between two tokens")
+    parser.add_argument("--in-flight", action="store_true", help="continue under newer weights between two tokens")
     args = parser.parse_args()
     toy = args.model == "toy"
     options = {"seed": 0} if toy else {"model": args.model, "lora": rlkit.Lora(rank=16), "seed": 0}

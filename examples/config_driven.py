@@ -4,9 +4,9 @@
     python examples/config_driven.py examples/configs/digits.yaml algorithm.algorithm_type=rloo
     python examples/config_driven.py examples/configs/digits.yaml algorithm.algorithm_type=first_wins
     python examples/config_driven.py examples/configs/stages.yaml            # imitation, reinforcement, distillation
-    rlkit train examples/configs/chain_sum.yaml                                  # needs nothing of your own
+    rlkit train examples/configs/chain_sum.yaml                                  # needs no code of yours
 
-Run it again, and it goes on where it was. ``rlkit train --keys`` lists the settings, docs/recipes.md explains them.
+Run it again to resume. ``rlkit train --keys`` lists the settings, docs/recipes.md explains them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ PROMPTS = {"train": ["Call ", "Dial ", "Count ", "Pick "], "test": ["Ring ", "Nu
 
 @recipes.rewards.register("digits")
 def digits(action: str, answer: str = "") -> float:  # noqa: ARG001  # there is no right answer
-    """The share of digits in what was written."""
+    """Return the share of digits in the text."""
     return sum(c.isdigit() for c in action) / max(len(action), 1)
 
 
 @recipes.environments.register("digits")
 def write_digits(taskset: recipes.Taskset) -> Tasks:
-    """An environment of one's own: what it is given is its part of the file."""
+    """Make a custom environment from its section of the file."""
     return function(PROMPTS[taskset.split], digits, name=taskset.name, **taskset.workflow_args)
 
 
 def first_wins(rewards: list[np.ndarray]) -> list[np.ndarray]:
-    """An estimator of one's own: the first of the best in each group against the mean of the others."""
+    """Compare the first of the best in each group with the mean of the others: a custom estimator."""
     return [np.where(np.arange(r.size) == r.argmax(), r.max() - r.mean(), 0.0) for r in rewards]
 
 
@@ -46,7 +46,7 @@ recipes.algorithms.register("first_wins", recipes.Recipe("an example", advantage
 
 
 def main(arguments: list[str]) -> list[recipes.Outcome]:
-    """Runs the file with its overrides, and prints the curve of each stage."""
+    """Run the file with its overrides, and print the curve of each stage."""
     if arguments in (["help"], ["--help"], ["-h"]):
         print(__doc__)
         return []

@@ -3,7 +3,7 @@
     python examples/custom_env.py [--steps 8]
 
 Three methods make an environment: ``reset``, ``step``, ``close``. Each may be ``async``; plain ones run in threads, so
-they may block. What goes wrong in one is counted and costs its episode, never the run.
+they may block. A failure is counted and ends its episode, never the run.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from rlkit.envs import Action, Mixture, StepResult, Tasks, TaskSettings, functio
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import Plan, rollout_sync
 
-WAYS = {"<-": "l", "->": "r"}  # a sign, and the answer that it wants
-PLAIN = "{% for message in messages %}{{ message.content }} {% endfor %}"  # the toy sees the last words
+WAYS = {"<-": "l", "->": "r"}  # a sign, and the right answer
+PLAIN = "{% for message in messages %}{{ message.content }} {% endfor %}"  # the toy sees only the last words
 
 
 class Maze:
-    """Three doors; at each the sign says which way. A wrong turn ends it."""
+    """Three doors; a sign at each shows the way. A wrong turn ends the episode."""
 
     def reset(self, seed: int) -> str:
-        """All randomness comes from the seed, so that the episodes of a group are the same game."""
+        """Begin a game. All randomness comes from the seed, so the episodes of a group are the same game."""
         self.signs = np.random.default_rng(seed).choice(list(WAYS), size=3).tolist()
         return f"A door. The sign says {self.signs[0]}"
 
     def step(self, action: Action) -> StepResult:
-        """``action`` is the policy's text, a str that knows its tokens and why it ended."""
+        """Answer ``action``, the policy's text: a str that also has its tokens and its stop reason."""
         right = action.startswith(WAYS[self.signs.pop(0)])
         if not right or not self.signs:
             return StepResult(reward=float(right), terminated=True, info={"out": right and not self.signs})
         return StepResult(f"Good. The sign says {self.signs[0]}", reward=1.0)
 
     def close(self) -> None:
-        """Frees what ``__init__`` or ``reset`` took; called once, whatever happened."""
+        """Free the resources of ``__init__`` and ``reset``; called once, whatever happened."""
 
 
 class Slow(Maze):
-    """The same over a network, so to speak."""
+    """The same game, as if over a network."""
 
     async def reset(self, seed: int) -> str:  # type: ignore[override]
-        """While one waits, others play."""
+        """Begin a game; while one waits, others play."""
         return Maze.reset(self, seed)
 
 
 def tasks(split: str) -> Mixture:
-    """Mazes and single questions; the split decides which of them there are."""
+    """Make mazes and single questions of a split."""
     first = 0 if split == "train" else 10_000
     mazes = Tasks(lambda _: Slow(), 64, name="maze", split=split, seeds=lambda index: first + index)
     rows = [{"prompt": f"Which way? {sign}", "letter": letter} for sign, letter in WAYS.items()]
@@ -62,7 +62,7 @@ def tasks(split: str) -> Mixture:
 
 
 def train(steps: int) -> tuple[list[float], rlkit.evaluation.Evaluation]:
-    """The mean return of each step in the maze, and a score on mazes that were not trained on."""
+    """Train; return the mean return of each step in the maze, and a score on held-out mazes."""
     means = []
     with rlkit.connect("toy", seed=0) as policy:
         chat = Chat(policy.tokenizer, template=PLAIN)
@@ -79,7 +79,7 @@ def train(steps: int) -> tuple[list[float], rlkit.evaluation.Evaluation]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
     _, found = train(parser.parse_args().steps)

@@ -2,8 +2,8 @@
 
     python examples/custom_loss.py
 
-The loss is called once per datum with the policy's own tokens only ([n] each), and returns a sum. Its parameter names
-say what a datum must carry; keyword-only parameters are settings; what has a default may be left out.
+The loss is called once per datum with only the tokens that the policy sampled ([n] each), and returns a sum. Its
+parameters name the inputs that a datum must carry; those with a default are optional. Keyword-only ones are settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = ["My number is ", "Call ", "Room ", "It is "]
 @losses.register("smooth")
 @losses.loss(elementwise=True)  # a sum over tokens, so it may be called once for many datums
 def smooth(logprobs: Any, sampling_logprobs: Any, advantages: Any, weights: Any = 1.0, *, width: float = 0.2) -> Any:
-    """Policy gradient whose pull fades as the policy moves away from the one that sampled, on both sides.
+    """Policy gradient that fades as the policy moves away from the sampling policy, in both directions.
 
     At the sampling policy its gradient is that of importance sampling. ``weights`` multiplies each term; ``detach``
     and comparisons of tensors are fine, branches on values are not, because backends may trace a loss.
@@ -33,13 +33,13 @@ def smooth(logprobs: Any, sampling_logprobs: Any, advantages: Any, weights: Any 
 
 
 def digits(policy: Any, sample: rlkit.Sample) -> float:
-    """The share of an answer's characters that are digits."""
+    """Return the share of an answer's characters that are digits."""
     text = policy.tokenizer.decode(sample.tokens)
     return sum(c.isdigit() for c in text) / max(len(text), 1)
 
 
 def train(policy: Any, loss: Any, *, steps: int = 15, config: dict[str, Any] | None = None) -> list[float]:
-    """The mean reward of each step; two passes over each batch, so that the ratio is not always 1."""
+    """Return the mean reward of each step; two passes over each batch, so that the ratio is not always 1."""
     params = rlkit.SamplingParams(max_tokens=6)
     means = []
     for _ in range(steps):
@@ -63,7 +63,7 @@ def train(policy: Any, loss: Any, *, steps: int = 15, config: dict[str, Any] | N
 
 
 def mistakes(policy: Any) -> None:
-    """What is wrong is said at the call, by name, before anything is done."""
+    """Show mistakes: each raises at the call, names its field, and changes nothing."""
     datum = rlkit.Datum.supervised([1, 2], [3])
     for data, config in (([datum], None), ([datum], {"widht": 0.1})):
         try:
@@ -73,7 +73,7 @@ def mistakes(policy: Any) -> None:
 
 
 def main() -> None:
-    """Trains with the loss in several ways."""
+    """Train with the loss in several ways."""
     with rlkit.connect("toy", seed=0) as policy:
         print("by name, with a setting")
         train(policy, "smooth", config={"width": 0.1})

@@ -1,12 +1,12 @@
-r"""On-policy distillation: a student samples, a teacher says how likely each token was. On any backends.
+r"""On-policy distillation: a student samples, and a teacher scores each token. For any backends.
 
     python examples/distill.py                                                     # on the toy, in seconds
     python examples/distill.py backend=tinker model=Qwen/Qwen3-4B-Instruct-2507 teacher=tinker \
         teacher_model=Qwen/Qwen3-30B-A3B-Instruct-2507 learning_rate=1e-4
     python examples/distill.py backend=local teacher=local teacher_path=runs/sft
 
-The advantage of a token is log teacher - log student, the sampled reverse KL; there are no rewards. The two must have
-the same tokenizer. Run it again to go on where it stopped.
+The advantage of a token is log teacher - log student, the sampled reverse KL; it needs no rewards. The two must have
+the same tokenizer. Run the program again to resume.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PROMPTS = ["Call me.", "Which room?", "How many?", "Your number?"]
 
 @attrs.frozen
 class Settings:
-    """What can be set.
+    """The settings.
 
     Args:
         backend, model: the student.
-        teacher, teacher_model, teacher_path: a model, or a run or a saved state of one; on the toy one is made.
-        prompts: what the student is asked.
+        teacher, teacher_model, teacher_path: a model, or a run or a saved state of one; the toy makes its own.
+        prompts: the student's prompts.
         samples: of each prompt per step.
-        folder: the run's; what is in it is gone on with.
+        folder: the run's folder; a run in it is resumed.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -63,7 +63,7 @@ class Settings:
 
 
 def teacher_of(s: Settings) -> Any:
-    """The teacher's sampler; for the toy a policy that has just learned to answer with a telephone number."""
+    """Return the teacher's sampler; for the toy, first train one to answer with a telephone number."""
     if s.teacher_path:
         return rlkit.runs.sampler(s.teacher_path, **({"model": s.teacher_model} if s.teacher_model else {}))
     if s.teacher != "toy":
@@ -78,7 +78,7 @@ def teacher_of(s: Settings) -> Any:
 
 
 def train(s: Settings) -> list[float]:
-    """The sampled KL of the student from the teacher, nats per token, at each step."""
+    """Train; return the sampled KL of the student from the teacher, nats per token, at each step."""
     teacher, kls = teacher_of(s), []
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
@@ -102,7 +102,7 @@ def train(s: Settings) -> list[float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a command line."""
+    """Run a command line."""
     if arguments in (["help"], ["--help"], ["-h"]):
         print(__doc__, config.describe(Settings), sep="\n")
         return

@@ -1,11 +1,11 @@
 """Direct preference optimisation on pairs of answers, on any backend. Runs on the toy backend in seconds.
 
-    python examples/dpo.py                                             # to prefer digits, on the toy
+    python examples/dpo.py                                             # learn to prefer digits, on the toy
     python examples/dpo.py backend=local data=pairs.jsonl learning_rate=5e-5
     python examples/dpo.py backend=tinker model=Qwen/Qwen3-8B data=pairs.jsonl learning_rate=1e-5
 
 A line of the file is {"prompt": "...", "chosen": "...", "rejected": "..."}. The reference is the base model; its
-logprobs are asked for once, before the first step. Run it again to go on where it stopped.
+logprobs are computed once, before the first step. Run the program again to resume.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import numpy as np
 import rlkit
 from rlkit import config, losses
 from rlkit.chat import Chat
-from rlkit.recipes import rows
+from rlkit.recipes import _rows
 
 DIGITS = [{"prompt": f"Say {word}.", "chosen": "2718", "rejected": word} for word in ("moon", "tree", "bird", "lake")]
 
 
 @attrs.frozen
 class Settings:
-    """What can be set.
+    """The settings.
 
     Args:
-        data: a jsonl file of pairs; None: a few in which digits are preferred.
+        data: a jsonl file of pairs; None: a few pairs that prefer digits.
         loss: dpo, or another of ``rlkit.losses`` over pairs: simpo, orpo, cpo.
         loss_config: its settings.
         batch_size: pairs per step.
-        folder: the run's; what is in it is gone on with.
+        folder: the run's folder; a run in it is resumed.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -60,10 +60,10 @@ class Settings:
 
 
 def read(path: Path | None) -> Sequence[Mapping[str, str]]:
-    """The pairs."""
+    """Return the pairs."""
     if path is None:
         return DIGITS
-    pairs = rows.read(str(path), where="data")
+    pairs = _rows.read(str(path), where="data")
     for i, pair in enumerate(pairs):
         if not all(isinstance(pair.get(name), str) for name in ("prompt", "chosen", "rejected")):
             raise rlkit.DataError(f"data: {path}: row {i}: expected the texts prompt, chosen and rejected")
@@ -71,7 +71,7 @@ def read(path: Path | None) -> Sequence[Mapping[str, str]]:
 
 
 def train(s: Settings) -> list[float]:
-    """The share of pairs whose chosen answer has gained on the rejected one, at each step."""
+    """Train; return the share of pairs whose chosen answer has gained on the rejected one, at each step."""
     pairs, accuracy = read(s.data), []
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
@@ -103,7 +103,7 @@ def train(s: Settings) -> list[float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a command line."""
+    """Run a command line."""
     if arguments in (["help"], ["--help"], ["-h"]):
         print(__doc__, config.describe(Settings), sep="\n")
         return

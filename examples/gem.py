@@ -1,7 +1,7 @@
-r"""Trains an agent in the games and problems of GEM, over several turns, on any backend.
+r"""Train an agent in the games and problems of GEM, over several turns, on any backend.
 
-    python examples/gem.py max_steps=20                             # SmolLM2 on a CPU; run it again to go on
-    python examples/gem.py backend=toy max_steps=3                  # seconds, to see the loop
+    python examples/gem.py max_steps=20                             # SmolLM2 on a CPU; run it again to resume
+    python examples/gem.py backend=toy max_steps=3                  # a few seconds, to see the loop
     python examples/gem.py credit=gigpo group_size=8                # compares episodes of one game
     python examples/gem.py backend=tinker model_name=Qwen/Qwen3-4B-Instruct-2507 batch_size=128 max_tokens=1024 prefill=
 
@@ -25,44 +25,44 @@ from rlkit.envs import gem
 from rlkit.evaluation import evaluate_sync
 from rlkit.rollouts import Plan, rollout_sync
 
-SYSTEM = {  # the name of a template -> what the policy is told before the game's own text
+SYSTEM = {  # the name of a template -> the instruction before the game's text
     "qwen3_game": "You are playing a game made of words, one valid move per turn, to win.",
     "qwen3_general": "You are asked a question.",
     "no": None,
 }
 ANSWER = " Think step by step. Your answer is what you write last inside \\boxed{}."
-PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # the template "no": texts and nothing else
+PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # the template "no": only the texts
 
 
 @attrs.frozen
 class Settings:
-    """What can be set.
+    """The settings.
 
     Args:
         backend: toy, local or tinker.
-        model_name: what is trained: for local a directory, a hub id or smollm2-135m-instruct; for tinker a name of its.
+        model_name: for local a directory, a hub id or smollm2-135m-instruct; for tinker a name of the service.
         lora_rank: of the adapter.
         seed: of everything: the model, the games, sampling, selection.
         max_steps: optimizer steps.
-        save_every: a checkpoint after every so many steps and after the last; 0 for that alone.
+        save_every: steps between checkpoints, and one after the last step; 0 for only the last.
         learning_rate: of Adam.
         loss: name of a policy loss.
-        batch_size: turns that are trained on in a step, drawn from those played.
-        num_env: episodes played at a time, again until there are enough turns.
+        batch_size: turns to train on in a step, drawn from those played.
+        num_env: episodes played at a time, repeated until they have enough turns.
         group_size: episodes of each game among them.
         credit: how rewards become advantages. returns: discounted over turns. grpo: of an episode among its group.
             step_wise: of its last reward. gigpo: also of each turn among those in the same state.
         gamma: of returns and gigpo.
         use_rebn: normalise returns over the turns that were drawn.
-        env_id: which game.
-        env_wrappers: names of GEM's wrappers with commas between; with a concat one every turn is a prompt of its own.
-        template: what the policy is told beside the game's text, in the model's own chat template; no: nothing at all.
-        prefill: how each of the policy's turns begins. A small model does not write a box by itself.
+        env_id: the game.
+        env_wrappers: GEM's wrappers, separated by commas; with a concat wrapper every turn is a separate prompt.
+        template: the instruction added to the game's text, in the model's chat template; no: none.
+        prefill: the beginning of each turn of the policy. A small model does not write a box by itself.
         max_tokens: of a turn.
         max_turns: of an episode.
         eval_every: steps between scores on held-out games; 0 for none.
-        eval_size: how many such games.
-        log_dir: the run's folder; what is in it is gone on with.
+        eval_size: the number of such games.
+        log_dir: the run's folder; a run in it is resumed.
         wandb_project, wandb_name: also log to Weights & Biases.
     """
 
@@ -109,12 +109,12 @@ class Settings:
 
     @property
     def wrappers(self) -> list[str]:
-        """The wrappers, the innermost first."""
+        """Return the wrappers, the innermost first."""
         return [name for name in (self.env_wrappers or "").split(",") if name]
 
 
 def play(sampler: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> Any:
-    """Groups of episodes with at least ``batch_size`` turns in all, and what was counted over all of them."""
+    """Play groups of episodes with at least ``batch_size`` turns in all; return them and their metrics."""
     waves = -(-s.batch_size // s.num_env)  # enough if each episode has one turn
     groups: Any = None
     for wave in range(number * waves, (number + 1) * waves):
@@ -126,7 +126,7 @@ def play(sampler: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> Any:
 
 
 def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple[list[Any], dict[str, float]]:
-    """One step: plays, gives credit, draws turns, trains. The groups, and the step's metrics."""
+    """Play, assign credit, draw turns, train; return the groups and the step's metrics."""
     began = time.monotonic()
     with policy.sampler().result() as sampler:
         groups = play(sampler, tasks, plan, s, number)
@@ -141,7 +141,7 @@ def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple
     def returns(rewards: list[np.ndarray]) -> list[np.ndarray]:
         found = adv.discounted_returns(rewards, gamma=s.gamma)
         mask = [w for t, w in zip(episodes, rows, strict=True) if t.token_count]
-        return adv.rebn(found, mask=mask) if s.use_rebn else found  # over those that train, not over all
+        return adv.rebn(found, mask=mask) if s.use_rebn else found  # over the drawn turns, not over all
 
     estimator, level, own = {
         "returns": (returns, "turn", {}),
@@ -149,12 +149,12 @@ def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple
         "step_wise": ("step_wise_grpo", "turn", {}),
         "gigpo": ("gigpo", "turn", {"gamma": s.gamma}),
     }[s.credit]
-    last = [t.rewards[-1] for t in episodes] if s.credit == "step_wise" else None  # in place of what came before
+    last = [t.rewards[-1] for t in episodes] if s.credit == "step_wise" else None  # replaces earlier rewards
     weights = [np.repeat(w, [turn.tokens.size for turn in t.turns]) for t, w in zip(episodes, rows, strict=True)]
     batch = credit.assign(groups, estimator, level=level, config=own, weights=weights, rewards=last, split="allow")
-    data = [d for d in batch.data if d.inputs["weights"].any()]  # an episode is one datum where its turns follow on
+    data = [d for d in batch.data if d.inputs["weights"].any()]  # one per episode if turns continue each other
     metrics = dict(groups.metrics)
-    if any(d.inputs["advantages"].any() for d in data):  # all returns alike teach nothing; momentum alone is no step
+    if any(d.inputs["advantages"].any() for d in data):  # equal returns teach nothing; skip a step of momentum alone
         fb = policy.forward_backward(data, s.loss)
         update = policy.optim_step(rlkit.Adam(learning_rate=s.learning_rate))
         metrics |= tracking.train_metrics(data, fb.result(), update.result())
@@ -170,7 +170,7 @@ def step(policy: Any, tasks: Any, plan: Plan, s: Settings, number: int) -> tuple
 
 
 def train(s: Settings) -> None:
-    """The whole run."""
+    """Run the whole training."""
     options = {"name": s.env_id, "wrappers": s.wrappers, "seed": s.seed}
     tasks, held_out = gem(s.env_id, **options), gem(s.env_id, split="test", size=s.eval_size, **options)
     trackers: list[Any] = ["jsonl", "console"]
@@ -209,7 +209,7 @@ def train(s: Settings) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a command line."""
+    """Run a command line."""
     if arguments in (["help"], ["--help"], ["-h"]):
         print(__doc__, config.describe(Settings), sep="\n")
         return

@@ -1,10 +1,10 @@
-r"""SmolLM2 plays GEM's GuessTheNumber: several turns, discounted returns, ReBN, and a run that can be cut off.
+r"""SmolLM2 plays GEM's GuessTheNumber: several turns, discounted returns, ReBN, and a run that resumes.
 
-    python examples/guess_the_number.py --steps 8        # some minutes on a CPU; run it again to go on
+    python examples/guess_the_number.py --steps 8        # a few minutes on a CPU; run it again to resume
     python examples/guess_the_number.py --model toy      # milliseconds, to see the loop
 
-The model does not write \boxed{} by itself, so its turn is begun for it. What it learns first is to close the box
-behind a number; "well formed" is the share of turns in which it did.
+The model does not write \boxed{} by itself, so its turn begins with one. It first learns to close the box
+after a number; "well formed" is the share of turns in which it did.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BOX = "\\boxed{"
 
 
 def returns(rewards: list[Any]) -> list[Any]:
-    """What is still to come at each turn, discounted, compared with all turns of the batch (ReBN)."""
+    """Return the discounted return from each turn on, normalised over all turns of the batch (ReBN)."""
     return rebn(discounted_returns(rewards, gamma=0.9))
 
 
 def train(folder: str, *, model: str, steps: int, episodes: int, rate: float) -> list[tuple[float, float]]:
-    """(mean return, share of well-formed turns) of each step done."""
+    """Train; return (mean return, share of well-formed turns) of each finished step."""
     local = {"model": model, "lora": rlkit.Lora(rank=16)}
     curve = []
     config = {"model": model, "episodes": episodes, "rate": rate}
@@ -61,7 +61,7 @@ def train(folder: str, *, model: str, steps: int, episodes: int, rate: float) ->
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="runs/guess")
     parser.add_argument("--model", default="smollm2-135m-instruct")

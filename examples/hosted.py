@@ -1,11 +1,11 @@
-"""GRPO on Tinker: the loop of the README, with what a run on a service needs beside it.
+"""GRPO on Tinker: the loop of the README, plus saving and resuming for a run on a service.
 
-    python examples/hosted.py --model Qwen/Qwen3-8B          # hosted; wants TINKER_API_KEY
+    python examples/hosted.py --model Qwen/Qwen3-8B          # hosted; needs TINKER_API_KEY
     python examples/hosted.py --fake                         # the same program, without the service
     TINKER_BASE_URL=http://127.0.0.1:8000 python examples/hosted.py --model NAME     # a server of the API
 
 Each step samples, takes the gradient and submits the step before any result is read. Every few steps the state is
-saved; if a step's outcome is not known, the run goes on from there, as it must.
+saved; if a step's outcome is unknown, the run must resume from there, and does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS = ("Call ", "Dial ", "Count: ")
 
 @contextlib.contextmanager
 def service(*, fake: bool) -> Iterator[dict[str, Any]]:
-    """Options of ``connect``: none for the hosted service, those of a service in this process with ``fake``."""
+    """Return options of ``connect``: none for the hosted service; with ``fake`` those of a service in this process."""
     if not fake:
         yield {}
         return
@@ -36,7 +36,7 @@ def service(*, fake: bool) -> Iterator[dict[str, Any]]:
 
 
 def run(options: dict[str, Any], *, steps: int, save_every: int, learning_rate: float) -> list[float]:
-    """The mean reward of each step."""
+    """Train, and return the mean reward of each step."""
     policy = rlkit.connect("tinker", **options)
     params = rlkit.SamplingParams(max_tokens=8)
     prompts = [policy.tokenizer.encode(text) for text in PROMPTS]
@@ -62,7 +62,7 @@ def run(options: dict[str, Any], *, steps: int, save_every: int, learning_rate: 
 
 
 def train(policy: Any, prompts: list[np.ndarray], params: rlkit.SamplingParams, learning_rate: float) -> float:
-    """One step of GRPO; the reward is the share of digits."""
+    """Make one step of GRPO; the reward is the share of digits."""
     sampler = policy.sampler().result()
     data, rewards = [], []
     for group in [sampler.sample(prompt, params, n=8) for prompt in prompts]:
@@ -78,7 +78,7 @@ def train(policy: Any, prompts: list[np.ndarray], params: rlkit.SamplingParams, 
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen/Qwen3-8B")
     parser.add_argument("--rank", type=int, default=32)

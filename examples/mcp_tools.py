@@ -3,7 +3,7 @@
     pip install mcp
     python examples/mcp_tools.py [--backend local] [--stdio]
 
-The server could as well be a URL, or any command that speaks MCP on its stdin and stdout, such as
+The server can also be a URL, or any command that speaks MCP on its stdin and stdout, such as
 ``["npx", "-y", "@modelcontextprotocol/server-filesystem", folder]``.
 """
 
@@ -31,7 +31,7 @@ def stock(fruit: str) -> int:
 
 
 def tasks(place: object) -> Tasks:
-    """One question for each fruit; whoever answers without having looked gets nothing."""
+    """Make one question for each fruit; an answer without a call earns nothing."""
 
     def reward(text: str, answer: str, calls: list[tuple[ToolCall, str]]) -> float:
         return float(answer in text and len(calls) > 0)
@@ -41,10 +41,10 @@ def tasks(place: object) -> Tasks:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Plays every question."""
+    """Play every question."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", default="toy", choices=("toy", "local"))
-    parser.add_argument("--stdio", action="store_true", help="the server in a process of its own")
+    parser.add_argument("--stdio", action="store_true", help="run the server in a separate process")
     parser.add_argument("--serve", action="store_true", help="be that server")
     args = parser.parse_args(arguments)
     if args.serve:

@@ -2,8 +2,8 @@
 
     python examples/multi_turn.py [--steps 10] [--keep trajectories.jsonl]
 
-Each turn has its own credit: the return from it on, discounted, normalised over the batch (ReBN). What is learnt first
-is to answer with a digit at all.
+Each turn has separate credit: the discounted return from it on, normalised over the batch (ReBN). The policy first
+learns to answer with a digit at all.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlkit.storage import append
 
 
 class GuessDigit:
-    """Thinks of a digit from its seed; five guesses."""
+    """Draw a digit from the seed; the policy has five guesses."""
 
     def reset(self, seed: int) -> str:
-        """The first observation."""
+        """Return the first observation."""
         self.digit = int(np.random.default_rng(seed).integers(10))
         self.left = 5
         return "I think of a digit. Guess it."
 
     def step(self, action: Action) -> StepResult:
-        """One guess."""
+        """Answer one guess."""
         self.left -= 1
         if len(action) != 1 or action not in "0123456789":
             return StepResult("One digit, please.", -0.1, truncated=self.left == 0, info={"digit": False})
@@ -43,16 +43,16 @@ class GuessDigit:
         return StepResult(f"It is {hint}.", 0.0, truncated=self.left == 0, info={"digit": True})
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free nothing."""
 
 
 def turn_advantages(rewards: list[np.ndarray]) -> list[np.ndarray]:
-    """What is still to come at each turn, discounted, compared with all turns of the batch."""
+    """Return the discounted return from each turn on, normalised over all turns of the batch."""
     return rebn(discounted_returns(rewards, gamma=0.9))
 
 
 def train(steps: int, *, keep: str | None = None) -> tuple[list[float], rlkit.evaluation.Evaluation]:
-    """The mean return of each step, and a score on games that were not trained on."""
+    """Train; return the mean return of each step, and a score on held-out games."""
     policy = rlkit.connect("toy", seed=0)
     tasks = Tasks(lambda _: GuessDigit(), 64, name="digit", seeds=lambda index: index)
     held_out = Tasks(lambda _: GuessDigit(), 8, name="digit", split="test", seeds=lambda index: 1000 + index)
@@ -77,10 +77,10 @@ def train(steps: int, *, keep: str | None = None) -> tuple[list[float], rlkit.ev
 
 
 def main() -> None:
-    """Trains, and prints the score on held-out games."""
+    """Train, and print the score on held-out games."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--keep", help="a file that the trajectories are appended to")
+    parser.add_argument("--keep", help="a file to append the trajectories to")
     arguments = parser.parse_args()
     _, found = train(arguments.steps, keep=arguments.keep)
     result = found.scores["digit"]

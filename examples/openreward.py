@@ -1,11 +1,11 @@
-"""Trains an agent that calls tools in OpenReward's environments, over several turns, on any backend.
+"""Train an agent that calls tools in OpenReward's environments, over several turns, on any backend.
 
     python examples/openreward.py --config_path examples/openreward.yaml
     python examples/openreward.py --config_path examples/openreward.yaml --overrides batch_size=64 loss_fn=cispo
 
-Run it again to go on where it stopped. Keys come from the environment, or from a file .env in the working directory or
-beside the settings: TINKER_API_KEY, OPENREWARD_API_KEY, WANDB_API_KEY, and what the environments' tools need. --help
-lists the settings. One step of the loop is the function ``step``.
+Run it again to resume. Keys come from the environment, or from a file .env in the working directory or next to the
+settings: TINKER_API_KEY, OPENREWARD_API_KEY, WANDB_API_KEY, and those of the environments' tools. --help lists the
+settings. One step of the loop is the function ``step``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ESTIMATORS: dict[str, Any] = {
 
 @attrs.frozen
 class Split:
-    """Tasks of a split: in an order of the seed's or in their own, and the first so many in that order (None: all)."""
+    """Tasks of a split: shuffled by the seed or in their own order, and how many of them (None: all)."""
 
     shuffle: bool = True
     num_samples: int | None = None
@@ -47,7 +47,7 @@ class Split:
 
 @attrs.frozen
 class Environment:
-    """An environment's settings; ``secrets``: name -> hosts that it may be sent to, null for what the SDK knows.
+    """An environment's settings; ``secrets``: name -> hosts that may receive it, null for those that the SDK knows.
 
     A secret's value comes from the environment variable of its name.
     """
@@ -84,35 +84,35 @@ class Environment:
 
 @attrs.frozen
 class Settings:
-    """What can be set.
+    """The settings.
 
     Args:
         environments: name -> its splits, num_rollouts and so on.
-        model_name: what is trained.
+        model_name: the model to train.
         batch_size: tasks per step, each with its environment's num_rollouts.
         backend: tinker, local or toy.
-        tokenizer_name: on tinker, where it is not the model's.
-        resume_from: a saved state to begin a new run with; its step is gone on from.
+        tokenizer_name: on tinker, if it differs from the model's.
+        resume_from: a saved state to begin a new run with, from its step on.
         max_response_tokens: of a turn.
         max_total_tokens: of an episode, with prompts.
-        max_turns: of an episode; None: as many as max_total_tokens has room for.
-        reminder: what the agent is told after a turn without a call; null: such a turn ends the episode.
-        max_rollout_retries: further attempts at an episode that failed, for whatever reason.
+        max_turns: of an episode; None: as many as fit into max_total_tokens.
+        reminder: the answer to a turn without a call; null: such a turn ends the episode.
+        max_rollout_retries: further attempts at a failed episode, whatever the reason.
         max_active_tasks: episodes played at a time.
-        max_rollout_concurrency: the same; stands above max_active_tasks.
-        rollout_timeout: seconds of an episode, without waiting for its turn; it is cut there.
+        max_rollout_concurrency: the same; overrides max_active_tasks.
+        rollout_timeout: seconds of an episode, without the wait in the queue; then it is truncated.
         loss_fn, loss_fn_config: the loss, and its settings.
         advantage_calculation: how a group's rewards become advantages.
         num_epochs: passes over all tasks, of whole batches only; None: until max_steps.
-        max_steps: None: until num_epochs, or without end.
+        max_steps: None: until num_epochs, or forever.
         save_every: steps between checkpoints.
-        system_prompt_template: what the agent is told first; the tools follow by themselves.
-        thinking: in models whose template can switch it.
-        tool_format: how calls are written, a name in rlkit.tools.formats.
+        system_prompt_template: the system prompt; the template adds the tools.
+        thinking: for models whose template has a switch.
+        tool_format: the form of calls, a name in rlkit.tools.formats.
         log_path: the run's folder.
-        openreward_run_name: of the trajectories uploaded, where OPENREWARD_API_KEY is set; None: no upload.
-        wandb_project_name, wandb_run_name: used where WANDB_API_KEY is set, or WANDB_MODE.
-        secrets: for all environments, as in each.
+        openreward_run_name: of the uploaded trajectories, if OPENREWARD_API_KEY is set; None: no upload.
+        wandb_project_name, wandb_run_name: used if WANDB_API_KEY or WANDB_MODE is set.
+        secrets: for all environments, in the same form as in one.
     """
 
     environments: dict[str, Environment]
@@ -160,20 +160,20 @@ class Settings:
         self.adam()
 
     def adam(self) -> rlkit.Adam:
-        """The optimizer's step."""
+        """Return the settings of the optimizer step."""
         return rlkit.Adam(learning_rate=self.learning_rate, weight_decay=self.weight_decay, eps=1e-12)
 
 
 class InOrder(envs.Tasks):
-    """Tasks in their own order, over and over."""
+    """Tasks in their own order, repeated."""
 
     def at(self, position: int, *, seed: int = 0) -> envs.Task:  # noqa: ARG002
-        """The task at that place."""
+        """Return the task at that index."""
         return self[position % len(self)]
 
 
 def tasks_of(s: Settings) -> envs.Mixture:
-    """The tasks of all environments and splits, each as often as it has tasks. Asks the servers."""
+    """Get the tasks of all environments and splits from the servers, each in proportion to its number of tasks."""
     parts: dict[str, Any] = {}
     for name, e in s.environments.items():
         settings = envs.TaskSettings(
@@ -196,17 +196,17 @@ def tasks_of(s: Settings) -> envs.Mixture:
 
 
 def label(name: str, split: str, s: Settings) -> str:
-    """What a split is called in metrics, where a slash would be another level."""
+    """Return the label of a split in metrics, where a slash would be another level."""
     return (name if len(s.environments[name].splits) == 1 else f"{name}:{split}").replace("/", ":")
 
 
 def names_of(s: Settings) -> dict[str, str]:
-    """Label -> name of the environment."""
+    """Map labels to names of environments."""
     return {label(name, split, s): name for name, e in s.environments.items() for split in e.splits}
 
 
 def secret(key: str, hosts: Any) -> Any:
-    """The value of the variable of that name, which a file of settings does not hold, and where it may be sent."""
+    """Read a secret from the variable of its name, never from the settings; return it with its permitted hosts."""
     if hosts is not None and not (isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)):
         text = f"expected null or a list of hosts; its value is that of the variable {key.upper()}, a key is no setting"
         raise rlkit.ConfigError(f"secrets.{key}: {text}")
@@ -217,7 +217,7 @@ def secret(key: str, hosts: Any) -> Any:
 
 
 def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int) -> tuple[Any, dict[str, float]]:
-    """One step: plays, compares, trains. The groups, and the step's metrics."""
+    """Play, compare, train; return the groups and the step's metrics."""
     began = time.monotonic()
     with policy.sampler().result() as sampler:
         groups = rollout_sync(sampler, tasks.batch(number, s.batch_size, seed=s.seed), plan=plan, step=number)
@@ -227,7 +227,7 @@ def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int)
     metrics = dict(groups.metrics) | {"time/sample": sampled - began}
     metrics["train/groups_without_signal"] = float(sum(kept.dropped.values()))
     metrics["train/reward"] = float(np.nanmean(np.concatenate(clamped)))  # within its bounds
-    if kept.keep.any():  # without any there is no step, since there is nothing to learn
+    if kept.keep.any():  # else there is nothing to learn, so the step is skipped
         informative = [group for group, keep in zip(groups, kept.keep, strict=True) if keep]
         rewards_of = np.concatenate([r for r, keep in zip(clamped, kept.keep, strict=True) if keep])
         estimator = ESTIMATORS[s.advantage_calculation]
@@ -241,7 +241,7 @@ def step(policy: Any, tasks: envs.Mixture, plan: Plan, s: Settings, number: int)
 
 
 def bounded(group: Any, s: Settings) -> np.ndarray:
-    """The group's rewards within the bounds of its environment."""
+    """Clamp the group's rewards to the bounds of its environment."""
     e = s.environments[names_of(s)[group.env]]
     if e.min_reward is None and e.max_reward is None:
         return group.rewards
@@ -249,7 +249,7 @@ def bounded(group: Any, s: Settings) -> np.ndarray:
 
 
 def train(s: Settings) -> None:
-    """The whole run."""
+    """Run the whole training."""
     tasks = tasks_of(s)
     total = s.max_steps or sys.maxsize
     if s.num_epochs is not None:
@@ -306,14 +306,14 @@ def train(s: Settings) -> None:
 
 
 def named(groups: Any, s: Settings) -> list[Any]:
-    """The groups with the names that OpenReward has for their environments."""
+    """Return the groups with OpenReward's names of their environments."""
     names = names_of(s)
     own = [[attrs.evolve(t, env=names[t.env]) for t in group.trajectories] for group in groups]
     return [attrs.evolve(g, trajectories=played, env=names[g.env]) for g, played in zip(groups, own, strict=True)]
 
 
 def trackers_of(s: Settings) -> list[Any]:
-    """Files and the terminal, and Weights & Biases where there is a key for it."""
+    """Return the trackers: files and the terminal, and Weights & Biases if it has a key."""
     trackers: list[Any] = ["jsonl", "console"]
     if s.wandb_project_name and (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")):
         wandb = tracking.registry["wandb"]
@@ -323,7 +323,7 @@ def trackers_of(s: Settings) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command line."""
+    """Run a command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, epilog=config.describe(Settings), formatter_class=form)
     parser.add_argument("--config_path", required=True, help="a YAML file such as examples/openreward.yaml")

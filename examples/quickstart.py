@@ -2,10 +2,10 @@
 
     python examples/quickstart.py                  # a LoRA on SmolLM2-135M-Instruct, on a CPU, a few minutes
     python examples/quickstart.py --backend toy    # the same program on a toy model, in seconds
-    python examples/quickstart.py --sampler vllm   # vLLM samples what this process trains
+    python examples/quickstart.py --sampler vllm   # vLLM samples, this process trains
 
-Stop it at any moment and start it again: it goes on. One step of the loop is the function ``train``. It is yours: copy
-this file and change what you like.
+Stop it at any moment and start it again to resume. One step of the loop is the function ``train``. Copy this file and
+change what you like.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DEFAULTS = {
     "toy": {"model": None, "steps": 30, "learning_rate": 0.05},
 }
 NUMBER = re.compile(r"-?\d+")
-PLAIN = {"attempts": 1, "progress": False}  # of rollouts: sums do not fail, and there is a bar already
+PLAIN = {"attempts": 1, "progress": False}  # of rollouts: sums do not fail, and the screen has a bar already
 
 
 def make_questions(seed: int, n: int, without: Sequence[dict] = ()) -> list[dict]:
-    """``n`` different sums of two one-digit terms, none of those in ``without``; 158 are all there are."""
+    """Make ``n`` different sums of two one-digit terms, none of them in ``without``; only 158 exist."""
     form = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     known, found = {row["prompt"] for row in without}, []
     for entry in reasoning_gym.create_dataset("chain_sum", seed=seed, size=50 * n, **form):
@@ -59,17 +59,17 @@ def make_questions(seed: int, n: int, without: Sequence[dict] = ()) -> list[dict
 
 
 def telling(question: str, answer: str) -> bool:
-    """Whether the answer has to be worked out: no term is 0 or the answer, so an echo of the question pays nothing."""
+    """Tell whether the answer must be computed: no term is 0 or the answer, so an echo earns nothing."""
     return not {"0", answer} & set(NUMBER.findall(question))
 
 
 def right(text: str, answer: str) -> float:
-    """The reward: 1 where the last number in the text is the answer."""
+    """Return the reward: 1 if the last number in the text is the answer."""
     return float(NUMBER.findall(text)[-1:] == [answer])
 
 
 def train(run: rlkit.Run, policy: TrainerBackend, tasks: Tasks, args: argparse.Namespace) -> dict[str, float]:
-    """One step of GRPO, on several completions to every question of the step's batch: its metrics."""
+    """Make one step of GRPO, on several completions to every question of the step's batch; return its metrics."""
     start = time.perf_counter()
     batch = run.batch(tasks, args.prompts)
     with policy.sampler().result() as sampler:  # the policy, frozen now
@@ -101,17 +101,17 @@ def train(run: rlkit.Run, policy: TrainerBackend, tasks: Tasks, args: argparse.N
 
 
 def with_number(trajectories: Sequence[Any]) -> float:
-    """The share of answers that hold a number."""
+    """Return the share of answers that contain a number."""
     return float(np.mean([bool(NUMBER.search(t.messages[-1]["content"])) for t in trajectories]))
 
 
 def cut(trajectories: Sequence[Any]) -> float:
-    """The share of answers that ended at ``max_tokens``, and not because the model had finished."""
+    """Return the share of answers that ended at ``max_tokens``, before the model had finished."""
     return float(np.mean([t.turns[-1].stop_reason == "length" for t in trajectories]))
 
 
 def score(run: rlkit.Run, sampler: Sampler, tasks: Tasks, max_tokens: int, *, log: bool = True) -> dict[str, Any]:
-    """Greedy answers to held-out questions: the share of right ones, with its 95 % interval (Wilson), and the texts."""
+    """Answer held-out questions greedily; return the share of right ones, its 95 % interval (Wilson), and the texts."""
     with sampler:
         params = rlkit.SamplingParams(max_tokens=max_tokens)
         found = evaluate_sync(sampler, tasks, greedy=True, params=params, **PLAIN)
@@ -146,18 +146,18 @@ class Screen(Live):
         super().__init__(Group(self.table, self.progress), refresh_per_second=4)
 
     def doing(self, what: str) -> None:
-        """Says what goes on now; what went on before is done."""
+        """Show the current part; the previous one is done."""
         self.progress.update(self.bar, advance=1, description=what)
         if not self.console.is_terminal:
             print(what, flush=True)
 
     def add(self, metrics: dict) -> None:
-        """Shows a step."""
+        """Show a step."""
         self.table.add_row(*(f"{metrics.get(name, np.nan):.3g}" for name in self.columns.values()))
 
 
 def plot(rows: Sequence[dict], held_out: Sequence[tuple[str, dict]], path: Path) -> None:
-    """The learning curve, the held-out score before and after, and what of it is form: to answer in time."""
+    """Draw the learning curve, the held-out scores, and the part of the gain that is form: to answer in time."""
     names = ("env/sums/reward", "reward/std_error", "reward/cut")
     mean, error, cut_off = (np.array([row[name] for row in rows]) for name in names)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -184,16 +184,16 @@ def plot(rows: Sequence[dict], held_out: Sequence[tuple[str, dict]], path: Path)
 
 
 def loop(run: rlkit.Run, policy: TrainerBackend, args: argparse.Namespace) -> None:
-    """Evaluates, trains, evaluates again, and says what changed."""
+    """Evaluate, train, evaluate again, and report what changed."""
     pool = make_questions(args.seed, 58)
     held_out = make_questions(args.seed + 1, args.eval_size, without=pool)
     tasks, unseen = (rlkit.envs.function(x, right, name=name) for x, name in ((pool, "sums"), (held_out, "held-out")))
     room = 4 * args.max_tokens
     if run.step:
-        print(f"goes on after step {run.step}, as {run.folder} has it; remove that to begin anew")
+        print(f"resumes {run.folder} after step {run.step}; remove the folder to start again")
 
     with Screen(args.steps + 3 - run.step) as screen:
-        screen.doing(f"{len(unseen)} held-out questions, before")  # once: a run that goes on remembers
+        screen.doing(f"{len(unseen)} held-out questions, before")  # once: a resumed run remembers it
         before = run.value("before", lambda: score(run, policy.sampler().result(), unseen, args.max_tokens))
         screen.doing(f"the same with {room} tokens")
         with_room = run.value("room", lambda: score(run, policy.sampler().result(), unseen, room, log=False))
@@ -205,9 +205,10 @@ def loop(run: rlkit.Run, policy: TrainerBackend, args: argparse.Namespace) -> No
         after = score(run, policy.sampler().result(), unseen, args.max_tokens)
         screen.doing("done")
 
-    print("\nHeld-out questions, greedy answers before and after:")
-    for question, old, new in list(zip(held_out, before["texts"], after["texts"], strict=True))[:5]:
-        print(f"{question['prompt'].rpartition(': ')[2]:>11} {old!r:<50} {new!r}")
+    print("\nHeld-out questions, greedy answers before and after, right (+) or wrong (-):")
+    for question, *answers in list(zip(held_out, before["texts"], after["texts"], strict=True))[:5]:
+        old, new = (f"{'+' if right(text, question['answer']) else '-'} {text!r}" for text in answers)
+        print(f"{question['prompt'].rpartition(': ')[2]:>11}  {old:<50} {new}")
     scores = [("before", before), (f"before, given {room} tokens", with_room), ("after", after)]
     for when, got in scores:
         right_ones = "{mean:.2f} right (95 % interval {low:.2f} to {high:.2f})".format(**got)
@@ -222,7 +223,7 @@ def loop(run: rlkit.Run, policy: TrainerBackend, args: argparse.Namespace) -> No
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the defaults of its backend."""
+    """Read the command line, with the defaults of its backend."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], epilog=f"defaults by backend: {DEFAULTS}")
     parser.add_argument("--backend", choices=DEFAULTS, default="local", help="what is trained (default: %(default)s)")
     parser.add_argument("--model", help="a directory, a hub id, or smollm2-135m-instruct")
@@ -251,7 +252,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Run the command line."""
     args = arguments(argv)
     options = {"model": args.model, "lora": rlkit.Lora(rank=args.rank)}
     if args.sampler is not None:  # vLLM serves no adapter on the output head

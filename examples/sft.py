@@ -1,11 +1,11 @@
 """Supervised fine-tuning on conversations, with a held-out loss, on any backend. Runs on the toy backend in seconds.
 
-    python examples/sft.py                                                  # counts on, on the toy
+    python examples/sft.py                                                  # learns to count, on the toy
     python examples/sft.py backend=local data=conversations.jsonl max_steps=100 learning_rate=2e-4
     python examples/sft.py backend=tinker model=Qwen/Qwen3-8B data=conversations.jsonl
 
-A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}. What the assistant says last is trained,
-the rest is prompt. Run it again to go on where it stopped.
+A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}. The assistant's last turn is trained,
+the rest is prompt. Run the program again to resume.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import rlkit
 from rlkit import config, schedules
 from rlkit.advantages import token_weights
 from rlkit.chat import Chat
-from rlkit.recipes import rows
+from rlkit.recipes import _rows
 
 COUNTING = [
     [{"role": "user", "content": f"After {n} comes?"}, {"role": "assistant", "content": f"{n + 1}!"}] for n in range(40)
@@ -30,13 +30,13 @@ COUNTING = [
 
 @attrs.frozen
 class Settings:
-    """What can be set.
+    """The settings.
 
     Args:
         data: a jsonl file of conversations; None: counting.
         batch_size: conversations per step.
-        held_out: share of the conversations that is not trained on.
-        folder: the run's; what is in it is gone on with.
+        held_out: share of the conversations to evaluate on instead of training.
+        folder: the run's folder; a run in it is resumed.
     """
 
     backend: Literal["toy", "local", "tinker"] = "toy"
@@ -58,10 +58,10 @@ class Settings:
 
 
 def read(path: Path | None) -> list[Any]:
-    """The conversations, each with an assistant's turn last."""
+    """Return the conversations, each of which ends with the assistant's turn."""
     if path is None:
         return COUNTING
-    talks = [row.get("messages") for row in rows.read(str(path), where="data")]
+    talks = [row.get("messages") for row in _rows.read(str(path), where="data")]
     for i, talk in enumerate(talks):
         right = isinstance(talk, list) and len(talk) > 1 and all(isinstance(message, dict) for message in talk)
         texts = [message.get(name) for message in talk for name in ("role", "content")] if right else [None]
@@ -72,13 +72,13 @@ def read(path: Path | None) -> list[Any]:
 
 
 def datum(chat: Chat, talk: list[Any]) -> rlkit.Datum:
-    """The conversation as tokens, with its last turn and the end token behind it to be learned."""
+    """Return the conversation as a datum that trains its last turn and the end token after it."""
     said = np.append(chat.tokenizer.encode(talk[-1]["content"]), chat.tokenizer.eos_ids[-1])
     return rlkit.Datum.supervised(chat.start(talk[:-1]).prompt, said)
 
 
 def train(s: Settings) -> list[float]:
-    """The held-out loss per token before and after."""
+    """Train; return the held-out loss per token before and after."""
     talks = read(s.data)
     count = min(max(1, round(s.held_out * len(talks))), len(talks) - 1) if s.held_out else 0
     found = []
@@ -109,7 +109,7 @@ def train(s: Settings) -> list[float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a command line."""
+    """Run a command line."""
     if arguments in (["help"], ["--help"], ["-h"]):
         print(__doc__, config.describe(Settings), sep="\n")
         return

@@ -6,14 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rlkit import errors
+from rlkit._packages import VERSION as __version__  # noqa: N811
 from rlkit.backends import connect, reference_logprobs, sampler
 from rlkit.errors import *  # noqa: F403
 from rlkit.errors import __all__ as _errors
 from rlkit.futures import Future
 from rlkit.registry import Registry
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora, Sample, SamplingParams
-
-__version__ = "0.1.0"
 
 __all__ = [  # noqa: PLE0604
     "Adam",

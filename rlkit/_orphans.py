@@ -1,7 +1,7 @@
 """Process groups that end with this process, whatever ends it: SIGTERM and SIGKILL, too.
 
-A watcher, which is this file run by an interpreter of its own, is told of every group, and holds the reading end of a
-pipe whose other end is closed by the system when this process is gone. Then it kills the groups that are left.
+A watcher, which is this file run by a separate interpreter, is told of every group, and holds the reading end of a pipe
+whose other end is closed by the system when this process is gone. Then it kills the remaining groups.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ import sys
 import threading
 from collections.abc import Sequence
 
-__all__ = ["adopt", "release"]
+__all__ = ["adopt", "prepare", "release"]
 
 _PATIENCE = 30  # seconds for the commands that end containers
 
 
 class _Watcher:
-    """The process that watches, started with the first group, and again where it was killed."""
+    """The watching process, started with the first group, and again if it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[int, list[str]] = {}
         self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        with self._lock:
+            if self._process is None:
+                self._start()
 
     def add(self, group: int, ending: Sequence[str]) -> None:
         with self._lock:
@@ -41,7 +46,7 @@ class _Watcher:
                 self._start()
 
     def _tell(self, group: int) -> bool:
-        """Say how it is with a group; return whether anybody listens."""
+        """Send the state of a group; return whether the watcher listens."""
         if self._process is None or self._process.stdin is None:
             return False
         try:
@@ -60,13 +65,13 @@ class _Watcher:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,  # a line is there whole or not at all
                 cwd=os.sep,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # it must not get Ctrl-C
             )
         for group in self._groups:
             self._tell(group)
 
     def _end(self) -> None:
-        """Let it kill what is left, and wait until it has."""
+        """Make the watcher kill the remaining groups, and wait until it has."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -79,7 +84,7 @@ class _Watcher:
             self._end()
 
     def leave(self) -> None:
-        """Forget, in a child made by fork, what is its parent's."""
+        """Forget the parent's groups in a child made by fork."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()  # or the parent's end would go unnoticed
             self._process.returncode = 0  # nothing to wait for
@@ -92,23 +97,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_watcher.leave)
 
 
+def prepare() -> None:
+    """Start the watcher, before a program is started, so that it hears of the program's group at once."""
+    _watcher.prepare()
+
+
 def adopt(group: int, *, ending: Sequence[str] = ()) -> None:
-    """Have a process group killed when this process ends, also by a signal that it cannot hear.
+    """Register a process group to be killed when this process ends, also by a signal that it cannot catch.
 
     Args:
-        group: its number, that of the process that leads it.
-        ending: a command that is run then, too: it ends what is not in the group, such as a container.
+        group: its number, that of its leader.
+        ending: a command that is also run then: it ends what is not in the group, such as a container.
     """
     _watcher.add(group, ending)
 
 
 def release(group: int) -> None:
-    """Leave a group alone from now on; to be called before its leader is waited for, while its number is its own."""
+    """Stop watching a group; call it before its leader is waited for, while its number is still valid."""
     _watcher.discard(group)
 
 
 def _watch() -> None:
-    """Read of groups until the other end is closed, then kill those that are left."""
+    """Read messages about groups until the other end is closed, then kill the remaining groups."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # what ends a whole job ends its program first
         signal.signal(number, signal.SIG_IGN)
     groups: dict[int, list[str]] = {}

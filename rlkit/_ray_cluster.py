@@ -1,4 +1,4 @@
-"""The Ray that processes are started on: the user's, or one of this machine; what they are given there."""
+"""The Ray cluster that processes are started on, the user's or one of this machine, and their resources there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import attrs
 
-from rlkit import _check, _lazy
+from rlkit import _check, _packages
 from rlkit.errors import BackendTimeout, ConfigError
 
 __all__ = ["Place", "check", "connected", "on_loopback"]
@@ -24,12 +25,12 @@ _starting = threading.Lock()
 
 
 def check(options: Mapping[str, object], where: str, names: tuple[str, ...], what: str) -> None:
-    """Check options that the user gave.
+    """Check the user's options.
 
     Args:
         options: of these ``names``.
-        where: what the user calls them.
-        what: needs Ray.
+        where: their name for the user.
+        what: the feature that needs Ray.
 
     Raises:
         ConfigError: naming the option.
@@ -42,15 +43,15 @@ def check(options: Mapping[str, object], where: str, names: tuple[str, ...], wha
         _check.optional(_check.real, f"{where}['{name}']", options.get(name), low=0.0)
     _check.optional(_check.integer, f"{where}['memory']", options.get("memory"), low=1, why="bytes")
     resources = options.get("resources", {})
-    _check.require(isinstance(resources, Mapping), f"{where}['resources']", resources, "names with numbers")
+    _check.require(isinstance(resources, Mapping), f"{where}['resources']", resources, "a mapping of names to numbers")
     group = options.get("placement_group")
     fits = group is None or isinstance(group, str) or hasattr(group, "bundle_specs")
-    _check.require(fits, f"{where}['placement_group']", group, "a placement group of Ray's, or the name of one")
+    _check.require(fits, f"{where}['placement_group']", group, "a Ray placement group, or the name of one")
     if importlib.util.find_spec("ray") is None:
-        raise _lazy.missing(what, "ray", "ray")
+        raise _packages.missing(what, "ray", "ray")
 
 
-def connected() -> Any:
+def connected() -> ModuleType:
     """Return the module ray, connected: to what the user has connected it to, else to processes of this machine."""
     global _started  # noqa: PLW0603  # a process has one Ray
     ray = importlib.import_module("ray")
@@ -63,38 +64,35 @@ def connected() -> Any:
 
 @attrs.frozen
 class Place:
-    """What Ray is told of each worker, and how many there may be.
+    """The options of each Ray worker, and how many there may be.
 
     Attributes:
         options: of an actor.
         count: how many workers, >= 1.
     """
 
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     count: int
 
     @classmethod
-    def of(cls, ray: Any, options: Mapping[str, Any], timeout: float, where: str) -> Place:
-        """Read options that the user gave.
+    def of(cls, ray: ModuleType, options: Mapping[str, Any], timeout: float, where: str) -> Place:
+        """Read the user's options.
 
         Args:
             ray: connected.
             options: checked by ``check``; "workers" says how many.
-            where: what the user calls them.
+            where: their name for the user.
             timeout: seconds that a placement group may take to get its place.
 
         Raises:
             ConfigError: there is less than the workers need, or no such placement group.
             BackendTimeout: the placement group got no place in time.
         """
-        chosen: dict[str, Any] = {
-            "num_cpus": options.get("num_cpus", 1),
-            "num_gpus": options.get("num_gpus", 0),
-            "memory": options.get("memory"),
-            "resources": dict(options.get("resources", {})),
-        }
-        needs = {"CPU": chosen["num_cpus"], "GPU": chosen["num_gpus"], "memory": chosen["memory"] or 0}
-        needs = {name: need for name, need in needs.items() if need or name == "CPU"} | chosen["resources"]
+        cpus, gpus, memory = options.get("num_cpus", 1), options.get("num_gpus", 0), options.get("memory")
+        resources = dict(options.get("resources", {}))
+        chosen = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": resources}
+        needs = {"CPU": cpus, "GPU": gpus, "memory": memory or 0}
+        needs = {name: need for name, need in needs.items() if need or name == "CPU"} | resources
         group = options.get("placement_group")
         if group is None:
             theirs = ray.get_runtime_context().gcs_address != _started
@@ -103,7 +101,7 @@ class Place:
         bundles: Sequence[Mapping[str, float]] = group.bundle_specs
         count = _count(bundles, needs, options, where, grows=False)
         if not group.wait(timeout):
-            raise BackendTimeout(f"{where}['placement_group']: it got no place in the cluster within {timeout:g} s")
+            raise BackendTimeout(f"{where}['placement_group']: the cluster did not place it within {timeout:g} s")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         chosen["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(placement_group=group)
         return cls(chosen, count)
@@ -117,7 +115,7 @@ def _count(
     *,
     grows: bool,
 ) -> int:
-    """Return how many workers there may be: as many as were asked for, else as ``places`` have room for.
+    """Return how many workers there may be: the requested number, else as many as fit into ``places``.
 
     >>> _count([{"CPU": 3.0}, {"CPU": 1.0}], {"CPU": 2}, {}, "options", grows=False)
     1
@@ -128,7 +126,7 @@ def _count(
         held = "; ".join(", ".join(f"{name}: {place.get(name, 0):g}" for name in needs) for place in places)
         what = f"ask for {count} worker(s) with {', '.join(f'{name}: {need:g}' for name, need in needs.items())} each"
         whose = "this machine" if options.get("placement_group") is None else "the placement group"
-        raise ConfigError(where, what, f"no more than {whose} has ({held})")
+        raise ConfigError(where, what, f"at most what {whose} has ({held})")
     return count
 
 
@@ -137,15 +135,15 @@ def _fitting(place: Mapping[str, float], needs: Mapping[str, float]) -> int:
     return min(fits, default=max(1, int(place.get("CPU", 1))))
 
 
-def _named(ray: Any, name: str, where: str) -> Any:
+def _named(ray: ModuleType, name: str, where: str) -> Any:
     try:
         return ray.util.get_placement_group(name)
     except ValueError as error:
-        what = f"is {name!r}, which this Ray does not have"
-        raise ConfigError(f"{where}['placement_group']", what, "one that your program has made") from error
+        what = f"is {name!r}, which this Ray cluster does not have"
+        raise ConfigError(f"{where}['placement_group']", what, "one that your program created") from error
 
 
-def _start(ray: Any) -> None:
+def _start(ray: ModuleType) -> None:
     """Start Ray from a thread that lasts: Linux kills its processes with the thread that they were started from."""
     outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -165,7 +163,7 @@ def _start(ray: Any) -> None:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let Ray listen on the loopback address, as it does elsewhere than on Linux where this is not set otherwise."""
+    """Make Ray listen on the loopback address, as it does elsewhere than on Linux where this is not set otherwise."""
     constants: Any = importlib.import_module("ray._private.ray_constants")
     name, here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", constants.ENABLE_RAY_CLUSTER
     before = os.environ.get(name)

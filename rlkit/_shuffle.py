@@ -1,4 +1,4 @@
-"""The one order of data: endless passes over a set, each shuffled."""
+"""The order of data: endless passes over a set, each shuffled."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from rlkit import _check
 
-__all__ = ["epoch_order", "epoch_places", "old_places"]
+__all__ = ["epoch_order", "epoch_places"]
 
 
 @functools.lru_cache(maxsize=16)
 def epoch_order(size: int, seed: tuple[int, ...], epoch: int, salt: str) -> np.ndarray:
-    """Return int64 [size]: the order of one pass. Sorting raw draws stays the same across numpy's versions."""
+    """Return int64 [size], the order of one pass. Sorting raw draws gives the same order in all versions of numpy."""
     stream = np.random.PCG64(np.random.SeedSequence([*seed, epoch, zlib.crc32(salt.encode())]))
     return _check.frozen(np.argsort(stream.random_raw(size), kind="stable"))
 
@@ -27,12 +27,3 @@ def epoch_places(size: int, step: int, count: int, seed: int, salt: str) -> list
     """
     places = [divmod(position, size) for position in range(step * count, (step + 1) * count)]
     return [int(epoch_order(size, (seed,), epoch, salt)[place]) for epoch, place in places]
-
-
-def old_places(size: int, step: int, count: int, seed: int, salt: str) -> list[int]:
-    """Return the places in the order of runs that were begun before rlkit had one order; they go on with theirs."""
-    places = [divmod(position, size) for position in range(step * count, (step + 1) * count)]
-    name = zlib.crc32(salt.encode())
-    streams = {epoch: np.random.SeedSequence(seed, spawn_key=(name, epoch)) for epoch, _ in places}
-    orders = {epoch: np.random.default_rng(stream).permutation(size) for epoch, stream in streams.items()}
-    return [int(orders[epoch][place]) for epoch, place in places]

@@ -1,4 +1,4 @@
-"""Warnings that name the user's own line, from whichever thread of rlkit's they come."""
+"""Warnings that name the user's own line, from any thread of rlkit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Line", "users_line", "warn", "warn_at"]
 
 @attrs.frozen(eq=False)
 class Line:
-    """A line of a program, and what Python needs to know of it to warn of each line once.
+    """A line of a program, and the data that Python needs to warn of each line once.
 
     Attributes:
         file: which it is in.
         number: of the line, from 1.
         module: its module's name.
-        registry: what that module was warned of so far.
+        registry: the warnings of that module so far.
     """
 
     file: str
@@ -32,7 +32,7 @@ _thread = threading.local()  # "line": which warnings of this thread name, in a 
 
 
 def users_line() -> Line:
-    """Return the line outside of rlkit that called it; in a thread with ``warn_at``, the line that this named."""
+    """Return the line outside of rlkit that called it; after ``warn_at``, the line named there."""
     line: Line | None = getattr(_thread, "line", None)
     if line is not None:
         return line
@@ -48,7 +48,7 @@ def users_line() -> Line:
 
 
 def warn_at(line: Line) -> None:
-    """Have warnings of this thread name ``line``: that of whoever started it."""
+    """Make warnings of this thread name ``line``, that of the caller who started it."""
     _thread.line = line
 
 

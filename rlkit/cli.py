@@ -9,15 +9,16 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import rlkit
+from rlkit._packages import VERSION
 from rlkit.errors import RlkitError
 
 __all__ = ["main"]
 
+_DESCRIPTION = "rlkit: reinforcement-learning post-training of language models, in which the user owns the loop."
 COMMANDS = ("checkpoints", "doctor", "eval", "report", "serve", "train")
 """Names of modules in ``rlkit._commands``. Each has a docstring, whose first line is its help; ``add_options(parser)``;
 and ``run(options)``, which returns the exit status. Importing one imports nothing heavy. One that takes a list of words
-says by ``set_defaults(words=)`` which, so that some may stand behind an option."""
+names it by ``set_defaults(words=)``, so that some may come after an option."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None for those of this process.
 
-    A command that raises one of rlkit's errors prints it in one line on standard error and gives 2, as for a command
-    line that cannot be read.
+    A command that raises one of rlkit's errors prints it in one line on standard error and returns 2, as for a command
+    line that cannot be parsed.
     """
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
@@ -37,15 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words: str | None = getattr(options, "words", None)
     if rest and (words is None or any(text.startswith("-") for text in rest)):
         parser.error(f"{options.command}: unrecognized arguments: {' '.join(rest)}")
-    elif rest and words is not None:  # those that stand behind an option
+    elif rest and words is not None:  # those after an option
         setattr(options, words, [*getattr(options, words), *rest])
     shown, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         status: int = options.run(options)
     except RlkitError as error:
-        print(f"rlkit {options.command}: {' '.join(str(error).split())}", file=sys.stderr)  # foreign texts have lines
+        print(f"rlkit {options.command}: {' '.join(str(error).split())}", file=sys.stderr)  # some have several lines
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if str(error):
+            print(f"rlkit {options.command}: {error}", file=sys.stderr)
         return 130
     finally:
         warnings.formatwarning = shown
@@ -58,8 +61,8 @@ def _one_line(message: Warning | str, *_: object, **__: object) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlkit", description=rlkit.__doc__)
-    parser.add_argument("--version", action="version", version=f"rlkit {rlkit.__version__}")
+    parser = argparse.ArgumentParser(prog="rlkit", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"rlkit {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name in COMMANDS:
         module: Any = importlib.import_module(f"rlkit._commands.{name}")

@@ -7,7 +7,7 @@
 
     settings = rlkit.config.load(Settings, "run.yaml", ["policy.rank=8"])
 
-Reading is left to OmegaConf (the extra ``config``); what the keys may be is said by the classes alone.
+OmegaConf (the extra ``config``) reads the file; the classes alone define the keys.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import attrs
 
-from rlkit import _check, _yaml
+from rlkit import _check, _files
+from rlkit._secrets import SECRET
 from rlkit.errors import ConfigError
 
 __all__ = ["describe", "dump", "load", "read_env", "secret"]
 
 T = TypeVar("T")
 _ENV_LINE = re.compile(r"""([A-Za-z_]\w*)\s*=\s*(?:"([^"]*)"|'([^']*)'|((?![\"']).*?))(?:\s+#.*)?""")
-SECRET = "rlkit.secret"  # noqa: S105  # the name of a mark
 
 
 def secret(variable: str) -> Any:
     """Make a field that is read from the environment alone: ``key: str | None = secret("SERVICE_KEY")``.
 
-    It may not stand in a file or an override, is not shown, and is never written. None where the variable is not set.
+    It must not be in a file or an override, is not shown, and is never written. None where the variable is not set.
     """
     return attrs.field(default=None, repr=False, metadata={SECRET: variable})
 
@@ -65,11 +65,11 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
     Settings(lora=Lora(rank=8), rate=0.001)
     >>> load(Settings, overrides=["lora.rnak=8"])
     Traceback (most recent call last):
-    rlkit.errors.ConfigError: lora.rnak: there is no such setting; did you mean 'rank'? There are: rank
+    rlkit.errors.ConfigError: lora.rnak: unknown setting; did you mean 'rank'? There are: rank
     """
     if not attrs.has(kind):
         raise ConfigError("load(kind)", f"got {_check.shown(kind)}", "a class made with attrs")
-    made: T = _structure(kind, _yaml.read(path, overrides), "")
+    made: T = structure(kind, _files.read(path, overrides))
     return made
 
 
@@ -83,14 +83,11 @@ def dump(config: Any) -> dict[str, Any]:
     >>> dump(Settings())
     {'sizes': [1, 2]}
     """
-    plain: dict[str, Any] = {}
-    for field in attrs.fields(type(config)):
-        if SECRET not in field.metadata:
-            plain[field.name] = _plain(getattr(config, field.name))
-    return plain
+    fields = attrs.fields(type(config))
+    return {field.name: _plain(getattr(config, field.name)) for field in fields if SECRET not in field.metadata}
 
 
-def describe(kind: type[Any]) -> str:
+def describe(kind: type[attrs.AttrsInstance]) -> str:
     """Return one line per setting: its key, type, default, and description from the class's docstring.
 
     >>> @attrs.frozen
@@ -130,30 +127,30 @@ def read_env(path: str | os.PathLike[str]) -> None:
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {type(error).__name__}") from error
+        raise ConfigError(f"{path} could not be read: {type(error).__name__}") from error
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue
         match = _ENV_LINE.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{path}, line {number}: is not of the form NAME=value")
+            raise ConfigError(f"{path}, line {number}: expected NAME=value")
         os.environ.setdefault(match[1], next(value for value in match.groups()[1:] if value is not None))
 
 
-def _structure(kind: type[attrs.AttrsInstance], values: object, where: str) -> Any:
-    """Make an instance of an attrs class from a mapping."""
+def structure(kind: type[attrs.AttrsInstance], values: object, where: str = "") -> Any:
+    """Make an instance of an attrs class from the mapping at ``where``, as ``load`` does."""
     if not isinstance(values, Mapping):
         raise ConfigError(where or "the settings", f"got {_check.shown(values)}", "a mapping")
     fields = {field.name: field for field in attrs.fields(kind) if field.init}
     hints = _hints(kind)
     arguments: dict[str, object] = {}
     for key, value in values.items():
-        path = f"{where}.{_yaml.cut(str(key), 60)}".lstrip(".")
+        path = f"{where}.{_files.cut(str(key), 60)}".lstrip(".")
         if key not in fields:
-            raise ConfigError(f"{path}: there is no such setting{_check.near(str(key), fields)}")
+            raise ConfigError(f"{path}: unknown setting{_check.near(str(key), fields)}")
         if variable := fields[key].metadata.get(SECRET):
-            raise ConfigError(f"{path}: is read from the environment alone, from {variable}")
+            raise ConfigError(f"{path}: is read only from the environment variable {variable}")
         arguments[key] = _convert(hints.get(key, object), value, path)
     for name, field in fields.items():
         if variable := field.metadata.get(SECRET):
@@ -166,38 +163,53 @@ def _structure(kind: type[attrs.AttrsInstance], values: object, where: str) -> A
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: object, where: str) -> object:
     """Return ``value`` as the type of an annotation; nothing but a whole number for a float is converted silently."""
-    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if hint in (Any, object):
         return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        *options, last = [option for option in arguments if option is not type(None)]
-        for option in options:
-            with contextlib.suppress(ConfigError):
-                return _convert(option, value, where)
-        return _convert(last, value, where)
-    if origin is Literal:
-        if isinstance(value, bool):  # which YAML makes of some words
-            words = ("yes", "on", "true") if value else ("no", "off", "false")
-            value = next((word for word in words if word in arguments), value)
-        if value in arguments and not isinstance(value, bool):
-            return value
-        raise ConfigError(where, f"is {_yaml.cut(repr(value))}", "one of " + ", ".join(map(repr, arguments)))
-    if attrs.has(hint):
-        return _structure(hint, value, where)
-    if origin in (list, tuple, Sequence):
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(where, f"is {_check.shown(value)}", "a list")
-        items = [_convert(arguments[0] if arguments else Any, item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return tuple(items) if origin is tuple else items
-    if origin in (dict, Mapping):
-        if not isinstance(value, Mapping):
-            raise ConfigError(where, f"is {_check.shown(value)}", "a mapping")
-        item = arguments[1] if arguments else Any
-        return {str(key): _convert(item, x, f"{where}.{key}") for key, x in value.items()}
+    convert = _CONVERTERS.get(typing.get_origin(hint) or hint)
+    if convert is None:
+        convert = structure if attrs.has(hint) else _convert_plain
+    return convert(hint, value, where)
+
+
+def _convert_union(hint: object, value: object, where: str) -> object:
+    """Return ``value`` as the first of the types that takes it; the error is the last one's."""
+    if value is None and type(None) in typing.get_args(hint):
+        return None
+    *options, last = [option for option in typing.get_args(hint) if option is not type(None)]
+    for option in options:
+        with contextlib.suppress(ConfigError):
+            return _convert(option, value, where)
+    return _convert(last, value, where)
+
+
+def _convert_choice(hint: object, value: object, where: str) -> object:
+    choices = typing.get_args(hint)
+    if isinstance(value, bool):  # which YAML makes of some words
+        words = ("yes", "on", "true") if value else ("no", "off", "false")
+        value = next((word for word in words if word in choices), value)
+    if value in choices and not isinstance(value, bool):
+        return value
+    raise ConfigError(where, f"is {_files.cut(repr(value))}", "one of " + ", ".join(map(repr, choices)))
+
+
+def _convert_list(hint: object, value: object, where: str) -> object:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(where, f"is {_check.shown(value)}", "a list")
+    kind = next(iter(typing.get_args(hint)), object)
+    items = [_convert(kind, item, f"{where}[{i}]") for i, item in enumerate(value)]
+    return tuple(items) if (typing.get_origin(hint) or hint) is tuple else items
+
+
+def _convert_mapping(hint: object, value: object, where: str) -> object:
+    if not isinstance(value, Mapping):
+        raise ConfigError(where, f"is {_check.shown(value)}", "a mapping")
+    _, kind = typing.get_args(hint) or (str, object)
+    return {str(key): _convert(kind, item, f"{where}.{key}") for key, item in value.items()}
+
+
+def _convert_plain(hint: object, value: object, where: str) -> object:
     if hint is float and type(value) is int:
         try:
             return float(value)
@@ -207,7 +219,19 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
-    raise ConfigError(where, f"is {_yaml.cut(repr(value))}", f"a value of type {_name(hint)}")
+    raise ConfigError(where, f"is {_files.cut(repr(value))}", f"a value of type {_name(hint)}")
+
+
+_CONVERTERS: Mapping[object, Callable[[Any, object, str], object]] = {
+    typing.Union: _convert_union,
+    types.UnionType: _convert_union,
+    Literal: _convert_choice,
+    list: _convert_list,
+    tuple: _convert_list,
+    Sequence: _convert_list,
+    dict: _convert_mapping,
+    Mapping: _convert_mapping,
+}
 
 
 def _plain(value: object) -> object:

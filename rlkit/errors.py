@@ -1,4 +1,4 @@
-"""The error tree. Every error rlkit raises on its own behalf is an ``RlkitError``.
+"""The error tree. Every error that rlkit itself raises is an ``RlkitError``.
 
 Foreign errors stay attached as ``__cause__``; an exception raised by the user's own function passes
 through unchanged. All of them can be pickled.
@@ -56,7 +56,7 @@ class ConfigError(RlkitError, ValueError):
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A call has an argument that the function does not take, or lacks one; a name known from elsewhere is answered."""
+    """A call has an argument that the function does not take, or lacks one; names of other libraries get a hint."""
 
 
 class MissingPackageError(ConfigError, ModuleNotFoundError):
@@ -64,31 +64,31 @@ class MissingPackageError(ConfigError, ModuleNotFoundError):
 
 
 class UnknownNameError(RlkitError, LookupError):
-    """A registry has nothing of that name; the message lists what it has."""
+    """A registry has no entry of that name; the message lists its names."""
 
 
 class UnsupportedError(RlkitError, NotImplementedError):
-    """The backend cannot give what was asked for; the message names the alternative."""
+    """The backend does not support the request; the message names the alternative."""
 
 
 class BackendError(RlkitError, RuntimeError):
-    """A backend could not do what it had accepted."""
+    """A backend failed at a call that it had accepted."""
 
 
 class BackendTimeout(BackendError, TimeoutError):
-    """Waiting was given up; the work itself goes on."""
+    """Waiting timed out; the work itself goes on."""
 
 
 class RankLost(BackendError):
-    """A process that trains with this one is gone, silent or not the same: connect anew with the last saved path."""
+    """A process that trains with this one is gone, silent or not the same: reconnect with the last saved path."""
 
 
 class RequestCancelled(BackendError, concurrent.futures.CancelledError):
-    """A sampler's request was cancelled, or given up when nobody waited for it any more; nothing was trained by it."""
+    """A sampler's request was cancelled, or abandoned when no one waited for it any more; it trained nothing."""
 
 
 class StepOutcomeUnknown(BackendError):
-    """An optimizer step may or may not have been applied: reload the last saved state, never repeat it."""
+    """An optimizer step may or may not have been applied: reload the last saved state, do not repeat the step."""
 
 
 class TrainerFailed(BackendError):
@@ -100,7 +100,7 @@ class CheckpointError(BackendError):
 
 
 class EnvError(RlkitError, RuntimeError):
-    """An environment answered with what is no observation or no reward, or tried to end the program."""
+    """An environment failed, returned an invalid observation or reward, or tried to exit the process."""
 
 
 class EnvTimeout(EnvError, TimeoutError):
@@ -112,8 +112,8 @@ class EnvBusy(EnvError):
 
 
 class EnvLost(EnvError, ConnectionError):
-    """The process that an environment lived in is gone; the episode can begin again in another one."""
+    """The process of an environment is gone; the episode can restart in another one."""
 
 
 class AgentError(EnvError):
-    """An agent's program failed: the message has its exit code and the end of what it wrote to stderr."""
+    """An agent's program failed: the message has its exit code and the end of its stderr."""

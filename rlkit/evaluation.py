@@ -1,4 +1,4 @@
-"""How good a policy is on held-out tasks, with how sure one can be."""
+"""Evaluation of a policy on held-out tasks, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
@@ -34,7 +35,7 @@ class Score:
         success: the share of episodes with a reward of at least the threshold, averaged alike.
         pass_at_k: k -> the estimated chance of at least one success among k episodes, averaged over tasks.
         tasks, episodes: how many were scored.
-        failed: episodes that could not be carried through; they are not scored.
+        failed: episodes that could not be completed; they are not scored.
     """
 
     mean: float
@@ -49,7 +50,7 @@ class Score:
 
 @attrs.frozen(eq=False)
 class Evaluation:
-    """What ``evaluate`` found.
+    """The result of ``evaluate``.
 
     Attributes:
         scores: environment's name -> its ``Score``.
@@ -77,7 +78,7 @@ class Evaluation:
 
 async def evaluate(
     sampler: Sampler,
-    tasks: Any,
+    tasks: object,
     *,
     n: int = 1,
     k: int | Sequence[int] = (),
@@ -86,17 +87,17 @@ async def evaluate(
     level: float = 0.95,
     step: int = 0,
     plan: Plan | None = None,
-    **options: Any,
+    **options: object,
 ) -> Evaluation:
-    """Plays ``n`` episodes of each task and scores them, per environment.
+    """Play ``n`` episodes of each task and score them, per environment.
 
     Args:
         sampler: the policy.
-        tasks: held-out ones, such as those of another split; as for ``rollout``, but not without end.
-        n: episodes per task, >= 1; above a task's own setting.
+        tasks: held-out ones, such as those of another split; as for ``rollout``, but not endless.
+        n: episodes per task, >= 1; overrides a task's own setting.
         k: a number or several, each in [1, n]: at how many tries to estimate the chance of a success.
-        greedy: temperature 0, above a task's own setting; then n is 1.
-        success: a reward from which on an episode is a success.
+        greedy: temperature 0, which overrides a task's own setting; then n is 1.
+        success: the smallest reward of a successful episode.
         level: of the confidence interval, in (0, 1).
         step, plan, options: as for ``rollout``. The same seed and step give the same episodes, so evaluations of two
             policies can be compared task by task.
@@ -112,7 +113,7 @@ async def evaluate(
     n = _check.integer("n", n, low=1)
     ks = _tries(k, n)
     if _check.flag("greedy", greedy) and n > 1:
-        raise ConfigError("n", f"is {n}", "1", "greedy episodes of one task are all alike")
+        raise ConfigError("n", f"is {n}", "1", "greedy episodes of one task are identical")
     _check.real("success", success)
     _check.real("level", level, above=0.0, below=1.0)
     plan = planned(plan, options, evaluate).with_options(n=n, min_n=1)
@@ -127,13 +128,13 @@ async def evaluate(
     return Evaluation(scores, groups)
 
 
-def evaluate_sync(sampler: Sampler, tasks: Any, **options: Any) -> Evaluation:
-    """As ``evaluate``, for code that does not ``await``; it works inside of a running event loop too."""
+def evaluate_sync(sampler: Sampler, tasks: object, **options: Any) -> Evaluation:
+    """Do as ``evaluate``, for code that does not ``await``; it works inside of a running event loop too."""
     return run_in_thread(evaluate(sampler, tasks, **options))
 
 
 def score(
-    rewards: Iterable[Any],
+    rewards: Iterable[ArrayLike],
     *,
     k: Sequence[int] = (),
     success: float = 1.0,
@@ -206,6 +207,6 @@ def _wilson(right: int, count: int, level: float) -> tuple[float, float]:
     return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))  # the ends 0 and 1 are exact
 
 
-def _tries(k: Any, n: int) -> list[int]:
+def _tries(k: int | Sequence[int], n: int) -> list[int]:
     ks = list(k) if isinstance(k, (list, tuple, range)) else [k]
     return [_check.integer("k", each, low=1, high=n, why="at most n episodes of a task") for each in ks]

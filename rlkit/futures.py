@@ -1,4 +1,4 @@
-"""``Future``: what every backend call returns. ``.result()`` in a notebook, ``await`` in asynchronous code."""
+"""``Future``, the result of every backend call. ``.result()`` in a notebook, ``await`` in asynchronous code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlkit.errors import ArgumentError, BackendError, BackendTimeout, RequestCan
 
 __all__ = ["Future", "all_done", "settled"]
 
-_HINT = "it stands for a value that is on its way: call .result(), or await it, and use what that gives"
+_HINT = "it holds a value that is not ready yet: call .result() or await it, and use that value"
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -42,8 +42,8 @@ def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futu
     return whole
 
 
-async def settled(inner: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
-    """Wait in an event loop until ``inner`` is done, its result left alone; False if it is not in ``timeout`` s."""
+async def settled(inner: concurrent.futures.Future[U], timeout: float | None = None) -> bool:
+    """Wait in an event loop until ``inner`` is done, without reading its result; return False after ``timeout`` s."""
     if not inner.done():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
@@ -53,7 +53,7 @@ async def settled(inner: concurrent.futures.Future[Any], timeout: float | None =
                 waiter.set_result(None)
 
         def from_thread(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no one waits any more
                 loop.call_soon_threadsafe(wake)
 
         inner.add_done_callback(from_thread)
@@ -61,9 +61,9 @@ async def settled(inner: concurrent.futures.Future[Any], timeout: float | None =
     return inner.done()
 
 
-def _cancelled(inner: concurrent.futures.Future[Any], on_cancel: Callable[[], object]) -> bool:
+def _cancelled(inner: concurrent.futures.Future[U], on_cancel: Callable[[], object]) -> bool:
     try:
-        inner.set_exception(RequestCancelled("this request was cancelled; ask for it again"))
+        inner.set_exception(RequestCancelled("this request was cancelled; send it again"))
     except concurrent.futures.InvalidStateError:  # it is done
         return False
     on_cancel()
@@ -71,9 +71,9 @@ def _cancelled(inner: concurrent.futures.Future[Any], on_cancel: Callable[[], ob
 
 
 class Future(Generic[T]):
-    """A value that is on its way.
+    """A value that is being computed.
 
-    Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting and never the work, so that a
+    Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting but never the work, so that a
     training call cannot be lost from the middle of a sequence. A sampler's requests alone may stop: by ``cancel()``,
     when their future was forgotten, or when Ctrl-C ended the last waiting for it.
 
@@ -123,14 +123,14 @@ class Future(Generic[T]):
         """Return a future over ``inner``, for authors of backends.
 
         Args:
-            inner: whoever does the work sets its result or exception.
+            inner: the worker sets its result or exception.
             convert: applied to the result, in the thread that reads it, at every reading.
             on_error: told of the exception before it is raised to a reader.
             on_drop: told that the work may stop, because this future was forgotten before it was done, or the last
-                waiting in ``result`` was interrupted. It is called by whatever thread collects garbage, perhaps in the
+                waiting in ``result`` was interrupted. It is called by any thread that collects garbage, perhaps in the
                 middle of something, so it may set a flag and must not lock.
             on_cancel: told that ``cancel`` has set ``inner`` to ``RequestCancelled``, so that the work may stop, and
-                its result is not to be set. None where the work must not be lost.
+                its result is not to be set. None if the work must not be lost.
         """
         cancel = None if on_cancel is None else partial(_cancelled, inner, on_cancel)
         return cls(inner, convert=convert, on_error=on_error, on_drop=on_drop, cancel=cancel)
@@ -149,13 +149,13 @@ class Future(Generic[T]):
         [1, 2]
         """
 
-        def values(_: object) -> Any:
+        def values(_: object) -> list[U] | T:
             results = [future.result() for future in futures]
             return results if convert is None else convert(results)
 
         def drop() -> None:
             for future in futures:
-                if not future._waiting:  # noqa: SLF001  # nobody else waits for it by itself
+                if not future._waiting:  # noqa: SLF001  # no one else waits for it by itself
                     future._drop()  # noqa: SLF001
 
         def cancel() -> bool:
@@ -170,11 +170,11 @@ class Future(Generic[T]):
         return self._inner.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the value, waiting for it up to ``timeout`` seconds (None: as long as it takes).
+        """Return the value, waiting up to ``timeout`` seconds for it (None: without limit).
 
         Raises:
-            BackendTimeout: it is not there yet; the work goes on, and ``result`` may be called again.
-            BackendError: this process was forked off before it was there.
+            BackendTimeout: it is not done yet; the work goes on, and ``result`` may be called again.
+            BackendError: this process was forked before it was done.
             Exception: whatever the work raised.
         """
         timeout = _check.optional(_check.real, "timeout", timeout, low=0.0, why="seconds")
@@ -191,7 +191,7 @@ class Future(Generic[T]):
             if interrupted and not self._waiting:
                 self._drop()
         if not self._inner.done():
-            raise BackendTimeout(f"no result within {timeout} s; the call goes on, read it again later")
+            raise BackendTimeout(f"no result within {timeout} s; the call continues, read it again later")
         try:
             value = self._inner.result()
         except BaseException as error:
@@ -201,13 +201,13 @@ class Future(Generic[T]):
         return value if self._convert is None else self._convert(value)
 
     def cancel(self) -> bool:
-        """Cancel a request of a sampler, which makes room for others at once; reading it raises ``RequestCancelled``.
+        """Cancel a request of a sampler, which frees its slot at once; reading it raises ``RequestCancelled``.
 
         Returns:
-            Whether it was cancelled. False where it is done, and of every training call, snapshot and save.
+            Whether it was cancelled. False if it is done, and for every training call, snapshot and save.
 
         Raises:
-            BackendError: this process was forked off before it was done.
+            BackendError: this process was forked before it was done.
 
         >>> Future.of(3).cancel()
         False
@@ -215,7 +215,7 @@ class Future(Generic[T]):
         self._check_process()
         return self._cancel is not None and self._cancel()
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         if not self._inner.done():
             self._check_process()
             self._waiting.append(None)
@@ -226,11 +226,11 @@ class Future(Generic[T]):
         return self.result()
 
     def _check_process(self) -> None:
-        """Raise BackendError where nobody would ever set it: whoever works on it did not come along in a fork."""
+        """Raise BackendError after a fork: the threads that would set the result do not exist in the child."""
         if os.getpid() != self._process and not self._inner.done():
             raise BackendError(
-                f"this future was made in process {self._process}, whose threads did not come along in the fork, and "
-                "was not done then; read it there, or start processes by the method 'spawn'"
+                f"this future was made in process {self._process} and was not done at the fork, which does not copy "
+                "its threads; read it in that process, or start processes with the 'spawn' method"
             )
 
     def _drop(self) -> None:
@@ -240,7 +240,7 @@ class Future(Generic[T]):
     def __del__(self) -> None:
         self._drop()
 
-    if not TYPE_CHECKING:  # a checker has to go on refusing what is answered here
+    if not TYPE_CHECKING:  # type checkers must still refuse the names that are answered here
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__"):  # asked for by copy, pickle and the like
@@ -257,7 +257,7 @@ class Future(Generic[T]):
             raise ArgumentError(f"a Future has no length; {_HINT}")
 
         def __enter__(self) -> NoReturn:
-            raise ArgumentError(f"a Future is no context manager; {_HINT}")
+            raise ArgumentError(f"a Future is not a context manager; {_HINT}")
 
         def __exit__(self, *exc: object) -> None: ...
 

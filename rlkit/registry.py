@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., object])
 class Registry(dict[str, Any]):
     """A dict of implementations that users extend.
 
-    A value may be a dotted name ``"package.module:attribute"``; it is imported when it is first asked for.
+    A value may be a dotted name ``"package.module:attribute"``; it is imported at its first use.
     Packages add to a registry through entry points of the group ``entry_point_group``.
 
     >>> colours = Registry("colour")
@@ -45,7 +45,7 @@ class Registry(dict[str, Any]):
         Args:
             kind: what it holds, for messages.
             entry_point_group: of packages that add to it.
-            elsewhere: a name that is missing -> where it is to be found instead, "" where that is not known.
+            elsewhere: a missing name -> where to find it instead, "" where that is unknown.
         """
         super().__init__()
         self.kind = kind
@@ -58,7 +58,7 @@ class Registry(dict[str, Any]):
         One of the same module and name takes the place of the old one, as when a cell of a notebook runs again.
 
         Raises:
-            ConfigError: ``name`` is no non-empty string, or taken by something else, or it is no function or class.
+            ConfigError: ``name`` is not a non-empty string or is taken, or the object is not a function or class.
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f'a {self.kind} is registered under a non-empty name, @register("name"); got {name!r}')
@@ -69,17 +69,17 @@ class Registry(dict[str, Any]):
                 raise ConfigError(f"{self.kind} {name!r}", what, "a function or a class")
             there = dict.get(self, name, implementation)
             if there is not implementation and not _redefined(there, implementation):
-                raise ConfigError(f"a {self.kind} named {name!r} exists already; delete it from the registry first")
+                raise ConfigError(f"a {self.kind} named {name!r} already exists; delete it from the registry first")
             self[name] = implementation
             return implementation
 
         return add
 
     def resolve(self, name_or_callable: str | Callable[..., object]) -> Any:
-        """Return the implementation of that name; a callable comes back as it is (rule R4).
+        """Return the implementation of that name; a callable is returned unchanged (rule R4).
 
         Raises:
-            UnknownNameError: nothing has that name; the message suggests and lists the names.
+            UnknownNameError: no entry has that name; the message suggests and lists the names.
             ConfigError: neither a name nor a callable.
         """
         if isinstance(name_or_callable, str):
@@ -89,7 +89,7 @@ class Registry(dict[str, Any]):
         raise ConfigError(f"{self.kind}: give a name or a callable; got {name_or_callable!r}")
 
     def table(self) -> list[tuple[str, str]]:
-        """(name, first line of its docstring), sorted by name."""
+        """Return (name, first line of its docstring), sorted by name."""
         self._load_entry_points()
         return [(name, (inspect.getdoc(self[name]) or "").partition("\n")[0]) for name in sorted(self)]
 
@@ -115,7 +115,7 @@ class Registry(dict[str, Any]):
         return [self[name] for name in self]
 
     def items(self) -> Any:
-        """(name, implementation) pairs, imported."""
+        """Return (name, implementation) pairs, imported."""
         return [(name, self[name]) for name in self]
 
     def _load_entry_points(self) -> None:
@@ -126,7 +126,7 @@ class Registry(dict[str, Any]):
 
 
 def _redefined(old: object, new: object) -> bool:
-    """Whether ``new`` is what a module now has under the name that ``old`` had there."""
+    """Return whether ``new`` is what a module now has under the name that ``old`` had there."""
     if attrs.has(type(new)) and old == new:
         return True
     one, two = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (old, new)]

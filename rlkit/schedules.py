@@ -1,7 +1,7 @@
 """Schedules: pure functions of the step, for learning rates and for coefficients.
 
-Steps count from 0. A schedule is called anew at each step (``Adam(learning_rate=cosine(step, ...))``), so that nothing
-has to be saved. Schedules are multiplied and added like the numbers they return.
+Steps count from 0. A schedule is called at each step (``Adam(learning_rate=cosine(step, ...))``), so that it has no
+state to save. Schedules are multiplied and added like the numbers they return.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 from rlkit import _check
-from rlkit._calls import answered
 from rlkit.errors import ConfigError
 
 __all__ = ["chord_schedule", "constant", "cosine", "linear", "lr_for", "piecewise", "warmup", "wsd"]
@@ -18,7 +17,6 @@ __all__ = ["chord_schedule", "constant", "cosine", "linear", "lr_for", "piecewis
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
 
-@answered
 def constant(step: int, *, value: float) -> float:
     """Return the same value at every step.
 
@@ -36,7 +34,6 @@ def constant(step: int, *, value: float) -> float:
     return _check.real("value", value)
 
 
-@answered
 def linear(step: int, *, start: float, end: float, steps: int) -> float:
     """Return a straight line from start at step 0 to end at step ``steps``, and end from then on.
 
@@ -55,9 +52,8 @@ def linear(step: int, *, start: float, end: float, steps: int) -> float:
     return _check.real("start", start) * (1.0 - part) + _check.real("end", end) * part
 
 
-@answered
 def cosine(step: int, *, start: float, end: float = 0.0, steps: int) -> float:
-    """Half a cosine from start at step 0 to end at step ``steps``, and end from then on.
+    """Return half a cosine from start at step 0 to end at step ``steps``, and end from then on.
 
     end + (start - end) (1 + cos(pi step / steps)) / 2
 
@@ -79,7 +75,6 @@ def cosine(step: int, *, start: float, end: float = 0.0, steps: int) -> float:
     return end if part == 1.0 else end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * part))
 
 
-@answered
 def warmup(step: int, *, steps: int) -> float:
     """Return a factor for another schedule that rises to 1: min((step + 1) / steps, 1).
 
@@ -97,9 +92,8 @@ def warmup(step: int, *, steps: int) -> float:
     return min((step + 1) / max(_check.integer("steps", steps, low=0), 1), 1.0)
 
 
-@answered
 def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_steps: int, end: float = 0.0) -> float:
-    """Warm-up, a plateau at peak, and a straight line to end over the last ``decay_steps`` of ``steps``.
+    """Return a warm-up, a plateau at peak, and a straight line to end over the last ``decay_steps`` of ``steps``.
 
     Args:
         step: >= 0.
@@ -122,7 +116,7 @@ def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_step
     warmup_steps = _check.integer("warmup_steps", warmup_steps, low=0)
     decay_steps = _check.integer("decay_steps", decay_steps, low=0)
     if warmup_steps + decay_steps > steps:
-        what = f"is {decay_steps}, and warmup_steps {warmup_steps}"
+        what = f"is {decay_steps}, and warmup_steps is {warmup_steps}"
         raise ConfigError("decay_steps", what, f"together at most steps={steps}")
     if step >= steps:
         return end
@@ -133,9 +127,8 @@ def wsd(step: int, *, peak: float, steps: int, warmup_steps: int = 0, decay_step
     return linear(step - (steps - decay_steps), start=peak, end=end, steps=decay_steps)
 
 
-@answered
 def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) -> float:
-    """Constant pieces: values[i] before boundaries[i], the last value after all of them.
+    """Return constant pieces: values[i] before boundaries[i], the last value after all of them.
 
     Args:
         step: >= 0.
@@ -143,7 +136,7 @@ def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) 
         values: one more than boundaries; finite.
 
     Raises:
-        ConfigError: boundaries do not rise, values are not one more, or either is no list of numbers.
+        ConfigError: boundaries do not rise, values are not one more, or either is not a list of numbers.
 
     >>> [piecewise(step, boundaries=[2, 5], values=[1.0, 0.5, 0.1]) for step in (1, 2, 4, 5)]
     [1.0, 0.5, 0.5, 0.1]
@@ -152,13 +145,12 @@ def piecewise(step: int, *, boundaries: Sequence[int], values: Sequence[float]) 
     edges = [_check.integer(f"boundaries[{i}]", edge, low=0) for i, edge in enumerate(_items("boundaries", boundaries))]
     levels = [_check.real(f"values[{i}]", value) for i, value in enumerate(_items("values", values))]
     if sorted(set(edges)) != edges:
-        raise ConfigError("boundaries", f"got {edges}", "steps that rise")
+        raise ConfigError("boundaries", f"got {edges}", "increasing steps")
     if len(levels) != len(edges) + 1:
         raise ConfigError("values", f"has length {len(levels)}", f"{len(edges) + 1}")
     return levels[sum(step >= edge for edge in edges)]
 
 
-@answered
 def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:
     """Return the share of the supervised loss in CHORD: up to peak in a straight line, then down to valley by a cosine.
 
@@ -188,14 +180,13 @@ def chord_schedule(step: int, *, warmup_steps: int, decay_steps: int, peak: floa
     return cosine(step - warmup_steps, start=peak, end=valley, steps=decay_steps)
 
 
-@answered
 def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
     """Return a first guess at Adam's learning rate for a model, to start a search from.
 
     5e-5 (2000 / hidden_size)^p, ten times that with LoRA; p = 0.781 for Llama, 0.0775 for Qwen
 
     Args:
-        model: a name that contains "llama" or "qwen"; nothing is known of others.
+        model: a name that contains "llama" or "qwen"; others are not supported.
         hidden_size: >= 1, as in the model's configuration.
         lora: whether a LoRA is trained, instead of all weights.
 
@@ -219,7 +210,7 @@ def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
 
 
 def _items(where: str, value: object) -> Sequence[object]:
-    """``value`` as a sequence of numbers, which are still to be checked."""
+    """Return ``value`` as a sequence of numbers, not checked yet."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
         raise ConfigError(where, f"got {_check.shown(value)}", "a list of numbers")
@@ -227,5 +218,5 @@ def _items(where: str, value: object) -> Sequence[object]:
 
 
 def _part(step: int, steps: int) -> float:
-    """How much of ``steps`` has passed, in [0, 1]."""
+    """Return the share of ``steps`` that has passed, in [0, 1]."""
     return min(_check.integer("step", step, low=0) / _check.integer("steps", steps, low=1), 1.0)

@@ -1,4 +1,4 @@
-"""Groups of trajectories as lines of JSON: readable, appended to while a run goes on, complete enough to train from."""
+"""Groups of trajectories as lines of JSON: readable, appended to while a run goes on, complete enough for training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlkit import _check, _disk
-from rlkit._disk import synced
-from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
-from rlkit._json import plain
+from rlkit import _check, _files
+from rlkit._files import plain, synced
 from rlkit._warn import warn
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups
-from rlkit.types import Sample
+from rlkit.types import DRAWN_WITH, NEW_OPTIONS, Sample
 
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
 
@@ -28,32 +26,32 @@ FORMAT = "rlkit.group"
 _DRAWN = ("stop_reason", "version", *DRAWN_WITH)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
 _PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
-# 1: nonterminal_reward stood in the place of an episode's rewards; 2: no min_p, no penalties; 3: no weight, no versions
+# 1: nonterminal_reward replaced an episode's rewards; 2: no min_p, no penalties; 3: no weight, no versions
 VERSION = 4
 
 
 class TornLine(UserWarning):
-    """A line that was not written to its end was left out."""
+    """The warning that an incomplete line was left out."""
 
 
 def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
     """Add groups to a file of JSON lines, one line each, and return how many.
 
-    A line is written at once and behind what is there, so several processes may append to one file, and a crash harms
-    the last line at most. What it had left unfinished is closed off by the next append, not written over.
+    A line is appended in one write, so several processes may append to one file, and a crash harms the last line at
+    most. The next append ends an unfinished line instead of overwriting it.
 
     Args:
-        path: the file; made if it is not there.
+        path: the file; created if missing.
         groups: at any point of a run.
 
     Raises:
-        DataError: something else than groups; nothing was written.
+        DataError: an object that is not a group; nothing was written.
         CheckpointError: the file cannot be written; earlier lines stay as they were.
     """
     records = [to_record(group) for group in checked_groups(groups)]
     where = _path(path)
     try:
-        _disk.append(where, map(_text, records), mode=0o666)
+        _files.append(where, map(_text, records), mode=0o666)
         synced(where)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be written: {error}") from error
@@ -61,15 +59,15 @@ def append(path: str | Path, groups: Iterable[Group] | Group) -> int:
 
 
 def read(path: str | Path, *, strict: bool = False) -> Iterator[Group]:
-    """Return the groups of such a file, one after the other, as they were: tokens, logprobs and rewards bit for bit.
+    """Return the groups of such a file, one after the other, exactly: tokens, logprobs and rewards bit for bit.
 
     Args:
         path: the file.
-        strict: whether a line that is not whole raises instead of a ``TornLine`` warning.
+        strict: whether an incomplete line raises instead of a ``TornLine`` warning.
 
     Raises:
         CheckpointError: the file cannot be read.
-        DataError: a line is of another format or a newer version, holds what no group can, or (strict) is not whole.
+        DataError: a line is of another format or a newer version, holds an invalid group, or (strict) is incomplete.
     """
     where = _path(path)
     _check.flag("strict", strict)
@@ -85,7 +83,7 @@ def _groups(where: Path, *, strict: bool) -> Iterator[Group]:
                 try:
                     record = json.loads(line, parse_constant=_no_constant)
                 except (ValueError, RecursionError) as error:
-                    text = f"{where}:{number}: the line is not whole; it was left out"
+                    text = f"{where}:{number}: the line is incomplete and was skipped"
                     if strict:
                         raise DataError(text) from error
                     warn(TornLine(text))
@@ -121,13 +119,13 @@ def from_record(record: object, *, where: str = "record") -> Group:
     """Return the group of a line.
 
     Raises:
-        DataError: naming the place, where the record is no group's, or of a newer version.
+        DataError: naming the place, where the record is not a group's, or of a newer version.
     """
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
-        raise DataError(where, "is not of this format", f"{FORMAT!r}")
+        raise DataError(where, "does not have this format", f"{FORMAT!r}")
     version = record.get("version")
     if not isinstance(version, int) or version not in range(1, VERSION + 1):
-        what, why = f"is of version {version!r}", "an rlkit as new as the one that wrote it reads it"
+        what, why = f"has the version {version!r}", "read it with an rlkit as new as the one that wrote it"
         raise DataError(where, what, f"1 to {VERSION}", why)
     try:
         return Group(
@@ -193,7 +191,7 @@ def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     size = min(one.size, two.size)
     different = np.flatnonzero(one[:size] != two[:size])
     return int(different[0]) if different.size else size
@@ -208,7 +206,7 @@ def _reward(value: float | None) -> float:
 
 
 def _text(record: Mapping[str, Any]) -> str:
-    """Return the record as JSON; what JSON has no word for, which tags and messages may hold, becomes text."""
+    """Return the record as JSON; other values, which tags and messages may hold, become text."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
     except (ValueError, TypeError):

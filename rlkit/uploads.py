@@ -1,4 +1,4 @@
-"""Trajectories sent to OpenReward, where they can be looked at; a run neither waits for this nor fails with it."""
+"""Upload trajectories to OpenReward for viewing; a run neither waits for an upload nor fails with it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import attrs
+
 from rlkit import _check
 from rlkit._resource import Resource
 from rlkit.errors import ConfigError
-from rlkit.tracking.delivery import QueuedDelivery
+from rlkit.tracking.several import QueuedDelivery
 from rlkit.trajectory import Group, Trajectory
 from rlkit.trajectory.types import checked_groups
 
@@ -34,23 +36,23 @@ _Post: TypeAlias = Callable[[Mapping[str, object], float], None]
 
 
 class OpenRewardUpload(Resource):
-    """Uploads trajectories in a thread of its own, over a queue of limited length. A tracker and a context manager.
+    """An uploader with its own thread and a queue of limited length. A tracker and a context manager.
 
-    ``submit`` returns at once. What does not fit into the queue, and what cannot be sent after some attempts, is left
-    out and counted in ``metrics``; a warning is logged the first time. ``Run(trackers=[...])`` takes it too: of a run
-    it uploads the trajectories, not the numbers.
+    ``submit`` returns at once. Trajectories that do not fit into the queue, or cannot be sent after some attempts, are
+    left out and counted in ``metrics``; a warning is logged the first time. ``Run(trackers=[...])`` takes it too: it
+    uploads a run's trajectories, not its numbers.
 
     Args:
         run: the run's name there.
         url: of the API; None: ``$OPENREWARD_API_URL``, else OpenReward's own.
         api_key: None: ``$OPENREWARD_API_KEY``. It is sent as a header to that address alone, redirects are not
-            followed, and it is in no message, log or ``repr``.
+            followed, and it does not appear in messages, logs or ``repr``.
         capacity: trajectories that may wait, >= 1.
         timeout: seconds for a request, > 0.
         attempts: requests for the same thing, >= 1, with pauses that double from half a second.
 
     Raises:
-        ConfigError: an argument is not what it should be.
+        ConfigError: an argument is not valid.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class OpenRewardUpload(Resource):
             raise ConfigError("url", f"got {_check.shown(url)}", "an http or https address")
         api_key = api_key or os.environ.get("OPENREWARD_API_KEY") or ""
         if not isinstance(api_key, str) or not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("api_key: is no printable text")
+            raise ConfigError("api_key: is not printable text")
         self.run = run
         attempts = _check.integer("attempts", attempts, low=1)
         timeout = _check.real("timeout", timeout, above=0.0, why="seconds")
@@ -87,7 +89,7 @@ class OpenRewardUpload(Resource):
         """Queue the trajectories of these groups; never wait.
 
         Raises:
-            DataError: something else than groups.
+            DataError: an object that is not a group.
         """
         for group in checked_groups(groups):
             for trajectory in group.trajectories:
@@ -101,7 +103,7 @@ class OpenRewardUpload(Resource):
         self.submit(groups)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Send what waits for up to ``timeout`` seconds, then give it up."""
+        """Send waiting trajectories for up to ``timeout`` seconds, then drop the rest."""
         deadline = time.monotonic() + _check.real("timeout", timeout, low=0.0, why="seconds")
         self._delivery.end()
         self._delivery.wait(deadline)
@@ -111,13 +113,15 @@ class OpenRewardUpload(Resource):
         return f"OpenRewardUpload({self.run!r}, {self.metrics})"
 
 
+@attrs.define(eq=False, repr=False)
 class _Client:
-    """Sends one trajectory after the other, each request several times if need be."""
+    """A client that sends one trajectory after the other, and retries failed requests."""
 
-    def __init__(self, post: _Post, timeout: float, attempts: int) -> None:
-        self.sent = 0
-        self.closing = threading.Event()
-        self._post, self._timeout, self._attempts = post, timeout, attempts
+    _post: _Post
+    _timeout: float
+    _attempts: int
+    sent: int = 0
+    closing: threading.Event = attrs.field(factory=threading.Event)
 
     def send(self, run: str, group: Group, trajectory: Trajectory) -> None:
         for events in _requests_of(run, group, trajectory):
@@ -125,19 +129,19 @@ class _Client:
         self.sent += 1
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the client holds no resources."""
 
     def _send(self, events: list[_Event]) -> None:
         pause = 0.5
         for attempt in range(1, self._attempts + 1):
             try:
                 return self._post({"events": events}, self._timeout)
-            except urllib.error.HTTPError as error:
-                error.close()
-                if attempt == self._attempts or (error.code < 500 and error.code != 429):
-                    raise
-            except (OSError, http.client.HTTPException):
-                if attempt == self._attempts:
+            except (OSError, http.client.HTTPException) as error:
+                final = False
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+                    final = error.code < 500 and error.code != 429
+                if final or attempt == self._attempts:
                     raise
             if self.closing.wait(pause):
                 raise ConnectionError("closed before it could be sent again")
@@ -146,7 +150,7 @@ class _Client:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another address."""
+    """A handler that refuses redirects, which would send the key to another address."""
 
     def redirect_request(self, *args: object, **kwargs: object) -> None:
         """Return None, so that the answer is an error."""

@@ -15,11 +15,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported:
 
 import pytest
 
+import tests.properties  # noqa: F401  # loads the profile of every property
+from tests.slow import mark_slow
+
 # programs of environments that have what they import
 collect_ignore_glob = ["agents/clients/*", "envs/openenv_server.py", "envs/verifiers_tasksets/*"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    mark_slow(items)
 
 
 @pytest.fixture(scope="session")
@@ -67,5 +74,5 @@ def openreward_url(tmp_path_factory):
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()

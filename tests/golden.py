@@ -16,6 +16,8 @@ import attrs
 import numpy as np
 import pytest
 
+from tests.each import for_each
+
 COPY = Path(__file__).parent / "golden"
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
@@ -68,6 +70,11 @@ def cases(family: str, *functions: str) -> list[Any]:
     chosen = [case for case in load(family) if not functions or case.function in functions]
     assert chosen, f"no cases of {functions} in {family}"
     return [pytest.param(case, id=f"{case.function}-{i}") for i, case in enumerate(chosen)]
+
+
+def each_case(chosen: list[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on all cases of a function, for each function."""
+    return for_each("case", chosen, by=lambda case: case.function)
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 1e-9) -> None:

@@ -9,15 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit import _install
-from rlkit.answers import between_tags, boxed, equality, last_number, math_equal
+from rlkit import _packages
+from rlkit.answers import _equality, between_tags, boxed, last_number, math_equal
 from rlkit.errors import BackendError, ConfigError
+from tests.each import for_each
+from tests.properties import examples
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         (r"\boxed{1} \boxed{2}", "2"),
@@ -45,7 +47,7 @@ def test_boxed_holds_what_was_put_in(content):
     assert boxed(f"text {{ \\boxed{{{content}}} }} text") == content.strip()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         ("7 - 3 = 4", 4),
@@ -81,7 +83,7 @@ def test_last_number_reads_what_python_writes(text, number):
     assert last_number(f"3 {text} {number!r} {text}") == number
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         ("<answer> 3\n</answer>", "3"),
@@ -99,7 +101,7 @@ def test_between_tags(text, expected):
 
 
 @given(st.text("\\boxed{}<answer>/1,.-e \n", max_size=200))
-@settings(max_examples=300)
+@examples(300)
 def test_no_text_is_too_odd(text):
     assert boxed(text) is None or isinstance(boxed(text), str)
     assert last_number(text) is None or abs(last_number(text)) < float("inf")
@@ -155,7 +157,7 @@ def test_math_equal(answer, truth, expected):
 
 
 def test_simple_answers_need_no_process(monkeypatch):
-    monkeypatch.setattr(equality._POOL, "ask", None)
+    monkeypatch.setattr(_equality._POOL, "ask", None)
     assert math_equal("3", "3 ")
     assert math_equal("1/2", "0.50")
     assert math_equal(r"\frac{1}{2}", r"\frac{1}{2}")
@@ -190,25 +192,25 @@ def test_many_threads_share_few_processes():
     for thread in threads:
         thread.join()
     assert results == [bool(i % 2) for i in range(16)]
-    assert 1 <= equality._POOL._free.qsize() <= 4
+    assert 1 <= _equality._POOL._free.qsize() <= 4
 
 
 @needs_math
 def test_a_killed_process_is_replaced_before_it_is_asked_for():
     """After a first bomb there is one more than is used, so that the next question after a bomb finds it ready."""
-    pool = equality._Pool(2)
+    pool = _equality._Pool(2)
     bomb, simple = {"answer": "9^{9^{9^{9}}}", "truth": "3"}, {"answer": "\\frac{2}{4}", "truth": "0.5"}
     try:
         assert pool.ask(simple, 60) is True
         made = []
-        whole = equality._Process.__init__
+        whole = _equality._Process.__init__
         for _ in range(2):
             assert pool.ask(bomb, 0.5) is False
             while pool._coming:
                 time.sleep(0.05)
             assert pool._free.qsize() == 2
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(equality._Process, "__init__", lambda self: made.append(self) or whole(self))
+                patch.setattr(_equality._Process, "__init__", lambda self: made.append(self) or whole(self))
                 assert pool.ask(simple, 60) is True
         assert made == []
     finally:
@@ -219,11 +221,11 @@ def test_a_killed_process_is_replaced_before_it_is_asked_for():
 def test_no_key_of_the_environment_reaches_the_process(monkeypatch):
     """What a model wrote is evaluated there."""
     monkeypatch.setenv("SOME_API_KEY", "canary")
-    process = equality._Process()
+    process = _equality._Process()
     try:
         environment = Path(f"/proc/{process._process.pid}/environ").read_bytes().split(b"\0")
         names = {entry.partition(b"=")[0].decode() for entry in environment if entry}
-        assert names <= {*equality._PASSED, "PYTHONPATH", "LC_CTYPE"}
+        assert names <= {*_equality._PASSED, "PYTHONPATH", "LC_CTYPE"}
         assert "PYTHONPATH" in names
     finally:
         process.close()
@@ -231,7 +233,7 @@ def test_no_key_of_the_environment_reaches_the_process(monkeypatch):
 
 @needs_math
 @given(st.text(max_size=30))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_math_equal_takes_any_text(text):
     assert math_equal(text, r"\frac{1}{7}", timeout=10) is False
 
@@ -239,14 +241,14 @@ def test_math_equal_takes_any_text(text):
 def test_what_cannot_be_started(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match=re.escape(_install.command("math"))):
-            equality._Process()
+        with pytest.raises(ConfigError, match=re.escape(_packages.command("math"))):
+            _equality._Process()
     if importlib.util.find_spec("math_verify") is not None:
         broken = tmp_path / "worker.py"
         broken.write_text('print(\'{"failed": "ImportError: no such thing"}\')')
-        monkeypatch.setattr(equality, "_WORKER", broken)
+        monkeypatch.setattr(_equality, "_WORKER", broken)
         with pytest.raises(BackendError, match="ImportError: no such thing"):
-            equality._Process()
+            _equality._Process()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 
@@ -22,6 +23,15 @@ def test_version_and_help(capsys):
             cli.main(arguments)
         assert ended.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+def test_the_package_is_the_command(monkeypatch, capsys):
+    """``python -m rlkit``."""
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("rlkit", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rlkit {rlkit.__version__}\n"
 
 
 def test_keys_of_training(capsys):
@@ -131,19 +141,19 @@ def test_without_a_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "missing.yaml"], "missing.yaml: there is no such file"),
-        (["train", "a.b=1"], "a.b=1: there is no such file; the overrides come after the file"),
-        (["eval", "nothing", "chain_sum"], "POLICY: nothing: there is no such folder"),
-        (["eval", "./runs/first", "chain_sum"], "POLICY: ./runs/first: there is no such folder"),
+        (["train", "missing.yaml"], "missing.yaml: no such file"),
+        (["train", "a.b=1"], "a.b=1: no such file; write the overrides after the file"),
+        (["eval", "nothing", "chain_sum"], "POLICY: nothing: no such folder"),
+        (["eval", "./runs/first", "chain_sum"], "POLICY: ./runs/first: no such folder"),
         (
             ["eval", "smollm2-135m-instruct", "questions.jsonl"],
             "TASKS: is 'questions.jsonl'; expected a file that exists",
         ),
         (
             ["eval", "smollm2-135m-instruct", "chain_sum", "--tokenizer", "x"],
-            "--tokenizer: is given; expected it with a URL",
+            "--tokenizer: is given; expected the option only with a URL",
         ),
-        (["checkpoints", "nothing"], "nothing is no run"),
+        (["checkpoints", "nothing"], "nothing is not a run"),
         (["report", "nothing"], "nothing"),
     ],
 )
@@ -168,5 +178,5 @@ def test_checkpoints_of_a_folder_above_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints" / "rlkit").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["checkpoints", ".", "--keep", "1"]) == 2
-    assert "is no run: it has no run.json" in capsys.readouterr().err
+    assert "is not a run: it has no run.json" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -9,20 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import corrections
 from rlkit.errors import ConfigError, DataError
-from tests.golden import Case, assert_close, cases
+from tests.each import for_each
+from tests.golden import Case, assert_close, cases, each_case
+from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
 RATIOS = sorted(set(corrections.__all__) - {"clip_b", "clip_v", "top_entropy"})  # of two policies' logprobs
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 EXTRA: dict[str, dict[str, Any]] = {"divergence_rejection": {"threshold": 0.1}}
 
 
-@pytest.mark.parametrize("case", cases("corrections"))
+@each_case(cases("corrections"))
 def test_reference_values(case: Case) -> None:
     """A correction gives what the independent reference and the peers named in ``source`` give."""
     assert_close(case.find("rlkit.corrections")(**case.inputs, **case.settings), case.expected["value"])
@@ -135,7 +137,7 @@ def test_sequences_in_any_order(pair: Any, name: str, random: Any) -> None:
         assert {x for row in before for x in np.ravel(row).tolist()} <= {0.0, 1.0}
 
 
-@pytest.mark.parametrize("name", RATIOS)
+@for_each("name", RATIOS)
 def test_on_policy(name: str) -> None:
     """Where trainer and sampler agree, every weight and every mask is exactly 1."""
     p = [[-0.1, -2.3], [-1.0]]
@@ -144,8 +146,8 @@ def test_on_policy(name: str) -> None:
     assert call(name, np.array([p[0]], np.float32), np.array([p[0]], np.float32)).dtype == np.float64
 
 
-@pytest.mark.parametrize("name", RATIOS)
-@pytest.mark.parametrize("gap", [-1e6, -800.0, 800.0, 1e6])
+@for_each("name", RATIOS)
+@for_each("gap", [-1e6, -800.0, 800.0, 1e6])
 def test_finite(name: str, gap: float) -> None:
     """A token that one policy finds impossible gives no infinity and no NaN."""
     p, q = min(gap, 0.0), min(-gap, 0.0)
@@ -169,7 +171,7 @@ def test_no_tokens_at_all() -> None:
         assert [row.size for row in call(name, [[], []], [[], []])] == [0, 0]
 
 
-@pytest.mark.parametrize("name", RATIOS)
+@for_each("name", RATIOS)
 def test_bad_logprobs(name: str) -> None:
     """Logprobs have to be finite and of one shape."""
     for p, q, message in (
@@ -186,7 +188,7 @@ def test_bad_logprobs(name: str) -> None:
             call(name, p, q)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "settings", "message"),
     [
         ("token_tis", {"clip_high_threshold": -1.0}, "clip_high_threshold"),
@@ -241,3 +243,13 @@ def test_levels_tell_sums_means_and_the_largest_apart() -> None:
         for threshold, keep in ((divergence - 0.01, 0.0), (divergence, 1.0)):
             found = call("divergence_rejection", p, q, threshold=threshold, level=level, estimator="k2")
             np.testing.assert_array_equal(found, [[keep] * 2, [1.0] * 2])
+
+
+def test_a_divergence_on_the_threshold_is_kept() -> None:
+    """At every level: a token whose k2 is the threshold, and one of divergence 0 where the threshold is 0."""
+    for level in ("token", "sequence-sum", "sequence-mean", "sequence-max"):
+        for p, threshold in ((-3.0, 2.0), (-1.0, 0.0)):  # d = -2 and 0
+            found = call("divergence_rejection", [[p]], [[-1.0]], threshold=threshold, level=level, estimator="k2")
+            assert found.tolist() == [[1.0]], (level, threshold)
+        found = call("divergence_rejection", [[-1.0]], [[-1.0]], threshold=0.0, level=level, estimator="k3")
+        assert found.tolist() == [[1.0]], level

@@ -80,10 +80,10 @@ def test_an_adapters_bytes(tiny, tmp_path, unembed):
 
 def test_bytes_between_processes(tiny, monkeypatch):
     """Two ranks, two groups: what is summed, and arrays on the wire, each counted where it passes in this process."""
-    from rlkit.backends.local.distributed import replicas, wire
+    from rlkit.backends.local.distributed import ranks, wire
 
     sent, received, summed = Counter(), Counter(), []
-    send, receive, all_reduce = wire.Connection.send, wire.Connection.receive, replicas.dist.all_reduce
+    send, receive, all_reduce = wire.Connection.send, wire.Connection.receive, ranks.dist.all_reduce
 
     def sending(self, message):
         sent[message.kind] += sum(array.nbytes for array in message.arrays)
@@ -100,7 +100,7 @@ def test_bytes_between_processes(tiny, monkeypatch):
 
     monkeypatch.setattr(wire.Connection, "send", sending)
     monkeypatch.setattr(wire.Connection, "receive", receiving)
-    monkeypatch.setattr(replicas.dist, "all_reduce", summing)
+    monkeypatch.setattr(ranks.dist, "all_reduce", summing)
     work = Work(prompts=2, group=3, prompt=7, completion=5, lora_rank=3, ranks=2)
     data = [
         rlkit.Sample(np.arange(7) + 10 * k, np.arange(5) + 50 * k + g, [-1.0] * 5).datum(1.0)

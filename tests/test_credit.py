@@ -13,6 +13,7 @@ from rlkit import ConfigError, DataError, advantages, credit
 from rlkit.advantages import discounted_returns
 from rlkit.credit import assign
 from rlkit.trajectory import Group, Trajectory, Turn
+from tests.each import for_each
 
 
 def trajectory(rewards, lengths, *, logprob=-1.0, messages=()):
@@ -226,10 +227,10 @@ def test_modes_of_weights():
     assert [float(d.inputs["weights"]) for d in batch.data] == pytest.approx([1 / 32] * 4)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
-        ({"estimator": "gae", "level": "token"}, r"estimator: names 'values'; expected critic="),
+        ({"estimator": "gae", "level": "token"}, r"estimator: needs 'values'; expected critic="),
         ({"estimator": "on_policy_distillation", "level": "token"}, "'teacher_logprobs'; expected teacher="),
         ({"estimator": "remax", "level": "token"}, "'baseline'; expected baseline="),
         ({"level": "word"}, "level: got 'word'"),
@@ -239,11 +240,11 @@ def test_modes_of_weights():
         ({"weights": [1.0]}, "weights: has 1 entries; expected 4"),
         ({"weights": "token-men"}, "token-men"),
         ({"rewards": [1.0, [1.0], 0.0, 0.0]}, r"rewards\[1\]: has shape \(1,\); expected \(3,\)"),
-        ({"estimator": lambda rewards: [np.zeros(1)]}, "estimator: gave an array of shape"),
+        ({"estimator": lambda rewards: [np.zeros(1)]}, "estimator: returned an array of shape"),
         ({"estimator": lambda rewards: rewards[:1], "level": "turn"}, "one advantage per turn"),
         (
             {"estimator": lambda *, rewards: (rewards, rewards), "level": "token"},
-            "critic: is None; expected a critic, or another estimator",
+            "critic: is None; expected a critic, or an estimator",
         ),
         ({"groups": [1]}, r"groups\[0\]: got 1"),
         ({"estimator": "grpoo"}, "did you mean 'grpo'"),
@@ -278,12 +279,12 @@ def test_a_function_of_one_group():
     def best(rewards):
         return rewards if len(rewards) == 2 else rewards.max()
 
-    with pytest.raises(DataError, match=r"^best\(rewards\[1\]\): gave an array of shape \(\)"):
+    with pytest.raises(DataError, match=r"^best\(rewards\[1\]\): returned an array of shape \(\)"):
         best([[1.0, 2.0], [1.0, 2.0, 3.0]])
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "maxrl"])
-@pytest.mark.parametrize("level", ["turn", "token"])
+@for_each("name", ["grpo", "rloo", "dr_grpo", "maxrl"])
+@for_each("level", ["turn", "token"])
 def test_what_compares_samples_stays_with_groups(name, level):
     """Turns and tokens of a trajectory are no samples of a group."""
     with pytest.raises(ConfigError, match=rf"^level='{level}': {name} compares the samples of a group"):
@@ -328,3 +329,14 @@ def test_weights_of_turns_are_multiplied():
     assert weights(assign(groups, "grpo", weights=[[2.0, 4.0, 6.0], 1.0])) == [[1.0, 4.0, 6.0]]
     plain = credit.weigh(assign([Group([whole])], "grpo", weights=None).items, "token-sum")
     assert plain[0].inputs["weights"].ndim == 0
+
+
+def test_what_is_wrong_is_said_at_the_call():
+    """An estimator of tokens at another level, and a mode of weights that there is not."""
+    samples = [rlkit.Sample([5], [7, 8], [-0.5, -0.5]), rlkit.Sample([5], [9, 4], [-1.0, -1.0])]
+    groups = [Group.of_samples(samples, [1.0, 0.0])]
+    for level in ("group", "turn"):
+        with pytest.raises(ConfigError, match=r"'values', which is per token; expected level='token' \(and critic=\)"):
+            credit.assign(groups, "gae", level=level)
+    with pytest.raises(ConfigError, match="weights: got 'mean'.*'token-mean'"):
+        credit.assign(groups, weights="mean")

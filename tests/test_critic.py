@@ -6,17 +6,18 @@ import contextlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.backends.toy import ByteTokenizer
-from rlkit.backends.toy.adamw import AdamState
+from rlkit.backends.toy.model import AdamState
 from rlkit.critics import Critic, gae_datums
 from rlkit.critics.estimates import token_rewards
 from rlkit.errors import CheckpointError, ConfigError, DataError, UnknownNameError, UnsupportedError
 from rlkit.trajectory import Trajectory, Turn, datums
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 
@@ -142,6 +143,8 @@ def test_gradients_by_finite_differences(make, loss):
 def test_gradients_do_not_depend_on_micro_batches(tiny):
     """The same gradient in micro-batches of one datum and in one of all."""
     pytest.importorskip("peft")
+    from tests.float64 import distance
+
     tokenizer = rlkit.sampler("local", model=tiny("llama")).tokenizer
     grads = []
     for budget in (8, 4096):
@@ -149,9 +152,8 @@ def test_gradients_do_not_depend_on_micro_batches(tiny):
         critic.forward_backward(some())
         critic.optim_step(ADAM).result()
         critic.forward_backward(some()).result()
-        grads.append(parameters(critic))
-    for (_, one), (_, other) in zip(*grads, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6)
+        grads.append([gradient.copy() for _, gradient in parameters(critic)])
+    assert distance(*grads) < 2**-18  # 32 float32 epsilons of its length; 5 were seen
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -194,8 +196,6 @@ def test_what_is_refused(make, tiny, tmp_path):
         critic.forward_backward(some(), "cross_entropy")
     with pytest.raises(DataError, match=r"data\[0\].inputs lacks 'old_values'"):
         critic.forward_backward([rlkit.Datum([1, 2, 3], [0, 1, 1], {"returns": [1.0, 1.0]})])
-    with pytest.raises(AttributeError, match="sample from the policy"):
-        critic.sampler()
     with pytest.raises(rlkit.BackendError, match="no gradient is accumulated"):
         critic.optim_step(ADAM)
     with pytest.raises(ConfigError, match="no option 'modle'; did you mean 'model'"):
@@ -216,7 +216,7 @@ def test_what_is_refused(make, tiny, tmp_path):
 def test_another_tokenizer_is_refused(tiny):
     """Values of other texts than the policy's would train nothing."""
     pytest.importorskip("peft")
-    with pytest.raises(ConfigError, match="another tokenizer than the policy"):
+    with pytest.raises(ConfigError, match="tokenizer differs from the policy's"):
         rlkit.critic("local", model=tiny("llama"), tokenizer=ByteTokenizer())
 
 
@@ -231,7 +231,7 @@ def played(rng, *, splits=False):
     return Trajectory(turns)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.booleans())
 def test_gae_datums_against_plain_loops(seed, gamma, lam, splits):
     """Advantages and returns at the policy's tokens, by the recursion over a trajectory's own tokens alone."""
@@ -364,7 +364,7 @@ def test_tokenizers_are_told_apart(tiny):
     pytest.importorskip("peft")
     one, two = rlkit.sampler("local", model=tiny("llama")).tokenizer, ByteTokenizer()
     assert same_tokenizer(one, one) == same_tokenizer(two, ByteTokenizer()) == ""
-    assert same_tokenizer(one, two) == "encodes texts otherwise"
+    assert same_tokenizer(one, two) == "encodes texts differently"
 
     class OtherEnd(ByteTokenizer):
         eos_ids = (7,)
@@ -375,4 +375,4 @@ def test_tokenizers_are_told_apart(tiny):
 
     assert same_tokenizer(two, OtherEnd()) == f"has the end tokens [7], not {sorted(two.eos_ids)}"
     assert same_tokenizer(two, OtherEnd(), ends=False) == ""
-    assert same_tokenizer(two, OtherText()) == "has another text for token 0"
+    assert same_tokenizer(two, OtherText()) == "decodes token 0 to another text"

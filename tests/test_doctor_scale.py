@@ -57,7 +57,7 @@ def test_what_does_not_work_is_said(quick, monkeypatch, capsys):
 
 def test_vllm(monkeypatch, tmp_path):
     """Where it is named, it must be there."""
-    assert "names no interpreter" in _scale._vllm()
+    assert "names no Python with vLLM" in _scale._vllm()
     monkeypatch.setenv("RLKIT_VLLM_PYTHON", sys.executable)
     with pytest.raises(RuntimeError, match="has no vllm"):
         _scale._vllm()
@@ -81,7 +81,7 @@ def test_servers(quick, capsys):
     from rlkit.gateway import Gateway
 
     with rlkit.connect("toy", seed=0) as policy, policy.sampler().result() as sampler:
-        for key, said in ((None, "serves policy"), ("a key of some length", "answers, and wants a key")):
+        for key, said in ((None, "serves policy"), ("a key of some length", "answers and requires a key")):
             with Gateway(sampler, open=True, key=key) as gateway:
                 assert main(["doctor", "--scale", "--server", gateway.url]) == 0
                 assert f"server        {gateway.url} {said}" in capsys.readouterr().out

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit.corrections import clip_b, clip_v, top_entropy
 from rlkit.errors import ConfigError, DataError
+from tests.each import for_each
+from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 BATCH: dict[str, Any] = {
     "advantages": [[1.120894923] * 4, [-0.800639231] * 3, [-0.320255692] * 5],
     "entropy": [[1.4778, 1.0019, 1.8712, 1.3353], [1.2743, 1.1772, 1.7338], [1.2754, 1.6333, 1.734, 1.6139, 1.3114]],
@@ -44,7 +46,7 @@ def test_clip_b_of_a_peer(settings: dict[str, float], last: list[int]) -> None:
     assert [row.tolist() for row in clip_b(**BATCH, **settings)] == [*KEPT, last]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "last"),
     [
         ({"mu": 0.05, "max_fraction": 1.0}, [1, 0, 0, 1, 1]),
@@ -93,19 +95,31 @@ def test_only_bad_tokens_are_dropped(seed: int, mask: Any) -> None:
     assert loose.all()
 
 
+def test_scores_on_the_bound_are_kept() -> None:
+    """With mu = 0 a token of probability 1 has D = 0 and stays, and so does one whose S is the mean."""
+    pair: dict[str, Any] = {"entropy": [0.0, 2.0], "logprobs": [0.0, -3.0], "advantages": [-1.0, -1.0]}
+    sums = {"sum_p2": [1.0, 0.3], "sum_p2_logp": [0.0, -0.4]}  # D of the second: 0.3 * 2 - 0.4 + e^-3 > 0
+    assert clip_v(**pair, **sums, mu=0.0, max_fraction=1.0).tolist() == [1.0, 0.0]
+    three = {"entropy": [0.0, 1.0, 0.5], "logprobs": [0.0] * 3, "advantages": [-1.0] * 3}  # S is H, its mean 0.5
+    assert clip_b(**three, mu=0.0).tolist() == [0.0, 1.0, 1.0]
+
+
 def test_scores_that_do_not_vary() -> None:
     """A batch of equal scores, one token, and no token at all keep what there is."""
     one = {"entropy": [0.7] * 3, "logprobs": [-0.7] * 3, "advantages": [-1.0] * 3}
     sums = {"sum_p2": [0.5] * 3, "sum_p2_logp": [-0.3] * 3}
     assert clip_b(**one, mu=0.0).tolist() == [1.0] * 3
     assert clip_v(**one, **sums, mu=0.0).tolist() == [1.0] * 3
+    rounded = {**one, "entropy": [0.7, 0.7 + 1e-15, 0.7 - 1e-15]}  # scores that only rounding tells apart
+    assert clip_b(**rounded, mu=0.0).tolist() == [1.0] * 3
+    assert clip_v(**rounded, **sums, mu=0.0, max_fraction=1.0).tolist() == [1.0] * 3
     none: Any = {"entropy": [[], []], "logprobs": [[], []], "advantages": [[], []]}
     assert [row.size for row in clip_b(**none)] == [0, 0]
     assert [row.size for row in clip_v(**none, sum_p2=[[], []], sum_p2_logp=[[], []])] == [0, 0]
     assert [row.size for row in top_entropy(entropy=[[], []])] == [0, 0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "error", "message"),
     [
         (lambda: top_entropy(entropy=[[0.1], [-1.0]]), DataError, r"entropy\[1\]\[0\]: is -1.0"),

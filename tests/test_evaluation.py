@@ -8,12 +8,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import BackendError, ConfigError, SamplingParams
 from rlkit.envs import StepResult, Task, Tasks, TaskSettings
 from rlkit.evaluation import evaluate, evaluate_sync, interval, score
+from tests.each import for_each
+from tests.properties import examples
 from tests.rollouts.parts import Counted, RandomSampler
 
 
@@ -75,7 +77,7 @@ def test_greedy_has_temperature_0():
     found = asyncio.run(evaluate(sampler, own, greedy=True, params=PARAMS))
     assert {params.temperature for _, params, *_ in sampler.requests} == {0.0}
     assert found.scores["coin"].episodes == 3
-    with pytest.raises(ConfigError, match="all alike"):
+    with pytest.raises(ConfigError, match="identical"):
         run(greedy=True, n=2)
 
 
@@ -105,7 +107,7 @@ def test_what_failed_is_not_scored():
         run(Broken)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("right", "count", "low", "high"),
     [
         (8, 10, 0.4902, 0.9433),
@@ -145,7 +147,7 @@ def test_bootstrap_is_the_normal_interval_of_many_tasks():
     assert interval(rows) == (low, high)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_intervals_hold_the_mean_of_what_is_possible(rows):
     found = score(rows, k=[1])
@@ -163,7 +165,7 @@ def test_unscored_rewards_do_not_count():
     assert math.isnan(score([], k=[1]).pass_at_k[1])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"n": 0}, "n"),

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
 from rlkit import filters
 from rlkit.errors import ConfigError, DataError
+from tests.each import for_each
+from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN])
 batches = st.lists(st.lists(rewards, min_size=1, max_size=6), min_size=1, max_size=6)
 
@@ -126,7 +128,7 @@ def test_selection_of_your_own() -> None:
     assert (empty.kept, empty.keep.dtype, empty.indices.size) == (0, bool, 0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keep", "dropped", "message"),
     [
         ([0, 1], {}, "keep: got"),
@@ -151,7 +153,7 @@ def test_selection_refuses(keep: Any, dropped: Any, message: str) -> None:
         filters.Selection(keep, dropped)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "arguments", "settings", "error", "message"),
     [
         ("zero_variance", ([],), {}, DataError, "rewards"),

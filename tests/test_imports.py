@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import itertools
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -47,8 +49,14 @@ def imported(source):
                 yield f"{statement.module}.{alias.name}" if statement.module != "rlkit" else public(alias.name)
         elif isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names if alias.name.startswith("rlkit."))
-        elif isinstance(statement, ast.Attribute) and ast.unparse(statement.value) == "rlkit":
+        elif isinstance(statement, ast.Attribute) and getattr(statement.value, "id", None) == "rlkit":
             yield public(statement.attr)
+
+
+@functools.cache
+def imports_of(path):
+    """The names that a module imports, read once for all tests here."""
+    return tuple(imported(path.read_text("utf-8")))
 
 
 def public(name):
@@ -58,6 +66,7 @@ def public(name):
     return getattr(getattr(rlkit, name), "__module__", "rlkit")
 
 
+@functools.cache
 def graph():
     edges = defaultdict(dict)
     for path in sorted(ROOT.rglob("*.py")):
@@ -65,7 +74,7 @@ def graph():
         if path == ROOT / "__init__.py":
             continue  # the door, which opens on everything
         here = node(name.removesuffix(".__init__"))
-        for other in imported(path.read_text("utf-8")):
+        for other in imports_of(path):
             if (there := node(other)) not in (here, "rlkit"):
                 edges[here].setdefault(there, name)
     return edges
@@ -85,7 +94,7 @@ def test_packages_have_an_order():
 
 
 def test_floors_of_the_local_backend():
-    """Products, model, training, sampling, several processes, and what holds them: none knows one above it.
+    """Products, attention, model, cache, training, sampling, several processes: none knows one above it.
 
     Sampling stands on training, since it scores texts as training packs them.
     """
@@ -95,7 +104,22 @@ def test_floors_of_the_local_backend():
         return 1 + max((floor(x) for x in edges[room] if x in edges), default=0)
 
     floors = {room.removeprefix("rlkit.backends.local"): floor(room) for room in edges}
-    assert floors == {".gemm": 1, ".model": 2, ".cache": 3, ".training": 3, ".sampling": 4, ".distributed": 5, "": 6}
+    below = {".products": 1, ".attention": 2, ".model": 3, ".cache": 4}
+    assert floors == {**below, ".training": 5, ".sampling": 6, ".distributed": 7, "": 8}
+
+
+def test_the_local_backend_runs_without_its_extensions():
+    """What one process needs imports neither vLLM's client nor several processes, which options name.
+
+    Only the program of the other ranks joins the two.
+    """
+    found = {}
+    for path in sorted((ROOT / "backends" / "local").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        rooms = {node(other).removeprefix("rlkit.backends.") for other in imports_of(path)}
+        if not name.startswith("rlkit.backends.local.distributed") and rooms & {"vllm", "local.distributed"}:
+            found[name.removeprefix("rlkit.backends.local.")] = rooms & {"vllm", "local.distributed"}
+    assert found == {"_serve": {"local.distributed"}}
 
 
 def test_lazy_imports_count():
@@ -111,3 +135,29 @@ def f():
     return rlkit.connect
 """
     assert {node(name) for name in imported(source)} == {"rlkit.advantages", "rlkit.losses", "rlkit.backends"}
+
+
+def test_no_module_imports_the_whole():
+    """Names come from the module that defines them: ``import rlkit`` inside rlkit would wait for all of it."""
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sorted(ROOT.rglob("*.py"))
+        if re.search(r"^ *import rlkit$", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert found == []
+
+
+def test_a_private_file_is_imported_by_its_own_room():
+    """A file that begins with an underscore is private to its folder, and to the folders in it."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        for other in imports_of(path):
+            *folders, last = other.split(".")
+            parts = (
+                [*folders, last] if (ROOT.parent / "/".join([*folders, last])).with_suffix(".py").is_file() else folders
+            )
+            room = ".".join(parts[:-1])
+            if parts and parts[-1].startswith("_") and not f"{module}.".startswith(f"{room}."):
+                found.append(f"{module} imports {'.'.join(parts)}")
+    assert found == []

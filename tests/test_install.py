@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit import _install
+from rlkit import _packages
 from tests.install import first_hour, programs
 
 ROOT = Path(__file__).parents[1]
@@ -23,10 +23,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def command(monkeypatch, root, record, *extras):
     """The command where rlkit lies in ``root`` and its distribution's direct_url.json is ``record``."""
     text = record if isinstance(record, (str, type(None))) else json.dumps(record)
-    monkeypatch.setattr(_install, "ROOT", root)
+    monkeypatch.setattr(_packages, "ROOT", root)
     found = types.SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
-    monkeypatch.setattr(_install.importlib.metadata, "distribution", lambda name: found)
-    return _install.command.__wrapped__(*extras)
+    monkeypatch.setattr(_packages.importlib.metadata, "distribution", lambda name: found)
+    return _packages.command.__wrapped__(*extras)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_not_installed(monkeypatch, tmp_path):
     """Without a distribution there is the name."""
 
     def missing(name):
-        raise _install.importlib.metadata.PackageNotFoundError(name)
+        raise _packages.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(_install, "ROOT", tmp_path)
-    monkeypatch.setattr(_install.importlib.metadata, "distribution", missing)
-    assert _install.command.__wrapped__("a") == "pip install 'rlkit-lm[a]'"
+    monkeypatch.setattr(_packages, "ROOT", tmp_path)
+    monkeypatch.setattr(_packages.importlib.metadata, "distribution", missing)
+    assert _packages.command.__wrapped__("a") == "pip install 'rlkit-lm[a]'"
 
 
 SOURCES = sorted([*(ROOT / "rlkit").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
@@ -86,7 +86,7 @@ def test_no_message_names_a_distribution_that_is_nowhere():
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
-        if path.name != "_install.py"
+        if path.name != "_packages.py"
         for line, text in texts(path)
         if re.search(r"rlkit-lm\[|pip install ['\"]?rlkit", text)
     ]
@@ -94,14 +94,14 @@ def test_no_message_names_a_distribution_that_is_nowhere():
 
 
 def test_every_extra_that_is_named_exists():
-    """``_install.command("...")`` everywhere in the code names extras of pyproject.toml."""
+    """``_packages.command("...")`` everywhere in the code names extras of pyproject.toml."""
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     named = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "_install.command":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "_packages.command":
                 named |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     assert len(named) > 6
     assert named <= extras.keys()
@@ -131,7 +131,7 @@ except rlkit.ConfigError as error:
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"Plan.progress: needs rich, which is not installed: {_install.command('rollouts')}"
+    assert done.stdout.strip() == f"Plan.progress: needs rich, which is not installed: {_packages.command('rollouts')}"
 
 
 def install_lines():

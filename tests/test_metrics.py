@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import metrics
 from rlkit.errors import ConfigError, DataError
-from tests.golden import Case, assert_close, cases
+from tests.each import for_each
+from tests.golden import Case, assert_close, cases, each_case
+from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 POLICIES = [
     "chi2",
     "clip_fraction",
@@ -30,7 +32,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("case", cases("metrics"))
+@each_case(cases("metrics"))
 def test_reference_values(case: Case) -> None:
     """A metric gives what the independent reference and the peers named in ``source`` give."""
     assert_close(case.find("rlkit.metrics")(**case.inputs, **case.settings), case.expected["value"])
@@ -102,8 +104,8 @@ def test_unbiased_by_enumeration() -> None:
     assert float(q @ np.array(each)) == pytest.approx(float(-q @ np.log(q)))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("gap", [800.0, 1e6])
+@for_each("name", POLICIES)
+@for_each("gap", [800.0, 1e6])
 def test_finite_for_broken_policies(name: str, gap: float) -> None:
     """A token that one policy finds impossible gives large numbers, never infinity or NaN."""
     metric = getattr(metrics, name)
@@ -122,7 +124,7 @@ def test_forms() -> None:
     assert one == metrics.kl_v1(trainer_logprobs=[p, []], sampling_logprobs=[q, []])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("p", "q", "message"),
     [
         ([-1.0], [-1.0, -2.0], "sampling_logprobs"),
@@ -141,7 +143,7 @@ def test_forms() -> None:
         ([True], [-1.0], r"trainer_logprobs\[0\]"),
     ],
 )
-@pytest.mark.parametrize("name", POLICIES)
+@for_each("name", POLICIES)
 def test_bad_logprobs(name: str, p: Any, q: Any, message: str) -> None:
     """Logprobs have to be finite, of one shape, and some."""
     with pytest.raises(DataError, match=rf"^{message}"):
@@ -194,7 +196,7 @@ def test_pass_at_k_is_the_share_of_subsets(n: int, data: st.DataObject) -> None:
     np.testing.assert_allclose(metrics.pass_at_k([n, n], [c, n], k), [expected, 1.0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("n", "c", "k", "error", "message"),
     [
         (3, 1, 4, DataError, "n"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
+from tests.each import for_each
 from tests.without import printed
 
 HEAVY = ("torch", "transformers", "peft", "accelerate", "tinker", "reasoning_gym", "matplotlib", "rich", "pytest")
@@ -96,7 +97,7 @@ def test_unknown_attribute_is_an_attribute_error():
         _ = rlkit.nothing
 
 
-@pytest.mark.parametrize("name", modules())
+@for_each("name", modules())
 def test_public_names_exist_and_are_documented(name):
     """What a module lists in `__all__` is there, is listed once, and its functions and classes say what they are."""
     module = importlib.import_module(name)
@@ -109,7 +110,7 @@ def test_public_names_exist_and_are_documented(name):
             assert not (value.__doc__ or "").startswith(f"{public}("), f"{name}.{public} has a generated docstring"
 
 
-@pytest.mark.parametrize("name", [name for name in rlkit.__all__ if inspect.isclass(getattr(rlkit, name))])
+@for_each("name", [name for name in rlkit.__all__ if inspect.isclass(getattr(rlkit, name))])
 def test_public_methods_are_documented(name):
     """Methods and properties of what the top level offers say what they are, themselves or in what they override."""
     value = getattr(rlkit, name)

@@ -10,6 +10,7 @@ import pytest
 
 from rlkit import advantages, corrections, filters, metrics, rewards, schedules
 from rlkit.errors import ConfigError, DataError, RlkitError
+from tests.each import for_each
 
 RATIOS = {"trainer_logprobs": [-1.0, -2.0], "sampling_logprobs": [-1.5, -1.0]}
 SCORES = {"entropy": [0.5, 1.0], "logprobs": [-0.5, -1.0], "advantages": [-1.0, -1.0]}
@@ -83,7 +84,7 @@ RANGES: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any], list[Any]
 ]
 
 
-@pytest.mark.parametrize("row", RANGES, ids=[f"{row[0].__name__}-{row[2]}" for row in RANGES])
+@for_each("row", RANGES, ids=[f"{row[0].__name__}-{row[2]}" for row in RANGES])
 def test_ends(row: Any) -> None:
     """Each end is inside, or outside, as the docstring says."""
     function, given, name, allowed, refused = row

@@ -9,6 +9,7 @@ import pytest
 
 import rlkit
 from rlkit import ConfigError, Registry, UnknownNameError, errors
+from tests.each import for_each
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_table(registry):
     assert ("one", "The first.") in registry.table()
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@for_each("name", errors.__all__)
 def test_errors(name):
     """Every error is picklable, documented, and derives from RlkitError and a built-in of its kind."""
     cls = getattr(rlkit, name)

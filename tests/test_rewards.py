@@ -7,20 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import rewards
 from rlkit.errors import ConfigError, DataError
-from tests.golden import Case, assert_close, cases
+from tests.each import for_each
+from tests.golden import Case, assert_close, cases, each_case
+from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 numbers = st.floats(-10, 10)
 ragged = st.lists(st.lists(numbers, min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("case", cases("rewards"))
+@each_case(cases("rewards"))
 def test_reference_values(case: Case) -> None:
     """A shaping term gives what the independent reference gives."""
     assert_close(case.find("rlkit.rewards")(**case.inputs, **case.settings), case.expected["value"])
@@ -181,7 +183,7 @@ def test_think_format() -> None:
     assert rewards.think_format(["[a]b"], tags=("[", "]")).tolist() == [1.0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "arguments", "settings", "error", "message"),
     [
         ("reduction", ([1.0, INF],), {}, DataError, r"rewards\[1\]"),

@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import schedules
 from rlkit.errors import ConfigError
-from tests.golden import Case, assert_close, cases
+from tests.each import for_each
+from tests.golden import Case, assert_close, cases, each_case
+from tests.properties import examples
 
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 counts, levels = st.integers(0, 40), st.floats(0, 1)
 
 
-@pytest.mark.parametrize("case", cases("losses_supervised", "chord_schedule"))
+@each_case(cases("losses_supervised", "chord_schedule"))
 def test_reference_values(case: Case) -> None:
     """chord_schedule gives what the independent reference and Trinity give."""
     assert_close(case.find("rlkit.schedules")(**case.inputs, **case.settings), case.expected["value"])
@@ -93,7 +95,7 @@ def test_piecewise_of_arrays() -> None:
     assert schedules.piecewise(1, boundaries=range(1, 3), values=(1, 2, 3)) == 2.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "arguments", "settings", "message"),
     [
         ("constant", (-1,), {"value": 1.0}, "step"),

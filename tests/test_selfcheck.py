@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 from rlkit import _selfcheck  # noqa: E402
 from rlkit._selfcheck import numbers  # noqa: E402
 from rlkit._selfcheck.report import processor, scrubbed  # noqa: E402
-from rlkit.backends.local.model import untried  # noqa: E402
+from rlkit.backends.local.model import probe  # noqa: E402
 from rlkit.cli import main  # noqa: E402
 
 
@@ -27,8 +27,8 @@ def test_a_cpu_passes(tmp_path, capsys, monkeypatch):
     out = tmp_path / "report.json"
     assert main(["doctor", "--device", "cpu", "--out", str(out)]) == 0
     told = capsys.readouterr()
-    assert told.out.count("\n  ok ") == 6 * len(numbers.comparisons())  # three architectures in two dtypes
-    for comparison in numbers.comparisons():
+    assert told.out.count("\n  ok ") == 6 * len(numbers.COMPARISONS)  # three architectures in two dtypes
+    for comparison in numbers.COMPARISONS:
         assert comparison.otherwise in told.out
     assert "all numbers are right" in told.out
     report = json.loads(out.read_text("utf-8"))
@@ -50,13 +50,16 @@ def test_wrong_numbers_are_told(tmp_path, capsys, monkeypatch):
     def raises(*_):
         raise OSError(f"{tmp_path} does not compute")
 
-    found = {"right": lambda *_: (0.5, 1.0), "wrong": lambda *_: (2.0, 1.0), "broken": raises}
-    comparisons = [numbers.Comparison(title, f"{title} matters", check) for title, check in found.items()]
-    monkeypatch.setattr(numbers, "comparisons", lambda: comparisons)
-    monkeypatch.setattr(_selfcheck.models, "KINDS", {"Qwen3": ("qwen3", {})})
+    found, bounds = (
+        {"right": lambda _: 0.5, "wrong": lambda _: 2.0, "broken": raises},
+        {"float32": 1.0, "bfloat16": 1.0},
+    )
+    comparisons = [numbers.Comparison(title, f"{title} matters", of, bounds) for title, of in found.items()]
+    monkeypatch.setattr(numbers, "COMPARISONS", comparisons)
+    monkeypatch.setattr(_selfcheck, "KINDS", {"Qwen3": ("qwen3", {})})
     for name in ("roofline", "measured"):
         monkeypatch.setattr(_selfcheck.speed, name, raises)
-    monkeypatch.setattr(_selfcheck.launches, "of_a_layer", lambda *_: {})
+    monkeypatch.setattr(_selfcheck, "of_a_layer", lambda *_: {})
     assert main(["doctor", "--device", "cpu"]) == 1
     told = capsys.readouterr().out
     for line in (
@@ -68,17 +71,18 @@ def test_wrong_numbers_are_told(tmp_path, capsys, monkeypatch):
     ):
         assert line in told
     assert main(["doctor", "--device", "cpu", "--minutes", "0"]) == 1
-    assert "  -      Qwen3, float32: left out" in capsys.readouterr().out
+    assert "  -      Qwen3, float32: skipped" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_difference_is_found(tmp_path, monkeypatch):
     """The check of logprobs, with a trainer that is off by a thousandth."""
-    model = _selfcheck.models.build("tiny", tmp_path / "model")
+    model = numbers.build("tiny", tmp_path / "model")
     right = numbers._plain_logprobs
     monkeypatch.setattr(numbers, "_plain_logprobs", lambda *arguments: right(*arguments) + 0.001)
-    value, bound = numbers.comparisons()[0].check(model, tmp_path, "cpu", "float32")
-    assert bound < value == pytest.approx(0.001, rel=0.01)
+    comparison = numbers.COMPARISONS[0]
+    value = comparison.distance(numbers.Setup(model, tmp_path, "cpu", "float32"))
+    assert comparison.bounds["float32"] < value == pytest.approx(0.001, rel=0.01)
 
 
 def test_the_processor_has_a_name(tmp_path):
@@ -94,7 +98,7 @@ def test_options_of_the_self_check(capsys):
     assert main(["doctor", "--device", "cpu", "--shape", "9B"]) == 2
     assert "one of tiny, 0.6B, 7B" in capsys.readouterr().err
     assert main(["doctor", "--out", "x.json"]) == 2
-    assert "give --device" in capsys.readouterr().err
+    assert "requires --device" in capsys.readouterr().err
     assert main(["doctor", "--device", "tpu9"]) == 2
 
 
@@ -109,16 +113,16 @@ def test_a_device_that_was_not_checked_is_told_once(tmp_path, monkeypatch):
     """By ``connect``, with the command; never after the check has passed, and never for a CPU."""
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))
     device = torch.device("mps", 0)
-    monkeypatch.setattr(untried, "_warned", set())
+    monkeypatch.setattr(probe, "_warned", set())
     with pytest.warns(UserWarning, match="rlkit doctor --device mps:0"):
-        untried.warn_untried(device)
+        probe.warn_untried(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        untried.warn_untried(device)
-        untried.note_tried(device)
-        monkeypatch.setattr(untried, "_warned", set())
-        untried.warn_untried(device)
-        untried.warn_untried(torch.device("cpu"))
+        probe.warn_untried(device)
+        probe.note_tried(device)
+        monkeypatch.setattr(probe, "_warned", set())
+        probe.warn_untried(device)
+        probe.warn_untried(torch.device("cpu"))
 
 
 def test_texts_are_scrubbed():

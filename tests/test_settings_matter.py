@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pytest
 
 import rlkit.advantages as adv
 from rlkit import corrections, filters, metrics, rewards, schedules
+from tests.each import for_each
 from tests.losses.calls import NAMES, call, example
 
 DATA = ("trainer_logprobs", "sampling_logprobs", "reference_logprobs", "teacher_logprobs", "entropy", "logprobs")
@@ -391,7 +391,7 @@ def _check(base: np.ndarray, changed: Mapping[str, np.ndarray]) -> None:
         assert not same, f"changing {b} gives what changing {a} gives"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_settings_of_losses(name: str) -> None:
     """Value and gradient of a loss on made-up data, some way off-policy."""
     signature = inspect.signature(__import__("rlkit.losses", fromlist=["registry"]).registry[name])
@@ -405,7 +405,7 @@ def test_settings_of_losses(name: str) -> None:
     _check(result(), {key: result(**{key: LOSS_OTHERS.get(name, {}).get(key, LOSS_OTHER[key])}) for key in keys})
 
 
-@pytest.mark.parametrize("name", sorted(MATTER))
+@for_each("name", sorted(MATTER))
 def test_settings_of_functions(name: str) -> None:
     """Estimators, corrections, metrics, filters, rewards and schedules."""
     function, given, others = MATTER[name]

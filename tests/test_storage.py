@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import rlkit
@@ -17,6 +17,7 @@ from rlkit import CheckpointError, ConfigError, DataError, Sample, SamplingParam
 from rlkit.rollouts import Replay, rollout
 from rlkit.storage import TornLine, append, from_record, read, to_record
 from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
+from tests.properties import examples
 from tests.rollouts.parts import Counted, RandomSampler
 from tests.test_trajectory import trajectories
 
@@ -64,7 +65,7 @@ def equal(one, two):
     return True
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.lists(trajectories(), max_size=3), st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(tmp_path_factory, members, text):
     """Tokens, float32 logprobs and float64 rewards, and any text."""
@@ -164,9 +165,9 @@ def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path):
     whole = path.read_bytes()
     for cut in [1, 2, 50, len(whole) // 2, len(whole) - 2]:
         path.write_bytes(whole + whole[:cut])
-        with pytest.warns(TornLine, match=r"a\.jsonl:2: the line is not whole"):
+        with pytest.warns(TornLine, match=r"a\.jsonl:2: the line is incomplete"):
             assert len(list(read(path))) == 1
-        with pytest.raises(DataError, match="not whole"):
+        with pytest.raises(DataError, match="incomplete"):
             list(read(path, strict=True))
         append(path, [odd(), odd()])
         with pytest.warns(TornLine, match=":2:"):

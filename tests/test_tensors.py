@@ -11,6 +11,7 @@ from rlkit.backends.toy import ByteTokenizer
 from rlkit.critics import gae_datums
 from rlkit.errors import DataError
 from rlkit.trajectory import Trajectory, Turn
+from tests.each import for_each
 
 torch = pytest.importorskip("torch")
 
@@ -54,8 +55,8 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("use", USES)
+@for_each("dtype", DTYPES, ids=str)
+@for_each("use", USES)
 def test_tensors_are_arrays(use, dtype):
     """The same numbers as from an array of float64."""
     expected = USES[use](np.array(VALUES))
@@ -63,7 +64,7 @@ def test_tensors_are_arrays(use, dtype):
         np.testing.assert_array_equal(USES[use](given), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES, ids=str)
 def test_one_number_is_a_number(dtype):
     """A reward model's score of one text, numpy's scalars alike; more than one is none."""
     score = torch.tensor(0.5).to(dtype)

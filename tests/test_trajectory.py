@@ -7,14 +7,16 @@ import pickle
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit import DataError, Sample
 from rlkit.advantages import token_weights
 from rlkit.trajectory import Failure, Group, Trajectory, Turn, datums
-from rlkit.trajectory.turns import token_rewards, turn_states
+from rlkit.trajectory.types import token_rewards, turn_states
+from tests.each import for_each
+from tests.properties import examples
 
 VOCABULARY = 259  # the toy's
 
@@ -52,7 +54,7 @@ def spans(trajectory, data):
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(trajectories(), st.integers(0, 2**32 - 1))
 def test_every_sampled_token_is_trained_once_and_no_other(trajectory, seed):
     """Trained ids, logprobs and advantages are the sampled ones, in order; everything else is masked and 0."""
@@ -76,7 +78,7 @@ def test_every_sampled_token_is_trained_once_and_no_other(trajectory, seed):
     assert all((mark == datum.mask).all() for mark, datum in zip(marked, data, strict=True))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(trajectories(split=False))
 def test_turns_that_extend_each_other_share_one_datum(trajectory):
     """It is as long as the last prompt and action that has tokens: the cost is linear."""
@@ -103,7 +105,7 @@ def gradient(policy, data, loss, **config):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(trajectories(), st.integers(0, 2**32 - 1))
 def test_merging_does_not_change_the_gradient_of_losses_per_token(toy, trajectory, seed):
     """One datum for many turns gives the gradient of one datum per turn, for ppo with weights and a KL term too."""
@@ -139,7 +141,7 @@ def oracle_gradient(policy, trajectory, advantages):
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(trajectories(max_turns=4), st.integers(0, 2**32 - 1))
 def test_the_gradient_is_that_of_the_sampled_actions(toy, trajectory, seed):
     """By an oracle that never sees a datum, and exactly 0 where all advantages are."""
@@ -173,7 +175,7 @@ def test_forms_of_advantages():
     assert "advantages" not in datum.inputs
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("advantages", "message"),
     [
         ([1.0, 2.0, 3.0], r"datums\(advantages\): has shape \(3,\).*2\] \(one per turn\).*per_turn"),
@@ -203,7 +205,7 @@ def test_a_split_has_to_be_allowed():
         datums(rewritten, 1.0, split="yes")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "kwargs",
     [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 1}, {"min_p": 0.5}, {"frequency_penalty": 1.0}],
 )
@@ -226,7 +228,7 @@ def test_truncation_corrected_for():
     assert data[1].inputs["sampling_logprobs"].tolist() == [0, 0, 0, 0, -1.0, -1.5]
 
 
-@pytest.mark.parametrize("name", ["tokens", "mask", "temperature", "truncated", "inputs"])
+@for_each("name", ["tokens", "mask", "temperature", "truncated", "inputs"])
 def test_what_is_the_trajectorys_own(name):
     with pytest.raises(DataError, match=name):
         datums(two_turns(), 1.0, **{name: 1})
@@ -242,9 +244,7 @@ def test_weights_of_a_batch_count_trajectories():
     assert np.allclose(sums, [0.5, 0.5, 0])
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"), [("sum", 0.75), ("mean", 0.375), ("max", 0.5), ("min", 0.25), ("last", 0.5)]
-)
+@for_each(("reduction", "expected"), [("sum", 0.75), ("mean", 0.375), ("max", 0.5), ("min", 0.25), ("last", 0.5)])
 def test_rewards_are_reduced(reduction, expected):
     turns = two_turns().turns
     assert Trajectory(turns, reduction=reduction).reward == expected
@@ -259,9 +259,7 @@ def test_rewards_are_reduced(reduction, expected):
     assert np.isnan(Trajectory(unscored, reduction=reduction).reward)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"), [("sum", 1.3), ("mean", 0.65), ("max", 1.0), ("min", 0.3), ("last", 1.0)]
-)
+@for_each(("reduction", "expected"), [("sum", 1.3), ("mean", 0.65), ("max", 1.0), ("min", 0.3), ("last", 1.0)])
 def test_rewards_are_reduced_one_by_one(reduction, expected):
     """Look (no reward), peek (.3) and open (1) in two turns: what got none counts for nothing, and calls, not turns."""
     first, second = (turn.sample for turn in two_turns().turns)
@@ -286,7 +284,7 @@ def test_versions_and_starts_of_a_group():
     assert not Group([new, Trajectory([Turn(Sample([6], [6], [-1.0]))])]).same_start
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "message"),
     [
         (lambda: Turn([1]), r"Turn\.sample"),
@@ -354,7 +352,7 @@ def test_a_trajectory_s_fields():
     with pytest.raises(TypeError):
         trajectory.tags["split"] = "train"
     assert trajectory.version == 0
-    with pytest.raises(rlkit.RlkitError):
+    with pytest.raises(TypeError, match="positional"):
         Trajectory([], True)
     for wrong in ({"tags": {1: "x"}}, {"tags": {"x": None}}, {"metrics": {"x": np.nan}}, {"metrics": [1.0]}):
         with pytest.raises(DataError, match=f"^Trajectory.{next(iter(wrong))}"):

@@ -15,6 +15,7 @@ import rlkit
 from rlkit import ConfigError, DataError, Sample
 from rlkit.trajectory import Group, Trajectory, Turn
 from rlkit.uploads import OpenRewardUpload
+from tests.each import for_each
 
 KEY = "canary-7f3a"
 
@@ -174,7 +175,7 @@ def test_the_key_is_nowhere(server, caplog):
     assert KEY not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ({"run": ""}, "run"),

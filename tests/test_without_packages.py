@@ -127,6 +127,36 @@ with Gateway(rlkit.connect("toy", seed=0).sampler().result()) as gateway, gatewa
         assert re.match(rf"Gateway.{name} needs starlette, .*: pip install .*gateway\]", line), line
 
 
+def test_a_server_needs_its_extra():
+    """Each package of it is named before a model is loaded."""
+    program = """
+import rlkit
+from rlkit.server import serve
+try:
+    serve("toy")
+except rlkit.ConfigError as error:
+    print(error)
+"""
+    for package in ("uvicorn", "tinker"):
+        assert re.match(rf"serve needs {package}: pip install .*serve\]", printed([package], program))
+
+
+def test_fake_tinker_needs_no_listener():
+    """It answers in this process, without what `rlkit serve` listens with."""
+    pytest.importorskip("tinker")
+    program = """
+import rlkit.testing
+with rlkit.testing.FakeTinker() as fake:
+    policy = rlkit.connect("tinker", model="toy", base_url=fake.base_url, api_key=fake.api_key)
+    sample, = policy.sampler().result().sample([72, 105], rlkit.SamplingParams(max_tokens=4)).result()
+    policy.forward_backward([sample.datum(1.0)], "ppo")
+    policy.optim_step(rlkit.Adam()).result()
+    policy.close()
+    print(fake.count("optim_step"))
+"""
+    assert printed(["starlette", "uvicorn", "h11"], program) == "1\n"
+
+
 def test_a_foreign_error_is_not_taken_for_a_missing_package(monkeypatch):
     """A backend of a package whose own import fails raises that import's error."""
     monkeypatch.setitem(rlkit.backends.registry, "theirs", "nothing_of_that_name:Backend")

@@ -1,8 +1,8 @@
-"""A loss of one's own by the plain Tinker SDK: direct preference optimisation of one answer over another.
+"""A custom loss with the plain Tinker SDK: direct preference optimisation of one answer over another.
 
 TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/plain_sdk/custom_loss.py MODEL
 
-With a key of the hosted service and no address it runs there.
+With a key of the hosted service and no address, it runs there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BETA = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Trains; by how much the chosen answer is preferred before each step."""
+    """Train; return the margin of the chosen answer before each step."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="a base model of the server")
     parser.add_argument("--steps", type=int, default=8)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(tokens.size - 1, np.float32)}
         data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1].tolist()), inputs))
 
-    outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs  # the reference is where it starts
+    outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs  # the reference is the initial policy
     chosen, rejected = (float(x["logprobs"].to_numpy()[starts:].sum()) for x in outputs)
     reference = chosen - rejected
 

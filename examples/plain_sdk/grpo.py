@@ -1,8 +1,8 @@
-"""GRPO by the plain Tinker SDK: groups of samples, rewards less their group's mean, importance sampling.
+"""GRPO with the plain Tinker SDK: groups of samples, rewards minus their group's mean, importance sampling.
 
 TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/plain_sdk/grpo.py MODEL
 
-With a key of the hosted service and no address it runs there.
+With a key of the hosted service and no address, it runs there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PROMPTS = ("Call ", "Dial ", "Count: ")
 
 
 def reward(text: str) -> float:
-    """The share of letters."""
+    """Return the share of letters."""
     return sum(c.isalpha() for c in text) / max(1, len(text))
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Trains; the mean reward before each step."""
+    """Train; return the mean reward before each step."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="a base model of the server")
     parser.add_argument("--steps", type=int, default=12)

@@ -1,8 +1,8 @@
-"""Saves a run in its middle and goes on from there with another client, by the plain Tinker SDK.
+"""Save a run halfway and resume it with another client, with the plain Tinker SDK.
 
 TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/plain_sdk/resume.py MODEL
 
-With a key of the hosted service and no address it runs there.
+With a key of the hosted service and no address, it runs there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinker import types
 
 
 def train(training: Any, steps: int, learning_rate: float) -> list[float]:
-    """Some steps on one line; the loss before each."""
+    """Train some steps on one line; return the loss before each."""
     tokens = np.array(training.get_tokenizer().encode("To be continued", add_special_tokens=False))
     inputs = {"target_tokens": tokens[1:], "weights": np.ones(tokens.size - 1, np.float32)}
     data = [types.Datum(types.ModelInput.from_ints(tokens[:-1].tolist()), inputs)]
@@ -30,7 +30,7 @@ def train(training: Any, steps: int, learning_rate: float) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[list[float], list[float]]:
-    """Trains twice, once with an interruption; the losses of both."""
+    """Train twice, once with an interruption; return the losses of both."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="a base model of the server")
     parser.add_argument("--steps", type=int, default=4, help="before and after the interruption")

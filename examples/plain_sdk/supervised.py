@@ -1,8 +1,8 @@
-"""Teaches a model one line, by the plain Tinker SDK: cross entropy, and a sample before and after.
+"""Teach a model one line, with the plain Tinker SDK: cross entropy, and a sample before and after.
 
 TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/plain_sdk/supervised.py MODEL
 
-With a key of the hosted service and no address it runs there.
+With a key of the hosted service and no address, it runs there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROMPT, LINE = "The cat sat", " on the mat."
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[list[float], str]:
-    """Trains; the loss before each step, and what the model says after them."""
+    """Train; return the loss before each step, and a sample after the last."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="a base model of the server")
     parser.add_argument("--steps", type=int, default=15)
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[list[float], str]:
     prompt, line = (tokenizer.encode(text, add_special_tokens=False) for text in (PROMPT, LINE))
     tokens = np.array([*prompt, *line])
     weights = np.zeros(tokens.size - 1, np.float32)
-    weights[len(prompt) - 1 :] = 1.0  # position i predicts token i + 1: the line alone is learned
+    weights[len(prompt) - 1 :] = 1.0  # position i predicts token i + 1: only the line is learned
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
         loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},

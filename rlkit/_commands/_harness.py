@@ -1,10 +1,10 @@
-"""``rlkit eval --harness``: a harness that others wrote, on a policy that is served to it."""
+"""``rlkit eval --harness``: run a third-party evaluation harness on a served policy."""
 
 from __future__ import annotations
 
 import argparse
 
-from rlkit._commands import _policy
+from rlkit._commands import _shared
 
 __all__ = ["add_options", "refuse", "run"]
 
@@ -23,23 +23,23 @@ _OF_EVAL = (
     "modules",
 )
 _OURS = ("named", "harness_arg", "python", "deadline")
-_FOLDER = "rlkit-evals"  # of what is no run's
+_FOLDER = "rlkit-evals"  # the folder for policies that are not a run's
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit eval --harness``."""
-    group = parser.add_argument_group("benchmarks of others")
-    group.add_argument("--harness", metavar="NAME", help="lm-eval or inspect, which runs as it is")
-    group.add_argument("--tasks", dest="named", metavar="A,B", help="as the harness names them")
-    text = "an option of the harness's own command line, such as limit=50; true gives the option alone"
+    group = parser.add_argument_group("external benchmarks")
+    group.add_argument("--harness", metavar="NAME", help="the harness to run, unmodified: lm-eval or inspect")
+    group.add_argument("--tasks", dest="named", metavar="A,B", help="the harness's names of the tasks")
+    text = "an option of the harness's command line, such as limit=50; true passes the option without a value"
     group.add_argument("--harness-arg", metavar="KEY=VALUE", action="append", default=[], help=text)
     text = "the interpreter of the environment that has the harness (default: this one)"
     group.add_argument("--python", metavar="PATH", help=text)
-    group.add_argument("--deadline", type=float, metavar="SECONDS", help="for all of it (default: a day)")
+    group.add_argument("--deadline", type=float, metavar="SECONDS", help="limit for the evaluation (default: a day)")
     parser.set_defaults(defaults={name: parser.get_default(name) for name in (*_OF_EVAL, *_OURS)})
 
 
-def refuse(options: argparse.Namespace, names: tuple[str, ...] = _OURS, why: str = "is of --harness NAME") -> None:
+def refuse(options: argparse.Namespace, names: tuple[str, ...] = _OURS, why: str = "requires --harness NAME") -> None:
     """Raise ConfigError for options that have no meaning here."""
     from rlkit.errors import ConfigError
 
@@ -54,24 +54,24 @@ def run(options: argparse.Namespace) -> int:
     """Run the harness, put its scores into the run, and print a line for each."""
     from rlkit.errors import ConfigError
 
-    refuse(options, _OF_EVAL, f"is not of --harness {options.harness}; give what it takes by --harness-arg KEY=VALUE")
+    refuse(options, _OF_EVAL, f"does not apply to --harness {options.harness}; use --harness-arg KEY=VALUE")
     if options.tasks:
-        raise ConfigError("TASKS", f"are {' '.join(options.tasks)}", "--tasks A,B", "the harness names its own")
+        raise ConfigError("TASKS", f"are {' '.join(options.tasks)}", "--tasks A,B", "with --harness")
     tasks = [name for name in (options.named or "").split(",") if name]
     if not tasks:
-        raise ConfigError("--tasks", "is missing", "A,B", "what the harness is to play")
+        raise ConfigError("--tasks", "is missing", "A,B", "the tasks to evaluate")
     arguments = [_split(text) for text in options.harness_arg]
-    _policy.check("POLICY", options.policy, options.backend, options.tokenizer)
+    _shared.check("POLICY", options.policy, options.backend, options.tokenizer)
     from rlkit import harnesses  # what follows takes seconds
     from rlkit.runs.record import newest
     from rlkit.tracking import Jsonl
 
     harnesses.installed(options.harness, options.python)  # before a model is loaded
     step, policy, folder = 0, options.policy, options.out or _FOLDER
-    if _policy.is_run(policy):
+    if _shared.is_run(policy):
         record = newest(policy, role=options.role, step=options.step)
         step, policy, folder = record.step, record.policy(options.role), options.out or policy
-    with _policy.asked_for(options, policy) as sampler:
+    with _shared.asked_for(options, policy) as sampler:
         result = harnesses.evaluate(
             options.harness,
             sampler,

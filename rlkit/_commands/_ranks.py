@@ -1,4 +1,4 @@
-"""Two processes add up an array with torch.distributed, as those of a training on several do: does it work here?
+"""Check that two processes can sum an array with torch.distributed, as training on several processes does.
 
 ``python -m rlkit._commands._ranks RANK PORT BACKEND`` is one of them.
 """
@@ -22,11 +22,11 @@ SIZE, NUMBERS, ROUNDS = 2, 8 * 2**20, 3  # processes, float32 numbers, and how o
 
 @attrs.frozen
 class AddedUp:
-    """What came out.
+    """The result of the sum.
 
     Attributes:
         ready: seconds until both had imported torch and found one another.
-        seconds: one sum of ``nbytes`` took.
+        seconds: that one sum of ``nbytes`` took.
         nbytes: of the array.
     """
 
@@ -36,37 +36,37 @@ class AddedUp:
 
 
 def add_up(backend: str, *, deadline: float = 120.0) -> AddedUp:
-    """Start two processes and have them add up an array.
+    """Start two processes and make them sum an array.
 
     Args:
         backend: "gloo", on CPUs, or "nccl", on the first two GPUs.
         deadline: seconds for all of it.
 
     Raises:
-        RuntimeError: one of them failed, or the sum is wrong; with the end of what it wrote.
+        RuntimeError: one of them failed, or the sum is wrong; the message has the end of its output.
         TimeoutError: not in time.
     """
     began = time.monotonic()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109  # "" in a notebook
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    processes = [
-        subprocess.Popen(  # noqa: S603  # this interpreter, this file
-            [sys.executable, "-P", "-m", __name__, str(rank), str(port), backend],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # torch would listen on every address
+        port, file = listening.getsockname()[1], listening.fileno()
+        processes = [
+            subprocess.Popen(  # noqa: S603  # this interpreter, this file
+                [sys.executable, "-P", "-m", __name__, str(rank), str(port), str(file), backend],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+                pass_fds=[file] if rank == 0 else [],
+            )
+            for rank in range(SIZE)
+        ]
     try:
         said = [process.communicate(timeout=max(0.1, began + deadline - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"two processes did not add up an array within {deadline:g} s") from error
+        raise TimeoutError(f"two processes did not sum an array within {deadline:g} s") from error
     finally:
         for process in processes:
             with process:  # which closes its pipes and waits
@@ -80,13 +80,14 @@ def add_up(backend: str, *, deadline: float = 120.0) -> AddedUp:
     return AddedUp(time.monotonic() - began - ROUNDS * told["seconds"], told["seconds"])
 
 
-def main(rank: int, port: int, backend: str) -> None:
-    """Add up with the other process; say how long it took."""
+def main(rank: int, port: int, file: int, backend: str) -> None:
+    """Sum an array with the other process; print how long it took."""
     import torch
     import torch.distributed as dist
 
     wait = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0, timeout=wait)
+    own = {"is_master": True, "master_listen_fd": file} if rank == 0 else {}
+    store = dist.TCPStore("127.0.0.1", port, SIZE, timeout=wait, **own)
     dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=wait)
     place = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     seconds, right = float("inf"), True
@@ -102,4 +103,4 @@ def main(rank: int, port: int, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,4 +1,4 @@
-"""What of docs/how-to/scale.md works on this machine: really tried, each part in seconds."""
+"""Try what docs/how-to/scale.md describes on this machine, each part in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from rlkit import _install
+from rlkit import _packages
 from rlkit.errors import ConfigError
 
 __all__ = ["check_servers", "report"]
@@ -27,14 +27,14 @@ _START, _ANSWER = 120.0, 10.0  # seconds for Ray, and for a server
 
 
 def check_servers(urls: Sequence[str]) -> None:
-    """Raise ConfigError where an address is none."""
+    """Raise ConfigError where an address is not valid."""
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("--server", f"is {url!r}", "a URL", "http://HOST:PORT")
 
 
 def report(servers: Sequence[str] = ()) -> Iterator[tuple[str, str, bool]]:
-    """Yield what was tried, what came of it, and whether that is what was to be; what is not there was not tried."""
+    """Yield each attempt, its result, and whether it is as expected; a part that is not installed is not tried."""
     for title, trial in (("processes", _processes), ("vllm", _vllm), ("Ray", _ray)):
         yield (title, *_tried(trial))
     for url in servers:
@@ -55,7 +55,7 @@ def _processes() -> str:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return "this torch was built without torch.distributed: one process"
+        return "this torch was built without torch.distributed: only one process is possible"
     from rlkit._commands._ranks import add_up
 
     said = []
@@ -64,7 +64,7 @@ def _processes() -> str:
         if there:
             found = add_up(backend)
             rate = f"{found.nbytes / 1e6:.0f} MB in {found.seconds:.3f} s"
-            said.append(f"{backend}: two added up {rate}, after a start of {found.ready:.1f} s")
+            said.append(f"{backend}: two processes summed {rate}, after a start of {found.ready:.1f} s")
     said.append(f"{gpus} GPUs" if gpus != 1 else "1 GPU")
     return "; ".join(said)
 
@@ -72,7 +72,7 @@ def _processes() -> str:
 def _vllm() -> str:
     python = os.environ.get("RLKIT_VLLM_PYTHON")
     if not python:
-        return "RLKIT_VLLM_PYTHON names no interpreter that has it; python -m venv vllm && vllm/bin/pip install vllm"
+        return "RLKIT_VLLM_PYTHON names no Python with vLLM; run: python -m venv vllm && vllm/bin/pip install vllm"
     command = [python, "-I", "-c", _VERSION]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603  # the user's
     if not done.stdout.strip():
@@ -82,7 +82,7 @@ def _vllm() -> str:
 
 def _ray() -> str:
     if importlib.util.find_spec("ray") is None:
-        return f"missing: {_install.command('ray')}"
+        return f"missing: {_packages.command('ray')}"
     from rlkit import _ray_cluster
 
     began = time.monotonic()
@@ -93,7 +93,7 @@ def _ray() -> str:
     finally:
         ray.shutdown()
     if pid == os.getpid():
-        raise RuntimeError("a worker is no process of its own")
+        raise RuntimeError("a worker does not run in a separate process")
     room = f"{has.get('CPU', 0):g} CPUs, {has.get('memory', 0) / 2**30:.1f} GiB"
     return f"{importlib.metadata.version('ray')}: a worker answered after {time.monotonic() - began:.1f} s; {room}"
 
@@ -101,16 +101,16 @@ def _ray() -> str:
 def _server(url: str) -> str:
     status, body = _get(f"{url.rstrip('/')}/v1/models")
     if status in (401, 403):
-        return f"{url} answers, and wants a key"
+        return f"{url} answers and requires a key"
     with suppress(ValueError, TypeError, KeyError):
         return f"{url} serves {', '.join(str(model['id']) for model in json.loads(body)['data'])}"
     if _get(f"{url.rstrip('/')}/api/v1/healthz")[0] == 200:
         return f"{url} speaks the Tinker API"
-    raise RuntimeError(f"{url} answers, and is neither vLLM, nor a gateway, nor a server of the Tinker API")
+    raise RuntimeError(f"{url} answers, but is not vLLM, a gateway or a server of the Tinker API")
 
 
 def _get(url: str) -> tuple[int, bytes]:
-    """Return status and body of an answer."""
+    """Return the status and the body of a response."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER) as answer:  # noqa: S310  # the user's address
             return answer.status, answer.read(1_000_000)

@@ -1,8 +1,8 @@
-"""Say what is installed, which device there is, and whether a Tinker key works.
+"""Say what is installed, which device is available, and whether a Tinker key works.
 
 With --device the local backend checks itself there: its numbers against transformers and peft, its speed, its memory
-and the parts of the device's limits, in at most ten minutes. The report names no host and no folder and may be sent in.
-With --scale it tries what goes beyond one process: two that train together, vLLM, Ray, servers.
+and the share of the device's limits that it reaches, in at most ten minutes. The report names no host and no folder and
+may be sent in. With --scale it tries what goes beyond one process: two that train together, vLLM, Ray, servers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlkit._lazy import missing
+from rlkit._packages import missing
 from rlkit.errors import ConfigError
 
 __all__ = ["add_options", "run"]
@@ -40,33 +40,33 @@ EXTRAS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit doctor``."""
-    parser.add_argument("--offline", action="store_true", help="asks no service")
-    parser.add_argument("--deadline", type=float, default=20.0, help="seconds that the service may take (default: 20)")
-    parser.add_argument("--device", help="checks the local backend there: cpu, cuda, cuda:1, mps")
-    parser.add_argument("--out", metavar="FILE", help="writes the self-check's report there, as JSON")
-    parser.add_argument("--shape", help="of the model whose speed is measured: tiny, 0.6B, 7B (default: by device)")
-    parser.add_argument("--scale", action="store_true", help="tries what goes beyond one process, in half a minute")
-    parser.add_argument("--server", metavar="URL", action="append", default=[], help="with --scale: one to be asked")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of the self-check (default: 10)")
+    parser.add_argument("--offline", action="store_true", help="do not contact a service")
+    parser.add_argument("--deadline", type=float, default=20.0, help="time limit of the service's answer (default: 20)")
+    parser.add_argument("--device", help="check the local backend on a device: cpu, cuda, cuda:1, mps")
+    parser.add_argument("--out", metavar="FILE", help="write the self-check's report to a file, as JSON")
+    parser.add_argument("--shape", help="model size to measure the speed of: tiny, 0.6B, 7B (default: by device)")
+    parser.add_argument("--scale", action="store_true", help="check several processes, vLLM and Ray, in half a minute")
+    parser.add_argument("--server", metavar="URL", action="append", default=[], help="a server for --scale to check")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit of the self-check (default: 10)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a key or what --scale tries does not work, or a device computes something wrong, else 0."""
-    import rlkit
+    """Return 1 where a key or what --scale tries does not work, or a device computes something wrong, else 0."""
+    from rlkit._packages import VERSION
 
     if options.device is not None:
         return _check_device(options)
     for name in ("out", "shape"):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} is of the self-check: give --device")
+            raise ConfigError(f"--{name} requires --device")
     if options.server and not options.scale:
-        raise ConfigError("--server is of --scale: give that, too")
+        raise ConfigError("--server requires --scale")
     if options.scale:
         from rlkit._commands._scale import check_servers
 
         check_servers(options.server)
 
-    print(f"rlkit {rlkit.__version__}, Python {platform.python_version()} ({sys.executable})")
+    print(f"rlkit {VERSION}, Python {platform.python_version()} ({sys.executable})")
     for extra, packages in EXTRAS.items():
         print(f"{extra:13}", "  ".join(f"{name} {_version(name)}" for name in packages))
     print(f"{'device':13}", _device())
@@ -80,7 +80,7 @@ def _asked(options: argparse.Namespace) -> int:
         print(f"{'Tinker':13} no key in TINKER_API_KEY")
         return 0
     if options.offline:
-        print(f"{'Tinker':13} a key or an address is set; not asked")
+        print(f"{'Tinker':13} a key or an address is set; not contacted")
         return 0
     return _tinker(options.deadline)
 
@@ -99,6 +99,10 @@ def _check_device(options: argparse.Namespace) -> int:
     for package in (*EXTRAS["torch"], *EXTRAS["local"]):
         if importlib.util.find_spec(package) is None:
             raise missing("rlkit doctor --device", package, "local")
+    from rlkit.backends.early import device_of
+
+    device_of(options.device)  # transformers, which the check imports, takes seconds
+
     from rlkit._selfcheck import self_check
 
     out = Path(options.out) if options.out is not None else None

@@ -3,7 +3,7 @@
 rlkit eval RUN chain_sum                                  the newest checkpoint of a run, on a reasoning-gym task
 rlkit eval smollm2-135m-instruct chain_sum leg_counting   an untrained model, on two of them
 rlkit eval policies/step-00000200-... questions.jsonl     a saved path, on rows with "prompt" and "answer"
-rlkit eval RUN digits --import my_tasks                   an environment of your own, as `rlkit train` knows it
+rlkit eval RUN digits --import my_tasks                   your own environment, as `rlkit train` knows it
 rlkit eval RUN --harness lm-eval --tasks arc_easy,piqa    benchmarks of lm-eval; their scores go into the run
 rlkit eval RUN --harness inspect --tasks quiz.py@quiz     a task of inspect
 """
@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlkit._commands import _harness, _modules, _policy
-from rlkit._commands._settings import settings
+from rlkit._commands import _harness, _shared
+from rlkit._commands._shared import settings
 
 if TYPE_CHECKING:
     from rlkit.envs import Task
@@ -27,46 +27,46 @@ __all__ = ["add_options", "run"]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit eval``."""
-    parser.add_argument("policy", metavar="POLICY", help=_policy.KINDS)
+    parser.add_argument("policy", metavar="POLICY", help=_shared.KINDS)
     parser.add_argument(
-        "tasks", metavar="TASKS", nargs="*", help="reasoning-gym tasks, .jsonl files, or your environments"
+        "tasks", metavar="TASKS", nargs="*", help="names of reasoning-gym tasks, .jsonl files, or your environments"
     )
     parser.set_defaults(words="tasks")
-    _modules.add_option(parser)
-    parser.add_argument("--backend", default="local", help="of a model (default: local)")
-    _policy.add_options(parser)
-    text = "of what a URL serves: a folder or a hub id (default: that of the model which the server names)"
+    _shared.add_option(parser)
+    parser.add_argument("--backend", default="local", help="the backend of a model (default: local)")
+    _shared.add_options(parser)
+    text = "the tokenizer of a served model: a folder or a hub id (default: that of the model which the server names)"
     parser.add_argument("--tokenizer", help=text)
-    parser.add_argument("--size", type=int, default=100, help="tasks of each kind, at most (default: 100)")
-    parser.add_argument("--split", default="test", help="of generated tasks (default: test)")
+    parser.add_argument("--size", type=int, default=100, help="maximal number of tasks of each kind (default: 100)")
+    parser.add_argument("--split", default="test", help="split of generated tasks (default: test)")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks")
-    parser.add_argument("--reward", help="of a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
+    parser.add_argument("--reward", help="for a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
     parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
-    parser.add_argument("-k", type=int, nargs="+", default=[], help="for pass@k, each at most n")
-    parser.add_argument("--greedy", action="store_true", help="at temperature 0")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: 1)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="per turn (default: 512)")
-    parser.add_argument("--success", type=float, default=1.0, help="a reward that counts as one (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
-    parser.add_argument("--out", metavar="FOLDER", help="keeps metrics and trajectories there, for `rlkit report`")
+    parser.add_argument("-k", type=int, nargs="+", default=[], help="values of k for pass@k, each at most n")
+    parser.add_argument("--greedy", action="store_true", help="sample at temperature 0")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: 1)")
+    parser.add_argument("--max-tokens", type=int, default=512, help="maximal tokens per turn (default: 512)")
+    parser.add_argument("--success", type=float, default=1.0, help="least reward of a success (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of tasks and sampling (default: 0)")
+    parser.add_argument("--out", metavar="FOLDER", help="write metrics and trajectories there, for `rlkit report`")
     _harness.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plays, and prints a line for each kind of task."""
+    """Play the tasks, and print a line for each kind of task."""
     if options.harness is not None:
         return _harness.run(options)
     _harness.refuse(options)
     _check_files(options)
-    _policy.check("POLICY", options.policy, options.backend, options.tokenizer)
-    import rlkit  # the rest takes seconds
-    from rlkit.evaluation import evaluate_sync
+    _shared.check("POLICY", options.policy, options.backend, options.tokenizer)
+    from rlkit.evaluation import evaluate_sync  # the rest takes seconds
+    from rlkit.types import SamplingParams
 
-    _modules.imported(options)
-    params = rlkit.SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
+    _shared.imported(options)
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)
     tasks = _tasks(options)
     print(f"{len(tasks)} tasks, {options.n} episodes each", file=sys.stderr, flush=True)
-    with _policy.asked_for(options, options.policy) as sampler:
+    with _shared.asked_for(options, options.policy) as sampler:
         evaluation = evaluate_sync(
             sampler,
             tasks,
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Raise ConfigError for tasks that are not named, or a file of them that is not there."""
+    """Raise ConfigError for tasks that are not named, or a file of tasks that does not exist."""
     from rlkit.errors import ConfigError
 
     if not options.tasks:
@@ -105,10 +105,10 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:
-    """All tasks of the names and files given."""
+    """Return all tasks of the names and files given."""
     from rlkit import _check, recipes
     from rlkit.errors import ConfigError
-    from rlkit.recipes.inputs import ExplorerInput, Format, Taskset
+    from rlkit.recipes.settings import ExplorerInput, Format, Taskset
     from rlkit.recipes.tasks import make_tasks
 
     size = _check.integer("--size", options.size, low=1)
@@ -117,21 +117,28 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         why = "generated tasks score themselves"
         raise ConfigError("--reward", f"is {options.reward!r}", "a file of rows to score", why)
     if options.set and len(files) == len(options.tasks):
-        raise ConfigError("--set", f"is {options.set[0]!r}", "generated tasks", "files are as they are")
+        raise ConfigError("--set", f"is {options.set[0]!r}", "generated tasks", "files have no settings")
     args = settings("--set", options.set)
     tasks: list[Task] = []
     for path in options.tasks:
-        yours = path in recipes.environments
-        rows = path in files and not yours
-        sized = {} if rows or yours else {"size": size, "seed": options.seed}
+        source, split, workflow, given = (
+            path,
+            options.split,
+            "reasoning_gym",
+            {"size": size, "seed": options.seed, **args},
+        )
+        if path in recipes.environments:
+            source, workflow, given = None, path, args
+        elif path in files:  # which is what it is
+            split, workflow, given = "train", "simple_workflow", {}
         taskset = Taskset(
             name=Path(path).stem,
-            path=None if yours else path,
-            split="train" if rows else options.split,  # a file is what it is
+            path=source,
+            split=split,
             format=Format(response_key="answer"),
             default_reward_fn_type=options.reward,
-            default_workflow_type=path if yours else "simple_workflow" if rows else "reasoning_gym",
-            workflow_args={} if rows else {**sized, **args},
+            default_workflow_type=workflow,
+            workflow_args=given,
         )
         tasks += make_tasks(taskset, ExplorerInput(), "TASKS")[:size]
     return tasks

@@ -12,8 +12,8 @@ import signal
 import threading
 from pathlib import Path
 
-from rlkit._commands import _policy
-from rlkit._commands._settings import settings
+from rlkit._commands import _shared
+from rlkit._commands._shared import settings
 
 __all__ = ["add_options", "run"]
 
@@ -24,34 +24,32 @@ _SHORTEST = 12  # characters of a key
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit serve``."""
-    text = (
-        "a directory, a hub id, smollm2-135m-instruct; with --openai also a run's folder, what save() returned, a URL"
-    )
+    text = "a directory, a hub id, smollm2-135m-instruct; with --openai also a run's folder, a path from save(), a URL"
     parser.add_argument("--model", help=text)
-    parser.add_argument("--backend", default="local", help="local, toy, or another that is installed (default: local)")
-    parser.add_argument("--openai", action="store_true", help="serve chat completions, completions and their like")
+    parser.add_argument("--backend", default="local", help="local, toy, or another installed one (default: local)")
+    parser.add_argument("--openai", action="store_true", help="serve the OpenAI and Anthropic APIs instead of Tinker's")
     parser.add_argument("--name", help="the model's name for clients (default: the last part of --model)")
     parser.add_argument(
-        "--host", default="127.0.0.1", help=f"other than loopback: needs a key in ${KEY}, and TLS in front"
+        "--host", default="127.0.0.1", help=f"address; other than loopback needs a key in ${KEY}, and TLS in front"
     )
-    parser.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
-    parser.add_argument("--folder", help=f"where states are saved (default: {_FOLDER})")
+    parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
+    parser.add_argument("--folder", help=f"folder for saved states (default: {_FOLDER})")
     parser.add_argument(
-        "--tokenizer", help="what clients load the tokenizer by (default: where the model's was read from)"
+        "--tokenizer", help="the name by which clients load the tokenizer (default: the place it was loaded from)"
     )
     parser.add_argument(
         "--option",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200",
+        help="an option of rlkit.connect, such as dtype=bfloat16, or of rlkit.server.Service, such as idle=7200",
     )
-    parser.add_argument("--seed", type=int, help="of session ids and of samples without a seed")
-    _policy.add_options(parser)
+    parser.add_argument("--seed", type=int, help="seed of session ids and of samples without a seed")
+    _shared.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal to end."""
+    """Serve until a signal asks to end."""
     from rlkit.errors import ConfigError
 
     elsewhere = {"folder": None, "tokenizer": None} if options.openai else {"step": None, "role": "policy"}
@@ -99,15 +97,15 @@ def _openai(options: argparse.Namespace, key: str | None) -> int:
     if key is None and not is_loopback(options.host):
         raise ConfigError("--host", f"{options.host} can be reached from other machines", f"a key in ${KEY}")
     if key is not None and len(key) < _SHORTEST:
-        raise ConfigError(f"${KEY}", "is shorter than that", f"at least {_SHORTEST} characters")
+        raise ConfigError(f"${KEY}", "is too short", f"at least {_SHORTEST} characters")
     if options.model is not None:
-        _policy.check("--model", options.model, options.backend)
-    name = options.name or ("policy" if _policy.is_url(options.model) else Path(options.model or options.backend).name)
+        _shared.check("--model", options.model, options.backend)
+    name = options.name or ("policy" if _shared.is_url(options.model) else Path(options.model or options.backend).name)
     of_backend = settings("--option", options.option, taken=("seed",))
     if options.seed is not None:
         of_backend["seed"] = options.seed
     with (
-        _policy.opened(options.model, options.backend, role=options.role, step=options.step, **of_backend) as sampler,
+        _shared.opened(options.model, options.backend, role=options.role, step=options.step, **of_backend) as sampler,
         Gateway(sampler, model=name, host=options.host, port=options.port, open=True, key=key) as gateway,
     ):
         shown = "none" if key is None else f"<what is in ${KEY}>"

@@ -9,28 +9,29 @@ import argparse
 import logging
 from pathlib import Path
 
-from rlkit._commands import _modules
+from rlkit._commands import _shared
 
 __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit train``."""
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("config", metavar="CONFIG", help="the YAML file of settings")
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="or none; such as algorithm.optimizer.lr=1e-4"
+        "overrides", metavar="key=value", nargs="*", default=[], help="override the file: algorithm.optimizer.lr=1e-4"
     )
     parser.set_defaults(words="overrides")
-    _modules.add_option(parser)
-    parser.add_argument("--check", action="store_true", help="only check the settings and what they name")
-    parser.add_argument("--keys", action=_Keys, nargs=0, help="say every key there is, its kind, default and meaning")
+    _shared.add_option(parser)
+    parser.add_argument("--check", action="store_true", help="only check the settings and the names in them")
+    parser.add_argument("--verbose", action="store_true", help="also list the keys without effect")
+    parser.add_argument("--keys", action=_Keys, nargs=0, help="print every key, its kind, default and meaning")
 
 
 class _Keys(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print them, and end the program as ``--help`` does."""
+        """Print the settings, and end the program as ``--help`` does."""
         from rlkit import config, recipes
-        from rlkit.recipes.keys import table
+        from rlkit.recipes.settings import table
 
         notes = {key: f"  {kind}: {why}" for key, kind, why in table(recipes.Settings)}
         for line in config.describe(recipes.Settings).splitlines():
@@ -39,14 +40,17 @@ class _Keys(argparse.Action):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, and prints where the run is kept."""
+    """Train, and print where the run is kept."""
     _check_file(options.config)
     from rlkit import recipes  # which takes seconds
+    from rlkit.recipes.job import NOTE
 
-    _modules.imported(options)
+    _shared.imported(options)
     settings = recipes.load(options.config, options.overrides)
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("rlkit.recipes").setLevel(settings.log.level)
+    level = logging.DEBUG if options.verbose else NOTE if options.check else logging.CRITICAL
+    level = min(level, logging.getLevelNamesMapping()[settings.log.level])
+    logging.getLogger("rlkit.recipes").setLevel(level)
     if options.check:
         recipes.check(settings)
         print("the settings are right")
@@ -57,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_file(path: str) -> None:
-    """Raise ConfigError where there is no such file."""
+    """Raise ConfigError where the file does not exist."""
     from rlkit.errors import ConfigError
 
     if not Path(path).exists():
-        hint = "; the overrides come after the file" if "=" in path else ""
-        raise ConfigError(f"{path}: there is no such file{hint}")
+        hint = "; write the overrides after the file" if "=" in path else ""
+        raise ConfigError(f"{path}: no such file{hint}")

@@ -1,4 +1,4 @@
-"""The self-check of a device: does the local backend compute the right numbers there, how fast, in how much memory."""
+"""The self-check of a device: whether the local backend's numbers are right there, its speed and its memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
-from rlkit._selfcheck import launches, models, numbers, speed
+from rlkit._selfcheck import numbers, speed
+from rlkit._selfcheck.numbers import KINDS, build, check_shape
 from rlkit._selfcheck.report import Check, Report, machine, scrubbed
-from rlkit.backends.local.model.defaults import default_dtype
-from rlkit.backends.local.model.device import device_of, free_bytes
-from rlkit.backends.local.model.untried import note_tried, silence
+from rlkit._selfcheck.speed import of_a_layer
+from rlkit.backends.early import device_of
+from rlkit.backends.local.model.memory import default_dtype, free_bytes
+from rlkit.backends.local.model.probe import note_tried, silence
 
 __all__ = ["Check", "Report", "self_check"]
 
@@ -33,15 +35,15 @@ def self_check(
     Args:
         device: its name; None is a GPU where there is one.
         shape: of the model whose speed is measured, a key of ``models.SHAPES``; None: as large as the device allows.
-        minutes: after which nothing more is begun.
-        say: is told what is done next.
+        minutes: after which no further part is started.
+        say: called with the name of the next part.
 
     Raises:
         ConfigError: no such device or shape.
     """
     place, began = device_of(device), time.monotonic()
     if shape is not None:
-        models.check_shape(shape)
+        check_shape(shape)
     else:
         shape = "0.6B" if place.type != "cpu" and (free_bytes(place) or 0) > ROOM else "tiny"
     report = Report(machine(place), shape)
@@ -52,26 +54,26 @@ def self_check(
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for kind, dtype in itertools.product(models.KINDS, dtypes(place)):
+        for kind, dtype in itertools.product(KINDS, dtypes(place)):
             of, where = f"{kind}, {dtype}", folder / f"{kind}-{dtype}"
-            for comparison in numbers.comparisons():
+            for comparison in numbers.COMPARISONS:
                 about = comparison.title, comparison.otherwise, of
                 if not time_left():
-                    report.checks.append(Check(*about, None, None, "left out: out of time"))
+                    report.checks.append(Check(*about, None, None, "skipped: out of time"))
                     continue
                 say(f"{of}: {comparison.title}")
                 try:
                     if not where.exists():
-                        models.build("tiny", where / "model", kind=kind)
-                    value, bound = comparison.check(where / "model", where, str(place), dtype)
-                    report.checks.append(Check(*about, value, bound))
+                        build("tiny", where / "model", kind=kind)
+                    value = comparison.distance(numbers.Setup(where / "model", where, str(place), dtype))
+                    report.checks.append(Check(*about, value, comparison.bounds[dtype]))
                 except Exception as error:  # noqa: BLE001  # a report says what failed, whatever it was
                     text = scrubbed(f"{type(error).__name__}: {error}")
                     report.checks.append(Check(*about, None, None, text, failed=True))
         parts: list[tuple[str, Callable[[], dict[str, object]]]] = [
             ("roofline", lambda: speed.roofline(place)),
-            ("launches", lambda: launches.of_a_layer(folder, place)),
-            ("speed", lambda: speed.measured(models.build(shape, folder / "measured"), place, report.parts, time_left)),
+            ("launches", lambda: of_a_layer(folder, place)),
+            ("speed", lambda: speed.measured(build(shape, folder / "measured"), place, report.parts, time_left)),
         ]
         for title, part in parts:
             if not time_left():
@@ -89,7 +91,7 @@ def self_check(
 
 
 def dtypes(device: torch.device) -> list[str]:
-    """Return those that the numbers are checked in: not bfloat16 where the device only imitates it.
+    """Return the dtypes to check: without bfloat16 where the device only emulates it.
 
     >>> dtypes(torch.device("cpu")), dtypes(torch.device("mps"))
     (['float32', 'bfloat16'], ['float32'])

@@ -1,4 +1,4 @@
-"""What a self-check found: as JSON and as text, without names of hosts, users or folders."""
+"""The report of a self-check, as JSON and as text, without names of hosts, users or folders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 __all__ = ["Check", "Report", "machine", "processor", "scrubbed"]
 
 TITLES = {
-    "roofline": "What the device can do, measured on large products and copies",
-    "launches": "Operations of one decoder layer of rlkit's own forward, each of them a launch on a GPU",
-    "speed": "Speed of a {shape} model with random weights, and which part that is of what the device can do",
+    "roofline": "Limits of the device, measured on large products and copies",
+    "launches": "Operations of one decoder layer of rlkit's forward, each of them a kernel launch on a GPU",
+    "speed": "Speed of a {shape} model with random weights, and its share of the device's limits",
 }
 NUMBERS = (
     "Tiny models with random weights compute the same in two ways each, which must be about equal. Apart is the",
@@ -29,14 +29,14 @@ PACKAGES = ("rlkit-lm", "torch", "transformers", "peft", "accelerate")
 
 @attrs.frozen
 class Check:
-    """A number that must be small: how far two ways to compute the same are apart.
+    """A number that must be small: the distance between two ways to compute the same.
 
     Attributes:
         name: what is compared with what.
         otherwise: what it means for a user if they differ.
         of: the model and the dtype that it was found for.
-        value: what was found, None where it failed or was left out.
-        bound: what it may be.
+        value: the measured distance, None where it failed or was left out.
+        bound: its upper bound.
         note: why there is no value.
     """
 
@@ -56,7 +56,7 @@ class Check:
         return self.value <= self.bound
 
     def text(self) -> str:
-        """Return a line to read."""
+        """Return one line of text."""
         verdict = {True: "ok", False: "WRONG", None: "-"}[self.right]
         apart = self.note if self.value is None else f"{self.value:.2g} apart (at most {self.bound:.2g})"
         return f"  {verdict:6} {self.of}: {'equal' if self.value == 0 else apart}"
@@ -91,7 +91,7 @@ class Report:
         return json.dumps({**attrs.asdict(self), "right": self.right, "checks": checks}, indent=1) + "\n"
 
     def text(self) -> str:
-        """Return lines to read."""
+        """Return lines of text."""
         lines = [f"{key:15} {value}" for key, value in self.machine.items()]
         if self.checks:
             lines += ["", *NUMBERS]
@@ -107,7 +107,7 @@ class Report:
 
 
 def _shown(name: str, value: object) -> str:
-    """Return a value with its unit, which its name tells.
+    """Return a value with its unit, which its name determines.
 
     >>> _shown("float32 operations per second", 1.16e10), _shown("peak bytes, loaded", 462155776)
     ('11.6 billion', '462 million')
@@ -127,7 +127,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """Return what device and versions are, and nothing that names whose they are."""
+    """Return the device and the versions, without anything that identifies the owner."""
     found: dict[str, object] = {"device": device.type, "system": f"{platform.system()} {platform.machine()}"}
     if device.type == "cuda":
         found["name"] = torch.cuda.get_device_name(device)

@@ -6,18 +6,17 @@ import json
 import logging
 import os
 import sys
-from typing import Any
 
 _MEMORY = 4 << 30  # bytes
 
 
 def main() -> None:
-    """Answers until stdin ends."""
+    """Answer questions until stdin ends."""
     out = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever the libraries print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the libraries print is not an answer
     logging.disable()
 
-    def say(answer: dict[str, Any]) -> None:
+    def say(answer: dict[str, object]) -> None:
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
@@ -28,15 +27,15 @@ def main() -> None:
         return
     _limit()
 
-    def parsed(text: str) -> list[Any]:
+    def parsed(text: str) -> list[object]:
         marked = any(sign in text for sign in ("$", "\\boxed", "\\(", "\\["))
-        expressions: list[Any] = parse(text if marked else f"${text}$", parsing_timeout=None)
+        expressions: list[object] = parse(text if marked else f"${text}$", parsing_timeout=None)
         return expressions or parse(text, parsing_timeout=None)
 
     def equal(answer: str, truth: str) -> bool:
         return bool(verify(parsed(truth), parsed(answer), timeout_seconds=None))
 
-    equal("1/2", "$x+1$")  # what is loaded late is loaded before the clock starts
+    equal("1/2", "$x+1$")  # load lazy imports before the clock starts
     say({"ready": True})
     for line in sys.stdin:
         question = json.loads(line)
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 def _limit() -> None:
-    """No more than 4 GiB, no files, no core dumps, where the system knows such limits."""
+    """Limit the process to 4 GiB, no files and no core dumps, where the system supports such limits."""
     try:
         import resource
     except ImportError:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
-from rlkit._calls import answered
-from rlkit._lazy import missing
-from rlkit.backends.options import LocalOptions, TinkerOptions, ToyOptions
+from rlkit._check import answered
+from rlkit.backends._reference import reference_logprobs
+from rlkit.backends.early import resolve_class
+from rlkit.backends.options import LocalKwargs, LocalOptions, TinkerKwargs, ToyKwargs
 from rlkit.backends.protocol import LossLike, OpensSamplers, Sampler, Tokenizer, TrainerBackend
-from rlkit.backends.reference import reference_logprobs
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 
@@ -27,15 +27,15 @@ registry.update(
 
 
 @overload
-def connect(name: Literal["toy"], **options: Unpack[ToyOptions]) -> TrainerBackend: ...
+def connect(name: Literal["toy"], **options: Unpack[ToyKwargs]) -> TrainerBackend: ...
 
 
 @overload
-def connect(name: Literal["local"], **options: Unpack[LocalOptions]) -> TrainerBackend: ...
+def connect(name: Literal["local"], **options: Unpack[LocalKwargs]) -> TrainerBackend: ...
 
 
 @overload
-def connect(name: Literal["tinker"], **options: Unpack[TinkerOptions]) -> TrainerBackend: ...
+def connect(name: Literal["tinker"], **options: Unpack[TinkerKwargs]) -> TrainerBackend: ...
 
 
 @overload
@@ -50,16 +50,15 @@ def connect(name: str, **options: object) -> TrainerBackend:
         name: of the backend.
         options: by name. All backends take:
 
-            - model: what to train.
-            - lora: ``rlkit.Lora``, None for its defaults.
+            - model: what to train; "toy" ignores it.
+            - lora: ``rlkit.Lora``; None is ``Lora()``, an adapter of rank 32, and never training of all weights. "toy"
+              ignores it.
             - seed: of everything random in it; None for a fresh one.
             - folder: where ``save`` writes.
             - resume_from: a saved path, weights and optimizer.
             - init_from: a saved path, weights only; the adapter's shape comes from there.
 
-            "toy" takes max_length too. "local" takes dtype, device, merge, micro_batch_tokens, offload_folder,
-            max_rows, prefix_mb, cuda_graphs, sampler, processes and shard too: see
-            ``help(rlkit.backends.local.LocalBackend)``. "tinker"
+            "toy" takes max_length too. "local" takes what ``help(rlkit.backends.local.LocalBackend)`` lists. "tinker"
             takes base_url, api_key, project, client, tokenizer, max_length, deadline, off_temperature, server_losses,
             ttl, metadata, resend and optimizer too: see ``help(rlkit.backends.tinker.TinkerBackend)``.
 
@@ -71,7 +70,7 @@ def connect(name: str, **options: object) -> TrainerBackend:
     ...     policy.tokenizer.decode(policy.tokenizer.encode("hello"))
     'hello'
     """
-    make = _class_of(name)
+    make = resolve_class(registry, name, options, LocalOptions, "connect")
     _check.options(f"connect({name!r})", make, options, kind="connect")
     backend: TrainerBackend = make(**options)
     hint = f"rlkit.sampler({name!r}) opens a sampler" if isinstance(make, OpensSamplers) else ""
@@ -84,7 +83,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     """Open a frozen policy without a trainer: a teacher, a reference, a finished policy.
 
     Args:
-        name: as in ``connect``, or the URL of a server of vLLM, or of a gateway, whose options are those of
+        name: as in ``connect``, or the URL of a server of vLLM, or of a gateway; its options are those of
             ``rlkit.backends.vllm.open_sampler``.
         model: the base model; at a URL, the name of what it serves, None for its base model.
         path: what ``save`` returned; None is the base model itself. ``rlkit.runs.sampler`` opens a run's policy.
@@ -93,19 +92,21 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     if isinstance(name, str) and name.startswith(("http://", "https://")):
         if path is not None:
             raise ConfigError(
-                "rlkit.sampler(path)", "is given beside a URL", "model=, the name of what is served there"
+                "rlkit.sampler(path)", "is given together with a URL", "model=, the name of the served model"
             )
-        open_sampler = import_module("rlkit.backends.vllm").open_sampler  # stands on this
+        open_sampler = import_module("rlkit.backends.vllm").open_sampler  # relies on this
         _check.options("rlkit.sampler(url)", open_sampler, options)
         served: Sampler = open_sampler(name, model=model, **options)
         return served
     taken = {"init_from", "resume_from"} & options.keys()
     if taken:
-        raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, what save() returned")
+        raise ConfigError(f"rlkit.sampler: got {min(taken)}=; a sampler takes path=, the path that save() returned")
     if isinstance(path, (str, os.PathLike)) and (Path(path) / "checkpoints").is_dir():
-        expected = "what save() returned; rlkit.runs.sampler opens a run's newest policy"
-        raise ConfigError("rlkit.sampler(path)", f"{path} is a run's folder", expected)
-    make = _class_of(name)
+        expected = "a path that save() returned; rlkit.runs.sampler opens a run's newest policy"
+        raise ConfigError("rlkit.sampler(path)", f"{path} is the folder of a run", expected)
+    given = options if model is None else {**options, "model": model}
+    given = given if path is None else {**given, "init_from": path}
+    make = resolve_class(registry, name, given, LocalOptions, "connect")
     if isinstance(make, OpensSamplers):
         opened = make.open_sampler(model=model, path=path, **options)
         _check.members(f"rlkit.sampler({name!r})", opened, Sampler)
@@ -114,13 +115,3 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
         options["model"] = model
     backend = connect(name, **options) if path is None else connect(name, init_from=path, **options)
     return (backend.base_sampler() if path is None else backend.sampler()).result()
-
-
-def _class_of(name: str) -> Any:
-    """Return what the registry has, or raise the error of the package that it lacks."""
-    try:
-        return registry.resolve(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("torch", "transformers", "peft", "safetensors"):
-            raise
-        raise missing(f"connect({name!r})", error.name.partition(".")[0], "local") from error

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._lazy import has_torch, missing
-from rlkit.backends.protocol import Config, LossLike
-from rlkit.errors import ConfigError, DataError, UnsupportedError
-from rlkit.types import Adam, Datum, Lora
+from rlkit._packages import missing
+from rlkit.errors import ConfigError, DataError
+from rlkit.metrics import names
+from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
-    from rlkit.losses.prepare import PreparedLoss
+    from rlkit.losses.prepare import LossGradient, PreparedLoss
 
-__all__ = ["OF_DISTRIBUTION", "Checked", "Remote", "Start", "check_adam", "checked_call", "checked_data"]
+__all__ = [
+    "OF_DISTRIBUTION",
+    "Checked",
+    "Remote",
+    "Start",
+    "check_adam",
+    "check_remote",
+    "checked_data",
+    "measured_output",
+    "output",
+]
 
 Checked: TypeAlias = "tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]"
 Remote: TypeAlias = "Callable[[PreparedLoss, Sequence[Datum]], str]"
@@ -53,60 +63,14 @@ def check_adam(params: Adam) -> None:
     _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
 
 
-def checked_call(
-    name: str,
-    data: Sequence[Datum],
-    loss: LossLike | None,
-    config: Config | None,
-    want: Sequence[str],
-    wanted: Sequence[str],
-    vocab_size: int,
-    max_length: int,
-    *,
-    drivers: Sequence[str],
-    remote: Remote | None = None,
-) -> Checked:
-    """Return ``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
+def check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote) -> None:
+    """Raise what trying out would, as far as that is possible without torch.
 
     Args:
-        name: the backend's, for messages.
-        data, loss, config, want: as in ``TrainerBackend.forward``.
-        wanted: what the backend has for ``want``.
-        vocab_size, max_length: the model's.
-        drivers: what the model gives for losses to be driven by.
-        remote: why a loss is computed in this process, "" where a service does it: then torch may be missing.
+        prepared: a loss.
+        data: the datums.
+        remote: why the loss is computed in this process, "" where a service does it.
     """
-    _check.require(not isinstance(want, str) and isinstance(want, Sequence), "want", want, "a sequence of names")
-    for output in want:
-        if output not in wanted:
-            has = f"it has: {', '.join(wanted)}" if wanted else "it has none beside logprobs"
-            raise UnsupportedError(f"want: the {name} backend has no output {output!r}; {has}")
-    data = checked_data(data, vocab_size, max_length)
-    if loss is None:
-        return data, None, tuple(want)
-    from rlkit.losses.prepare import prepare
-
-    prepared = prepare(loss, config)
-    if prepared.driver not in drivers:
-        why = "a value head, which a policy has not: use a critic"
-        if prepared.driver != "values":
-            why = f"{prepared.driver}, which a critic has not: it takes losses of values, such as value_clipped"
-        raise UnsupportedError(f"the loss {prepared.name!r} needs {why}")
-    if prepared.entropy and "entropy" not in wanted:
-        raise UnsupportedError(
-            f"the loss {prepared.name!r} needs exact entropies, which the {name} backend cannot give; "
-            "rlkit.advantages.entropy_bonus is the sampled estimate"
-        )
-    prepared.check(data)
-    if remote is None or has_torch():
-        prepared.try_out(data)
-    else:
-        _check_remote(prepared, data, remote)
-    return data, prepared, tuple(want)
-
-
-def _check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote) -> None:
-    """Raise what trying out would, as far as that is possible without torch."""
     prepared.check_settings()
     for i, datum in enumerate(data):
         for name in (*prepared.inputs, *prepared.optional):
@@ -139,3 +103,42 @@ def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> lis
 
 def _span(array: np.ndarray) -> str:
     return f"[{array.min()}, {array.max()}] in shape {array.shape}"
+
+
+def output(
+    data: Sequence[Datum],
+    logprobs: Sequence[np.ndarray],
+    extras: Mapping[str, Sequence[np.ndarray]],
+    parts: Sequence[LossGradient | None],
+) -> ForwardBackwardOutput:
+    """Return the output of one call.
+
+    Args:
+        data: the datums.
+        logprobs: [n] per datum.
+        extras: name -> [n] per datum.
+        parts: what the loss gave, micro-batch by micro-batch; None where there was no loss.
+    """
+    metrics: dict[str, float] = {"loss:sum": 0.0}
+    for part in parts:
+        if part is not None:
+            metrics["loss:sum"] += part.value
+            names.add(metrics, part.metrics)
+    return measured_output(data, logprobs, extras, names.averaged(metrics, len(data)))
+
+
+def measured_output(
+    data: Sequence[Datum],
+    logprobs: Sequence[np.ndarray],
+    extras: Mapping[str, Sequence[np.ndarray]],
+    metrics: Mapping[str, float],
+) -> ForwardBackwardOutput:
+    """Return the output of one call whose loss, and metrics of the loss, are known."""
+    tokens = float(sum(int(datum.mask.sum()) for datum in data))
+    metrics = {**metrics, "tokens:sum": tokens, "datums:sum": float(len(data))}
+
+    def expanded(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [datum.expand(np.asarray(x, np.float32)) for datum, x in zip(data, arrays, strict=True)]
+
+    outputs = {name: expanded(arrays) for name, arrays in extras.items()}
+    return ForwardBackwardOutput(expanded(logprobs), outputs, metrics, [datum.mask for datum in data])

@@ -1,4 +1,4 @@
-"""The protocol that every backend implements, and the small ones beside it.
+"""The protocol that every backend implements, and the small optional ones.
 
 Calls return at once and take effect in the order in which they were made. ``.result()`` or ``await`` a future to
 read it; both keep further work in flight.
@@ -13,8 +13,7 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlkit._calls import answered
-from rlkit._forms import TokenIds
+from rlkit._rows import TokenIds
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingParams
 
@@ -49,15 +48,15 @@ class Tokenizer(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The model's end tokens; there may be several."""
+        """Return the model's end tokens; there may be several."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are in [0, vocab_size)."""
+        """Return the size of the vocabulary: ids are in [0, vocab_size)."""
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own template, or None."""
+        """Return the model's own template, or None."""
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         """Return int64 [T]. Special-token strings in ``text`` become control tokens only with ``special=True``."""
@@ -66,7 +65,7 @@ class Tokenizer(Protocol):
         """Return the text of int [T]."""
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
     ) -> np.ndarray:
         """Return int64 [T]: the messages as the model's template renders them."""
 
@@ -77,20 +76,20 @@ class Sampler(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
 
     @property
     def max_length(self) -> int:
-        """Longest prompt + completion, in tokens."""
+        """Return the longest prompt + completion, in tokens."""
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the policy had taken at this snapshot."""
+        """Return the optimizer steps that the policy had taken at this snapshot."""
 
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
-        """Draw ``n`` completions of ``prompt`` (1-D ints, not text), each with a random stream of its own.
+        """Draw ``n`` completions of ``prompt`` (1-D ints, not text), each with its own random stream.
 
         Sample i of a request with ``seed`` draws from SeedSequence([seed, i]); without one the request takes the
         next seed of the backend's own stream, in call order.
@@ -113,15 +112,15 @@ class TrainerBackend(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
 
     @property
     def max_length(self) -> int:
-        """Longest datum, in tokens."""
+        """Return the longest datum, in tokens."""
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the policy has taken, as far as they have been carried out."""
+        """Return the optimizer steps that the policy has taken, as far as they have been carried out."""
 
     def forward(
         self,
@@ -169,7 +168,6 @@ class TrainerBackend(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-@answered
 @attrs.frozen
 class Route:
     """How a loss reaches a service.
@@ -178,7 +176,7 @@ class Route:
         kind: "hosted": one call of a loss that the service has. "composed": several, whose gradients add up.
             "server": the loss itself is sent and runs there. "client": its gradient is taken here, after a forward
             pass, and sent as the weights of a cross entropy.
-        calls: what the service is asked for, in order.
+        calls: the service's calls, in order.
         why: why not one before it in that list; "" for the first.
     """
 
@@ -238,12 +236,12 @@ class Storage(Protocol):
         """Remove a saved state."""
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
-        """Have a saved state removed in ``seconds``; None keeps it."""
+        """Schedule the removal of a saved state in ``seconds``; None keeps it."""
 
 
 @runtime_checkable
 class SavedSamplers(Protocol):
-    """A backend that samples from saved states beside its own policy, without another trainer."""
+    """A backend that samples from saved states besides its own policy, without another trainer."""
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
         """Open a sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
@@ -251,7 +249,7 @@ class SavedSamplers(Protocol):
 
 @runtime_checkable
 class LiveSampler(Sampler, Protocol):
-    """A sampler that is no snapshot: its policy becomes a newer one when ``update`` is called, while requests run.
+    """A sampler that is not a snapshot: its policy becomes a newer one when ``update`` is called, while requests run.
 
     Each sample says which version drew each of its tokens (``Sample.versions``), and has the logprobs of the
     distributions that they were drawn from.
@@ -259,7 +257,7 @@ class LiveSampler(Sampler, Protocol):
 
     @property
     def switches(self) -> Literal["token", "request"]:
-        """What is drawn by one policy: a "token", so that running requests go on under the newer one, or a "request".
+        """Return what one policy draws whole: a "token" (running requests go on under the newer one), or a "request".
 
         Then those that run end under the policy with which they began, and later ones take the newer.
         """
@@ -320,4 +318,4 @@ class Capabilities(Protocol):
     """A backend that says what its service offers."""
 
     def capabilities(self) -> Mapping[str, object]:
-        """Return what there is: "models", name -> longest context; "server_losses", whether it runs losses; ..."""
+        """Return its abilities: "models", name -> longest context; "server_losses", whether it runs losses; ..."""

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
-from rlkit._forms import TokenIds
+from rlkit._rows import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError, UnsupportedError
-from rlkit.types import SamplingParams
+from rlkit.types import DRAWN_WITH, NEW_OPTIONS, SamplingParams
 
 __all__ = [
     "SeedStream",
@@ -35,7 +34,13 @@ class SeedStream:
     def __init__(self, entropy: int, count: int = 0) -> None:
         self.entropy = entropy
         self.count = count
+        self.params: SamplingParams | None = None  # of the last request
         self._lock = threading.Lock()
+
+    def of(self, seed: int | None, params: SamplingParams) -> int:
+        """Return the seed of a request: ``seed``, or the next one."""
+        self.params = params
+        return self.next() if seed is None else seed
 
     def next(self) -> int:
         """Return the next request's seed."""
@@ -46,19 +51,19 @@ class SeedStream:
 
 
 def entropy_of(seed: int | None) -> int:
-    """``seed``, checked, or a fresh one from the system."""
+    """Return ``seed``, checked, or a fresh one from the system."""
     if seed is not None:
         return _check.integer("seed", seed, low=0)
     return int.from_bytes(np.random.SeedSequence().generate_state(4, np.uint32).tobytes(), "little")
 
 
 def streams(seed: int, n: int) -> list[np.random.Generator]:
-    """One generator per sample: number i draws from SeedSequence([seed, i]), one float64 uniform per token."""
+    """Return one generator per sample: number i draws from SeedSequence([seed, i]), one float64 uniform per token."""
     return [np.random.default_rng(np.random.SeedSequence([seed, i])) for i in range(n)]
 
 
 def checked_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int) -> np.ndarray:
-    """int64 [1 <= P <= max_length], or a DataError naming the index."""
+    """Return int64 [1 <= P <= max_length], or a DataError naming the index."""
     array = _check.token_ids(where, tokens, vocab_size=vocab_size, low_length=1)
     if array.size > max_length:
         raise DataError(
@@ -96,15 +101,15 @@ def checked_request(
             raise UnsupportedError(
                 f"sample(params): {name}={getattr(params, name)}: this sampler has no such option; it has {there}"
             )
-    _check.integer("sample(n)", n, low=1, why="how many completions")
+    _check.integer("sample(n)", n, low=1, why="the number of completions")
     if seed is not None:
         _check.integer("sample(seed)", seed, low=0)
     if params.stop and not isinstance(params.stop[0], str):
         _check.token_ids("SamplingParams.stop", params.stop, vocab_size=vocab_size)
     array = checked_prompt("sample(prompt)", prompt, vocab_size, max_length)
     if array.size == max_length:
-        what = f"has {array.size} tokens, all of the model's context"
-        raise DataError(_check.problem("sample(prompt)", what, f"at most {max_length - 1}", "one token must fit"))
+        what = f"has {array.size} tokens, which fill the model's context"
+        raise DataError(_check.problem("sample(prompt)", what, f"at most {max_length - 1}", "leave room for one token"))
     return array
 
 
@@ -138,10 +143,10 @@ def checked_mask(mask: ArrayLike, size: int) -> np.ndarray:
 
 
 class Stop:
-    """Recognises the end of a completion.
+    """Recognise the end of a completion.
 
-    Text is decoded only behind a token that may complete a stop string: one whose own text has the last character of
-    such a string, or bytes that are a character together with others, or the one behind such a token, since some
+    Text is decoded only after a token that may complete a stop string: one whose own text has the last character of
+    such a string, or bytes that are a character together with others, or the one after such a token, since some
     tokenizers write the space that ends a word once another token follows.
 
     Args:
@@ -160,7 +165,7 @@ class Stop:
         self._known = _characters_of(tokenizer)
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of ``tokens`` ends the completion."""
+        """Return whether the last of ``tokens`` ends the completion."""
         last = tokens[-1]
         if last in self._ids:
             return True

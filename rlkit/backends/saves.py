@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import _check
-from rlkit._disk import owned, synced
+from rlkit._files import owned, synced
 from rlkit.errors import CheckpointError, ConfigError, RlkitError
 
 __all__ = ["check_label", "read", "remove", "restoring", "write"]
@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 def check_label(name: object) -> str:
-    """Return ``name`` if it can stand in a file name, else raise a ConfigError."""
+    """Return ``name`` if a file name can contain it, else raise a ConfigError."""
     if not isinstance(name, str) or not _LABEL.fullmatch(name):
         expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
         raise ConfigError("save(name)", f"got {_check.shown(name)}", expected)
@@ -33,7 +33,7 @@ def check_label(name: object) -> str:
 
 
 def write(parent: Path, label: str, fill: Callable[[Path], Mapping[str, object]]) -> Path:
-    """Write a new folder ``parent/label-xxxxxxxx``: beside it first, then renamed into place.
+    """Write a new folder ``parent/label-xxxxxxxx``: under another name first, then renamed.
 
     Args:
         parent: made if missing.
@@ -87,7 +87,7 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{folder} holds no saved state that is whole: {error}") from error
+        raise CheckpointError(f"{folder} holds no complete saved state: {error}") from error
     if backend is not None and state.get("backend") != backend:
         raise CheckpointError(f"{folder} was saved by the {state.get('backend')!r} backend; this is {backend!r}")
     return folder, state
@@ -110,20 +110,20 @@ def restoring(folder: Path) -> Iterator[None]:
 def _verified(folder: Path) -> dict[str, Any]:
     """Return what state.json holds, once it and every file that it names have the checksums that it names."""
     if (folder / _STATE).exists() and not (folder / _STATE).is_file():  # a pipe or a device has no end
-        raise CheckpointError(f"{folder / _STATE} is no file")
+        raise CheckpointError(f"{folder / _STATE} is not a file")
     text = (folder / _STATE).read_text("utf-8")
     state = json.loads(text)
     if not isinstance(state, dict) or state.get("format") != _FORMAT or not isinstance(state.get("sha256"), dict):
         raise CheckpointError(f"{folder / _STATE} is not a saved state of format {_FORMAT}")
     written = _text(state)  # another text of the same content, such as 1E5 for 1e5, is damage too
     if state.pop("state_sha256", None) != _own_digest(state) or text != written:
-        raise CheckpointError(f"{folder / _STATE} is damaged: it does not have the SHA-256 that it names")
+        raise CheckpointError(f"{folder / _STATE} is damaged: its SHA-256 differs from the recorded one")
     for name, expected in state["sha256"].items():
         file = folder / name
         if folder.resolve() not in file.resolve().parents:
             raise CheckpointError(f"{folder / _STATE} names a file outside its folder: {name!r}")
         if file.exists() and not file.is_file():
-            raise CheckpointError(f"{file} is no file")
+            raise CheckpointError(f"{file} is not a file")
         try:
             digest = _digest(file)
         except OSError as error:
@@ -139,14 +139,14 @@ def remove(path: str | os.PathLike[str]) -> None:
     """Remove what ``write`` wrote; do nothing where it is gone already.
 
     Raises:
-        CheckpointError: the folder is no saved state, or the system refused.
+        CheckpointError: the folder is not a saved state, or the system refused.
     """
     folder = Path(path)
     if not folder.exists():
         return
     if folder.is_symlink() or not (folder / _STATE).is_file():
-        raise CheckpointError(f"delete: {folder} is no saved state; it was left as it is")
-    gone = folder.with_name(f".{folder.name}.partial")  # from here on nobody finds half of it
+        raise CheckpointError(f"delete: {folder} is not a saved state; nothing was removed")
+    gone = folder.with_name(f".{folder.name}.partial")  # from here on no one finds half of it
     try:
         folder.rename(gone)
         shutil.rmtree(gone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rlkit.chat.conversation import Conversation
-from rlkit.chat.core import Chat
+from rlkit.chat._core import Chat, Conversation
 
 __all__ = ["Chat", "Conversation"]

@@ -1,13 +1,31 @@
-"""Chat templates: Jinja text in a sandbox, with the filters and functions that published templates use."""
+"""Prompts written with the model's chat template, and text that cannot become control tokens.
+
+Text that cannot become control tokens.
+
+A chat template writes control tokens (``<|im_end|>``) as text, and so can an environment, a user or a tool. Both come
+out of the template as one string, so the difference has to travel inside it: contents are marked before they are
+rendered. A marked string has an invisible separator after the first character of each control token's text; it ends a
+piece of text when the rendering is encoded, and control tokens do not grow across pieces. Text without such strings is
+not changed at all, so its tokens are those of the plain rendering.
+
+The prompts of a conversation, written with the model's chat template.
+
+Messages are marked here: see ``ControlText``. ``rlkit.chat._rendering`` has the same methods over a renderer.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from rlkit import _check, _install
+import numpy as np
+
+from rlkit import _check, _packages
+from rlkit._interaction import Action, Message
+from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -15,7 +33,9 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
-__all__ = ["Template"]
+    from rlkit.chat._core import Chat
+
+__all__ = ["CUT", "PLACEHOLDER", "ControlText", "Template", "TemplatePrompts"]
 
 
 class Template:
@@ -23,16 +43,16 @@ class Template:
 
     Args:
         text: Jinja, as models publish it.
-        tokens: what the names of tokens stand for: ``{"bos_token": "<s>", ...}``.
+        tokens: the texts that names of tokens refer to: ``{"bos_token": "<s>", ...}``.
 
     Attributes:
         names: the variables that the template reads.
 
-    The clock that a template may ask for (``strftime_now``) stands still at the time when the object was made, so that
+    The clock that a template may ask for (``strftime_now``) stays at the time when the object was made, so that
     one text cannot come out in two ways.
 
     Raises:
-        ConfigError: jinja2 is missing, or the text is no valid template.
+        ConfigError: jinja2 is missing, or the text is not a valid template.
 
     >>> Template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}").render(
     ...     [{"role": "user", "content": "Hi"}])
@@ -45,7 +65,7 @@ class Template:
             import jinja2
             import jinja2.meta
         except ImportError as error:
-            raise ConfigError(f"chat templates need jinja2; run: {_install.command('chat')}") from error
+            raise ConfigError(f"chat templates need jinja2; run: {_packages.command('chat')}") from error
         environment = _environment(dt.datetime.now().astimezone())
         try:
             self._compiled = environment.from_string(text)
@@ -62,7 +82,7 @@ class Template:
         Args:
             messages: with ``role`` and ``content``, or what else the template reads.
             head: whether the head of the assistant's next turn follows ("generation prompt").
-            variables: what else the template is to see, ``tools`` and ``enable_thinking`` for example.
+            variables: other variables of the template, ``tools`` and ``enable_thinking`` for example.
 
         Raises:
             DataError: the template refuses the messages.
@@ -70,10 +90,9 @@ class Template:
         names = {"tools": None, "documents": None} | self._tokens | variables
         try:
             text: str = self._compiled.render(names, messages=list(messages), add_generation_prompt=head)
-        except (*self._failures, RecursionError) as error:
-            roles = [str(message.get("role")) for message in messages]
-            shown = ", ".join(roles if len(roles) <= 8 else [*roles[:4], "...", *roles[-3:]])
-            raise DataError(f"the chat template refuses messages with the roles {shown}: {error}") from error
+        except (*self._failures, RecursionError, MemoryError) as error:
+            what = f"the chat template refuses messages with the roles {_check.roles(messages)}"
+            raise DataError(f"{what}: {str(error) or type(error).__name__}") from error
         return text
 
 
@@ -110,5 +129,251 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: plain JSON, where Jinja's own filter would write escapes for HTML."""
+    """Write plain JSON as transformers does; Jinja's own filter would write escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+CUT = "\U000f0010"  # private-use characters: they mean nothing to any model
+PLACEHOLDER = "\U000f0011"
+_FOREIGN = re.compile(f"[{CUT}{PLACEHOLDER}\ud800-\udfff]")  # ours, and surrogates, which are not text
+_DEPTH = 64
+_Json = TypeVar("_Json")
+
+
+class ControlText:
+    """Mark texts, and encode a template's rendering of them.
+
+    Args:
+        tokenizer: rlkit's protocol. Its optional attribute ``added_tokens`` (text -> whether it is special) says which
+            texts are tokens of their own; without it the vocabulary is searched once.
+        template: the template's text, or None. Tokens that are not special but are in it, ``<tool_call>`` say, are
+            control tokens too when an environment writes them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
+        self._tokenizer = tokenizer
+        added: Mapping[str, bool] | None = getattr(tokenizer, "added_tokens", None)
+        if added is None:
+            added = _special_by_search(tokenizer)
+        special = [text for text, is_special in added.items() if is_special and text.strip()]
+        written = [text for text in added if text in (template or "") and len(text.strip()) > 2]
+        self._special = _pattern(special)
+        self._all = _pattern([*special, *written])
+        self._edges = tuple({text[:i] for text in (*special, *written) for i in range(1, len(text))})
+        self._ids = {text: self._single(text) for text in special}
+        self._special_ids = np.array(sorted(i for i in self._ids.values() if i is not None), np.int64)
+        self._leads = _adds_a_prefix(tokenizer)
+
+    @property
+    def special_ids(self) -> np.ndarray:
+        """Return int64 [K], sorted: the ids of the special tokens."""
+        return self._special_ids
+
+    def mark(self, value: _Json, *, foreign: bool = True, where: str = "message") -> _Json:
+        """Return ``value`` with every string in it marked: a string, or what JSON knows.
+
+        Args:
+            value: is not changed.
+            foreign: from an environment. Otherwise (the program's or the policy's own text) only the special tokens
+                are control tokens.
+            where: what an error names.
+
+        Raises:
+            DataError: something that is not JSON, or nested more than 64 deep.
+        """
+        return cast("_Json", self._marked(value, self._all if foreign else self._special, where, 0))
+
+    def encode(self, text: str, *, first: bool = True) -> np.ndarray:
+        """Encode ``text``, a rendering of marked texts: int64 [T]; ``first``: nothing comes before it."""
+        ids: list[np.ndarray] = []
+        for piece in text.split(CUT):
+            if piece:
+                ids.append(self._piece(piece, first=first))
+                first = False
+        return np.concatenate(ids) if ids else np.zeros(0, np.int64)
+
+    def _marked(self, value: object, pattern: re.Pattern[str] | None, where: str, depth: int) -> object:
+        if isinstance(value, str):
+            return self._marked_text(str(value), pattern)
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if isinstance(value, (np.number, np.bool_)):
+            return value.item()
+        if depth >= _DEPTH:
+            raise DataError(where, f"is nested more than {_DEPTH} levels deep", "a flatter value")
+        if isinstance(value, Mapping):
+            items = ((self._marked(str(k), pattern, where, 0), v) for k, v in value.items())
+            return {k: self._marked(v, pattern, f"{where}[{k!r}]", depth + 1) for k, v in items}
+        if isinstance(value, (list, tuple)):
+            return [self._marked(item, pattern, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        raise DataError(where, f"got {_check.shown(value)}", "text, or a JSON value")
+
+    def _marked_text(self, text: str, pattern: re.Pattern[str] | None) -> str:
+        text = _FOREIGN.sub("\ufffd", text)
+        if pattern is None:
+            return text
+        parts, start = [], 0
+        while match := pattern.search(text, start):  # from inside the match on: the next may overlap it
+            plain = text[start : match.start() + 1]
+            parts.append(plain if len(match[0]) > 1 else plain[:-1] + "\ufffd")  # one character cannot be cut
+            start = match.start() + 1
+        text = CUT.join([*parts, text[start:]])
+        body = text.rstrip()  # the template may trim, and then put something directly after it
+        if body.endswith(self._edges):
+            text = body + CUT + text[len(body) :]
+        return text
+
+    def _piece(self, text: str, *, first: bool) -> np.ndarray:
+        ids = self._plain(text, special=True, first=first)
+        if self._special is None:
+            return ids
+        matches = list(self._special.finditer(text))
+        if np.isin(ids, self._special_ids).sum() == len(matches):
+            return ids
+        # The tokenizer saw a control token where the text has none, by normalising it. Only exact texts count.
+        out, start = [], 0
+        for match in matches:
+            out.append(self._plain(text[start : match.start()], special=False, first=first and not start))
+            token = self._ids[match[0]]
+            out.append(np.zeros(0, np.int64) if token is None else np.array([token], np.int64))
+            start = match.end()
+        out.append(self._plain(text[start:], special=False, first=first and not start))
+        return np.concatenate(out)
+
+    def _plain(self, text: str, *, special: bool, first: bool) -> np.ndarray:
+        if not text:
+            return np.zeros(0, np.int64)
+        if self._leads is None or first:
+            return self._tokenizer.encode(text, special=special)
+        ids = self._tokenizer.encode("\n" + text, special=special)  # what is put in front of a text stays there
+        n = self._leads.size
+        if ids.size >= n and (ids[:n] == self._leads).all():
+            return ids[n:]
+        return self._tokenizer.encode(text, special=special)
+
+    def _single(self, text: str) -> int | None:
+        ids = self._tokenizer.encode(text, special=True)
+        return int(ids[0]) if ids.size == 1 else None
+
+
+def _pattern(texts: list[str]) -> re.Pattern[str] | None:
+    """Return a pattern for any of ``texts``, the longest first."""
+    ordered = sorted(set(texts), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _special_by_search(tokenizer: Tokenizer) -> dict[str, bool]:
+    """Return the texts of the ids that ``skip_special`` leaves out."""
+    special = {}
+    for i in range(tokenizer.vocab_size):
+        if not tokenizer.decode([i], skip_special=True) and (text := tokenizer.decode([i], skip_special=False)):
+            special[text] = True
+    return special
+
+
+def _adds_a_prefix(tokenizer: Tokenizer) -> np.ndarray | None:
+    """Return the ids of a line break if the tokenizer puts something (a blank) in front of every text; else None."""
+    line, word, both = (tokenizer.encode(text) for text in ("\n", "a", "\na"))
+    return None if np.array_equal(np.concatenate([line, word]), both) else line
+
+
+class TemplatePrompts:
+    """Prompts by a chat template; without one the texts, one after the other."""
+
+    def __init__(self, chat: Chat, tools: Sequence[Message]) -> None:
+        self._chat = chat
+        self._template = chat.tool_template if tools else chat.template
+        self.renders_tools = self._template is not None and "tools" in self._template.names
+        self._tools = chat.control.mark(list(tools), where="tools") if tools and self.renders_tools else None
+        self._rendered = -1, ""  # how many messages the last prompt has, and its text without prefill
+
+    def turn(self, action: Action) -> Message:
+        """Return the policy's turn; the prefill is the program's and keeps its control tokens."""
+        prefill, mark = self._chat.prefill, self._chat.control.mark
+        head = prefill if prefill and action.startswith(prefill) else ""
+        return {"role": "assistant", "content": head + mark(str(action)[len(head) :], foreign=False)}
+
+    def first(self, messages: Sequence[Message]) -> np.ndarray:
+        """Render all messages and the head of the policy's turn: int64 [P]."""
+        text = self._text(messages)
+        self._rendered = len(messages), text
+        return self._encode(text + self._chat.prefill, first=True)
+
+    def following(
+        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
+    ) -> np.ndarray:
+        """Append the messages after the policy's ``turn`` to ``prompt`` and the tokens sampled for it.
+
+        Where an earlier turn is written differently now, render all messages; ``keep`` forbids that as far as it can
+        be forbidden.
+
+        Returns:
+            int64 [P].
+        """
+        text = self._text(messages if self._template else messages[turn + 1 :])
+        if self._template is None:
+            return np.concatenate([prompt, action.tokens, self._encode(text + self._chat.prefill)])
+        known, before = self._rendered
+        before = before if known == turn else self._text(messages[:turn])  # the prompt may have been given as tokens
+        said = messages[turn]["content"]
+        rest = _after(text, before, said)
+        if rest is None:
+            if not keep:
+                return self.first(messages)
+            rest = self._after_placeholder(messages, turn)
+        ids = self._encode(rest + self._chat.prefill)
+        ended = action.tokens.size > 0 and int(action.tokens[-1]) in self._chat.ends
+        if ended and ids.size and ids[0] in (action.tokens[-1], *self._closing(messages[: turn + 1], before, said)):
+            ids = ids[1:]
+        self._rendered = len(messages), text
+        return np.concatenate([prompt, action.tokens, ids])
+
+    def _closing(self, messages: Sequence[Message], before: str, said: str) -> np.ndarray:
+        """Return int64: the control token with which the template closes the policy's turn, if it does so with one."""
+        try:
+            text = _after(self._text(messages, head=False), before, said)
+        except DataError:
+            text = None
+        return np.intersect1d(self._encode(text or "")[:1], self._chat.control.special_ids)
+
+    def _after_placeholder(self, messages: Sequence[Message], turn: int) -> str:
+        """Return what the template writes after the policy's last turn, whatever it makes of the turn itself."""
+        shown: Message = {"role": "assistant", "content": PLACEHOLDER}
+        parts = self._text([*messages[:turn], shown, *messages[turn + 1 :]]).split(PLACEHOLDER)
+        if len(parts) != 2:
+            what = f"the template shows the policy's turn {len(parts) - 1} times"
+            raise DataError("conversation", what, "once", "tokens cannot be appended to it")
+        return parts[1]
+
+    def _text(self, messages: Sequence[Message], *, head: bool = True) -> str:
+        if self._template is not None:
+            return self._template.render(messages, head=head, **{**self._chat.variables, "tools": self._tools})
+        texts = [message.get("content") for message in messages]
+        if not all(isinstance(text, str) for text in texts):
+            what = "a message has no text, and the model has no chat template"
+            raise DataError("observation", what, "messages with text")
+        return "".join(map(str, texts))
+
+    def _encode(self, text: str, *, first: bool = False) -> np.ndarray:
+        return self._chat.control.encode(text, first=first)
+
+
+def _after(text: str, before: str, said: str) -> str | None:
+    r"""Return what is in ``text`` after ``before`` and ``said``; None if it does not begin so, white space aside.
+
+    >>> _after("user: Hi\nbot: Yes.\n", "user: Hi\nbot: ", " Yes. "), _after("bot: No.", "bot: ", "Yes.")
+    ('\n', None)
+    """
+    if not text.startswith(before):
+        return None
+    if text.startswith(said, len(before)):
+        return text[len(before) + len(said) :]
+    words, at = said.split(), len(before)
+    for word in words:
+        while text[at : at + 1].isspace():
+            at += 1
+        if not text.startswith(word, at):
+            return None
+        at += len(word)
+    space = said[len(said.rstrip()) :]  # was sampled, so it is not to come twice
+    return text[at + len(space) :] if text.startswith(space, at) else text[at:]

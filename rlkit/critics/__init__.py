@@ -1,9 +1,10 @@
-"""Critics: value models for GAE and PPO, whatever backend the policy is trained on."""
+"""Critics: value models for GAE and PPO, independent of the policy's backend."""
 
 from __future__ import annotations
 
 from rlkit import _check
-from rlkit._lazy import missing
+from rlkit.backends.early import resolve_class
+from rlkit.backends.options import ModelOptions
 from rlkit.backends.protocol import Tokenizer
 from rlkit.critics.estimates import gae_datums
 from rlkit.critics.protocol import Critic
@@ -12,21 +13,21 @@ from rlkit.registry import Registry
 __all__ = ["Critic", "critic", "gae_datums", "registry"]
 
 registry = Registry("critic", entry_point_group="rlkit.critics")
-registry.update(toy="rlkit.critics.toy:ToyCritic", local="rlkit.critics.local:LocalCritic")
+registry.update(toy="rlkit.critics._toy:ToyCritic", local="rlkit.critics._local:LocalCritic")
 
 
 def critic(name: str, *, tokenizer: Tokenizer, **options: object) -> Critic:
-    """Open a value model: ``"toy"``, ``"local"``, or what a package adds to the group ``rlkit.critics``.
+    """Open a value model: ``"toy"``, ``"local"``, or one that a package adds to the group ``rlkit.critics``.
 
-    It runs in this process, whatever backend the policy has, Tinker included; only the tokens are common to the two.
+    It runs in this process with any backend of the policy, Tinker included; only the tokens are common to the two.
     Untrained, its values are 0.
 
     Args:
         name: "toy": a linear model over fixed features of the tokens before, which needs no files. "local": a
-            language model of transformers with a value head and a LoRA of its own.
+            language model of transformers with a value head and its own LoRA.
         tokenizer: the policy's; the critic has to read the same tokens.
         options: ``model=``, ``lora=``, ``seed=``, ``folder=``, ``resume_from=``, ``init_from=`` as for
-            ``rlkit.connect``, and what else the class takes.
+            ``rlkit.connect``, and further options of the class.
 
     Raises:
         UnknownNameError: no such critic.
@@ -42,12 +43,7 @@ def critic(name: str, *, tokenizer: Tokenizer, **options: object) -> Critic:
     >>> [float(v.round(1)) for v in value.values([datum]).result()[0]]
     [0.0, 1.0, 1.0]
     """
-    try:
-        make = registry.resolve(name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "peft", "safetensors"):
-            raise
-        raise missing(f"critic({name!r})", error.name, "local") from error
+    make = resolve_class(registry, name, options, ModelOptions, "critic")
     _check.options(f"critic({name!r})", make, options, kind="connect")
     made: Critic = make(tokenizer=tokenizer, **options)
     return made

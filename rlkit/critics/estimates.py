@@ -10,7 +10,7 @@ from rlkit.advantages import gae
 from rlkit.credit import assign
 from rlkit.critics.protocol import Critic
 from rlkit.trajectory import Group, Trajectory
-from rlkit.trajectory.turns import token_rewards
+from rlkit.trajectory.types import token_rewards
 from rlkit.types import Datum
 
 __all__ = ["gae_datums", "token_rewards"]
@@ -38,7 +38,7 @@ def gae_datums(
         gamma, lam: of ``rlkit.advantages.gae``, per token.
         rewards: one [token_count] per trajectory, such as ``token_rewards`` with a KL penalty added; None:
             ``token_rewards``.
-        weights: one number per trajectory, what ``token_weights`` gives for their ``token_count``; None: 1.
+        weights: one number per trajectory, the result of ``token_weights`` for their ``token_count``; None: 1.
         normalize: advantages with mean 0 and deviation 1 over all tokens (``rebn``); the returns are as they are.
         split: as for ``rlkit.trajectory.datums``.
 

@@ -1,4 +1,4 @@
-"""What a critic is."""
+"""The protocol of a critic."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Critic(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Longest datum, in tokens."""
+        """The longest datum, in tokens."""
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the critic has taken, as far as they have been carried out."""
+        """The optimizer steps that the critic has taken, as far as they have been carried out."""
 
     def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
         """Return one float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""
@@ -36,9 +36,9 @@ class Critic(Protocol):
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike = "value_clipped", *, config: Config | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Add the gradient of a loss of ``values`` to what is accumulated, all or nothing.
+        """Add the gradient of a loss of ``values`` to the accumulated gradient, all or nothing.
 
-        ``outputs["values"]`` are the values before the update; there are no logprobs.
+        ``outputs["values"]`` are the values before the update; logprobs are not computed.
         """
 
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
@@ -51,7 +51,7 @@ class Critic(Protocol):
         """Drop the accumulated gradient, and accept calls again after a failure."""
 
     def close(self) -> None:
-        """Finish what was submitted, and end the critic."""
+        """Finish the submitted calls, and end the critic."""
 
     def __enter__(self) -> Self: ...
 

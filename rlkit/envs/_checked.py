@@ -20,7 +20,7 @@ _DEEPEST = 32  # levels of lists and mappings inside of a message
 
 
 def shown(value: object) -> str:
-    """``value`` in a message: short, whatever it is and however large, and without trusting its ``__repr__``."""
+    """Return ``value`` in a message: short, whatever it is and however large, and without trusting its ``__repr__``."""
     text = _SHORT.repr(value)
     return text if value is None else f"{text} ({type(value).__name__})"
 
@@ -31,12 +31,12 @@ def first_observation(value: object, *, where: str, max_chars: int) -> Observati
         value = value[0]
     first = observation(value, where=where, max_chars=max_chars)
     if len(first) == 0:
-        raise EnvError(f"{where}: observation", "is empty", "what the policy is to answer")
+        raise EnvError(f"{where}: observation", "is empty", "the text for the policy to answer")
     return first
 
 
 def observation(value: object, *, where: str, max_chars: int) -> Observation:
-    """``value`` as a str, a tuple of messages (copied, so that later changes are not seen), or int64 [T]."""
+    """Return ``value`` as a str, a tuple of messages (copied, so that later changes are not seen), or int64 [T]."""
     where = f"{where}: observation"
     if isinstance(value, str):
         return _Copy(where, max_chars).text(value, where)
@@ -59,9 +59,12 @@ def observation(value: object, *, where: str, max_chars: int) -> Observation:
 
 
 def step_result(value: object, *, where: str, max_chars: int) -> StepResult:
-    """``value``, a StepResult or the five values of gymnasium, with every part in its proper form."""
+    """Return ``value``, a StepResult or the five values of gymnasium, with every part in its proper form."""
     if isinstance(value, tuple) and len(value) == 5:
-        value = StepResult(*value)
+        try:
+            value = StepResult(*value)
+        except DataError as error:
+            raise EnvError(f"{where}: {str(error).removeprefix('StepResult.')}") from None
     if not isinstance(value, StepResult):
         raise EnvError(where, f"got {shown(value)}", "a StepResult")
     terminated = _check.flag(f"{where}: terminated", value.terminated, error=EnvError)
@@ -90,20 +93,20 @@ def _rewards(value: StepResult, where: str) -> tuple[float, tuple[float, ...] | 
         raise EnvError(f"{where}: rewards", f"got {shown(listed)}", "a sequence of numbers")
     several = tuple(reward(x, where=f"{where}: rewards[{i}]") for i, x in enumerate(listed) if x is not None)
     if value.reward not in (None, 0.0) and not np.isclose(reward(value.reward, where=where), sum(several)):
-        what = f"is {shown(value.reward)}, and rewards add up to {sum(several):g}"
-        raise EnvError(f"{where}: reward", what, "their sum", "give rewards alone")
+        what = f"is {shown(value.reward)}, but the sum of rewards is {sum(several):g}"
+        raise EnvError(f"{where}: reward", what, "their sum", "give only rewards")
     return float(sum(several)), several
 
 
 def reward(value: object, *, where: str) -> float:
-    """``value`` as a finite float; booleans, numpy's scalars and arrays without a dimension will do."""
+    """Return ``value`` as a finite float; booleans, numpy's scalars and arrays without a dimension will do."""
     where = f"{where}: reward"
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     try:
         value = float(value) if isinstance(value, (bool, int)) else value
     except OverflowError as error:
-        raise EnvError(where, "got an integer beyond all floats", "a finite number") from error
+        raise EnvError(where, "got an integer too large for a float", "a finite number") from error
     return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST, error=EnvError)
 
 
@@ -121,7 +124,7 @@ def _message(copy: _Copy, where: str, value: object) -> dict[str, object]:
 
 
 class _Copy:
-    """A copy of what a message holds, which is no more than JSON can say, and no longer than ``max_chars``."""
+    """A copy of a message's contents, limited to JSON and to ``max_chars`` characters."""
 
     def __init__(self, where: str, max_chars: int) -> None:
         self._where = where
@@ -142,7 +145,7 @@ class _Copy:
             return {self.text(str(k), where): self.of(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
         if depth < _DEEPEST and _listed(value):
             return [self.of(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
-        raise EnvError(where, f"got {shown(value)}", "what JSON can say, not too deep")
+        raise EnvError(where, f"got {shown(value)}", "a JSON value, not nested too deeply")
 
     def text(self, value: str, where: str) -> str:
         self._count(len(value))
@@ -150,14 +153,14 @@ class _Copy:
             value.encode()
         except UnicodeEncodeError as error:
             what = f"has {value[error.start]!r} at {error.start}"
-            raise EnvError(where, what, "text that can be written in UTF-8") from error
+            raise EnvError(where, what, "text that UTF-8 can encode") from error
         return str.__str__(value)
 
     def _count(self, chars: int) -> None:
         self._chars += chars
         if self._chars > self._max:
             what = f"has more than {self._max} characters"
-            raise EnvError(self._where, what, "no more than max_chars", "a flood would stop the run")
+            raise EnvError(self._where, what, "at most max_chars", "longer answers could stop the run")
 
 
 def _listed(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:

@@ -15,6 +15,7 @@ from typing import IO
 
 from rlkit import _orphans
 
+_LOCAL = "127.0.0.1,localhost"
 _SAID = 500  # characters of what it wrote to stderr, for messages
 
 
@@ -31,6 +32,7 @@ class Child:
 
     def __init__(self, arguments: Sequence[str], *, folder: str, environment: Mapping[str, str] | None = None) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
+        _orphans.prepare()
         self.process = subprocess.Popen(  # noqa: S603  # what the user names
             list(arguments),
             cwd=folder,
@@ -46,7 +48,7 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return self.process.poll() is None
 
     def line(self, timeout: float) -> str:
@@ -60,12 +62,23 @@ class Child:
 
     def said(self) -> str:
         """Return the end of what it wrote to stderr, for a message."""
-        if self._log.closed:
-            return ""
-        size = os.fstat(self._log.fileno()).st_size
-        text = os.pread(self._log.fileno(), 4 * _SAID, max(0, size - 4 * _SAID)).decode("utf-8", "replace")
-        said = " ".join(text.split())[-_SAID:]
-        return f"; it said: {said}" if said else ""
+        return "" if self._log.closed else said(self._log, _SAID)
+
+
+def said(log: IO[str], most: int, *, numbered: bool = False) -> str:
+    """Return the last ``most`` characters of a log, for a message; ``numbered``: its first line is our own."""
+    size = os.fstat(log.fileno()).st_size
+    text = os.pread(log.fileno(), 4 * most, max(0, size - 4 * most)).decode("utf-8", "replace")
+    if numbered and size <= 4 * most:
+        text = text.partition("\n")[2]
+    end = " ".join(text.split())[-most:]
+    return f"; its output: {end}" if end else ""
+
+
+def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return a program's variables with which it finds the gateway, which is on this machine, behind a proxy too."""
+    kept = {name: ",".join(filter(None, (variables.get(name), _LOCAL))) for name in ("NO_PROXY", "no_proxy")}
+    return {**variables, **kept}
 
 
 def _end(process: subprocess.Popen[str], log: IO[str]) -> None:
@@ -75,5 +88,5 @@ def _end(process: subprocess.Popen[str], log: IO[str]) -> None:
     process.wait()
     for stream in (process.stdin, process.stdout, log):
         if stream is not None:
-            with contextlib.suppress(OSError):  # what nobody reads any more
+            with contextlib.suppress(OSError):  # output that is no longer read
                 stream.close()

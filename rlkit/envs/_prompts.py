@@ -1,18 +1,69 @@
-"""Rows of prompts, and what a reward function is given of them."""
+"""Rows of prompts, and the fields that a reward function gets."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import attrs
 import numpy as np
 
 from rlkit import _check
 from rlkit.envs._checked import observation
-from rlkit.envs._rows import named, rows_of
 from rlkit.envs.protocol import Observation
-from rlkit.errors import ConfigError, DataError, EnvError
+from rlkit.errors import ConfigError, DataError, EnvError, UnknownNameError
+
+__all__ = ["named", "noted", "rows_of"]
+
+_ROWS = "convert it: [dict(zip(columns, row)) for row in zip(*columns.values())]"
+
+
+def rows_of(rows: object, split: str, *, where: str, forms: str, function: str) -> Sequence[object]:
+    """Return the rows of a split: anything with a length and an index, or a mapping from splits to such.
+
+    Args:
+        rows, split: as given.
+        where: the argument, for messages.
+        forms: what it may be, for messages.
+        function: whose argument it is, for messages.
+
+    Raises:
+        DataError: there are no rows.
+        UnknownNameError: no such split.
+    """
+    if isinstance(rows, Mapping):
+        if split not in rows and "prompt" in rows:
+            raise DataError(where, "got a dict of columns", forms, _ROWS)
+        if split not in rows:
+            known = ", ".join(map(str, rows)) or "none"
+            raise UnknownNameError(f"{function}: no split named {split!r}. There are: {known}")
+        rows = rows[split]
+    if isinstance(rows, str) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise DataError(where, f"got {_check.shown(rows)}", forms)
+    if len(rows) == 0:
+        raise DataError(where, "is empty", "at least one row")
+    return cast("Sequence[object]", rows)
+
+
+@contextlib.contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Add a note of where it was raised to an error of the user's own function."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+def named(function: Callable[..., object]) -> str:
+    """Return a function's name, quoted."""
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
+        function = function.func
+    return repr(getattr(function, "__name__", type(function).__name__))
+
 
 _FORMS = "rows of text, messages or token ids, or mappings with a 'prompt'"
 
@@ -25,11 +76,11 @@ class Rows:
         prompts: anything with a length and an index, or a mapping from splits to such.
         reward: a function of the answer, and by keyword of a row's fields.
         split: which rows to take, where there are several splits.
-        offered: names beside the row's fields that the reward may have; the caller of the reward adds them.
+        offered: names besides the row's fields that the reward may have; the caller of the reward adds them.
 
     Raises:
-        DataError: there are no rows, or one is of no such form.
-        ConfigError: the reward is no function, or wants a field that the rows do not have.
+        DataError: there are no rows, or one has another form.
+        ConfigError: the reward is not a function, or wants a field that the rows do not have.
         UnknownNameError: no such split.
     """
 
@@ -43,7 +94,9 @@ class Rows:
         offered: Mapping[str, object] | None = None,
     ) -> None:
         self._rows = rows_of(prompts, split, where="prompts", forms=_FORMS, function=f"rlkit.envs.{adapter}")
-        _check.require(callable(reward), "reward", reward, "a function of the answer")
+        number = isinstance(reward, type) and issubclass(reward, (int, float))  # float("0.5") is a reward
+        good = callable(reward) and (number or not isinstance(reward, type))
+        _check.require(good, "reward", reward, "a function of the answer")
         self._reward = reward
         self._fields = _fields(reward)
         self._offered = {} if offered is None else offered
@@ -70,11 +123,11 @@ class Row:
     """One row.
 
     Attributes:
-        prompt: what the policy is told first.
+        prompt: the first message to the policy.
         every: all its fields.
         fields: those that the reward names.
-        info: what a step's ``info`` says of it: the right answer, where it has one.
-        note: what is noted on an error that the reward raises.
+        info: goes into a step's ``info``: the right answer, where it has one.
+        note: is added to an error that the reward raises.
     """
 
     prompt: Observation
@@ -112,7 +165,7 @@ def _fields(reward: Callable[..., object]) -> Callable[[str, Mapping[str, object
         for parameter in wanted:
             if parameter.default is parameter.empty and parameter.name not in row:
                 what = f"has no field {parameter.name!r}"
-                raise ConfigError(where, what, "all that the reward names", ", ".join(map(str, row)))
+                raise ConfigError(where, what, "all fields that the reward names", ", ".join(map(str, row)))
         return {str(k): v for k, v in row.items() if every or k in {p.name for p in wanted}}
 
     return fields
@@ -123,11 +176,11 @@ def _check_form(reward: Callable[..., object]) -> None:
     names = list(inspect.signature(reward).parameters)
     why = ""
     if {"completions", "completion_ids"} & set(names):
-        why = "it takes completions, and gives a list of rewards"
+        why = "it takes completions and returns a list of rewards"
     elif {"solution_str", "data_source"} <= set(names):
         why = "it takes data_source and solution_str"
     if why:
         raise ConfigError(
-            f"reward: {named(reward)} is of another library's form: {why}; here it is called once for each answer: "
+            f"reward: {named(reward)} has another library's signature: {why}; rlkit calls it once for each answer: "
             "def reward(text, answer): return 1.0, with the row's fields by name (for whole groups: group=True)"
         )

@@ -15,14 +15,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
 
 
 def main() -> None:
-    """Serve what stdin asks for on what stdout was; what environments print goes to stderr."""
+    """Serve requests from stdin on the original stdout; environments print to stderr."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     asyncio.run(_serve(out))
@@ -54,14 +54,10 @@ async def _serve(out: TextIO) -> None:
                     playing[asked["cancel"]].cancel()
                 continue
             playing[asked["id"]] = task = asyncio.create_task(_play(out, env, tasks[asked["index"]], asked))
-            task.add_done_callback(functools.partial(_forget, playing, asked["id"]))
+            task.add_done_callback(functools.partial(lambda number, _: playing.pop(number), asked["id"]))
         for task in list(playing.values()):
             task.cancel()
         await asyncio.gather(*playing.values(), return_exceptions=True)
-
-
-def _forget(playing: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
-    del playing[number]
 
 
 def _read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str]) -> None:
@@ -81,7 +77,7 @@ def _environment(config: Mapping[str, object], size: int | None) -> tuple[vf.Env
             spec.runtime = vf.SubprocessConfig()
     env = vf.load_environment(resolved)
     if size is None and not env.taskset.bounded:
-        raise ValueError("the taskset has no end: say how many tasks with size=")
+        raise ValueError("the taskset is infinite: set the number of tasks with size=")
     return env, list(itertools.islice(env.taskset, size))
 
 
@@ -98,7 +94,7 @@ async def _play(out: TextIO, env: vf.Env, task: vf.Task, asked: Mapping[str, obj
         context = vf.ModelContext(model=asked["model"], client=client, sampling=vf.SamplingConfig())
         _tell(out, id=asked["id"], **_outcome(await env.run_episode(task, context)))
     except asyncio.CancelledError:
-        _tell(out, id=asked["id"], failed="was ended")
+        _tell(out, id=asked["id"], failed="was stopped")
     except Exception as error:  # noqa: BLE001  # a fault of this episode alone
         _tell(out, id=asked["id"], failed=f"{type(error).__name__}: {error}")
 
@@ -109,14 +105,17 @@ def _outcome(episode: vf.Episode) -> dict[str, object]:
     if not episode.ok:
         told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not complete"
         return {"failed": told}
-    strangers = [t for t in episode.traces if not t.agent.trainable and t.calls and t.calls[-1].model == "policy"]
-    if strangers:
-        name = strangers[0].agent.name
-        return {"failed": f"the seat {name!r} is not trained, and was played by the policy: give it a model and client"}
+    for trace in episode.traces:
+        if not trace.agent.trainable and trace.calls and trace.calls[-1].model == "policy":
+            why = "is not trained, but the policy played it: give it a model and client"
+            return {"failed": f"the seat {trace.agent.name!r} {why}"}
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
-        return {"failed": f"{len(trained)} agents of the episode are to be trained, with a reward each; expected one"}
-    (trace,) = trained
+        return {"failed": f"{len(trained)} agents of the episode have a reward and would be trained; expected one"}
+    return _report(trained[0])
+
+
+def _report(trace: Any) -> dict[str, object]:
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     return {

@@ -1,4 +1,4 @@
-"""What an environment is, and sets of tasks to play in it.
+"""The protocol of environments, and sets of tasks to play in them.
 
 An environment is any object with ``reset``, ``step`` and ``close``, plain or ``async``; plain ones run in threads. One
 object plays one episode. A harness is one that drives itself: it has ``play`` in place of the first two. A ``Task``
@@ -8,6 +8,7 @@ batches are drawn.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, overload, runtime_checkable
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, overload, runtim
 import attrs
 
 from rlkit import _check
-from rlkit._calls import answered
 from rlkit._interaction import Action, Message, Observation, StepResult
 from rlkit._shuffle import epoch_places
 from rlkit.errors import ConfigError
@@ -71,13 +71,12 @@ class Harness(Protocol):
     """
 
     def play(self, session: Session, seed: int) -> StepResult | Awaitable[StepResult]:
-        """Play the episode; return its reward, and whether it came to an end of its own."""
+        """Play the episode; return its reward, and whether it came to its own end."""
 
     def close(self) -> Awaitable[None] | None:
         """Free what the episode holds; called once, whatever happened before."""
 
 
-@answered
 @attrs.frozen
 class TaskSettings:
     """How the episodes of an environment are played and scored; None leaves it to the rollout.
@@ -93,7 +92,7 @@ class TaskSettings:
         reduction: an episode's reward from all that it got: "sum", "mean", "max", "min" or "last".
         nonterminal_reward: one more reward, after those of the steps, for an episode that did not come to an end of its
             own; finite. As OpenReward's setting of that name.
-        nonterminal_override: what the reward of such an episode is instead of all that; finite, and not with
+        nonterminal_override: the reward of such an episode instead of all that; finite, and not with
             ``nonterminal_reward``.
 
     Raises:
@@ -126,7 +125,7 @@ class TaskSettings:
             _check.optional(_check.real, f"TaskSettings.{name}", getattr(self, name))
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise ConfigError(
-                "TaskSettings.nonterminal_reward", "is given, and nonterminal_override too", "one of the two"
+                "TaskSettings.nonterminal_reward", "is given with nonterminal_override", "only one of the two"
             )
 
     def over(self, defaults: TaskSettings) -> TaskSettings:
@@ -137,7 +136,6 @@ class TaskSettings:
         return attrs.evolve(defaults, **said)
 
 
-@answered
 @attrs.frozen
 class Task:
     """One problem. A group is ``n`` episodes of one task.
@@ -184,7 +182,6 @@ class TaskSource(Protocol):
         """Return the tasks at ``step * size`` and the ``size - 1`` places after it."""
 
 
-@answered
 class Tasks(Sequence[Task]):
     """The tasks of one environment and split.
 
@@ -245,15 +242,9 @@ class Tasks(Sequence[Task]):
         if isinstance(item, slice):
             indices = self._indices[item]
             _check.integer("Tasks[...]: number of tasks", len(indices), low=1)
-            return type(self)(
-                self._make,
-                indices,
-                name=self.name,
-                split=self.split,
-                settings=self.settings,
-                seeds=self._seeds,
-                scores=self._scores,
-            )
+            part = copy.copy(self)
+            part._indices = indices  # noqa: SLF001  # of the same class
+            return part
         try:
             index = self._indices[item]
         except IndexError:  # which ends a for loop, so it stays one
@@ -283,6 +274,12 @@ class Tasks(Sequence[Task]):
 
     def __repr__(self) -> str:
         return f"Tasks({self.name!r}, split={self.split!r}, size={len(self)})"
+
+
+def check_credit(credit: object) -> None:
+    """Raise ConfigError for what does not say which branches are trained."""
+    if credit not in ("every", "last") and not callable(credit):
+        raise ConfigError("credit", f"got {_check.shown(credit)}", "'every', 'last', or a function of branches")
 
 
 def check_name(where: str, value: object) -> str:

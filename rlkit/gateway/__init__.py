@@ -1,4 +1,4 @@
-"""The endpoints that agents speak, over any policy: what is sampled through them is what is trained.
+"""The API endpoints that agents use, over any policy: the tokens sampled through them are the tokens trained.
 
 with Gateway(sampler) as gateway, gateway.session(seed=1) as session:
 run_my_agent(session.base_url, session.api_key)
@@ -7,10 +7,10 @@ trajectory = session.trajectory(reward=1.0)
 
 from __future__ import annotations
 
-from rlkit.gateway.gateway import Gateway
-from rlkit.gateway.limits import Limits
-from rlkit.gateway.session import Session
-from rlkit.gateway.tree import Branch, Node
+from rlkit.gateway._gateway import Gateway
+from rlkit.gateway._history import Branch, Node
+from rlkit.gateway._limits import Limits
+from rlkit.gateway._session import Session
 from rlkit.gateway.types import Choice, Draw, GatewayError, Reply, Request
 
 __all__ = ["Branch", "Choice", "Draw", "Gateway", "GatewayError", "Limits", "Node", "Reply", "Request", "Session"]

@@ -1,10 +1,9 @@
-"""Evaluation harnesses that others wrote, run unmodified against a policy that the gateway serves."""
+"""Third-party evaluation harnesses, run unmodified against a policy that the gateway serves."""
 
 from __future__ import annotations
 
-from rlkit.harnesses.keeping import Result, results
-from rlkit.harnesses.running import HARNESSES, evaluate, installed
-from rlkit.harnesses.types import Score
+from rlkit.harnesses._running import HARNESSES, Result, evaluate, installed, results
+from rlkit.harnesses._types import Score
 
 __all__ = ["HARNESSES", "Result", "Score", "evaluate", "installed", "results"]
 

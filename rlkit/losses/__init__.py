@@ -1,28 +1,32 @@
 """Loss functions: ``fn(logprobs, <datum inputs>, weights=1.0, *, <settings>) -> scalar`` (needs torch).
 
 A loss is called once per datum with the policy's own tokens only (rule R2) and returns a sum. Its positional
-parameter names are the schema of what a datum must carry.
+parameter names are the inputs that a datum must carry.
 """
 
 from __future__ import annotations
 
 from rlkit.losses import kl
+from rlkit.losses._compose import with_entropy, with_kl
+from rlkit.losses._policy import cispo, decoupled_ppo, dppo_kl, dppo_tv, dro, importance_sampling, opsm, ppo, sapo, sppo
+from rlkit.losses._preference import cpo, dpo, kto, orpo, simpo
+from rlkit.losses._reinforce import opmd, rec, reinforce, topr
+from rlkit.losses._sequence import clip_cov, gmpo, gspo, gspo_token, kl_cov, luspo, vespo
+from rlkit.losses._supervised import (
+    cross_entropy,
+    mix,
+    sft_is,
+    sft_phi,
+    topk_forward_kl,
+    topk_jsd,
+    topk_reverse_kl,
+    value_clipped,
+    value_huber,
+)
 from rlkit.losses.base import loss, register, registry
-from rlkit.losses.batch import clip_cov, kl_cov
-from rlkit.losses.coefficients import AdaptiveEntropy, adaptive_entropy
-from rlkit.losses.compose import with_entropy, with_kl
-from rlkit.losses.distillation import topk_forward_kl, topk_jsd, topk_reverse_kl
-from rlkit.losses.offpolicy import decoupled_ppo, opsm
-from rlkit.losses.policy import cispo, dro, importance_sampling, ppo
-from rlkit.losses.preference import cpo, dpo, kto, orpo, simpo
+from rlkit.losses.kl import AdaptiveEntropy, adaptive_entropy
 from rlkit.losses.prepare import LossGradient, PreparedLoss, prepare
-from rlkit.losses.rec import rec
-from rlkit.losses.reinforce import opmd, reinforce, topr
-from rlkit.losses.sequence import gmpo, gspo, gspo_token, luspo, vespo
-from rlkit.losses.supervised import cross_entropy, mix, sft_is, sft_phi
 from rlkit.losses.traceable import traceable
-from rlkit.losses.trust import dppo_kl, dppo_tv, sapo, sppo
-from rlkit.losses.value import value_clipped, value_huber
 
 __all__ = [
     "AdaptiveEntropy",

@@ -1,24 +1,93 @@
-"""The registry of losses, and the marks that say how a loss function is to be called."""
+"""The registry of losses, the marks that say how a loss is called, and the checks that losses share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, cast
 
 import attrs
 
 from rlkit import _check
-from rlkit.errors import ConfigError
+from rlkit._rows import check_bounds
+from rlkit.errors import ConfigError, DataError
 from rlkit.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Level", "Marks", "loss", "marks", "register", "registry"]
+__all__ = [
+    "Level",
+    "Marks",
+    "Reached",
+    "Untouched",
+    "bounds",
+    "builtin",
+    "check_shapes",
+    "counted",
+    "loss",
+    "marks",
+    "one_weight",
+    "register",
+    "registry",
+    "shaped",
+    "surrogate",
+]
+
+
+class Reached(Exception):
+    """The signal that a loss has begun to compute."""
+
+
+class Untouched:
+    """A placeholder for a tensor; any operation on it ends the call."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Reached
+
+    def _reached(self, *_: object) -> NoReturn:
+        raise Reached
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _reached
+    __gt__ = __lt__ = __ge__ = __le__ = _reached
+
+
+def bounds(low: float, high: float, *, above_zero: bool = False) -> None:
+    """Raise ConfigError unless 0 <= low <= 1 <= high (0 < low with ``above_zero``)."""
+    check_bounds(low, high)
+    if above_zero:
+        _check.real("clip_low_threshold", low, above=0.0, why="its logarithm is taken")
+
+
+def counted(weights: Weights, x: Tensor, other: float = 0.0) -> Tensor:
+    """Return ``x``, but ``other`` where the weight is 0: 0 times an overflow would be NaN, in the gradient too."""
+    if isinstance(weights, (int, float)):
+        if weights != 0:
+            return x
+        weights = x.new_tensor(weights)
+    return x.where(weights != 0, other)
+
+
+def one_weight(weights: Weights | tuple[Weights, ...] | list[Weights]) -> Weights:
+    """Return one weight for a whole sequence or pair: a number, or the mean over tokens; of a pair the chosen's."""
+    first = weights[0] if isinstance(weights, (tuple, list)) else weights
+    return first if isinstance(first, (int, float)) else first.mean()
+
+
+def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None) -> Tensor:
+    """min(r A, clip(r, low, high) A), and with ``dual_clip`` c not below c A where A < 0."""
+    clipped = (ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+    if dual_clip is None:
+        return clipped
+    _check.real("dual_clip", dual_clip, above=1.0, why="a bound on the ratio where the advantage is negative")
+    return clipped.maximum(dual_clip * advantages).where(advantages < 0, clipped)
+
 
 F = TypeVar("F", bound=Callable[..., object])
 Level = Literal["datum", "pair", "batch"]
-Weights: TypeAlias = "Tensor | float"  # [n], [n, K], or one for all
+Weights: TypeAlias = "Tensor | float"  # [n], or one for all
 
 _AS_LOSSES = {
     "dapo": "DAPO is 'ppo' with clip_high_threshold=1.28, and weights of token_weights(mode='token-mean')",
@@ -35,7 +104,7 @@ def _elsewhere(name: str) -> str:
     if name.lower() in estimators:
         estimator = name.lower()
         return (
-            f"{estimator} is an estimator (rlkit.advantages.{estimator}); give its advantages to the loss 'ppo', or to "
+            f"{estimator} is an estimator (rlkit.advantages.{estimator}); pass its advantages to the loss 'ppo' or "
             "another policy loss"
         )
     return _AS_LOSSES.get(name.lower(), "")
@@ -47,21 +116,22 @@ register = registry.register
 
 @attrs.frozen
 class Marks:
-    """How a loss is called: its level, and whether it acts on each token by itself."""
+    """The call convention of a loss: its level, and whether it acts on each token by itself."""
 
     level: Level = "datum"
     elementwise: bool = False
 
 
 def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], F]:
-    """Mark how a loss function wants its datums; does not register it.
+    """Mark how a loss function takes its datums; does not register it.
 
     Args:
         level: "datum": called once per datum with tensors [n]. "pair": called once per two consecutive datums
             (chosen, rejected), every argument a tuple of two. "batch": called once with everything, every argument
             a list with one tensor per datum.
         elementwise: the loss is a sum over tokens of a function of that token alone, so that one call on the
-            concatenated tokens of many datums gives the same; only at level "datum".
+            concatenated tokens of many datums gives the same; only at level "datum". Tokens whose ``weights`` are 0
+            are left out of that call, so that their results, however large, have no effect.
 
     >>> @loss(elementwise=True)
     ... def likelihood(logprobs, weights=1.0):
@@ -87,3 +157,79 @@ def marks(function: Callable[..., object]) -> Marks:
         getattr(function, "func", None), "__rlkit_loss__", None
     )
     return marked if isinstance(marked, Marks) else Marks()
+
+
+def builtin(
+    name: str, *, level: Level = "datum", elementwise: bool = False, per_token: bool = False
+) -> Callable[[F], F]:
+    """Register and mark a loss of rlkit's own; called directly it refuses shapes that would broadcast.
+
+    An elementwise one leaves tokens of weight 0 out then, too. Other levels do so in their formulas, since what the
+    tokens of a sequence or batch have in common counts all of them. ``per_token``: a pair's margin is between means.
+    """
+
+    def add(function: F) -> F:
+        called = shaped(_without_weightless(function) if elementwise else function)
+        called.__rlkit_per_token__ = per_token  # type: ignore[attr-defined]
+        return register(name)(loss(level=level, elementwise=elementwise)(called))
+
+    return add
+
+
+def shaped(function: F) -> F:
+    """Decorate a loss or estimator: tensors that are neither () nor shaped like the first are a DataError."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        check_shapes(function.__name__, signature.bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+def check_shapes(title: str, given: Mapping[str, object]) -> None:
+    """Raise DataError for a tensor that is neither () nor shaped like the first argument.
+
+    Of targets [n, K] other logprobs and ids are [n, K], all else is [n]. What torch.fx traces has no shape, and passes.
+    """
+    driver, like = next(iter(given.items()))
+    if isinstance(like, (list, tuple)):
+        for k, each in enumerate(like):
+            part = {n: v[k] if isinstance(v, (list, tuple)) and k < len(v) else v for n, v in given.items()}
+            check_shapes(title, part | {driver: each})
+    elif _is_tensor(like):
+        for name, value in given.items():
+            shape = tuple(getattr(value, "shape", ()))
+            wide = driver == "target_logprobs" and not (name.endswith("logprobs") or name == "target_tokens")
+            expected = tuple(like.shape[:-1] if wide else like.shape)
+            if shape not in ((), expected):
+                raise DataError(f"{title}({name})", f"has shape {shape}", f"() or {expected}", _check.squeeze(shape))
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _without_weightless(function: F) -> F:
+    """Decorate an elementwise loss: inputs of tokens with weight 0 are replaced before the computation."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        given = signature.bind(*args, **kwargs).arguments
+        weights = given.get("weights", 1.0)
+        if isinstance(weights, (int, float)) and weights != 0:
+            return function(**given)
+        if "target_logprobs" in given and not isinstance(weights, (int, float, Untouched)):
+            weights = weights.unsqueeze(-1)
+        for name, value in given.items():
+            if not isinstance(value, (int, float, Untouched)):
+                if name.endswith("logprobs"):
+                    given[name] = counted(weights, value, -1.0)
+                elif name in ("advantages", "values", "old_values", "returns"):
+                    given[name] = counted(weights, value)
+        return function(**given)
+
+    return cast("F", call)

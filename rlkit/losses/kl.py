@@ -1,6 +1,12 @@
-"""Estimators of KL(policy || reference) per token, from the logprobs of the sampled token alone; d = lp - ref.
+"""Estimators of KL(policy || reference) per token, and coefficients that follow a measurement.
 
-They differ in bias, in variance, and above all in their gradient, which is what a loss sees: under sampling from the
+Coefficients of KL and entropy terms that follow a measurement: small objects with ``update``.
+
+Their fields are their whole state for a checkpoint: ``attrs.asdict(c)``, and ``type(c)(**fields)`` to resume.
+
+Estimators of KL(policy || reference) per token, from the logprobs of the sampled token alone; d = lp - ref.
+
+They differ in bias, in variance, and above all in their gradient, which matters for a loss: under sampling from the
 policy the expected gradient of k2 is that of the KL divergence, k1's is 0, and k3's is that of the reversed
 KL(reference || policy). ``straight_through`` has k3's value and k2's gradient; ``ratio_corrected`` has the right
 gradient for samples of another policy too.
@@ -12,8 +18,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
+
 from rlkit import _check
-from rlkit.losses.coefficients import AdaptiveCoefficient, FixedCoefficient, adaptive_coefficient, fixed
+from rlkit.errors import ConfigError
+from rlkit.losses.base import shaped
 from rlkit.registry import Registry
 
 if TYPE_CHECKING:
@@ -21,9 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveCoefficient",
+    "AdaptiveEntropy",
     "FixedCoefficient",
     "absolute",
     "adaptive_coefficient",
+    "adaptive_entropy",
     "clamped",
     "fixed",
     "k1",
@@ -35,11 +46,148 @@ __all__ = [
     "straight_through",
 ]
 
+
+@attrs.define
+class FixedCoefficient:
+    """A constant coefficient, with the ``update`` of ``AdaptiveCoefficient``.
+
+    Args:
+        coef: finite.
+
+    >>> FixedCoefficient(0.01).update(0.3, 64)
+    0.01
+    """
+
+    coef: float
+
+    def __attrs_post_init__(self) -> None:
+        self.coef = _check.real("coef", self.coef)
+
+    def update(self, kl: float, n: int = 1) -> float:
+        """Return the coefficient, independent of ``kl`` and ``n``."""
+        _observed(kl, n)
+        return self.coef
+
+
+@attrs.define
+class AdaptiveCoefficient:
+    """A coefficient of a KL term that rises where the measured KL is above its target, and falls where it is below.
+
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(n / horizon, 1))
+
+    Args:
+        coef: >= 0, the coefficient; the only field that ``update`` changes.
+        target: > 0, the KL to hold, in the units that ``update`` is given.
+        horizon: > 0; with a KL far off, the coefficient changes by a fifth for each ``horizon`` samples.
+
+    >>> coefficient = AdaptiveCoefficient(coef=0.5, target=0.125, horizon=1000)
+    >>> coefficient.update(1.0, 500)  # 0.5 * (1 + 0.2 / 2)
+    0.55
+    >>> attrs.asdict(coefficient)
+    {'coef': 0.55, 'target': 0.125, 'horizon': 1000.0}
+
+    Source: arXiv:1909.08593 section 2.2. Peers: verl's AdaptiveKLController is the same, but turns negative where a
+    batch is larger than five horizons.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __attrs_post_init__(self) -> None:
+        self.coef = _check.real("coef", self.coef, low=0.0)
+        self.target = _check.real("target", self.target, above=0.0)
+        self.horizon = _check.real("horizon", self.horizon, above=0.0)
+
+    def update(self, kl: float, n: int = 1) -> float:
+        """Return the coefficient after measuring ``kl`` on ``n`` >= 0 samples."""
+        kl, n = _observed(kl, n)
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef = self.coef * (1.0 + error * min(n / self.horizon, 1.0))
+        return self.coef
+
+
+@attrs.define
+class AdaptiveEntropy:
+    """A coefficient of an entropy bonus that rises by steps while entropy is low, and is 0 while it is not.
+
+    coef <- clip(coef + delta where entropy <= target, else coef - delta, low, high); the bonus gets coef where
+    entropy <= target, else 0
+
+    Args:
+        target: >= 0, in nats per token.
+        delta: >= 0, the step.
+        coef: in [low, high]; the only field that ``update`` changes.
+        low, high: 0 <= low <= high.
+
+    >>> bonus = AdaptiveEntropy(target=0.2)
+    >>> [round(bonus.update(entropy), 3) for entropy in (0.1, 0.1, 0.9, 0.1)]
+    [0.005, 0.01, 0.0, 0.01]
+    >>> attrs.asdict(bonus)["coef"]
+    0.01
+
+    Source: arXiv:2505.22312. Peers: TRL's ``use_adaptive_entropy`` is the same.
+    """
+
+    target: float = 0.2
+    delta: float = 0.005
+    coef: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        self.target = _check.real("target", self.target, low=0.0)
+        self.delta = _check.real("delta", self.delta, low=0.0)
+        self.low, self.high = _check.real("low", self.low, low=0.0), _check.real("high", self.high)
+        if self.low > self.high:
+            raise ConfigError(f"low {self.low} is above high {self.high}")
+        self.coef = _check.real("coef", self.coef, low=self.low, high=self.high)
+
+    def update(self, entropy: float) -> float:
+        """Return the coefficient to use next, after measuring ``entropy`` (the mean per token)."""
+        entropy = _check.real("entropy", entropy)
+        step = self.delta if entropy <= self.target else -self.delta
+        self.coef = min(max(self.coef + step, self.low), self.high)
+        return self.coef if entropy <= self.target else 0.0
+
+
+def fixed(coef: float) -> FixedCoefficient:
+    """Return a coefficient that ``update`` does not change (see ``FixedCoefficient``).
+
+    >>> fixed(0.01).update(0.3)
+    0.01
+    """
+    return FixedCoefficient(coef)
+
+
+def adaptive_coefficient(*, coef: float, target: float, horizon: float) -> AdaptiveCoefficient:
+    """Return a coefficient that holds KL at a target (see ``AdaptiveCoefficient``).
+
+    >>> adaptive_coefficient(coef=0.2, target=0.05, horizon=1000).update(0.05)
+    0.2
+    """
+    return AdaptiveCoefficient(coef, target, horizon)
+
+
+def adaptive_entropy(*, target: float = 0.2, delta: float = 0.005) -> AdaptiveEntropy:
+    """Return a coefficient that keeps entropy up (see ``AdaptiveEntropy``).
+
+    >>> adaptive_entropy(target=0.5).update(0.4)
+    0.005
+    """
+    return AdaptiveEntropy(target, delta)
+
+
+def _observed(kl: float, n: int) -> tuple[float, int]:
+    return _check.real("kl", kl), _check.integer("n", n, low=0)
+
+
 registry = Registry("KL estimator", entry_point_group="rlkit.kl")
 register = registry.register
 
 
 @register("k1")
+@shaped
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d: unbiased, of either sign. Its expected gradient is 0, so that it does nothing as a loss on-policy.
 
@@ -50,12 +198,13 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     >>> k1(torch.tensor([-1.0]), torch.tensor([-3.0]))
     tensor([2.])
 
-    Source: http://joschu.net/blog/kl-approx.html. It belongs into rewards (``rlkit.advantages.kl_penalty``).
+    Source: http://joschu.net/blog/kl-approx.html. Use it in rewards (``rlkit.advantages.kl_penalty``).
     """
     return logprobs - reference_logprobs
 
 
 @register("abs")
+@shaped
 def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """|d|: biased, never negative, a gradient of constant size.
 
@@ -72,6 +221,7 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 @register("k2")
+@shaped
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d^2 / 2: biased in value; on-policy its gradient is, in expectation, that of the KL divergence.
 
@@ -88,6 +238,7 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 @register("k3")
+@shaped
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """e^-d - 1 + d: unbiased, never negative, low variance; on-policy its gradient is KL(reference || policy)'s.
 
@@ -102,10 +253,11 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     10, see ``clamped``.
     """
     distance = logprobs - reference_logprobs
-    return (-distance).expm1() + distance
+    return (-distance).expm1() + distance  # expm1, since near 0 the terms cancel to d^2 / 2
 
 
 @register("clamped")
+@shaped
 def clamped(
     logprobs: Tensor, reference_logprobs: Tensor, *, log_ratio_bound: float = 20.0, value_bound: float = 10.0
 ) -> Tensor:
@@ -132,6 +284,7 @@ def clamped(
 
 
 @register("straight_through")
+@shaped
 def straight_through(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Return the value of k3 with the gradient of k2: sg[k3] + k2 - sg[k2].
 
@@ -151,6 +304,7 @@ def straight_through(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 @register("ratio_corrected")
+@shaped
 def ratio_corrected(logprobs: Tensor, reference_logprobs: Tensor, sampling_logprobs: Tensor | None = None) -> Tensor:
     """e^(lp - q) (e^-d - 1 + d), the gradient through the ratio too: unbiased in value and gradient off-policy.
 

@@ -1,7 +1,7 @@
-"""``prepare``: what stands between a loss function and a backend.
+"""``prepare``, the interface between a loss function and a backend.
 
-It reads the function's signature, checks data against it, binds the settings, and gives the gradient of the loss
-with respect to what the model computed. A backend then only has to carry that gradient into its parameters.
+It reads the function's signature, checks data against it, binds the settings, and computes the gradient of the
+loss with respect to the model's outputs. A backend then only has to propagate that gradient to its parameters.
 """
 
 from __future__ import annotations
@@ -14,20 +14,125 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 import numpy as np
 
-from rlkit import _aliases, _check
-from rlkit._calls import answered
+from rlkit import _check
+from rlkit._check import INPUTS, answer, input_hint
 from rlkit.errors import BackendError, ConfigError, DataError
-from rlkit.losses._returned import returned
-from rlkit.losses._untouched import Reached, Untouched
-from rlkit.losses.base import Level, marks, registry
+from rlkit.losses.base import Level, Reached, Untouched, marks, registry
+from rlkit.metrics import names
+from rlkit.metrics.names import with_ending
 from rlkit.types import Datum
 
 if TYPE_CHECKING:
     import torch
 else:
-    from rlkit._lazy import torch
+    from rlkit._packages import torch
 
-__all__ = ["LossGradient", "PreparedLoss", "prepare"]
+__all__ = [
+    "LossGradient",
+    "PreparedLoss",
+    "check_behaviour",
+    "check_pairs",
+    "check_shape",
+    "margin",
+    "preference",
+    "prepare",
+    "returned",
+]
+
+Argument: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # of one datum, or of a pair or batch
+
+
+def check_shape(where: str, name: str, datum: Datum, driver: str) -> None:
+    """Refuse shapes that would broadcast: [n] times [n, 1] is [n, n], each token times the sum of all."""
+    shape = datum.inputs[name].shape if name in datum.inputs else ()
+    logprobs = name.endswith("logprobs")
+    if driver == "target_logprobs":
+        targets = datum.inputs["target_tokens"].shape
+        if logprobs and len(shape) == 2 and shape != targets:
+            raise DataError(where, f"has shape {shape}", f"{targets}", "one per target token")
+    elif len(shape) == 2 and (logprobs or shape[1] == 1):
+        expected = f"(), ({int(datum.mask.sum())},) or ({len(datum)},)"
+        raise DataError(where, f"has shape {shape}", expected, _check.squeeze(shape))
+
+
+def check_behaviour(name: str, i: int, datum: Datum) -> None:
+    """Refuse a datum whose sampling_logprobs are not those of the policy that sampled it."""
+    if datum.temperature == 0:
+        raise DataError(
+            f"data[{i}] was sampled greedily (temperature 0), so it has no sampling_logprobs for the ratio of the "
+            f"loss {name!r}; sample with a temperature above 0, or use cross_entropy"
+        )
+    if datum.truncated:
+        raise DataError(
+            f"data[{i}] was sampled with top_p, top_k, min_p or a penalty, so its sampling_logprobs are not the "
+            f"policy's and the ratio of the loss {name!r} would be wrong; pass corrected ones, from "
+            "sampler.logprobs, to sample.datum(sampling_logprobs=...)"
+        )
+
+
+def check_pairs(name: str, data: Sequence[Datum], *, alike: bool) -> None:
+    """Refuse data that is not chosen, rejected, chosen, rejected, ...; of ``alike`` pairs the prompts are the same."""
+    if len(data) % 2:
+        raise DataError(f"data has {len(data)} datums; the loss {name!r} takes (chosen, rejected) pairs")
+    for i, datum in enumerate(data):
+        if not datum.mask.any():
+            raise DataError(f"data[{i}].mask is all False; each datum of a pair needs a token of the policy")
+        if alike and i % 2 and not np.array_equal(_prompt(datum), _prompt(data[i - 1])):
+            what, expected = f"has a different prompt than data[{i - 1}]", "the same prompt"
+            raise DataError(f"data[{i}]", what, expected, "data is chosen, rejected, chosen, rejected, ...")
+
+
+def preference(function: Callable[..., object]) -> Callable[..., object] | None:
+    """Return rlkit's pair loss that this is or is composed of; None for a user's own, whose pairs may be any."""
+    while parts := getattr(function, "__rlkit_parts__", None):
+        function = parts[0]
+    return function if hasattr(function, "__rlkit_per_token__") else None
+
+
+def margin(function: Callable[..., object], arguments: Mapping[str, Argument]) -> dict[str, float]:
+    """Return by how much the chosen of a pair is ahead, and whether it is; return nothing for a user's own loss."""
+    loss = preference(function)
+    if loss is None:
+        return {}
+    named = "reference_logprobs" in inspect.signature(loss).parameters  # and not only by a KL term
+    references = arguments["reference_logprobs"] if named else (0.0, 0.0)
+    gains = [lp.detach() - ref for lp, ref in zip(arguments["logprobs"], references, strict=True)]
+    per_token = getattr(loss, "__rlkit_per_token__", False)
+    chosen, rejected = (float(gain.mean() if per_token else gain.sum()) for gain in gains)
+    return {"margin:mean": chosen - rejected, "accuracy:mean": float(chosen > rejected)}
+
+
+def _prompt(datum: Datum) -> np.ndarray:
+    """Return the tokens before the policy's first."""
+    prompt: np.ndarray = datum.tokens[: int(datum.mask.argmax())]
+    return prompt
+
+
+_RESERVED = ("loss:sum", "tokens:sum", "datums:sum")
+
+
+def returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the scalar, and the metrics under names that say how they are put together.
+
+    Raises:
+        ConfigError: it returned another value.
+    """
+    value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(value, torch.Tensor) or value.ndim != 0:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _check.shown(value)
+        raise ConfigError(
+            _check.problem(f"the loss {name!r}", f"returned {shape}", "a scalar tensor, or (tensor, metrics)", "sum it")
+        )
+    if not isinstance(reported, Mapping):
+        raise ConfigError(_check.problem(f"the loss {name!r}", f"returned metrics {_check.shown(reported)}", "a dict"))
+    metrics = {}
+    for key, number in reported.items():
+        if not isinstance(key, str) or key in _RESERVED:
+            expected = f"other names; {', '.join(_RESERVED)} are reserved for the backend"
+            raise ConfigError(_check.problem(f"the loss {name!r}", f"returned the metric {key!r}", expected))
+        metrics[with_ending(key)] = float(number.detach() if isinstance(number, torch.Tensor) else number)
+    return value, metrics
+
 
 Driver: TypeAlias = Literal["logprobs", "target_logprobs", "values"]
 _DRIVERS = ("logprobs", "target_logprobs", "values")
@@ -39,8 +144,9 @@ class LossGradient:
 
     Attributes:
         value: the sum over the datums.
-        metrics: "name:sum" or "name:mean", the latter still summed over the datums, so that parts can be added.
-        driver: one gradient per datum, shaped like what the loss was given ([n] or [n, K]).
+        metrics: names that end in ":sum", ":mean", ":max" or ":min"; a mean still summed over the datums, so that
+            parts can be put together.
+        driver: one gradient per datum, shaped like the loss's input ([n] or [n, K]).
         entropy: one [n] per datum where the loss names ``entropy``, else None.
     """
 
@@ -58,14 +164,14 @@ class PreparedLoss:
         name: for messages.
         function: called with the driver, the inputs and the settings, all by name.
         level, elementwise: its marks.
-        driver: what the model must give: "logprobs" [n], "target_logprobs" [n, K] (at the int64 input
+        driver: the output that the model must give: "logprobs" [n], "target_logprobs" [n, K] (at the int64 input
             ``target_tokens`` [T, K], -1 = none), or "values" [n].
         inputs: names of the datum inputs it needs.
-        optional: names of those that it takes when they are there, with their defaults; a tuple of two is one for
+        optional: names of those that it takes if present, with their defaults; a tuple of two is one for
             each of a pair.
         entropy: it also wants the exact entropies [n].
         settings: its keyword-only settings.
-        named: it was asked for by name, so that a backend may use an implementation of its own (rule R4).
+        named: it was asked for by name, so that a backend may use its own implementation (rule R4).
     """
 
     name: str
@@ -74,54 +180,58 @@ class PreparedLoss:
     elementwise: bool
     driver: Driver
     inputs: tuple[str, ...]
-    optional: Mapping[str, Any]
+    optional: Mapping[str, float | tuple[float | None, ...] | None]
     entropy: bool
     settings: Mapping[str, Any]
     _order: tuple[str, ...]
     named: bool = False
 
     def check(self, data: Sequence[Datum]) -> None:
-        """Raise DataError where ``data`` lacks what this loss needs, naming datum and input."""
+        """Raise DataError where ``data`` lacks an input that this loss needs, naming datum and input."""
         needed = (*self.inputs, "target_tokens") if self.driver == "target_logprobs" else self.inputs
         for i, datum in enumerate(data):
-            missing = [name for name in needed if name not in datum.inputs]
-            if missing:
-                there = ", ".join(sorted(datum.inputs)) or "none"
-                what = f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
-                raise DataError(what + _aliases.input_hint(missing[0]))
-            if "weights" in datum.inputs and "weights" not in self._order:
-                raise DataError(
-                    f"data[{i}].inputs has 'weights', which the loss {self.name!r} does not name: they would do nothing"
-                )
-            if "sampling_logprobs" in self._order and "sampling_logprobs" in datum.inputs:
-                self._check_behaviour(i, datum)
+            self._check_datum(i, datum, needed)
         for name in self.optional:
-            if name in _aliases.INPUTS and data and not any(name in datum.inputs for datum in data):
-                what = f"names {name!r}, which no datum has, so its default would stand for it"
-                raise DataError(f"the loss {self.name!r} {what}{_aliases.input_hint(name)}")
+            if name in INPUTS and data and not any(name in datum.inputs for datum in data):
+                what = f"names {name!r}, which no datum has, so its default would be used"
+                raise DataError(f"the loss {self.name!r} {what}{input_hint(name)}")
         if self.level == "pair":
-            if len(data) % 2:
-                raise DataError(f"data has {len(data)} datums; the loss {self.name!r} takes (chosen, rejected) pairs")
-            for i, datum in enumerate(data):
-                if not datum.mask.any():
-                    raise DataError(f"data[{i}].mask is all False; both of a pair need a token of the policy's own")
+            check_pairs(self.name, data, alike=preference(self.function) is not None)
+
+    def _check_datum(self, i: int, datum: Datum, needed: Sequence[str]) -> None:
+        missing = [name for name in needed if name not in datum.inputs]
+        if missing:
+            there = ", ".join(sorted(datum.inputs)) or "none"
+            what = f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
+            raise DataError(what + input_hint(missing[0]))
+        for name in self._order[1:]:
+            check_shape(f"data[{i}].inputs[{name!r}]", name, datum, self.driver)
+        if "weights" in datum.inputs and "weights" not in self._order:
+            raise DataError(
+                f"data[{i}].inputs has 'weights', which the loss {self.name!r} does not take; they would have no effect"
+            )
+        if "sampling_logprobs" in self._order and "sampling_logprobs" in datum.inputs:
+            check_behaviour(self.name, i, datum)
 
     def try_out(self, data: Sequence[Datum]) -> None:
         """Call the loss on made-up logprobs, so that a mistake in it raises here and changes nothing.
 
         Raises:
             MissingPackageError: torch is not installed.
-            ConfigError: it does not return a scalar that depends on what the model gives.
-            Exception: whatever the function itself raises, unchanged.
+            ConfigError: it does not return a scalar that depends on the model's output.
+            Exception: any exception of the function itself, unchanged.
         """
         some = [datum for datum in data if datum.mask.any()]
         some = some if self.level == "batch" else some[: 2 if self.level == "pair" else 1]
+        if self.elementwise and some and "weights" in some[0].inputs:  # one of 0 would leave tokens out
+            weights = some[0].inputs["weights"]
+            some = [some[0].with_inputs(weights=np.where(weights == 0, np.float32(1), weights))]
         entropy = [torch.full((int(datum.mask.sum()),), 0.5) for datum in some]
-        with contextlib.suppress(BackendError):  # not finite on made-up numbers, which says nothing about real ones
+        with contextlib.suppress(BackendError):  # not finite on made-up numbers, which does not matter for real ones
             self.gradient([self._made_up(datum) for datum in some], some, entropy=entropy)
 
     def check_settings(self) -> None:
-        """Call the loss as far as it can go without torch: the settings are checked before anything is computed.
+        """Call the loss as far as possible without torch: the settings are checked before anything is computed.
 
         Raises:
             ConfigError: a setting is out of range.
@@ -137,34 +247,35 @@ class PreparedLoss:
         entropy: Sequence[torch.Tensor] | None = None,
         places: Sequence[int] | None = None,
     ) -> LossGradient:
-        """Value, metrics, and the gradient with respect to what the model computed.
+        """Return the value, the metrics, and the gradient with respect to the model's outputs.
 
         Args:
             logprobs: one float tensor per datum, [n] (or [n, K], or values [n]: see ``driver``); detached here.
-            data: the datums; those without a masked-in token are not given to the loss.
+            data: the datums; those without a masked-in token are not given to the loss, nor, where it is elementwise,
+                tokens of weight 0.
             entropy: one [n] per datum, for a loss that names it.
-            places: where the user's list has the datums, for errors; None: it is ``data``.
+            places: indices of the datums in the user's list, for errors; None: it is ``data``.
 
         Raises:
             BackendError: the value or the gradient is not finite, naming the datum.
         """
-        leaves = [x.detach().float().requires_grad_() for x in logprobs]
-        entropies = [x.detach().float().requires_grad_() for x in entropy] if self.entropy and entropy else None
-        used = [i for i, datum in enumerate(data) if datum.mask.any()]
+        leaves = _make_leaves(logprobs)
+        entropies = _make_leaves(entropy) if self.entropy and entropy else None
+        used = [i for i, datum in enumerate(data) if self._counted(datum).any()]
         total, metrics = self._call(leaves, entropies, data, used)
         sources = [leaves[i] for i in used] + ([entropies[i] for i in used] if entropies else [])
         found: dict[int, torch.Tensor] = {}
+        if used and not total.requires_grad:
+            raise ConfigError(
+                f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
+            )
         if used:
-            if not total.requires_grad:
-                raise ConfigError(
-                    f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
-                )
-            gradients = torch.autograd.grad(total, sources, allow_unused=True)
+            gradients = torch.autograd.grad(total, sources, allow_unused=True)  # of a batch some may have no say
             found = {id(x): g for x, g in zip(sources, gradients, strict=True) if g is not None}
         value = float(total.detach())
-        driver = [found.get(id(x), torch.zeros_like(x)) for x in leaves]
-        extra = [found.get(id(x), torch.zeros_like(x)) for x in entropies] if entropies else None
-        self._check_finite(value, driver, extra, range(len(data)) if places is None else places)
+        driver = _take_gradients(found, leaves)
+        extra = _take_gradients(found, entropies) if entropies else None
+        self._check_finite(value, driver, extra, places)
         return LossGradient(value, {k: float(v) for k, v in metrics.items()}, driver, extra)
 
     def _call(
@@ -174,32 +285,45 @@ class PreparedLoss:
         data: Sequence[Datum],
         used: Sequence[int],
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Sum the loss of the used datums, by calls of the shape that the loss's level asks for."""
-        if self.level == "batch":
-            calls = [list(used)] if used else []
-        elif self.level == "pair":
-            calls = [list(used[k : k + 2]) for k in range(0, len(used), 2)]
-        elif self.elementwise and used and leaves[used[0]].ndim == 1:  # one call; targets may differ in number
-            calls = [list(used)]
-        else:
-            calls = [[i] for i in used]
+        """Sum the loss of the used datums, in calls of the form that the loss's level requires."""
         values: list[torch.Tensor] = []
         metrics: dict[str, float] = {}
-        for call in calls:
+        for call in self._cut_calls(leaves, used):
             arguments = {
                 name: self._argument(name, leaves, entropies, data, call)
                 for name in self._order
                 if name not in self.optional or any(name in data[i].inputs for i in call)
             }
-            value, reported = returned(self.name, self.function(**arguments, **self.settings))
+            value, reported = self._evaluate(arguments)
             values.append(value)
-            for key, number in reported.items():
-                if self.elementwise and not key.endswith(":sum"):
-                    raise ConfigError(
-                        f"metric {key!r} of the elementwise loss {self.name!r}: its name must end in ':sum'"
-                    )
-                metrics[key] = metrics.get(key, 0.0) + number * (len(call) if key.endswith(":mean") else 1)
+            names.add(metrics, reported, len(call))
         return (torch.stack(values).sum() if values else torch.zeros(())), metrics
+
+    def _cut_calls(self, leaves: Sequence[torch.Tensor], used: Sequence[int]) -> list[list[int]]:
+        """Return the datums of each call."""
+        if self.level == "pair":
+            return [list(used[k : k + 2]) for k in range(0, len(used), 2)]
+        # One call of an elementwise loss, too; targets may differ in number.
+        whole = self.level == "batch" or (self.elementwise and used and leaves[used[0]].ndim == 1)
+        return [list(used)] if used and whole else [[i] for i in used]
+
+    def _evaluate(self, arguments: Mapping[str, Argument]) -> tuple[torch.Tensor, Mapping[str, float]]:
+        """Return the value of one call, and its metrics."""
+        try:
+            result = self.function(**arguments, **self.settings)
+        except RuntimeError as error:
+            if "numpy() on Tensor that requires grad" not in str(error):
+                raise
+            what = "computes with numpy, which passes no gradient"
+            raise ConfigError(f"the loss {self.name!r}", what, "torch operations, such as x.exp()") from error
+        value, reported = returned(self.name, result)
+        if self.level == "pair" and self.driver == "logprobs":
+            reported = {**margin(self.function, arguments), **reported}
+        for key in reported:
+            if self.elementwise and names.reduction(key) == "mean":
+                expected = "its name must end in ':sum', ':max' or ':min'"
+                raise ConfigError(f"metric {key!r} of the elementwise loss {self.name!r}: {expected}")
+        return value, reported
 
     def _argument(
         self,
@@ -208,20 +332,20 @@ class PreparedLoss:
         entropies: Sequence[torch.Tensor] | None,
         data: Sequence[Datum],
         call: Sequence[int],
-    ) -> Any:
+    ) -> Argument:
         if name == self.driver:
-            parts = [leaves[i] for i in call]
+            parts = [self._given(leaves[i], data[i]) for i in call]
         elif name == "entropy" and self.entropy:
-            parts = [entropies[i] for i in call] if entropies else []
+            parts = [self._given(entropies[i], data[i]) for i in call] if entropies else []
             if not parts:
-                raise ConfigError(f"the loss {self.name!r} names entropy, and none was given")
+                raise ConfigError(f"the loss {self.name!r} names entropy, but none was given")
         else:
             parts = [self._input(name, k, data[i], leaves[i]) for k, i in enumerate(call)]
         if self.level == "datum":
             if len(call) == 1:
                 return parts[0]
-            flat = [p.expand(leaves[i].shape[0]) if p.ndim == 0 else p for p, i in zip(parts, call, strict=True)]
-            return torch.cat(flat)
+            counts = [int(self._counted(data[i]).sum()) for i in call]
+            return torch.cat([p.expand(n) if p.ndim == 0 else p for p, n in zip(parts, counts, strict=True)])
         return tuple(parts) if self.level == "pair" else parts
 
     def _input(self, name: str, place: int, datum: Datum, like: torch.Tensor) -> torch.Tensor:
@@ -230,32 +354,33 @@ class PreparedLoss:
             default = self.optional[name]
             default = default[place] if isinstance(default, tuple) else default
             if default is None:
-                raise DataError(f"some datums have the input {name!r} of the loss {self.name!r} and some do not")
+                raise DataError(f"some datums lack the input {name!r} of the loss {self.name!r}; expected all or none")
             return torch.tensor(float(default), device=like.device)
         if array.ndim:
-            array = array[datum.mask]
+            array = array[self._counted(datum)]
         return torch.tensor(array, device=like.device)
 
-    def _check_behaviour(self, i: int, datum: Datum) -> None:
-        if datum.temperature == 0:
-            raise DataError(
-                f"data[{i}] was sampled greedily (temperature 0), which has no sampling_logprobs that the loss "
-                f"{self.name!r} could form a ratio with; sample with a temperature above 0, or use cross_entropy"
-            )
-        if datum.truncated:
-            raise DataError(
-                f"data[{i}] was sampled with top_p, top_k, min_p or a penalty, so its sampling_logprobs are not the "
-                f"policy's and the ratio of the loss {self.name!r} would be off; give "
-                "sample.datum(sampling_logprobs=...) corrected ones, such as sampler.logprobs gives"
-            )
+    def _counted(self, datum: Datum) -> np.ndarray:
+        """Return which tokens [T] the loss is given."""
+        weights = datum.inputs.get("weights")
+        if not self.elementwise or weights is None:
+            return datum.mask
+        counted: np.ndarray = datum.mask & (weights != 0)
+        return counted
+
+    def _given(self, x: torch.Tensor, datum: Datum) -> torch.Tensor:
+        """Select the tokens that the loss gets from the model's outputs for all of the policy's own."""
+        counted = self._counted(datum)[datum.mask]
+        return x if counted.all() else x[torch.tensor(np.flatnonzero(counted), device=x.device)]
 
     def _check_finite(
         self,
         value: float,
         driver: Sequence[torch.Tensor],
         extra: Sequence[torch.Tensor] | None,
-        places: Sequence[int],
+        places: Sequence[int] | None,
     ) -> None:
+        places = range(len(driver)) if places is None else places
         for i, (place, gradient) in enumerate(zip(places, driver, strict=True)):
             if not (torch.isfinite(gradient).all() and (extra is None or torch.isfinite(extra[i]).all())):
                 raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{place}]")
@@ -265,14 +390,21 @@ class PreparedLoss:
     def _made_up(self, datum: Datum) -> torch.Tensor:
         if self.driver == "target_logprobs":
             return torch.full(datum.inputs["target_tokens"][datum.mask].shape, -1.0)
-        near = datum.inputs.get("sampling_logprobs")
+        near = datum.inputs.get("sampling_logprobs")  # at these the ratio is 1, where every loss of a ratio is finite
         if near is not None and near.ndim:
             return torch.tensor(near[datum.mask])
         return torch.full((int(datum.mask.sum()),), -1.0)
 
 
-@answered
-def prepare(loss: str | Callable[..., object], config: Mapping[str, Any] | None = None) -> PreparedLoss:
+def _take_gradients(found: Mapping[int, torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [found.get(id(x), torch.zeros_like(x)) for x in leaves]
+
+
+def _make_leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.detach().float().requires_grad_() for x in tensors]
+
+
+def prepare(loss: str | Callable[..., object], config: Mapping[str, object] | None = None) -> PreparedLoss:
     """Bind the settings of a loss that is given by name or as a function.
 
     Args:
@@ -290,11 +422,11 @@ def prepare(loss: str | Callable[..., object], config: Mapping[str, Any] | None 
     function = registry.resolve(loss)
     name = loss if isinstance(loss, str) else str(getattr(function, "__name__", type(function).__name__))
     positional: list[inspect.Parameter] = []
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the loss {name!r} has no signature to read: {error}") from error
+        raise ConfigError(f"the loss {name!r} has no readable signature: {error}") from error
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"the loss {name!r} takes {parameter}; a loss names its inputs and settings one by one")
@@ -323,13 +455,13 @@ def prepare(loss: str | Callable[..., object], config: Mapping[str, Any] | None 
     )
 
 
-def _bound(name: str, settings: dict[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _bound(name: str, settings: dict[str, object], config: Mapping[str, object] | None) -> dict[str, object]:
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(_check.problem("config", f"got {_check.shown(config)}", "a mapping of settings, or None"))
     for key in config or {}:
         if key not in settings:
             there = ", ".join(sorted(settings)) or "none"
-            hint = _aliases.answer("losses", str(key), settings)
+            hint = answer("losses", str(key), settings)
             raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting; it has: {there}{hint}")
     settings = {**settings, **(config or {})}
     for key, value in settings.items():

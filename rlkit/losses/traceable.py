@@ -1,38 +1,43 @@
 # ruff: noqa: PLW0108
-"""The form of a prepared loss that torch.fx can trace, and that a server can so be sent."""
+"""The form of a prepared loss that torch.fx can trace, so that it can be sent to a server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from rlkit import _check
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.losses.prepare import PreparedLoss
+from rlkit.metrics.names import with_ending
 
 if TYPE_CHECKING:
     import torch
 else:
-    from rlkit._lazy import torch
+    from rlkit._packages import torch
 
 __all__ = ["traceable"]
+
+Traced: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
 
 
 def traceable(
     prepared: PreparedLoss, *, inputs: Collection[str] | None = None, scalars: Collection[str] = ()
-) -> Callable[..., object]:
+) -> Traced:
     """Return a plain function ``(logprobs, mask, <inputs>) -> (loss, metrics)`` over whole arrays [T], settings bound.
 
     Its parameters are, in this order: ``logprobs`` ([T]; [T, K] for a loss driven by target_logprobs), ``mask`` [T]
     (any number type, 0 where the token is not the policy's), and then by name, in the order of the loss's signature,
     the needed inputs, the optional ones that are sent, and ``entropy`` where the loss names it. Each is [T] or [T, K],
-    entries beside the mask are of no account whatever they are (NaN included), except that ``scalars`` are ().
-    Metrics are named "custom/<name>:sum" or "custom/<name>:mean", as Tinker's custom losses have them.
+    entries outside of the mask are ignored (NaN included), except that ``scalars`` are ().
+    Metrics are named "custom/<name>:sum" or "custom/<name>:mean", as Tinker's custom losses have them; ":max" and
+    ":min" are not supported, so a loss with such a metric is not run there.
 
     Args:
         prepared: a loss of level "datum", from ``prepare``.
-        inputs: names of what every datum carries; others than the loss's are passed over. None: the needed inputs, and
-            ``weights`` where the loss takes them.
+        inputs: names of the inputs of every datum; those that the loss does not take are ignored. None: the needed
+            inputs, and ``weights`` where the loss takes them.
         scalars: which inputs have shape ().
 
     Raises:
@@ -52,30 +57,33 @@ def traceable(
     """
     if not isinstance(prepared, PreparedLoss):
         what = f"got {_check.shown(prepared)}"
-        raise ConfigError("prepared", what, "a PreparedLoss, which losses.prepare(loss) gives")
+        raise ConfigError("prepared", what, "a PreparedLoss, as losses.prepare(loss) returns")
     if prepared.level != "datum":
         raise UnsupportedError(
-            f"the loss {prepared.name!r} is of level {prepared.level!r}; a traced loss is called on one datum at a time"
+            f"the loss {prepared.name!r} has the level {prepared.level!r}; only losses of one datum can be traced"
         )
     names = _names(prepared, inputs)
     unknown = [name for name in scalars if name not in names]
     if unknown:
-        raise ConfigError(f"scalars: {unknown[0]!r} is not among the inputs that the loss is sent: {', '.join(names)}")
+        raise ConfigError(f"scalars: {unknown[0]!r} is not an input of the loss: {', '.join(names)}")
     if len(names) >= len(_CLOSURES):
         raise UnsupportedError(f"the loss {prepared.name!r} takes {len(names)} inputs; at most {len(_CLOSURES) - 1}")
 
-    def call(logprobs: Any, mask: Any, *arrays: Any) -> tuple[Any, dict[str, Any]]:
+    def call(
+        logprobs: torch.Tensor, mask: torch.Tensor, *arrays: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         chosen = mask != 0
+        if prepared.elementwise and "weights" in names:
+            chosen = chosen & (arrays[names.index("weights")] != 0)
         given = {name: array if name in scalars else array[chosen] for name, array in zip(names, arrays, strict=True)}
         result = prepared.function(**{prepared.driver: logprobs[chosen]}, **given, **prepared.settings)
         value, reported = result if isinstance(result, tuple) else (result, {})
-        return value, {_metric(key): _tensor(number, value) for key, number in reported.items()}
+        return value, {f"custom/{with_ending(key)}": _tensor(number, value) for key, number in reported.items()}
 
-    closure: Any = _CLOSURES[len(names)](call)
-    code = closure.__code__.replace(co_varnames=("logprobs", "mask", *names))
-    closure.__code__ = code
+    closure = cast("FunctionType", _CLOSURES[len(names)](call))
+    closure.__code__ = closure.__code__.replace(co_varnames=("logprobs", "mask", *names))
     closure.__name__ = closure.__qualname__ = prepared.name
-    return cast("Callable[..., object]", closure)
+    return closure
 
 
 def _names(prepared: PreparedLoss, inputs: Collection[str] | None) -> tuple[str, ...]:
@@ -88,18 +96,14 @@ def _names(prepared: PreparedLoss, inputs: Collection[str] | None) -> tuple[str,
     return (*prepared.inputs, *(name for name in prepared.optional if name in inputs), *entropy)
 
 
-def _metric(key: str) -> str:
-    return f"custom/{key}" if key.endswith((":sum", ":mean")) else f"custom/{key}:mean"
-
-
-def _tensor(number: Any, like: Any) -> Any:
+def _tensor(number: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
     """Make a metric part of the graph: numbers become tensors."""
     return torch.full_like(like.detach(), number) if isinstance(number, (int, float)) else number
 
 
 # fx reads how many arguments there are from a function's code, so there is one function for each number of them; the
 # names are put in afterwards.
-_CLOSURES: tuple[Callable[[Any], Any], ...] = (
+_CLOSURES: tuple[Callable[[Traced], Traced], ...] = (
     lambda f: lambda x, m: f(x, m),
     lambda f: lambda x, m, a: f(x, m, a),
     lambda f: lambda x, m, a, b: f(x, m, a, b),

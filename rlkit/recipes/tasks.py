@@ -1,54 +1,213 @@
-"""Tasks from settings: problems that are generated, rows of a file with a reward, or an environment of your own.
+"""Tasks from settings: problems that are generated, rows of a file with a reward, or your own environment.
 
-``environments`` holds what makes tasks from a ``Taskset``, ``rewards`` what scores an answer; ``register`` of each adds
-one, and its name can then stand in ``default_workflow_type`` and ``default_reward_fn_type``.
+``environments`` holds functions that make tasks from a ``Taskset``, ``rewards`` functions that score an answer;
+``register`` of each adds one, and its name can then be used in ``default_workflow_type`` and
+``default_reward_fn_type``.
+
+Tasks from rows: a prompt and an answer each, under the names that Trinity-RFT's configurations have for them.
+
+If one of these names implies a system prompt there, the rows get it: rewards are comparable only with it.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+import importlib
 import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from rlkit import _check, answers, envs
-from rlkit._drawn import NEW_OPTIONS
-from rlkit.envs import Tasks, TaskSettings, TaskSource
+from rlkit.envs import Action, Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError
-from rlkit.recipes.inputs import Buffer, ExplorerInput, Taskset
-from rlkit.recipes.scoring import rewards
-from rlkit.recipes.workflows import WORKFLOWS, foreign
+from rlkit.recipes._rows import each_row, field, raw_prompt, read
+from rlkit.recipes._scoring import bound, rewards
+from rlkit.recipes.settings import TABLE, Buffer, ExplorerInput, Format, Taskset
 from rlkit.registry import Registry
-from rlkit.types import SamplingParams
+from rlkit.types import NEW_OPTIONS, SamplingParams
 
-__all__ = ["HeldOut", "environments", "held_out_tasks", "make_tasks", "rewards", "training_tasks"]
+__all__ = ["WORKFLOWS", "environments", "make_tasks", "rewards"]
+
+# arXiv:2501.12948, table 1, as a system prompt
+_R1 = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning "
+    "process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e.,\n"
+    "<think> reasoning process here </think>\n<answer> answer here </answer>.\n"
+)
+_BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+_THINK_BOXED = (  # with another wording there
+    "You solve problems of mathematics. First reason between <think> and </think>, then answer. The final answer, in "
+    r"closed form, stands in \boxed{}."
+)
+_QWEN = "You are a helpful assistant."
+
+MASKED = ("math_boxed_workflow", "async_math_boxed_workflow")
+"""Workflows whose answers are not trained on where they were cut."""
+_FOREIGN: Mapping[str, str] = TABLE["workflows"]["foreign"]
+
+
+def foreign(name: str, known: Iterable[str]) -> str | None:
+    """Return why a workflow of Trinity's, or a class it would import, is not supported; None for mistyped names."""
+    if "." in name:
+        return "register your workflows with rlkit.recipes.environments.register in a module, and load it with --import"
+    if not name.lower().endswith("workflow") or difflib.get_close_matches(name, list(known), n=1, cutoff=0.92):
+        return None
+    return next((why for part, why in _FOREIGN.items() if part in name), "rlkit has no such workflow")
+
+
+def _simple(taskset: Taskset) -> Tasks:
+    """Make tasks with a prompt and an answer, scored by ``default_reward_fn_type`` (else answer_reward)."""
+    return _rows(taskset, taskset.default_reward_fn_type or "answer_reward")
+
+
+def _math(taskset: Taskset) -> Tasks:
+    """Make tasks with a problem and its answer, R1's system prompt unless another is given; math_reward scores."""
+    reward = taskset.default_reward_fn_type or "math_reward"
+    return _rows(taskset, reward, system=_R1 if reward == "math_reward" else None)
+
+
+def _math_boxed(taskset: Taskset) -> Tasks:
+    """Do as math_workflow, for answers in a box: math_boxed_reward; with_think, format_score_coef are its own.
+
+    With ``use_base`` a prompt is a text for a base model, without a chat template: "System:...", "User:", "Assistant:".
+    """
+    args = dict(taskset.workflow_args)
+    think = _check.flag("workflow_args.with_think", args.pop("with_think", False))
+    plain = _check.flag("workflow_args.use_base", args.pop("use_base", False))
+    reward_args = {"with_think": think, "format_score_coef": args.pop("format_score_coef", 0.1)}
+    _nothing_left(args)
+    reward = taskset.default_reward_fn_type or "math_boxed_reward"
+    return _rows(
+        taskset,
+        reward,
+        system=_THINK_BOXED if think else _BOXED,
+        args=reward_args if reward in ("math_boxed_reward", "algebra_boxed_reward") else {},
+        used=("with_think", "format_score_coef", "use_base"),
+        plain=plain,
+    )
+
+
+def _asked(taskset: Taskset) -> Tasks:
+    """Make tasks with a problem, asked for a boxed answer as Qwen's models are; answer_reward scores them."""
+    reward = taskset.default_reward_fn_type or "answer_reward"
+    return _rows(taskset, reward, system=_QWEN, behind=f"\n{_BOXED}", used=("temperature",))
+
+
+def _unscored(taskset: Taskset) -> Tasks:
+    """Make tasks of rows with a prompt, for a teacher to score: the reward is 0."""
+    return _rows(taskset, None, used=("temperature",))
+
+
+def _rows(
+    taskset: Taskset,
+    reward: str | None,
+    *,
+    system: str | None = None,
+    behind: str = "",
+    args: Mapping[str, object] | None = None,
+    used: tuple[str, ...] = (),
+    plain: bool = False,
+) -> Tasks:
+    """Make tasks of one turn each.
+
+    Args:
+        taskset: the source and the format of the rows.
+        reward: a name; None: it is 0.
+        system: the system prompt where neither the format nor the row has one.
+        behind: a text appended to each prompt.
+        args: settings of the reward besides those given.
+        used: keys of ``workflow_args`` that are known.
+        plain: whether a row's messages, the system prompt first, are one text, each after the name of its role.
+    """
+    form = taskset.format
+    rows_read = read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
+    _nothing_left(key for key in taskset.workflow_args if key not in used)
+    score = None if reward is None else bound(reward, {**(args or {}), **taskset.reward_fn_args})
+    has_messages = form.messages_key in rows_read[0] and form.prompt_key not in rows_read[0]
+    key = form.messages_key if has_messages else form.prompt_key
+    if form.system_prompt is not None:  # the chat adds it to what is rendered
+        system = (form.system_prompt or None) if plain or form.raw else None
+    built = []
+    for row, where in each_row(rows_read, str(taskset.path)):
+        prompt = field(row, key, where)
+        answer = None if score is None else field(row, form.response_key, where)
+        said = system if form.system_prompt_key is None else field(row, form.system_prompt_key, where)
+        asked = _render(_prompt(prompt, said, behind), plain=plain, raw=form.raw)
+        built.append({"prompt": asked, "answer": answer})
+    return envs.function(built, _nothing if score is None else score, name=taskset.name, split=taskset.split)
+
+
+def _prompt(prompt: Any, system: object, behind: str) -> Any:
+    if system is None and not behind:
+        return prompt
+    messages = [{"role": "user", "content": f"{prompt}{behind}"}] if isinstance(prompt, str) else list(prompt)
+    first = messages[0].get("role") if messages else None
+    return messages if system is None or first == "system" else [{"role": "system", "content": system}, *messages]
+
+
+def _render(prompt: Any, *, plain: bool, raw: bool) -> Any:
+    if not plain and not raw:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not plain:
+        return raw_prompt("".join(message["content"] for message in messages))
+    said = {"system": "System:{}\n", "user": "User:\n{}\n", "assistant": "Assistant:\n{}\n"}
+    return raw_prompt("".join(said[m["role"]].format(m["content"]) for m in messages) + "Assistant:\n")
+
+
+def _nothing(action: str) -> float:  # noqa: ARG001
+    return 0.0
+
+
+def _nothing_left(args: Iterable[str]) -> None:
+    for key in args:
+        raise ConfigError(f"workflow_args.{key}", "is given", "only settings of the workflow")
+
+
+_OWN: Mapping[str, Callable[[Taskset], Tasks]] = {
+    "simple_workflow": _simple,
+    "math_workflow": _math,
+    "math_boxed_workflow": _math_boxed,
+    "math_eval_workflow": _asked,
+    "on_policy_distill_workflow": _unscored,
+    "on_policy_distill_math_workflow": _asked,
+}
+_ASYNC = ("simple_workflow", "math_workflow", "math_boxed_workflow", "math_eval_workflow")
+WORKFLOWS = {**_OWN, **{f"async_{name}": _OWN[name] for name in _ASYNC}}
 
 environments = Registry("environment", entry_point_group="rlkit.environments")
-"""Name -> function of a ``Taskset`` that gives ``rlkit.envs.Tasks``."""
+"""Name -> function of a ``Taskset`` that returns ``rlkit.envs.Tasks``."""
 
 
 def training_tasks(buffer: Buffer) -> TaskSource:
     """Return the tasks of ``buffer.explorer_input``: those of its taskset, or a mixture of its tasksets.
 
     Raises:
-        ConfigError: there are none, or one cannot be made.
+        ConfigError: there are no tasks, or a task set cannot be made.
         UnknownNameError: no environment or reward has that name.
     """
     inputs = buffer.explorer_input
     if (inputs.taskset is None) == (not inputs.tasksets):
         what = "has neither taskset nor tasksets" if inputs.taskset is None else "has both taskset and tasksets"
-        raise ConfigError("buffer.explorer_input", what, "one of them")
+        raise ConfigError("buffer.explorer_input", what, "exactly one of them")
     if inputs.taskset is not None:
         return make_tasks(inputs.taskset, inputs, "buffer.explorer_input.taskset")
     parts = {}
     for i, each in enumerate(inputs.tasksets):
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
-            raise ConfigError(f"{where}.name", f"is {each.name!r}", "a name that no other has")
+            raise ConfigError(f"{where}.name", f"is {each.name!r}", "a unique name")
         for name, neutral in (("top_p", 1.0), ("top_k", -1), *NEW_OPTIONS.items()):
             if getattr(each.rollout_args, name) not in (None, neutral):
-                what, why = f"is {getattr(each.rollout_args, name)}", f"model.{name} is for all"
+                what, why = f"is {getattr(each.rollout_args, name)}", f"set model.{name} for all task sets"
                 raise ConfigError(f"{where}.rollout_args.{name}", what, "null", why)
         parts[each.name] = make_tasks(each, inputs, where)
     return envs.mixture(parts)
@@ -56,7 +215,7 @@ def training_tasks(buffer: Buffer) -> TaskSource:
 
 @attrs.frozen
 class HeldOut:
-    """What is evaluated on: the tasks, episodes of each, and how they are sampled."""
+    """The held-out tasks, the episodes of each, and their sampling."""
 
     tasks: Tasks
     count: int
@@ -64,7 +223,7 @@ class HeldOut:
 
 
 def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
-    """Return the held-out tasks. No ratio is taken of their answers, so each may cut its distribution as it likes."""
+    """Return the held-out tasks. Their answers are not trained on, so each may truncate its distribution."""
     inputs, held_out = buffer.explorer_input, []
     for i, each in enumerate(inputs.eval_tasksets):
         where = f"buffer.explorer_input.eval_tasksets[{i}]"
@@ -79,14 +238,25 @@ def held_out_tasks(buffer: Buffer, params: SamplingParams) -> list[HeldOut]:
     return held_out
 
 
+def rendered_forms(inputs: ExplorerInput) -> list[Format]:
+    """Return the rendering of the task sets' prompts, without those that are sent unchanged."""
+    forms = []
+    for each in [*([] if inputs.taskset is None else [inputs.taskset]), *inputs.tasksets, *inputs.eval_tasksets]:
+        of_evaluation = inputs.default_eval_workflow_type if each in inputs.eval_tasksets else None
+        kind = each.default_workflow_type or of_evaluation or inputs.default_workflow_type or _kind(each)
+        if kind not in WORKFLOWS or not (each.format.raw or each.workflow_args.get("use_base")):
+            forms.append(each.format)
+    return forms
+
+
 def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
-    """Return the tasks of one task set; ``where`` it stands begins the messages."""
+    """Return the tasks of one task set; ``where``, its place in the settings, begins messages."""
     kind = taskset.default_workflow_type or given.default_workflow_type or _kind(taskset)
     reward = taskset.default_reward_fn_type or given.default_reward_fn_type
     taskset = attrs.evolve(taskset, default_workflow_type=kind, default_reward_fn_type=reward)
     why = foreign(kind, environments) if kind not in environments else None
     if why is not None:
-        what, expected = f"is {kind!r}", "a name of rlkit.recipes.environments, where yours can be registered"
+        what, expected = f"is {kind!r}", "a name in rlkit.recipes.environments, where you can register your own"
         raise ConfigError(f"{where}.default_workflow_type", what, expected, why)
     make = environments[kind]
     try:
@@ -113,7 +283,7 @@ def _at(where: str, text: str) -> str:
 
 
 def _kind(taskset: Taskset) -> str:
-    """Return the environment, where none is named: a generator if the path is a bare name, else rows with a reward."""
+    """Return the default environment: a generator if the path is a bare name, else rows with a reward."""
     path = taskset.path or ""
     bare = bool(path) and "/" not in path and "." not in path
     return "reasoning_gym" if taskset.storage_type == "reasoning_gym" or bare else "simple_workflow"
@@ -135,7 +305,7 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
     return tasks
 
 
-def _as_text(function: Any, text: str) -> str | None:
+def _as_text(function: Callable[[str], object], text: str) -> str | None:
     answer = function(text)
     return None if answer is None else str(answer)
 
@@ -150,12 +320,45 @@ def _gem(taskset: Taskset) -> Tasks:
 
 @environments.register("openreward")
 def _openreward(taskset: Taskset) -> Tasks:
-    """Make tasks of an environment behind a server; ``workflow_args`` are arguments of ``rlkit.envs.openreward``."""
+    """Make tasks of an environment on a server; ``workflow_args`` are arguments of ``rlkit.envs.openreward``."""
     return envs.openreward(taskset.path or "", split=taskset.split, **taskset.workflow_args)
-
-
-environments["agent"] = "rlkit.recipes.agents:agent"
 
 
 for _name, _make in WORKFLOWS.items():
     environments.register(_name)(_make)
+
+_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+
+
+@environments.register("agent")
+def agent(taskset: Taskset) -> Tasks:
+    """Make tasks of an agent; ``workflow_args`` are ``run`` and other arguments of ``rlkit.envs.agent``."""
+    args = dict(taskset.workflow_args)
+    run = _run(args.pop("run", None))
+    tasks = read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
+    score = bound(taskset.default_reward_fn_type or "answer_reward", taskset.reward_fn_args)
+    key = taskset.format.response_key
+    field(tasks[0], key, f"{taskset.path}: row 0")
+
+    def reward(result: object, task: Mapping[str, object]) -> float:
+        return score(Action(str(result)), field(task, key, f"{taskset.path}: a row"))
+
+    return envs.agent(run, reward, tasks, name=taskset.name, split=taskset.split, **args)
+
+
+def _run(run: object) -> Callable[..., object] | list[str]:
+    """Return the command, as a list or in one text, or the function that ``module:name`` is."""
+    if isinstance(run, (list, tuple)) and run:
+        return [str(part) for part in run]
+    if not isinstance(run, str) or not run.strip():
+        raise ConfigError("workflow_args.run", f"is {run!r}", "a command, or module:function")
+    if _FUNCTION.fullmatch(run) is None:
+        return shlex.split(run)
+    module, _, name = run.partition(":")
+    if str(Path.cwd()) not in sys.path:  # as of --import
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function: Callable[..., object] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"workflow_args.run: {run!r} cannot be imported: {error}") from error
+    return function

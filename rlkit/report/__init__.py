@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlkit.report.notebook import Display, Live, live
-from rlkit.report.page import write
+from rlkit.report._notebook import Display, Live, live
+from rlkit.report._page import write
 
 __all__ = ["Display", "Live", "live", "write"]
 

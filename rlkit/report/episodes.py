@@ -1,21 +1,48 @@
-"""Trajectories as the page holds them: an index of all, and the rest in parts, unpacked when they are wanted."""
+"""Trajectories in the form of the page: an index of all, and the rest packed in parts."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import gzip
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from rlkit._json import from_json
+from rlkit._files import from_json, plain
 from rlkit._secrets import redactor
-from rlkit.report.packing import packed
 from rlkit.tracking import masked
 from rlkit.trajectory import Group, Trajectory
 
-__all__ = ["Episodes", "chosen"]
+__all__ = ["Episodes", "chosen", "packed", "unpacked"]
 
+
+def packed(value: object) -> str:
+    """Return ``value`` as JSON, gzip and base64: letters, digits, "+", "/" and "=" only.
+
+    Non-finite numbers, which a damaged or an old file may hold, become text: one number never breaks a page.
+
+    >>> unpacked(packed({"text": "</script>"}))
+    {'text': '</script>'}
+    """
+    dumps = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
+    try:
+        text = dumps(value)
+    except (ValueError, TypeError):  # seldom, and it takes a copy
+        text = dumps(plain(value))
+    data = text.encode("utf-8", errors="backslashreplace")  # a lone surrogate is not text
+    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
+
+
+def unpacked(text: str) -> object:
+    """Return the value that ``packed`` got."""
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+_Record: TypeAlias = dict[str, Any]  # a trajectory or a message in the form of the page, which reads it as JSON
 PART_SIZE = 400_000  # characters of JSON, about: unpacked in a few hundredths of a second
 SNIPPET = 110
 QUESTION = 52  # its end, which differs more often than its beginning
@@ -23,7 +50,7 @@ _SCALE = 1000  # numbers per token are kept to a thousandth, as integers
 
 
 def chosen(sizes: Sequence[tuple[int, int]], most: int, most_bytes: int) -> frozenset[int] | None:
-    """Which lines to show: None for all, else some, evenly spaced, so that both limits hold.
+    """Return which lines to show: None for all, else some, evenly spaced, so that both limits hold.
 
     Args:
         sizes: (trajectories, bytes) of each line.
@@ -44,7 +71,7 @@ def chosen(sizes: Sequence[tuple[int, int]], most: int, most_bytes: int) -> froz
 
 
 class Episodes:
-    """Takes groups, and gives the page's index and its packed parts.
+    """A builder of the page's index and its packed parts from groups.
 
     Attributes:
         index: column name -> one entry per trajectory.
@@ -64,7 +91,7 @@ class Episodes:
         self._redact = redactor()
 
     def add(self, group: Group, extras: Mapping[str, Sequence[object]]) -> None:
-        """Add a group, with what belongs to its tokens: name -> one entry per trajectory."""
+        """Add a group, with the values of its tokens: name -> one entry per trajectory."""
         for member, trajectory in enumerate(group.trajectories):
             advantage = _numbers(extras, "advantages", member)
             trainer = _numbers(extras, "trainer_logprobs", member)
@@ -100,7 +127,7 @@ class Episodes:
         self._group += 1
 
     def finish(self) -> None:
-        """Packs what waits."""
+        """Pack the pending trajectories."""
         if self._waiting:
             self._pack()
 
@@ -115,7 +142,7 @@ _COLUMNS = (
 )
 
 
-def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[[str], str]) -> dict[str, Any]:
+def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[[str], str]) -> _Record:
     return {
         "number": group.number,
         "member": member,
@@ -131,7 +158,7 @@ def _record(trajectory: Trajectory, group: Group, member: int, redact: Callable[
 
 
 def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
-    """Each turn: k tokens of the prompt as before, a added, t chosen, their logprobs l, versions v if mixed."""
+    """Return each turn: k tokens of the prompt as before, a added, t chosen, their logprobs l, versions v if mixed."""
     before = np.zeros(0, np.int64)
     for turn in trajectory.turns:
         size = min(before.size, turn.prompt.size)
@@ -152,8 +179,8 @@ def _turns(trajectory: Trajectory) -> Iterator[dict[str, object]]:
         before = np.concatenate([turn.prompt, turn.tokens])
 
 
-def _message(message: Mapping[str, object], redact: Callable[[str], str]) -> dict[str, Any]:
-    """Role, content and tool calls as text; content may be a list of parts."""
+def _message(message: Mapping[str, object], redact: Callable[[str], str]) -> _Record:
+    """Return role, content and tool calls as text; content may be a list of parts."""
     shown = {key: message[key] for key in ("role", "name") if isinstance(message.get(key), str)}
     content = message.get("content")
     if isinstance(content, (list, tuple)):
@@ -181,7 +208,7 @@ def _gaps(trajectory: Trajectory, trainer: np.ndarray | None) -> np.ndarray | No
 
 
 def _scaled(numbers: np.ndarray | None) -> object:
-    """In thousandths; None for what is not finite."""
+    """Return a number in thousandths; None if it is not finite."""
     if numbers is None:
         return None
     if numbers.ndim == 0:
@@ -193,14 +220,14 @@ def _scaled(numbers: np.ndarray | None) -> object:
     return [round(x) if math.isfinite(x) else None for x in clipped.tolist()]
 
 
-def _snippet(record: Mapping[str, Any]) -> str:
-    """Return the beginning of what the policy said last."""
+def _snippet(record: _Record) -> str:
+    """Return the beginning of the policy's last text."""
     said = [m["content"] for m in record["messages"] if m.get("role") == "assistant" and m["content"].strip()]
     return " ".join(said[-1].split())[:SNIPPET] if said else ""
 
 
-def _question(record: Mapping[str, Any]) -> str:
-    """Return the end of what the policy was told before it first said something."""
+def _question(record: _Record) -> str:
+    """Return the end of the policy's first prompt."""
     told = ""
     for message in record["messages"]:
         if message.get("role") == "assistant":
@@ -210,8 +237,8 @@ def _question(record: Mapping[str, Any]) -> str:
     return words if len(words) <= QUESTION else f"\u2026{words[-QUESTION:]}"
 
 
-def _length(record: Mapping[str, Any]) -> int:
-    """About as long as its JSON."""
+def _length(record: _Record) -> int:
+    """Estimate the length of its JSON."""
     texts = sum(len(message["content"]) for message in record["messages"])
     numbers = sum(len(turn["a"]) + 2 * len(turn["t"]) for turn in record["turns"])
     return 300 + texts + 6 * numbers
@@ -228,6 +255,6 @@ def _finite(value: float) -> float | None:
 
 
 def texts(vocabulary: Mapping[str, str], tokens: Iterable[int]) -> dict[str, str]:
-    """Return the part of a vocabulary that is wanted."""
+    """Return the requested part of a vocabulary."""
     wanted = {str(token) for token in tokens}
     return {key: text for key, text in vocabulary.items() if all(part in wanted for part in key.split(","))}

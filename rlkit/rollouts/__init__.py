@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rlkit.rollouts.ahead import AsyncRollouts, async_rollouts
+from rlkit.rollouts._ahead import AsyncRollouts, Replay, async_rollouts
+from rlkit.rollouts._plan import Plan
 from rlkit.rollouts.api import Rollouts, Stream, rollout, rollout_sync, stream
-from rlkit.rollouts.plan import Plan
-from rlkit.rollouts.replay import Replay
 
 __all__ = [
     "AsyncRollouts",

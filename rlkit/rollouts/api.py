@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from rlkit import _check
 from rlkit.backends.protocol import Sampler
-from rlkit.envs import Task
+from rlkit.envs.protocol import Task
 from rlkit.errors import ConfigError
-from rlkit.rollouts.counters import Counters
-from rlkit.rollouts.plan import Plan
-from rlkit.rollouts.runner import Runner
+from rlkit.rollouts._asking import Counters
+from rlkit.rollouts._plan import Plan
+from rlkit.rollouts._runner import Runner
 from rlkit.trajectory import Group
 
 __all__ = ["Rollouts", "Stream", "rollout", "rollout_sync", "run_in_thread", "stream"]
@@ -58,22 +57,20 @@ class Stream:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What has been counted so far."""
+        """Return the metrics so far."""
         return self.counters.metrics()
 
     def __aiter__(self) -> AsyncIterator[Group]:
         return self._groups
 
     async def aclose(self) -> None:
-        """Give up what is under way; every environment is closed before it returns."""
+        """Cancel what is under way; every environment is closed before it returns."""
         await self._groups.aclose()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
 
@@ -102,7 +99,7 @@ def stream(sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None 
 async def rollout(
     sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None = None, **options: object
 ) -> Rollouts:
-    """Play ``n`` episodes of each task, and returns them in groups.
+    """Play ``n`` episodes of each task, and return them in groups.
 
     Args:
         sampler: the policy.
@@ -118,9 +115,9 @@ async def rollout(
         ("env/<name>/failed", ...), of the sampler ("sampler/tokens", ...), and seconds ("time/env", ...).
 
     An episode ends when the environment says so, or is truncated at a limit of turns, tokens, context or time. One
-    whose environment fails (raises, gives no answer in time, or answers what is no observation or reward) is in no
-    group's trajectories: it is counted, and stands in the group's ``failures``. Whatever ends the rollout, all
-    environments have been closed when it does.
+    whose environment fails (raises, gives no answer in time, or returns something other than an observation or a
+    reward) is in no group's trajectories: it is counted, and is in the group's ``failures``. Whatever ends the
+    rollout, all environments have been closed when it does.
 
     Raises:
         DataError, ConfigError: an argument is not what it should be; nothing was started.
@@ -148,7 +145,7 @@ def rollout_sync(
 ) -> Rollouts:
     """Do as ``rollout``, for code that does not ``await``; it works inside of a running event loop (notebooks) too.
 
-    The rollout runs in an event loop of its own, in a thread of its own. A KeyboardInterrupt ends it and closes its
+    The rollout runs in its own event loop, in its own thread. A KeyboardInterrupt ends it and closes its
     environments.
 
     Args:
@@ -161,7 +158,7 @@ def rollout_sync(
 
 
 def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
-    """Return what ``coroutine`` returns, run in a thread with an event loop of its own."""
+    """Return what ``coroutine`` returns, run in a thread with its own event loop."""
     result: list[T] = []
     raised: list[BaseException] = []
     started = threading.Event()
@@ -196,12 +193,12 @@ def run_in_thread(coroutine: Coroutine[object, object, T]) -> T:
     return result[0]
 
 
-def planned(plan: Plan | None, options: Mapping[str, Any], caller: Callable[..., object] = rollout) -> Plan:
-    """Return the plan with ``options`` in it, which ``caller`` was given beside its own."""
+def planned(plan: Plan | None, options: Mapping[str, object], caller: Callable[..., object] = rollout) -> Plan:
+    """Return the plan with ``options`` in it, which ``caller`` was given besides its own."""
     _check.require(plan is None or isinstance(plan, Plan), "plan", plan, "an rlkit.rollouts.Plan")
     own = [p.name for p in inspect.signature(caller).parameters.values() if p.kind is p.KEYWORD_ONLY]
     _check.options(caller.__name__, Plan, options, kind="Plan", more=own)
-    return Plan(**options) if plan is None else plan.with_options(**options)
+    return (Plan() if plan is None else plan).with_options(**options)
 
 
 def listed(tasks: object) -> Iterable[Task]:
@@ -209,27 +206,22 @@ def listed(tasks: object) -> Iterable[Task]:
     if isinstance(tasks, Task) or callable(tasks):
         tasks = [tasks]
     if hasattr(tasks, "batch") and not isinstance(tasks, Sequence):
-        what = f"got {_check.shown(tasks)}, which has no end"
-        raise ConfigError("tasks", what, "tasks", "tasks.batch(step, size) draws some")
-    if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
-        if not tasks:
-            raise ConfigError("tasks", "is empty", "at least one task")
-        return [_task(f"tasks[{i}]", task) for i, task in enumerate(tasks)]
-    if isinstance(tasks, Iterable) and not isinstance(tasks, (str, bytes, Mapping)):
-        return _each(tasks)
-    raise ConfigError("tasks", f"got {_check.shown(tasks)}", "tasks, or a callable that makes an environment")
-
-
-def _each(tasks: Iterable[Any]) -> Iterator[Task]:
-    for i, task in enumerate(tasks):
-        yield _task(f"tasks[{i}]", task)
+        what = f"got {_check.shown(tasks)}, which is infinite"
+        raise ConfigError("tasks", what, "tasks", "draw a batch with tasks.batch(step, size)")
+    if not isinstance(tasks, Iterable) or isinstance(tasks, (str, bytes, Mapping)):
+        raise ConfigError("tasks", f"got {_check.shown(tasks)}", "tasks, or a callable that makes an environment")
+    each = (_task(f"tasks[{i}]", task) for i, task in enumerate(tasks))
+    if not isinstance(tasks, Sequence):
+        return each
+    if not tasks:
+        raise ConfigError("tasks", "is empty", "at least one task")
+    return list(each)
 
 
 def _task(where: str, task: object) -> Task:
     if isinstance(task, Task):
         return task
     if not callable(task):
-        raise ConfigError(where, f"got {_check.shown(task)}", "a Task, or what makes an environment")
-    make: Callable[[], Any] = task
+        raise ConfigError(where, f"got {_check.shown(task)}", "a Task, or a callable that makes an environment")
     name = getattr(task, "__name__", "env")
-    return Task(make, name if name.isidentifier() else "env")
+    return Task(task, name if name.isidentifier() else "env")

@@ -1,4 +1,4 @@
-"""What a run began with, kept beside its checkpoints: the seed, which stays, and the settings, which may change.
+"""The start of a run, kept next to its checkpoints: the seed, which stays, and the settings, which may change.
 
 A run that is refused before its first step takes its folder back.
 """
@@ -8,26 +8,99 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import attrs
 
 from rlkit import _check
-from rlkit._disk import replacing
-from rlkit._json import plain
+from rlkit._files import plain, replacing
+from rlkit._secrets import SECRET
 from rlkit._warn import warn
 from rlkit.backends.sampling import entropy_of
-from rlkit.config import SECRET
 from rlkit.errors import CheckpointError, ConfigError
-from rlkit.runs.record import CHECKPOINTS, POLICIES, Record
+from rlkit.runs.record import CHECKPOINTS, POLICIES, Record, Stateful, capture, encode, restore
 
-__all__ = ["changes", "make_folders", "note_config", "seed_of", "withdraw"]
+__all__ = ["Kept", "changes", "check_name", "make_folders", "note_config", "seed_of", "withdraw"]
+
+T = TypeVar("T")
+
+
+class Kept:
+    """The objects that a run keeps."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, object] = {}
+
+    def add(self, name: str, kept: T, record: Record | None) -> T:
+        """Keep an object, and restore it from ``record``; see ``Run.keep``."""
+        if check_name("keep(name)", name) in self.objects:
+            if self.objects[name] is kept:
+                return kept
+            why, what = "in a notebook, open the run again to redefine it", f"got {_check.shown(name)}"
+            raise ConfigError("keep(name)", what, "an unused name", why)
+        capture(name, kept)
+        if record is not None:
+            if name in record.kept:
+                restore(name, kept, record.kept[name])
+            else:
+                warn(f"the checkpoint has no {name!r}, which starts from its initial state", RuntimeWarning)
+        self.objects[name] = kept
+        return kept
+
+    def value(self, name: str, make: Callable[[], T], record: Record | None) -> T:
+        """Return the result of the first ``make()``; see ``Run.value``."""
+        key = f"value/{check_name('value(name)', name)}"
+        box = cast("dict[str, T]", self.objects[key] if key in self.objects else self.add(key, {}, record))
+        if "value" not in box:
+            box["value"] = make()
+            encode(name, box["value"])
+        return box["value"]
+
+    def state(self, record: Record | None) -> dict[str, object]:
+        """Return the state of every object, and of those in ``record`` that were not requested since."""
+        before = {} if record is None else record.kept
+        return {**before, **{name: capture(name, kept) for name, kept in self.objects.items()}}
+
+    def now(self, record: Record | None) -> dict[str, object] | None:
+        """Return ``state`` where that is immediate and without effect; None if an object with its own methods is kept.
+
+        What has ``state()`` may have to wait for something, as batches do that are sampled ahead; of these ``_idle()``,
+        where there is such, returns a state or None.
+        """
+        states = dict[str, object]({} if record is None else record.kept)
+        for name, kept in self.objects.items():
+            if isinstance(kept, Stateful):
+                idle = getattr(kept, "_idle", None)
+                state = idle() if callable(idle) else None
+                if state is None:
+                    return None
+                states[name] = encode(name, state)
+            else:
+                states[name] = capture(name, kept)
+        return states
+
+    def restore(self, record: Record) -> None:
+        """Restore every object from ``record``."""
+        for name, kept in self.objects.items():
+            if name in record.kept:
+                restore(name, kept, record.kept[name])
+
+
+def check_name(where: str, name: object) -> str:
+    """Return ``name`` if it is a text that is not empty and can be written.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(name, str) or not name or name.encode("utf-8", "replace").decode() != name:
+        raise ConfigError(where, f"got {_check.shown(name)}", "a name: a non-empty string")
+    return name
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a run's folders; return ``folder`` and those above it that were not there before, the innermost first."""
+    """Make a run's folders; return ``folder`` and its new parents, the innermost first."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in (POLICIES, CHECKPOINTS):
@@ -36,10 +109,10 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def withdraw(made: list[Path]) -> None:
-    """Remove folders that a run has made, unless there is more in them than every run begins with."""
+    """Remove folders that a run has made, unless they hold more than a new run's files."""
     if not made:
         return
-    known = ("lock", "lock.held", "run.json", "config.json", "surroundings.jsonl")
+    known = ("lock", "lock.held", "run.json", "config.json", "settings.json", "surroundings.jsonl")
     always = {made[0] / name for name in known}
     if not any(path.is_file() and path.stat().st_size for path in {*made[0].rglob("*")} - always):
         shutil.rmtree(made[0], ignore_errors=True)
@@ -71,7 +144,7 @@ def seed_of(folder: Path, seed: int | None, record: Record | None) -> int:
         _write(path, {"format": 1, "seed": noted})
     elif saved is not None and saved != noted:
         text = f"{path} has the seed {noted}, but the checkpoint of step {record.step if record else 0} has {saved}"
-        raise CheckpointError(f"{text}: it is another run's; without it, the run goes on with the checkpoint's")
+        raise CheckpointError(f"{text}: it belongs to another run; remove it to continue with the checkpoint's seed")
     if seed is not None and seed != noted:
         raise ConfigError(f"seed: got {seed}, but the run in {folder} began with {noted}")
     return noted
@@ -80,21 +153,21 @@ def seed_of(folder: Path, seed: int | None, record: Record | None) -> int:
 def _noted(path: Path) -> tuple[int | None, str]:
     """Return the seed in run.json, and what is wrong with it, if anything."""
     if path.exists() and not path.is_file():  # a pipe or a device has no end
-        return None, "is damaged: it is no file"
+        return None, "is damaged: it is not a file"
     try:
         seed = json.loads(path.read_text("utf-8"))["seed"]
     except FileNotFoundError:
         return None, "is missing"
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         return None, f"is damaged: {type(error).__name__}"
-    return (seed, "") if type(seed) is int and seed >= 0 else (None, "is damaged: its seed is no integer >= 0")
+    return (seed, "") if type(seed) is int and seed >= 0 else (None, "is damaged: its seed is not an integer >= 0")
 
 
 def note_config(folder: Path, config: object) -> None:
-    """Write ``config`` down without what looks like a key, and warns of each setting that has changed.
+    """Write ``config`` down without what looks like a key, and warn of each setting that has changed.
 
     Raises:
-        ConfigError: it is no mapping and no attrs object.
+        ConfigError: it is neither a mapping nor an attrs object.
         CheckpointError: it cannot be written.
     """
     if config is None:
@@ -105,15 +178,15 @@ def note_config(folder: Path, config: object) -> None:
         try:
             changed = ", ".join(_changes(_before(path), plain))
             text = f"the config of {folder} has changed: {changed}" if changed else ""
-        except (ValueError, RecursionError) as error:  # nothing goes on from it, so it is written anew
-            text = f"{path} is damaged, so whether the config has changed is not known: {error}"
+        except (ValueError, RecursionError) as error:  # no run resumes from it, so it is rewritten
+            text = f"{path} is damaged, so rlkit cannot tell whether the config has changed: {error}"
         if text:
             warn(text, RuntimeWarning)
     _write(path, plain)
 
 
 def changes(folder: Path, config: object) -> list[str]:
-    """Return which settings of ``config`` differ from what the run in ``folder`` noted; [] where that is not known."""
+    """Return which settings of ``config`` differ from what the run in ``folder`` noted; [] where unknown."""
     path = folder / "config.json"
     try:
         return list(_changes(_before(path), _plain(config)))
@@ -126,23 +199,20 @@ def _before(path: Path) -> object:
     return plain(json.loads(path.read_text("utf-8")))
 
 
-def _plain(config: Any) -> Any:
+def _plain(config: object) -> Mapping[str, object]:
     """Return ``config`` as it is written down, without what looks like a key."""
     from rlkit.tracking import masked
 
-    plain_config = attrs.asdict(config, filter=_no_secret) if attrs.has(type(config)) else config
-    _check.require(isinstance(plain_config, Mapping), "Run(config)", config, "a mapping or an attrs object")
-    return plain(masked(plain_config))
-
-
-def _no_secret(field: Any, value: Any) -> bool:
-    """Leave out what ``rlkit.config.secret`` took from the environment."""
-    del value
-    return SECRET not in field.metadata
+    settings = config
+    if attrs.has(type(config)):  # without the values that ``rlkit.config.secret`` took from the environment
+        fields = cast("attrs.AttrsInstance", config)
+        settings = attrs.asdict(fields, filter=lambda field, _: SECRET not in field.metadata)
+    _check.require(isinstance(settings, Mapping), "Run(config)", config, "a mapping or an attrs object")
+    return cast("Mapping[str, object]", plain(masked(settings)))
 
 
 def _changes(before: object, now: object, where: str = "") -> Iterator[str]:
-    """Yield what differs, by its full key."""
+    """Yield the differences by their full keys."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in sorted(before.keys() | now.keys()):
             yield from _changes(before.get(key), now.get(key), f"{where}.{key}" if where else key)

@@ -1,4 +1,4 @@
-"""One process at a time writes to a run."""
+"""A lock, so that only one process at a time writes to a run."""
 
 from __future__ import annotations
 
@@ -6,28 +6,75 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 import uuid
+import weakref
 from pathlib import Path
+from typing import Protocol
 
 from rlkit._warn import warn
 from rlkit.errors import ConfigError
+
+__all__ = ["Lock", "OpenRun", "opened", "take_over"]
+
+
+class OpenRun(Protocol):
+    """A run, with the attributes that decide whether another may replace it; the attributes are those of ``Run``."""
+
+    folder: Path
+    step: int
+    saved: int
+    looping: int | None
+    closed: bool
+
+    def close(self) -> None:
+        """End it."""
+
+
+_open: weakref.WeakValueDictionary[tuple[int, Path], OpenRun] = weakref.WeakValueDictionary()
+
+
+def opened(run: OpenRun) -> None:
+    """Note that ``run`` is open."""
+    _open[os.getpid(), run.folder.resolve()] = run
+
+
+def take_over(folder: Path) -> None:
+    """Close the run in ``folder`` that this process has open, if there is one and no other thread is in its loop.
+
+    Raises:
+        ConfigError: another thread is.
+    """
+    run = _open.pop((os.getpid(), folder.resolve()), None)
+    if run is None or run.closed:
+        return
+    if run.looping not in (None, threading.get_ident()):
+        _open[os.getpid(), folder.resolve()] = run
+        raise ConfigError(f"{folder} is in use by another thread of this process, which must close it: run.close()")
+    if run.step > run.saved:
+        message = (
+            f"{folder} was open in this process at step {run.step}; that run is closed, and steps after its last "
+            f"checkpoint, step {run.saved}, will be repeated"
+        )
+        warn(message, RuntimeWarning)
+    run.close()
+
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Lock"]
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_ours: set[Path] = set()  # the files that this process holds, of those that stand for locks
+_ours: set[Path] = set()  # the files that this process holds, of those that replace locks
 
 
 class Lock:
     """An exclusive lock on a folder, held until ``release`` or the end of the process, however that comes.
 
-    Where there are no locks (some network drives, Windows), a file with the name of the machine and the process stands
-    for one, and a warning says so: of a process that was killed on another machine it has to be removed by hand.
+    Where there are no locks (some network drives, Windows), a file with the name of the machine and the process
+    replaces it, and a warning says so: of a process that was killed on another machine it has to be removed by hand.
 
     Raises:
         ConfigError: another process has it.
@@ -50,7 +97,7 @@ class Lock:
             self.release()
             who = f"process {holder}" if holder.isdecimal() else "another process"
             if holder == str(os.getpid()):
-                who = "this very process, which has to close it first (run.close())"
+                who = "this process, which must close it first (run.close())"
             raise ConfigError(f"{folder} is in use by {who}; a run has one writer") from error
         except OSError as error:
             self.release()
@@ -62,10 +109,10 @@ class Lock:
             raise
 
     def release(self) -> None:
-        """Let others in; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            with contextlib.suppress(OSError):  # it is given back whatever close says
+            with contextlib.suppress(OSError):  # it is released even if close fails
                 os.close(descriptor)
         if self._file is not None:
             file, self._file = self._file, None
@@ -74,7 +121,7 @@ class Lock:
                 file.unlink()
 
     def _stand_in(self, folder: Path, why: str) -> None:
-        """Make a file that can be there once only."""
+        """Create a file exclusively, as a substitute for a lock."""
         path = folder.absolute() / "lock.held"
         mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
         for _ in range(10):
@@ -87,13 +134,13 @@ class Lock:
                 file.write(mine)
             self._file = path
             _ours.add(path)
-            warn(f"{why}: {path} stands for one while the run is open", RuntimeWarning)
+            warn(f"{why}: the file {path} replaces the lock while the run is open", RuntimeWarning)
             return
-        raise ConfigError(f"{path} comes and goes: several processes want to write to the run")
+        raise ConfigError(f"{path} is created and removed again and again: several processes try to write to the run")
 
 
 def _make_way(path: Path) -> None:
-    """Remove the file of a process that is gone. Raises ConfigError: it is not known to be gone."""
+    """Remove the file of a process that is gone. Raises ConfigError: it may still run."""
     try:
         holder = path.read_text("utf-8", errors="replace")
     except FileNotFoundError:
@@ -101,7 +148,7 @@ def _make_way(path: Path) -> None:
     host, pid = [*holder.split(), "", ""][:2]
     if not pid.isdecimal() or host != socket.gethostname() or path in _ours or _alive(int(pid)):
         who = f"process {pid} on {host}" if pid.isdecimal() else "another process"
-        text = f"{path.parent} is in use by {who}; a run has one writer. If it is gone, remove {path}"
+        text = f"{path.parent} is in use by {who}; a run has one writer. If that process has ended, remove {path}"
         raise ConfigError(text)
     aside = path.with_name(f".lock.{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -113,10 +160,10 @@ def _make_way(path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Return whether a process of this machine goes on; True where that cannot be told."""
+    """Return whether a process of this machine is alive; True where that is unknown."""
     if pid == os.getpid():  # it had this one's number before: a container began anew
         return False
-    if os.name == "nt":  # where asking would end it
+    if os.name == "nt":  # where the check would end it
         return True
     try:
         os.kill(pid, 0)

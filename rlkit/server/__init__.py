@@ -6,16 +6,15 @@ socket.
 
 from __future__ import annotations
 
-from rlkit._lazy import has_torch, missing
+from rlkit._packages import has_torch, missing
 
 if not has_torch():
-    raise missing("rlkit.server, which runs losses that are sent to it,", "torch", "torch", "tinker")
+    raise missing("rlkit.server, which runs losses that are sent to it,", "torch", "serve")
 
-from rlkit.server.adapter import BackendModels, ExactModels
-from rlkit.server.http import Server
-from rlkit.server.requests import Response
-from rlkit.server.service import Service
-from rlkit.server.serving import serve
-from rlkit.server.state import Applied
+from rlkit.server._adapter import BackendModels, ExactModels
+from rlkit.server._service import Service
+from rlkit.server._serving import Server, serve
+from rlkit.server._state import Applied
+from rlkit.server._wire import Response
 
 __all__ = ["Applied", "BackendModels", "ExactModels", "Response", "Server", "Service", "serve"]

@@ -1,28 +1,26 @@
-"""For the tests of rlkit, of backends that others write, and of users' own loops.
+"""Helpers for the tests of rlkit, of third-party backends, and of users' own loops.
 
-``BackendConformance`` needs pytest, and is imported when it is first asked for; the rest does not.
+Each name is imported when it is first used; ``BackendConformance`` needs pytest, the rest does not.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlkit.testing.faketinker import FakeTinker, Seen
-from rlkit.testing.faults import Fault
+from rlkit._packages import lazy_names
 
 if TYPE_CHECKING:
+    from rlkit.testing._faketinker import FakeTinker, Seen
     from rlkit.testing.conformance import BackendConformance
+    from rlkit.testing.faults import Fault
 
 __all__ = ["BackendConformance", "FakeTinker", "Fault", "Seen"]
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name != "BackendConformance":
-            raise AttributeError(f"module 'rlkit.testing' has no attribute {name!r}")
-        from rlkit.testing.conformance import BackendConformance
-
-        return BackendConformance
-
-    def __dir__() -> list[str]:
-        return __all__
+    _PLACES = {
+        "BackendConformance": "rlkit.testing.conformance",
+        "FakeTinker": "rlkit.testing._faketinker",
+        "Fault": "rlkit.testing.faults",
+        "Seen": "rlkit.testing._faketinker",
+    }
+    __getattr__, __dir__ = lazy_names(__name__, _PLACES)

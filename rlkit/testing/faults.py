@@ -1,4 +1,4 @@
-"""Faults that a fake server is told to have."""
+"""Faults to inject into a fake server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias
 import attrs
 
 from rlkit import _check
-from rlkit._calls import answered
 from rlkit.errors import ConfigError
 
 __all__ = ["Fault", "Faults", "Kind"]
@@ -19,7 +18,6 @@ Kind: TypeAlias = Literal[_Status, _Wire, "opfail", "paused_capacity", "paused_r
 _KINDS: tuple[str, ...] = Kind.__args__  # type: ignore[attr-defined]
 
 
-@answered
 @attrs.frozen
 class Fault:
     """One way in which a server fails.
@@ -61,19 +59,19 @@ class Fault:
         _check.real("Fault.seconds", self.seconds, low=0.0)
 
     def matches(self, endpoint: str, operation: str | None) -> bool:
-        """Whether it is about such a request."""
+        """Return whether it applies to such a request."""
         return self.endpoint in ("*", endpoint) and self.operation in (None, operation)
 
 
 class Faults:
-    """The faults that are left. Safe in threads."""
+    """The remaining faults. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left: list[tuple[Fault, list[int]]] = []  # fault, requests that matched
 
     def add(self, *faults: Fault) -> None:
-        """Add faults; of those that match a request the first one happens."""
+        """Add faults; of those that match a request the first one applies."""
         with self._lock:
             self._left += [(fault, [0]) for fault in faults]
 
@@ -83,7 +81,7 @@ class Faults:
             self._left.clear()
 
     def take(self, endpoint: str, operation: str | None) -> Fault | None:
-        """Return the fault of this request, used up by it."""
+        """Return the fault of this request, and count it as used."""
         with self._lock:
             for fault, matched in self._left:
                 if not fault.matches(endpoint, operation):

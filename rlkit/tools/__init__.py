@@ -1,13 +1,11 @@
-"""Tools: their schemas for the prompt, the calls in what the policy wrote, and the answers it gets."""
+"""Tools: their schemas for the prompt, the calls in the policy's text, and the answers to them."""
 
 from __future__ import annotations
 
+from rlkit.tools._functions import check_schema, describe, problems, schema
 from rlkit.tools.env import ToolEnv
 from rlkit.tools.formats import formats, parse, read_calls
-from rlkit.tools.functions import describe, schema
-from rlkit.tools.messages import error_message, tool_message
-from rlkit.tools.types import Malformed, Parsed, ToolCall
-from rlkit.tools.validation import check_schema, problems
+from rlkit.tools.types import Malformed, Parsed, ToolCall, error_message, tool_message
 
 __all__ = [
     "Malformed",

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
+import attrs
+
 from rlkit import _check
 from rlkit._interaction import Action, Observation, StepResult
 from rlkit.errors import ConfigError
+from rlkit.tools._functions import schema
 from rlkit.tools.formats import Format, formats, parameters, read_calls
-from rlkit.tools.functions import schema
-from rlkit.tools.messages import error_message, tool_message
-from rlkit.tools.types import Malformed, ToolCall
+from rlkit.tools.types import Malformed, Parsed, ToolCall, error_message, tool_message
 
 __all__ = ["ToolEnv"]
 
@@ -20,16 +21,16 @@ __all__ = ["ToolEnv"]
 class ToolEnv:
     """One question, answered with the help of tools.
 
-    A turn with calls is answered by what the tools give, or by what is wrong with the calls; a turn without is the
+    A turn with calls is answered by the tools' results, or by the errors of the calls; a turn without calls is the
     answer, and ends the episode.
 
     Args:
-        question: what ``reset`` gives: text, messages, or tokens.
+        question: the result of ``reset``: text, messages, or tokens.
         functions: the tools; their schemas come from signatures and docstrings (``rlkit.tools.schema``). They may be
-            async. What one raises is told to the policy.
+            async. An exception of one is told to the policy.
         reward: the answer's text -> reward; may be async.
-        format: how the policy writes calls, a name in ``rlkit.tools.formats``; for "python" the functions must have
-            one called ``python`` that takes ``code``.
+        format: the format of the policy's calls, a name in ``rlkit.tools.formats``; for "python" the functions must
+            have one called ``python`` that takes ``code``.
         malformed_reward: of a turn in which a call was not made.
         max_result: characters of a tool's result that the policy is shown, >= 1.
 
@@ -65,12 +66,10 @@ class ToolEnv:
             what = f"functions are {_check.shown(functions)}" if wrong else f"the reward is {_check.shown(reward)}"
             raise ConfigError("ToolEnv", what, "functions and a reward that can be called")
         self.tools: list[Mapping[str, object]] = [schema(function) for function in functions]
-        parameters(self.tools)  # no name twice
-        formats.resolve(format)
+        parameters(self.tools)  # names must be distinct
         self._functions = {function.__name__: function for function in functions}
-        self._question, self._reward, self._format = question, reward, format
-        self._malformed = _check.real("ToolEnv.malformed_reward", malformed_reward)
-        self._max_result = _check.integer("ToolEnv.max_result", max_result, low=1)
+        self._question, self._reward = question, reward
+        self._turns = Turns(format, malformed_reward, max_result, "ToolEnv.")
 
     def reset(self, seed: int) -> Observation:  # noqa: ARG002
         """Return the question."""
@@ -78,15 +77,7 @@ class ToolEnv:
 
     async def step(self, action: Action) -> StepResult:
         """Make the calls of a turn, or score the answer."""
-        return await play_turn(
-            action,
-            self._format,
-            self.tools,
-            call=self._call,
-            reward=self._reward,
-            malformed_reward=self._malformed,
-            max_result=self._max_result,
-        )
+        return await self._turns.play(action, self.tools, self._call, self._reward)
 
     async def _call(self, call: ToolCall) -> object:
         try:
@@ -95,37 +86,65 @@ class ToolEnv:
             return f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""
 
 
-async def play_turn(
-    action: Action,
-    format: str | Format,  # noqa: A002
-    tools: Sequence[Mapping[str, object]],
-    *,
-    call: Callable[[ToolCall], Awaitable[object]],
-    reward: Callable[[str], object],
-    malformed_reward: float,
-    max_result: int,
-) -> StepResult:
-    """Return what a turn with calls is told, or the reward of one without.
+@attrs.frozen
+class Turns:
+    """How turns are read and answered.
 
-    Args:
-        action, format, tools: as for ``read_calls``.
-        call: makes a call; what it gives is told to the policy.
-        reward: the answer's text -> reward.
-        malformed_reward, max_result: as of ``ToolEnv``.
+    Attributes:
+        format, malformed_reward, max_result: as of ``ToolEnv``.
+        where: what comes before their names in messages.
+
+    Raises:
+        UnknownNameError, ConfigError: one of them is not valid.
     """
-    parsed = read_calls(action, format, tools)
-    if not parsed.in_order:
-        return StepResult(reward=cast("float | None", await awaited(reward, action.content)), terminated=True)
+
+    format: str | Format
+    malformed_reward: float
+    max_result: int
+    where: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        formats.resolve(self.format)
+        _check.real(f"{self.where}malformed_reward", self.malformed_reward)
+        _check.integer(f"{self.where}max_result", self.max_result, low=1)
+
+    async def play(
+        self,
+        action: Action,
+        tools: Sequence[Mapping[str, object]],
+        call: Callable[[ToolCall], Awaitable[object]],
+        reward: Callable[[str], object],
+    ) -> StepResult:
+        """Return the answer to a turn with calls, or the reward of one without.
+
+        Args:
+            action, tools: as for ``read_calls``.
+            call: makes a call; its result is told to the policy.
+            reward: the answer's text -> reward.
+        """
+        parsed = read_calls(action, self.format, tools)
+        if not parsed.in_order:
+            return StepResult(reward=cast("float | None", await awaited(reward, action.content)), terminated=True)
+        return await answer_calls(parsed, call, self.malformed_reward, self.max_result)
+
+
+async def answer_calls(
+    parsed: Parsed,
+    call: Callable[[ToolCall], Awaitable[object]],
+    malformed_reward: float = 0.0,
+    max_result: int | None = None,
+) -> StepResult:
+    """Return the messages that answer a turn's calls, made one after the other, and its errors; as of ``Turns``."""
     messages = []
     for item in parsed.in_order:
         if isinstance(item, Malformed):
             messages.append(error_message(item))
             continue
         message = tool_message(item, await call(item))
-        if len(message["content"]) > max_result:
+        if max_result is not None and len(message["content"]) > max_result:
             message["content"] = message["content"][:max_result] + " ... (cut)"
         messages.append(message)
     info = {"tool_calls": len(parsed.calls), "malformed_calls": len(parsed.errors)}
@@ -133,7 +152,7 @@ async def play_turn(
 
 
 async def awaited(function: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Return what a plain or async function gives; plain ones run in a thread and hold up no other episode."""
+    """Return the result of a plain or async function; plain ones run in a thread and block no other episode."""
     import asyncio
 
     if inspect.iscoroutinefunction(function):

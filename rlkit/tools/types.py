@@ -1,17 +1,15 @@
-"""What a parser finds in a policy's text."""
+"""The results of parsing a policy's text, and the messages that answer calls."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import attrs
 
-from rlkit._calls import answered
-
-__all__ = ["Malformed", "Parsed", "ToolCall"]
+__all__ = ["Malformed", "Parsed", "ToolCall", "error_message", "tool_message"]
 
 
-@answered
 @attrs.frozen
 class ToolCall:
     """A call that could be read.
@@ -30,17 +28,16 @@ class ToolCall:
     position: int = 0
 
 
-@answered
 @attrs.frozen
 class Malformed:
     """A call that could not be read, or must not be made.
 
     Attributes:
         problem: what is wrong.
-        expected: what should stand there instead.
+        expected: the expected text.
         position: the character of the text at which it is wrong.
         excerpt: the text around that place.
-        name: of the tool, where that much was clear.
+        name: of the tool, if it was recognised.
         id: as of a ``ToolCall``.
         raw: the call as it was sampled, where a renderer read it from the tokens.
     """
@@ -55,7 +52,7 @@ class Malformed:
 
     @property
     def message(self) -> str:
-        """What the policy is told.
+        """The message to the policy.
 
         >>> print(Malformed("the JSON is not closed", "a '}'", 9, '{"name": ').message)
         The tool call was not made: the JSON is not closed.
@@ -67,16 +64,15 @@ class Malformed:
         return f"{call} was not made: {self.problem}.{where}\nExpected: {self.expected}."
 
 
-@answered
 @attrs.frozen
 class Parsed:
-    """A text, taken apart.
+    """A parsed text.
 
     Attributes:
-        text_outside: what stands around the calls.
+        text_outside: the text around the calls.
         calls: those that can be made, in the order of the text.
         errors: those that cannot.
-        reasoning: what the policy thought; None where it did not, or where it was not told apart from the text.
+        reasoning: the policy's thinking; None if there is none, or if it was not separated from the text.
     """
 
     text_outside: str
@@ -86,5 +82,32 @@ class Parsed:
 
     @property
     def in_order(self) -> list[ToolCall | Malformed]:
-        """Calls and errors as they stand in the text."""
+        """Calls and errors in the order of the text."""
         return sorted([*self.calls, *self.errors], key=lambda call: (call.position, call.id))
+
+
+def tool_message(call: ToolCall, result: object) -> dict[str, str]:
+    """Return a tool's result as the message that follows the policy's turn.
+
+    Args:
+        call: the call.
+        result: text as it is; anything else as JSON, and what JSON cannot hold as its ``str``.
+
+    >>> tool_message(ToolCall("add", {"x": 1}), {"sum": 3})["content"]
+    '{"sum": 3}'
+    """
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        except (TypeError, ValueError, RecursionError):  # keys that are not text, cycles
+            result = str(result)
+    return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": str(result)}
+
+
+def error_message(error: Malformed) -> dict[str, str]:
+    r"""Return the message to the policy about a call that was not made.
+
+    >>> error_message(Malformed("the tool does not exist", "one of: add", name="ad"))["content"]
+    'The call of ad was not made: the tool does not exist.\nExpected: one of: add.'
+    """
+    return {"role": "tool", "name": error.name or "error", "tool_call_id": error.id, "content": error.message}

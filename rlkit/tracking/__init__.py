@@ -1,16 +1,16 @@
-"""Where a run's metrics and trajectories go: files, the terminal, and services, none of which can hold a run up."""
+"""Trackers of a run's metrics and trajectories: files, the terminal, and services, none of which can block a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rlkit._secrets import masked
+from rlkit.metrics.names import NAMES, Name, standard
 from rlkit.registry import Registry
+from rlkit.tracking._training import mismatch_metrics, train_metrics
 from rlkit.tracking.jsonl import Jsonl, read_metrics
-from rlkit.tracking.names import NAMES, Name, standard
 from rlkit.tracking.protocol import Tracker
 from rlkit.tracking.several import Several
-from rlkit.tracking.training import mismatch_metrics, train_metrics
 
 __all__ = [
     "NAMES",
@@ -28,23 +28,23 @@ __all__ = [
 ]
 
 registry = Registry("tracker", entry_point_group="rlkit.trackers")
-"""Name -> class. What stands as text is imported when it is asked for."""
+"""Name -> class. Text entries are imported at their first use."""
 
 registry["jsonl"] = Jsonl
-registry["console"] = "rlkit.tracking.console:Console"
-registry["wandb"] = "rlkit.tracking.wandb:Wandb"
-registry["tensorboard"] = "rlkit.tracking.tensorboard:TensorBoard"
-registry["trackio"] = "rlkit.tracking.trackio:Trackio"
-registry["mlflow"] = "rlkit.tracking.mlflow:Mlflow"
+registry["console"] = "rlkit.tracking._console:Console"
+registry["wandb"] = "rlkit.tracking._services:Wandb"
+registry["tensorboard"] = "rlkit.tracking._services:TensorBoard"
+registry["trackio"] = "rlkit.tracking._services:Trackio"
+registry["mlflow"] = "rlkit.tracking._services:Mlflow"
 
 
 def for_run(name: str, folder: str | Path) -> Tracker:
     """Return the tracker of that name, with its defaults for a run that is kept in ``folder``.
 
-    It is what the class's ``for_run(folder)`` makes, or where there is none, what the class makes of the folder.
+    It is the result of the class's ``for_run(folder)``, or without that method, of the class called with the folder.
 
     Raises:
-        UnknownNameError: nothing has that name; the message suggests and lists the names.
+        UnknownNameError: no tracker has that name; the message suggests and lists the names.
         ConfigError: its package is not installed.
 
     >>> import tempfile

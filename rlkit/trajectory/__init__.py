@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlkit.trajectory.merging import datums
+from rlkit.trajectory._merging import datums
 from rlkit.trajectory.types import Failure, Group, Trajectory, Turn
 
 __all__ = ["Failure", "Group", "Trajectory", "Turn", "datums"]

@@ -1,26 +1,116 @@
-"""What an episode leaves behind."""
+"""Turns, trajectories and groups: the results of episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
 
 import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._calls import answered
 from rlkit.errors import DataError
 from rlkit.rewards import reduction
-from rlkit.trajectory.fields import items, keep, numbers, read_only, reduced, reward, several, tags, text
 from rlkit.types import Sample
 
-__all__ = ["Failure", "Group", "Trajectory", "Turn"]
+__all__ = [
+    "Failure",
+    "Group",
+    "Trajectory",
+    "Turn",
+    "items",
+    "keep",
+    "numbers",
+    "read_only",
+    "reduced",
+    "reward",
+    "several",
+    "tags",
+    "text",
+    "token_rewards",
+    "turn_states",
+]
+
+T = TypeVar("T")
+
+
+def keep(value: object) -> object:
+    """Take what the caller gave, of any type; it is checked once all fields are there."""
+    return value
+
+
+def read_only(value: object) -> object:
+    """Make a mapping read-only."""
+    return MappingProxyType(dict(value)) if isinstance(value, Mapping) else value
+
+
+def reduced(record: attrs.AttrsInstance) -> tuple[Callable[[], object], tuple[()]]:
+    """Return what ``__reduce__`` gives, since pickle cannot take read-only mappings."""
+    kind = type(record)
+    fields = {field.name: getattr(record, field.name) for field in attrs.fields(kind)}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+    return functools.partial(kind, **plain), ()
+
+
+def items(where: str, value: object, kind: type[T]) -> tuple[T, ...]:
+    """Return a sequence of one class as a tuple."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise DataError(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}")
+    listed = tuple(value)
+    for i, item in enumerate(listed):
+        _check.require(isinstance(item, kind), f"{where}[{i}]", item, f"a {kind.__name__}", error=DataError)
+    return listed
+
+
+def reward(where: str, value: object) -> float:
+    """Return a finite number, or NaN."""
+    if isinstance(value, (float, np.floating)) and np.isnan(value):
+        return float("nan")
+    return _check.real(where, value, error=DataError, why="or NaN for unscored")
+
+
+def several(value: object, total: float) -> tuple[float, ...]:
+    """Return the rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise DataError("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers")
+    rewards = tuple(reward(f"Turn.rewards[{i}]", each) for i, each in enumerate(value))
+    if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
+        what = f"is {total:g}, but the sum of rewards is {sum(rewards):g}"
+        raise DataError("Turn.reward", what, "their sum", "give only rewards")
+    return rewards
+
+
+def text(where: str, value: object) -> None:
+    """Raise where it is not text."""
+    _check.require(isinstance(value, str), where, value, "text", error=DataError)
+
+
+def numbers(where: str, value: Mapping[str, float]) -> None:
+    """Raise where it is not a mapping from names to finite numbers."""
+    _names(where, value)
+    for name, number in value.items():
+        _check.real(f"{where}[{name!r}]", number, error=DataError)
+
+
+def tags(where: str, value: Mapping[str, object]) -> None:
+    """Raise where it is not a mapping from names to texts, numbers and bools."""
+    _names(where, value)
+    for name, tag in value.items():
+        if not isinstance(tag, (str, bool, int, float)):
+            raise DataError(f"{where}[{name!r}]", f"got {_check.shown(tag)}", "text, a number or a bool")
+
+
+def _names(where: str, value: object) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise DataError(where, f"got {_check.shown(value)}", "a mapping with names as keys")
+
 
 REDUCTIONS = ("sum", "mean", "max", "min", "last")
 
 
-@answered
 @attrs.frozen(eq=False, repr=False)
 class Turn:
     """One action of the policy, with the prompt that it answered and the reward that it got.
@@ -61,27 +151,27 @@ class Turn:
 
     @property
     def prompt(self) -> np.ndarray:
-        """int64 [P], as it was sent."""
+        """Return int64 [P], as it was sent."""
         return self.sample.prompt
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [n], the action as it was drawn."""
+        """Return int64 [n], the action as it was drawn."""
         return self.sample.tokens
 
     @property
     def logprobs(self) -> np.ndarray:
-        """float32 [n], of the action's tokens when they were drawn."""
+        """Return float32 [n], the logprobs of the action's tokens when they were drawn."""
         return self.sample.logprobs
 
     @property
     def stop_reason(self) -> str:
-        """Why the action ended: "stop", or "length" where it was cut."""
+        """Return why the action ended: "stop", or "length" where it was cut."""
         return self.sample.stop_reason
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the policy that acted had taken."""
+        """Return the optimizer steps that the policy that acted had taken."""
         return self.sample.version
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
@@ -91,14 +181,13 @@ class Turn:
         return f"Turn(P={self.prompt.size}, n={self.tokens.size}, reward={self.reward:g})"
 
 
-@answered
 @attrs.frozen(eq=False, repr=False)
 class Trajectory:
     """One episode.
 
     Args:
         turns: in order; those that rollouts yield have at least one.
-        terminated: the environment came to an end of its own.
+        terminated: the environment came to its own end.
         truncated: a limit cut it short: the environment's, or one of turns, tokens, context or time.
         ended: why it ended: "terminated", or the limit's name.
         env: name of the environment.
@@ -149,19 +238,19 @@ class Trajectory:
         for name in ("nonterminal_reward", "nonterminal_override"):
             _check.optional(_check.real, f"Trajectory.{name}", getattr(self, name), error=DataError)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
-            raise DataError("Trajectory.nonterminal_reward", "is given, and nonterminal_override too", "one of the two")
+            raise DataError("Trajectory.nonterminal_reward", "is given with nonterminal_override", "one of the two")
         numbers("Trajectory.metrics", self.metrics)
         tags("Trajectory.tags", self.tags)
         object.__setattr__(self, "messages", items("Trajectory.messages", self.messages, Mapping))
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64 [turns]; 0 for a turn that got none."""
+        """Return float64 [turns]; 0 for a turn that got none."""
         return np.array([turn.reward for turn in self.turns], np.float64)
 
     @property
     def all_rewards(self) -> np.ndarray:
-        """float64 [R]: every reward of the episode in order, for ``reduction``; turns may have several or none.
+        """Return float64 [R]: every reward of the episode in order, for ``reduction``; turns may have several or none.
 
         >>> from rlkit import Sample
         >>> look = Turn(Sample([5], [7], [-0.5]), rewards=())
@@ -176,7 +265,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """All rewards, reduced; NaN where one is unscored or turns got none at all, 0 where there are no turns."""
+        """Return all rewards reduced; NaN if one is unscored or turns got none at all, 0 if there are no turns."""
         if self.nonterminal_override is not None and not self.terminated:
             return float(self.nonterminal_override)
         rewards = self.all_rewards
@@ -186,12 +275,12 @@ class Trajectory:
 
     @property
     def token_count(self) -> int:
-        """Tokens that the policy chose, over all turns: the length that ``token_weights`` takes."""
+        """Return how many tokens the policy chose, over all turns: the length that ``token_weights`` takes."""
         return sum(turn.tokens.size for turn in self.turns)
 
     @property
     def version(self) -> int:
-        """The oldest policy version among the turns; 0 where there are none."""
+        """Return the oldest policy version among the turns; 0 where there are none."""
         return min((turn.version for turn in self.turns), default=0)
 
     def per_turn(self, values: ArrayLike) -> list[np.ndarray]:
@@ -210,7 +299,6 @@ class Trajectory:
         return f"{text}, reward={self.reward:g}, ended={self.ended!r})"
 
 
-@answered
 @attrs.frozen
 class Failure:
     """An episode that could not be carried through, for reasons that are not the policy's.
@@ -233,7 +321,6 @@ class Failure:
     member: int = 0
 
 
-@answered
 @attrs.frozen(eq=False, repr=False)
 class Group:
     """Episodes of one task by one policy: what an estimator compares.
@@ -283,18 +370,18 @@ class Group:
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64 [trajectories], what an estimator takes as one group."""
+        """Return float64 [trajectories], what an estimator takes as one group."""
         return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
 
     @property
     def same_start(self) -> bool:
-        """Whether all members answered the same first prompt; if not, comparing them means little."""
+        """Return whether all members answered the same first prompt; if not, comparing them means little."""
         starts = {t.turns[0].prompt.tobytes() for t in self.trajectories if t.turns}
         return len(starts) <= 1
 
     @property
     def version(self) -> int:
-        """The oldest policy version among the trajectories; 0 where there are none."""
+        """Return the oldest policy version among the trajectories; 0 where there are none."""
         return min((t.version for t in self.trajectories), default=0)
 
     def __len__(self) -> int:
@@ -313,3 +400,44 @@ def checked_groups(groups: object) -> list[Group]:
     for i, group in enumerate(listed):
         _check.require(isinstance(group, Group), f"groups[{i}]", group, "a Group", error=DataError)
     return listed
+
+
+def token_rewards(trajectory: Trajectory) -> np.ndarray:
+    """Return float64 [token_count]: each turn's reward at its last token, NaN where it is unscored.
+
+    A nonterminal reward is added to the last token of all. Where the episode's reward is not the sum of what it got
+    (another reduction, or a nonterminal override), it is there alone. The reward of a turn without tokens goes to
+    the token before it.
+
+    >>> from rlkit import Sample
+    >>> from rlkit.trajectory import Trajectory, Turn
+    >>> first, second = Sample([5], [7, 8], [-0.5, -0.5]), Sample([5, 7, 8, 1], [9], [-1.0])
+    >>> turns = [Turn(first, reward=0.25), Turn(second, reward=1.0)]
+    >>> token_rewards(Trajectory(turns)), token_rewards(Trajectory(turns, reduction="max"))
+    (array([0.  , 0.25, 1.  ]), array([0., 0., 1.]))
+    """
+    rewards = np.zeros(trajectory.token_count)
+    if not rewards.size:
+        return rewards
+    cut = not trajectory.terminated
+    if trajectory.reduction != "sum" or (cut and trajectory.nonterminal_override is not None):
+        rewards[-1] = trajectory.reward
+        return rewards
+    ends = np.cumsum([turn.tokens.size for turn in trajectory.turns]) - 1
+    np.add.at(rewards, np.maximum(ends, 0), trajectory.rewards)
+    if cut and trajectory.nonterminal_reward is not None:
+        rewards[-1] += trajectory.nonterminal_reward
+    return rewards
+
+
+def turn_states(trajectory: Trajectory) -> list[Hashable]:
+    """Return what each turn was told since the one before: turns with equal states are comparable."""
+    said: list[list[str]] = [[]]
+    for message in trajectory.messages:
+        if message.get("role") == "assistant":
+            said.append([])
+        else:
+            said[-1].append(str(message.get("content")))
+    if len(said) == len(trajectory.turns) + 1:  # each of the policy's messages is a turn, and there is one branch
+        return [tuple(texts) for texts in said[:-1]]
+    return [turn.prompt.tobytes() for turn in trajectory.turns]

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
+from tests.each import for_each
+from tests.properties import examples
 
 ESTIMATORS: dict[str, Callable[[Any], Any]] = {
     "grpo": adv.grpo,
@@ -39,8 +41,8 @@ ESTIMATORS: dict[str, Callable[[Any], Any]] = {
 CONSTANTS = (0.1, 0.9, 1.1, -3.3, 1 / 3, 1e-3, 7.0, 6e4)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("name", ESTIMATORS)
+@for_each("dtype", [np.float16, np.float32, np.float64])
+@for_each("name", ESTIMATORS, by=str)
 def test_exact_zero(name: str, dtype: type) -> None:
     """Zero at sizes 1 to 256, for numbers that binary fractions cannot hold, in all three types."""
     for size in (*range(1, 20), 31, 32, 33, 64, 100, 127, 128, 200, 255, 256):
@@ -50,14 +52,14 @@ def test_exact_zero(name: str, dtype: type) -> None:
             assert (result == 0.0).all(), (size, constant)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "loo_std", "rebn", "dr_grpo"])
+@for_each("name", ["grpo", "rloo", "loo_std", "rebn", "dr_grpo"])
 def test_exact_zero_at_every_size(name: str) -> None:
     """The same at every size up to 256."""
     for size in range(1, 257):
         assert (ESTIMATORS[name](np.full(size, np.float32(0.1))) == 0.0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.floats(-1e9, 1e9),
     st.integers(1, 256),
@@ -102,8 +104,8 @@ def test_almost_constant_is_not_constant() -> None:
     assert adv.grpo([0.0, 5e-324, 0.0], eps=0.0)[1] == pytest.approx(np.sqrt(2), abs=0.5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 100])
-@pytest.mark.parametrize("magnitude", [1e-300, 1e-160, 1.0, 1e100, 1e150])
+@for_each("size", [1, 2, 3, 8, 100])
+@for_each("magnitude", [1e-300, 1e-160, 1.0, 1e100, 1e150])
 def test_always_finite(size: int, magnitude: float) -> None:
     """No size and no magnitude gives NaN or infinity."""
     rewards = np.random.default_rng(size).normal(size=size).clip(-1, 1) * magnitude
@@ -134,6 +136,13 @@ def test_whitening_where_one_without_tokens_is_far_away():
     """A sample that counts nowhere does not set the scale of those that do."""
     found = adv.reinforce_pp_baseline([[1e150], [1e-20], [0.0]], lengths=[[0], [1], [1]], eps=0.0, singleton="raw")
     np.testing.assert_allclose(np.ravel(found)[1:], [0.5**0.5, -(0.5**0.5)], rtol=1e-12)
+
+
+def test_running_normalization_of_one_value_whatever_its_state_rounded():
+    """Rewards that were always the same have no deviation, also where a saved mean is off in its last digits."""
+    for eps in (0.0, 1e-6):
+        seen = {"count": 3, "mean": 0.1 + 1e-15, "squares": 1e-30, "lowest": 0.1, "highest": 0.1}
+        assert adv.RunningNormalization(eps=eps, **seen).update([0.1, 0.1]).tolist() == [0.0, 0.0]
 
 
 def test_running_normalization_where_squares_vanish():

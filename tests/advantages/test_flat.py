@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
 from rlkit import _rows
 from rlkit.errors import ConfigError, DataError, UnknownNameError
+from tests.each import for_each
+from tests.properties import examples
 
 NAN = float("nan")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 
 
 @st.composite
@@ -119,9 +121,12 @@ def test_by_group_of_your_own() -> None:
     np.testing.assert_array_equal(adv_of, [-4.0, 0.0, 0.0])
     with pytest.raises(DataError, match="returned rows of lengths"):
         adv.by_group(lambda groups: groups[:1], [1.0, 2.0, 5.0], ["a", "b", "a"])
+    for no_rewards in (lambda: [0.0], lambda *, scale: [0.0], lambda **settings: [0.0]):
+        with pytest.raises(ConfigError, match="takes no rewards"):
+            adv.by_group(no_rewards, [1.0], ["a"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rewards", "groups", "message"),
     [
         ([1.0, 2.0], ["a"], "groups: has length 1"),
@@ -151,7 +156,7 @@ def test_by_group_unknown() -> None:
         adv.by_group(3, [1.0], ["a"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("estimator", "settings", "message"),
     [
         ("grpo", {"epsilon": 0.1}, "settings: 'grpo' has no setting 'epsilon'; it has: scale, ddof, eps, singleton"),
@@ -226,7 +231,7 @@ def test_token_weights_do_not_depend_on_micro_batches(counts: list[int], cut: in
     assert parts == pytest.approx(whole)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "settings", "error", "message"),
     [
         ([[1, 2]], {"mode": "mean"}, ConfigError, "mode"),
@@ -270,7 +275,7 @@ def calls(function: Callable[[], Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "maxrl", "discounted_returns", "rebn"])
+@for_each("name", ["grpo", "rloo", "reinforce", "maxrl", "discounted_returns", "rebn"])
 def test_one_call_for_all_rows(name: str) -> None:
     """More rows need no more calls: everything that grows with them happens inside numpy."""
     rng = np.random.default_rng(0)

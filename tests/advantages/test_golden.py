@@ -8,14 +8,13 @@ import pytest
 
 from rlkit import advantages
 from tests import golden
-from tests.golden import COPY, SHARED, Case, assert_close, cases
+from tests.golden import COPY, SHARED, Case, assert_close, cases, each_case
 
 PAIRS = {"gae": ("advantages", "returns"), "vtrace": ("advantages", "targets")}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*cases("advantages_group"), *cases("advantages_time"), *cases("advantages_tokens"), *cases("token_weights")],
+@each_case(
+    [*cases("advantages_group"), *cases("advantages_time"), *cases("advantages_tokens"), *cases("token_weights")]
 )
 def test_reference_values(case: Case) -> None:
     """An estimator gives what the independent reference and the peers named in ``source`` give."""

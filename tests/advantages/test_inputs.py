@@ -13,6 +13,7 @@ import pytest
 
 import rlkit.advantages as adv
 from rlkit.errors import ConfigError, DataError
+from tests.each import for_each
 
 NAN, INF = float("nan"), float("inf")
 
@@ -63,15 +64,15 @@ GROUP = [
 ]
 
 
-@pytest.mark.parametrize(("rewards", "message"), BAD_REWARDS, ids=[repr(r)[:30] for r, _ in BAD_REWARDS])
-@pytest.mark.parametrize("name", [*GROUP, "reinforce_pp", "discounted_returns"])
+@for_each(("rewards", "message"), BAD_REWARDS, ids=[repr(r)[:30] for r, _ in BAD_REWARDS])
+@for_each("name", [*GROUP, "reinforce_pp", "discounted_returns"])
 def test_bad_rewards(name: str, rewards: Any, message: str) -> None:
     """Every estimator refuses the same rewards, and says which one it is."""
     with pytest.raises(DataError, match=message):
         adv.registry[name](rewards)
 
 
-@pytest.mark.parametrize(("rewards", "message"), BAD_REWARDS, ids=[repr(r)[:30] for r, _ in BAD_REWARDS])
+@for_each(("rewards", "message"), BAD_REWARDS, ids=[repr(r)[:30] for r, _ in BAD_REWARDS])
 def test_bad_returns(rewards: Any, message: str) -> None:
     """rebn calls its argument returns, and so do its errors."""
     with pytest.raises(DataError, match=message.replace("rewards", "returns")):
@@ -134,7 +135,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "message"), BAD_SETTINGS, ids=[f"{n}-{m}" for n, _, m in BAD_SETTINGS])
+@for_each(("name", "settings", "message"), BAD_SETTINGS, ids=[f"{n}-{m}" for n, _, m in BAD_SETTINGS])
 def test_bad_settings(name: str, settings: dict[str, Any], message: str) -> None:
     """A setting out of range is a ConfigError that names it."""
     with pytest.raises(ConfigError, match=rf"^{message}"):
@@ -175,7 +176,7 @@ NEEDS: dict[str, dict[str, Any]] = {  # what an estimator cannot do without, bes
 SHARED = {"ddof": [-1, 2], "eps": [-1e-9, INF], "gamma": [-0.5, 1.01], "lam": [-0.5, 1.01], "singleton": ["one", None]}
 
 
-@pytest.mark.parametrize("name", sorted(adv.registry))
+@for_each("name", sorted(adv.registry))
 def test_shared_settings_are_checked_by_all(name: str) -> None:
     """A setting that many estimators have is checked by each of them, and its ends are allowed."""
     function = adv.registry[name]
@@ -281,14 +282,14 @@ BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rewards", "others", "message"), BAD_PARTNERS)
+@for_each(("name", "rewards", "others", "message"), BAD_PARTNERS)
 def test_bad_partners(name: str, rewards: Any, others: dict[str, Any], message: str) -> None:
     """An argument that does not fit the rewards is a DataError that names it."""
     with pytest.raises(DataError, match=rf"^{message}"):
         adv.registry[name](rewards, **others)
 
 
-@pytest.mark.parametrize("lengths", [[], [0.0], [1.0, -1.0], [NAN], None, [INF]])
+@for_each("lengths", [[], [0.0], [1.0, -1.0], [NAN], None, [INF]])
 def test_length_adaptive_lambda_refuses(lengths: Any) -> None:
     """Lengths have to be positive numbers."""
     with pytest.raises(DataError, match="^lengths"):
@@ -316,7 +317,7 @@ def test_token_functions_refuse(name: str) -> None:
         function(**{other: [-1.0], "sampling_logprobs": [-1.0]}, coef=-0.1)
 
 
-@pytest.mark.parametrize("name", [*TOKEN_PAIRS, "entropy_bonus"])
+@for_each("name", [*TOKEN_PAIRS, "entropy_bonus"])
 def test_logprobs_are_not_positive(name: str) -> None:
     """A logprob is at most 0: rounding passes, a probability or a reversed sign does not, masked ones do not matter."""
     function, others = adv.registry[name], [TOKEN_PAIRS[name] + "_logprobs"] if name in TOKEN_PAIRS else []
@@ -330,8 +331,8 @@ def test_logprobs_are_not_positive(name: str) -> None:
         np.testing.assert_array_equal(masked[1][1], 0.0)
 
 
-@pytest.mark.parametrize("name", [*TOKEN_PAIRS, "entropy_bonus"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "clamped"])
+@for_each("name", [*TOKEN_PAIRS, "entropy_bonus"])
+@for_each("estimator", ["k1", "k2", "k3", "abs", "clamped"])
 def test_largest_coefficient(name: str, estimator: str) -> None:
     """The largest coefficient on the largest logprobs stays finite; beyond it is a ConfigError."""
     given = {other: [-1e150, -1.0] for other in ["sampling_logprobs"]}

@@ -9,14 +9,16 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
 from rlkit.errors import ConfigError
+from tests.each import for_each
+from tests.properties import examples
 
 NAN = float("nan")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 rewards = st.floats(-100, 100).map(lambda x: round(x, 3))
 groups = st.lists(rewards, min_size=2, max_size=12)
 batches = st.lists(st.lists(rewards | st.just(NAN), min_size=1, max_size=8), min_size=1, max_size=6)
@@ -268,9 +270,7 @@ def test_rec_balance_of_each_group(batch: list[list[float]], seed: int) -> None:
     assert found.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", "dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "rec", "maxrl", "pkpo"]
-)
+@for_each("name", ["grpo", "dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "rec", "maxrl", "pkpo"])
 def test_singleton(name: str) -> None:
     """A group of one scored reward gets 0, its reward, or an error, as asked; a group of none gets 0."""
     settings: dict[str, Any] = {"k": 1, "baseline": "none"} if name == "pkpo" else {}
@@ -428,7 +428,7 @@ def test_running_baseline_copies_its_state() -> None:
 SEEN = {"count": 3, "mean": 4.0, "squares": 6.0, "lowest": 2.0, "highest": 5.0}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "state", "message"),
     [
         (adv.RunningBaseline, {"baselines": None}, "baselines: got None"),

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.advantages import discounted_returns, optimal_token_baseline
 from rlkit.errors import DataError
+from tests.each import for_each
+from tests.properties import examples
 
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 REWARDS = [[0.001, 0.299, 0.726], [0.075, 0.577, -0.189, 0.683, -0.067], [1.442, 0.934], [-1.761, 0.735, -0.023, 1.071]]
 REWARDS += [[1.888]]
 LOGPROBS = [[-0.5459, -0.2653, -1.6024], [-0.6202, -0.5905, -0.0898, -0.7143, -1.4281], [-3.6825, -0.5465]]
@@ -119,13 +121,13 @@ def test_what_is_left_alone() -> None:
     np.testing.assert_array_equal(
         optimal_token_baseline(rewards, logprobs=lps, sum_p2=p2, singleton="zero")[0][1:], [0.0, 0.0]
     )
-    with pytest.raises(DataError, match=r"^rewards\[0\]\[1\]: is the only one"):
+    with pytest.raises(DataError, match=r"^rewards\[0\]\[1\]: is the only token"):
         optimal_token_baseline(rewards, logprobs=lps, sum_p2=p2, singleton="error")
     apart = optimal_token_baseline(rewards, logprobs=lps, sum_p2=p2, groups=["a", "b"])
     np.testing.assert_array_equal(apart[1], [0.5])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "message"),
     [
         ({"logprobs": [[-1.0], [1.0]]}, r"logprobs\[1\]\[0\]: is 1.0"),

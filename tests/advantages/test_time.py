@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
-from rlkit.advantages import _scan
+from rlkit.advantages import _returns as _scan
+from tests.each import for_each
+from tests.properties import examples
 
 NAN, INF = float("nan"), float("inf")
-laws = settings(max_examples=50, deadline=None)
+laws = examples(50)
 numbers = st.floats(-10, 10)
 gammas = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
@@ -170,7 +172,7 @@ def test_inserted_masked_tokens_change_nothing(name: str, batch: Any, random: An
         assert (flat(list(after))[~keep] == 0.0).all()
 
 
-@pytest.mark.parametrize("name", MASKED)
+@for_each("name", MASKED)
 def test_all_masked(name: str) -> None:
     """A trajectory, or a whole batch, without a token that counts gives zeros."""
     for result in call(name, [[NAN, NAN], [1.0]], [[NAN, 1.0], [2.0]], [[0, 0], [1]]):
@@ -257,7 +259,7 @@ def test_jsd_gradient(student: list[float], teacher: list[float], beta: float) -
     assert expected == pytest.approx(-np.array(numeric), abs=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 1000, 70_001])
+@for_each("length", [1, 2, 3, 1000, 70_001])
 def test_scan_of_long_rows(length: int) -> None:
     """The doubling scan equals the loop for rows of any length, also across its chunks."""
     rng = np.random.default_rng(length)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlkit.gateway import server
+from rlkit.gateway import Gateway
+from rlkit.gateway import app as server
 from rlkit.gateway.app import app as endpoints
-from rlkit.gateway.types import Service
 
 __all__ = ["Recorder"]
 
@@ -31,8 +31,8 @@ class Recorder:
         path.write_text(json.dumps(shortened(self.posted), indent=1) + "\n", "utf-8")
         self.posted.clear()
 
-    def _in_front(self, service: Service, **options: bool) -> ASGIApp:
-        app = endpoints(service, **options)
+    def _in_front(self, gateway: Gateway, **options: bool) -> ASGIApp:
+        app = endpoints(gateway, **options)
 
         async def record(scope: Scope, receive: Receive, send: Send) -> None:
             parts: list[bytes] = []

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit._drawn import NEW_OPTIONS
 from rlkit.backends.queue import CallQueue, RunHere
 from rlkit.backends.toy import ToyBackend, ToySampler
-from rlkit.backends.toy.adamw import AdamState, Weights
+from rlkit.backends.toy.model import AdamState, Weights
 from rlkit.futures import Future
 from rlkit.testing import BackendConformance
+from rlkit.types import NEW_OPTIONS
 
 
 class SharesWeights(ToyBackend):
@@ -244,8 +244,9 @@ def run_with(backend, test, arguments, folder):
     available = {"fresh": fresh, "tmp_path": folder, **arguments}
     method = getattr(Suite(), test)
     wanted = inspect.signature(method).parameters
-    if "policy" in wanted:
+    if {"policy", "sampler", "scorer"} & wanted.keys():
         available["policy"] = fresh()
+        available["sampler"] = available["scorer"] = available["policy"].sampler().result()
     try:
         method(**{name: available[name] for name in wanted})
     finally:

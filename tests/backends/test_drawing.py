@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import SamplingParams
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 
-from rlkit.backends import truncation  # noqa: E402
-from rlkit.backends.drawing import draw  # noqa: E402
+from rlkit.backends import _drawing  # noqa: E402
+from rlkit.backends._drawing import draw  # noqa: E402
 
 UNIFORMS = st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53]))
 
@@ -40,7 +41,7 @@ def reference(logits, params, u):
     ),
     temperature=st.sampled_from([1.0, 0.7]),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_draw(vocabulary, rows, temperature):
     """The token at which the cumulated probability exceeds u, a possible one at the ends too; alone or in company."""
     logits = np.stack([np.random.default_rng(s).normal(size=vocabulary) * scale for s, scale, _, _ in rows])
@@ -84,9 +85,9 @@ def rows_of(vocabulary, seed=0):
 def kept(logits, params):
     """The logprobs of what is kept, -inf elsewhere."""
     size = logits.shape[1]
-    padded = torch.nn.functional.pad(logits, (0, -size % truncation.BLOCK), value=-torch.inf)
+    padded = torch.nn.functional.pad(logits, (0, -size % _drawing.BLOCK), value=-torch.inf)
     probs = padded.softmax(-1)
-    truncation.truncate(probs, padded, params)
+    _drawing.truncate(probs, padded, params)
     logprobs = (probs.double() / probs.double().sum(-1, keepdim=True)).log()[:, :size]
     return logprobs.masked_fill(logprobs < -80, -torch.inf)
 
@@ -116,7 +117,7 @@ def test_truncation_keeps_what_transformers_keeps(vocabulary, top_k, top_p):
     rows=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(TRUNCATIONS)), min_size=1, max_size=4),
     coarse=st.sampled_from([8, 1000]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_truncation_is_of_a_row_alone(rows, coarse):
     """A row keeps the same tokens, with the same bits, in any company."""
     logits = rows_of(9000)[[which for which, _ in rows]]
@@ -143,9 +144,9 @@ def test_where_it_is_looked_for_does_not_matter(monkeypatch, largest, count):
     target = torch.tensor([50.0, 2000.0, torch.inf, 3.0, 1.0] if count else [0.3, 0.9, torch.inf, 0.99, 1e-9]).double()
     sets = []
     for blocks in (128, largest):
-        monkeypatch.setattr(truncation, "LARGEST", blocks)
+        monkeypatch.setattr(_drawing, "LARGEST", blocks)
         sets.append(probs.clone())
-        truncation.keep_largest(sets[-1], logits, target, count=count)
+        _drawing.keep_largest(sets[-1], logits, target, count=count)
     assert torch.equal(*sets)
     assert torch.equal(sets[0][2], probs[2])
     assert (sets[0] > 0).sum(-1)[0 if count else 4] == (50 if count else 1)

@@ -9,7 +9,7 @@ import pytest
 
 import rlkit
 from rlkit.backends.protocol import LiveSampler, LiveSampling
-from rlkit.backends.toy.completions import Completions
+from rlkit.backends.toy._sampler import Completions
 from tests.backends.live import PROMPT, Updating, step
 
 pytest.importorskip("torch")

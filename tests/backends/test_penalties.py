@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit import SamplingParams
-from rlkit.backends.penalties import TokenCounts
+from rlkit.backends._penalties import TokenCounts
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rlkit.backends.drawing import draw  # noqa: E402
-from rlkit.backends.penalties import penalized  # noqa: E402
+from rlkit.backends._drawing import draw  # noqa: E402
+from rlkit.backends._penalties import penalized  # noqa: E402
 
 GRID = np.append((np.arange(60) + 0.5) / 60, [0.0, 1 - 2**-53])
 
@@ -68,7 +69,7 @@ tokens = st.lists(st.integers(0, 199), max_size=30)
         frequency_penalty=st.sampled_from([0.0, 0.4, -0.3]),
     ),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_options_are_those_of_transformers(seed, scale, prompt, completion, params):
     """All in one: a draw gives tokens that they keep, with their logprobs, and each of them about as often."""
     logits = (np.random.default_rng(seed).normal(size=200) * scale).astype(np.float32)

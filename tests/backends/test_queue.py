@@ -10,14 +10,14 @@ from unittest import mock
 
 import attrs
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import rlkit
 from rlkit import BackendError, RankLost, TrainerFailed
 from rlkit.backends.queue import CallQueue, RunHere, Sent
-from rlkit.backends.tinker.calls import SendAndTake
+from rlkit.backends.tinker._requests import SendAndTake
+from tests.properties import examples
 
 TRAINS = ("forward_backward", "optim_step")
 
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(TrainerFailed, match=f"{call.kind}: refused") as caught:
                 call.future.result()
             assert caught.value.__cause__ is not None
-            assert ("sent already" in str(caught.value)) == call.sent
+            assert ("sent" in str(caught.value)) == call.sent
             assert ("resume_from=" in str(caught.value)) == call.final
         else:
             with pytest.raises((Boom, BackendError)) as caught:
@@ -288,7 +288,7 @@ class ServiceMachine(Machine):
     outcomes = ("works", "works", "works", "raises", "lost", "late", "wrong")
 
     def make(self):
-        with mock.patch("rlkit.backends.tinker.calls.Worker", ByHand):
+        with mock.patch("rlkit.backends.tinker._requests.Worker", ByHand):
             executor = SendAndTake(seconds=0.0)
         self.sender, self.taker = executor._sender, executor._taker
         return CallQueue("tinker", executor)
@@ -372,9 +372,7 @@ class ServiceMachine(Machine):
 
 TestQueueHere = Machine.TestCase
 TestQueueOfAService = ServiceMachine.TestCase
-TestQueueHere.settings = TestQueueOfAService.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
-)
+TestQueueHere.settings = TestQueueOfAService.settings = examples(150, stateful_step_count=40)
 
 
 def test_an_old_error_ends_no_new_failure():
@@ -416,7 +414,7 @@ def test_calls_behind_a_lost_rank_are_refused_with_the_same_error():
     refused = [queue.optim_step(dict), queue.submit("sampler", dict)]
     executor.drain()
     for future in refused:
-        with pytest.raises(RankLost, match="refused, because the forward_backward before it failed: rank 1") as caught:
+        with pytest.raises(RankLost, match="refused, because the earlier forward_backward failed: rank 1") as caught:
             future.result()
         assert not isinstance(caught.value, TrainerFailed)
         assert isinstance(caught.value.__cause__, RankLost)

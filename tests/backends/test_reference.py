@@ -77,7 +77,7 @@ def test_mistakes(policy: Any, samples: Any) -> None:
             (samples, "hint", r"reference_logprobs\(prefixes\)"),
             (samples[:1], ["hint"], r"prefixes\[0\]: got text"),
             (samples[:1], [[10**9]], r"prefixes\[0\]\[0\]"),
-            ([long], [[72]], r"prefixes\[0\]: has 1 tokens, and the sample"),
+            ([long], [[72]], r"prefixes\[0\]: has 1 tokens, but the sample"),
         ]
         for data, prefixes, message in table:
             with pytest.raises(DataError, match=rf"^{message}"):

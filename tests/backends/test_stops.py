@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.backends.sampling import Stop
-from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.backends.toy.model import ByteTokenizer
+from tests.properties import examples
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from rlkit.backends.transformers_tokenizer import LocalTokenizer  # noqa: E402
+from rlkit.backends.tokenizers import LocalTokenizer  # noqa: E402
 
 WORDS = ["a", "b", "ab", " ", "  ", "\n", "\n\n", "é", "🙂", "</", "answer", ">", "##b", "▁a", "▁", "▁ab", "a</w>", "."]
 
@@ -63,7 +64,7 @@ def test_a_space_that_is_written_once_another_token_follows():
         max_size=3,
     ),
 )
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_a_stop_string_ends_where_the_whole_text_first_has_it(kind, data, stop):
     """Whatever a tokenizer does with spaces and with bytes that are part of a character."""
     tokenizer = KINDS[kind]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
+import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.backends.penalties import TokenCounts
+from rlkit.backends._penalties import TokenCounts
 from rlkit.backends.toy import ToyBackend
-from rlkit.backends.toy.adamw import AdamState, Weights
-from rlkit.backends.toy.drawing import drawn
-from rlkit.backends.toy.model import Distributions, Features, base_weights
-from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.backends.toy._sampler import drawn
+from rlkit.backends.toy.model import AdamState, ByteTokenizer, Distributions, Features, Weights, base_weights
 from rlkit.testing import BackendConformance
+from tests.properties import examples
 
 TEXTS = st.text(max_size=12) | st.sampled_from(["<|im_start|>", "a<|im_end|>b", "<|endoftext|><|im_start|>", "<|im_"])
 
@@ -109,7 +111,7 @@ def test_start():
     assert {int(token) for token in np.flatnonzero(bias > 0)} == likely
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
 def test_template_is_what_it_says(texts, head):
     """Tokens of a conversation are those of its template's text, rendered by jinja2, where texts hold no control."""
@@ -140,32 +142,50 @@ def test_texts_come_back(text):
     assert tokenizer.decode(control) == without
 
 
-@settings(max_examples=100, deadline=None)
+def test_long_texts_take_time_in_proportion():
+    """A tenth of a second for 100,000 messages; in proportion to its square it was minutes."""
+    text = "<|im_start|>user\nhi<|im_end|>\n" * 100_000
+    began = time.process_time()
+    ids = ByteTokenizer().encode(text, special=True)
+    assert time.process_time() - began < 30
+    assert ids.tolist() == [256, *b"user\nhi", 257, *b"\n"] * 100_000
+
+
+@examples(100)
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.sampled_from([0.0, 0.5, 1.0]),
     top_k=st.sampled_from([-1, 1, 3, 50]),
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
     min_p=st.sampled_from([0.0, 0.2]),
-    penalties=st.sampled_from([{}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}]),
+    penalties=st.sampled_from([{}, {"repetition_penalty": 2.0}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}]),
 )
 def test_draws_are_the_engine_s(seed, temperature, top_k, top_p, min_p, penalties):
-    """The same tokens and logprobs as the draw in torch, ties included."""
+    """The same tokens and logprobs as the draw in torch, ties included.
+
+    Logits and what is done to them are exact in float32, so that no rounding parts a tie there which is one in float64.
+    """
     torch = pytest.importorskip("torch")
-    drawing = pytest.importorskip("rlkit.backends.drawing")
+    drawing = pytest.importorskip("rlkit.backends._drawing")
     rng = np.random.default_rng(seed)
-    logits = np.round(rng.normal(size=(6, 30)), 1).astype(np.float32)
+    logits = np.round(8 * rng.normal(size=(6, 30))) / 8
     params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **penalties)
     uniforms = rng.random(6)
     counts = [TokenCounts.of(params, np.arange(10)) for _ in range(6)]
     for token in rng.integers(0, 30, 40 if penalties else 0):
         for each in counts:
             each.add(int(token))
-    tokens, logprobs = drawn(logits.astype(np.float64), params, uniforms, counts)
-    theirs = drawing.draw(torch.from_numpy(logits), [params] * 6, uniforms, counts)
-    same = tokens == theirs[0]
-    assert same.sum() >= 5, "but for one token on a border, where float32 rounds"
-    np.testing.assert_allclose(logprobs[same], theirs[1][same], atol=1e-5)
+    tokens, logprobs = drawn(logits, params, uniforms, counts)
+    theirs = drawing.draw(torch.from_numpy(logits.astype(np.float32)), [params] * 6, uniforms, counts)
+    moved = [
+        drawn(logits, attrs.evolve(params, top_p=top_p + by if top_p < 1 else 1.0), (uniforms + on).clip(0, 1), counts)
+        for by in (-1e-6, 1e-6)
+        for on in (-1e-6, 1e-6)
+    ]
+    kept = np.all([np.abs(other[1] - logprobs) < 1e-4 for other in moved] + [tokens == other[0] for other in moved], 0)
+    np.testing.assert_array_equal(tokens[kept], theirs[0][kept])  # the others are where float32 rounds on a border
+    np.testing.assert_allclose(logprobs[kept], theirs[1][kept], atol=1e-5)
+    assert kept.any()
 
 
 def test_a_saved_sampler_is_of_what_was_saved(tmp_path):

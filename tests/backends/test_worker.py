@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from rlkit.backends.worker import Worker, breathe, breathing
+from rlkit.backends.queue import Worker, breathe, breathing
+from rlkit.errors import BackendError
 
 
 class Turns:
@@ -68,8 +69,8 @@ def test_background_alone(left):
     turns = Turns(left)
     worker = Worker("test", turns)
     worker.wake()
-    assert left == 0 or turns.empty.wait(10)
-    assert worker.submit(lambda: 3).result(timeout=10) == 3
+    assert left == 0 or turns.empty.wait(60)
+    assert worker.submit(lambda: 3).result(timeout=60) == 3
     worker.close()
     assert len(turns.done) == left
 
@@ -117,3 +118,24 @@ def test_breathing_elsewhere_does_nothing():
     """In a thread that is no worker's."""
     with breathing():
         breathe()
+
+
+def test_what_is_given_up_ends_between_two_parts():
+    """And what waits behind it; what comes later is done."""
+    worker, begun, go_on = Worker("test"), threading.Event(), threading.Event()
+
+    def job():
+        begun.set()
+        go_on.wait(60.0)
+        yield
+        raise AssertionError("the second part ran")
+
+    running, waiting = worker.submit(job), worker.submit(lambda: 1)
+    assert begun.wait(60.0)
+    worker.give_up()
+    go_on.set()
+    for future in (running, waiting):
+        with pytest.raises(BackendError, match="cancelled, because"):
+            future.result(60.0)
+    assert worker.submit(lambda: 2).result(60.0) == 2
+    worker.close()

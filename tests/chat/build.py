@@ -140,7 +140,7 @@ def family(kind: str, template: str | None = None):
 def wrapped(hf, names, template, ends):
     import transformers as tf
 
-    from rlkit.backends.local.tokenizer import LocalTokenizer
+    from rlkit.backends.tokenizers import LocalTokenizer
 
     hf = tf.PreTrainedTokenizerFast(tokenizer_object=hf, **names)
     hf.chat_template = template
@@ -174,7 +174,7 @@ def smollm2():
     import transformers as tf
 
     from rlkit.backends.local.hub import model_path
-    from rlkit.backends.local.tokenizer import LocalTokenizer
+    from rlkit.backends.tokenizers import LocalTokenizer
     from rlkit.errors import RlkitError
 
     try:

@@ -12,6 +12,7 @@ from rlkit.chat import Chat
 from rlkit.envs.protocol import Action
 from rlkit.errors import ConfigError, DataError
 from tests.chat.build import CHATML, END, LLAMA3, TEMPLATES, smollm2, tokenizer
+from tests.each import for_each
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
@@ -33,7 +34,7 @@ def played(chat, observation, *turns):
     return conversation
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@for_each("kind", TEMPLATES)
 def test_first_prompt_is_transformers_own(kind):
     """With and without a system prompt, the ids are those of apply_chat_template."""
     t = tokenizer(kind)
@@ -81,7 +82,7 @@ def test_sampled_tokens_stay_as_they_were_sampled():
     assert shown(t, conversation.prompt[first.size + odd.size :]) == rest
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sampled", "expected"),
     [
         ("3<|im_end|>", "3<|im_end|>\n<|im_start|>user"),  # closed by the policy
@@ -181,9 +182,9 @@ def test_thinking_switch():
     assert shown(t, Chat(t, thinking=True).start("Hi").prompt).endswith("<|im_start|>assistant\n")
     granite = Chat(t, thinking=True, template="{% if thinking %}T{% endif %}")
     assert shown(t, granite.start("Hi").prompt) == "T"
-    with pytest.raises(ConfigError, match="reads no enable_thinking"):
+    with pytest.raises(ConfigError, match="does not read enable_thinking"):
         Chat(tokenizer("chatml"), thinking=False)
-    with pytest.raises(ConfigError, match="there is no template"):
+    with pytest.raises(ConfigError, match="the model has no template"):
         Chat(tokenizer(None), thinking=True)
 
 
@@ -304,7 +305,7 @@ def test_the_end_of_a_conversation_is_logged():
     assert conversation.messages[-1] == {"role": "assistant", "content": "bye"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("observation", "message"),
     [
         (3, r"observation: got 3 \(int\); expected text, a list of messages, or an array"),
@@ -352,7 +353,7 @@ def test_a_template_that_does_not_show_the_turn():
         conversation.add(said(chat, "3"), "ok")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "message"),
     [
         ({"system": 3}, "Chat.system"),

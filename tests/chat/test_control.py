@@ -7,13 +7,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.chat.control import PLACEHOLDER, ControlText
+from rlkit.chat.templates import PLACEHOLDER, ControlText
 from rlkit.errors import DataError
 from tests.chat.build import ADDED, QWEN3, SPECIAL, smollm2, tokenizer
+from tests.properties import examples
 
 pieces = st.lists(
     st.one_of(
@@ -46,7 +47,7 @@ CONTROLS = [(ControlText(t, QWEN3), t) for t in tokenizers()]
 
 
 @given(hostile, hostile, st.sampled_from(["", " ", "x"]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_special_token_comes_from_contents(first, second, between):
     """Neither from one content nor from two that a template puts together, whatever it strips."""
     for control, t in CONTROLS:
@@ -57,7 +58,7 @@ def test_no_special_token_comes_from_contents(first, second, between):
 
 
 @given(hostile)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_text_arrives(text):
     """What is decoded is what was written, but for surrogates and our own two marks."""
     for control, t in CONTROLS:
@@ -68,7 +69,7 @@ def test_the_text_arrives(text):
 
 
 @given(harmless)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_harmless_text_has_its_usual_tokens(text):
     for control, t in CONTROLS:
         assert control.mark(text) == text
@@ -129,7 +130,7 @@ def test_a_normaliser_cannot_make_control_tokens():
     import transformers as tf
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    from rlkit.backends.local.tokenizer import LocalTokenizer
+    from rlkit.backends.tokenizers import LocalTokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -152,7 +153,7 @@ def test_a_tokenizer_that_puts_a_blank_first():
     import transformers as tf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from rlkit.backends.local.tokenizer import LocalTokenizer
+    from rlkit.backends.tokenizers import LocalTokenizer
 
     vocab = {c: i for i, c in enumerate([*"▁ab\n", "▁a", "<unk>"])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>"))  # noqa: S106
@@ -182,7 +183,7 @@ def test_what_is_no_text():
     deep = []
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(DataError, match="nested more than 64 deep"):
+    with pytest.raises(DataError, match="nested more than 64 levels deep"):
         control.mark(deep)
 
 

@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit.chat import Chat
 from tests.chat.build import ADDED, APPENDING, END, SPECIAL, smollm2, tokenizer
+from tests.properties import examples
 
 KINDS = ["chatml", "llama3", "gemma", "qwen3", "glm", None]
 TOKENIZERS = {kind: tokenizer(kind) for kind in KINDS} | {"toy": rlkit.connect("toy").tokenizer}
@@ -75,7 +76,7 @@ def harmless(observation):
 
 
 @given(episodes())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_laws(episode):
     """What was sampled stays where it was sampled, and no text of an environment makes a control token.
 
@@ -113,7 +114,7 @@ words = clean.filter(lambda text: not text[0].isspace() and not text[-1].isspace
 
 
 @given(st.sampled_from([*APPENDING, "glm", "toy", "smollm2"]), st.lists(words, min_size=2, max_size=9), st.booleans())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_turn_by_turn_is_all_at_once(kind, texts, system):
     """For templates that never rewrite, the prompt is what the tokenizer's own template gives for all messages.
 
@@ -137,7 +138,7 @@ def test_turn_by_turn_is_all_at_once(kind, texts, system):
 
 
 @given(st.lists(hostile, min_size=1, max_size=7))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_text_arrives(texts):
     """Decoded, the prompt is the template's text with the contents in it, hostile as they are."""
     t = TOKENIZERS["chatml"]

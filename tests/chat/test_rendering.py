@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("renderers")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from renderers.base import MODEL_RENDERER_MAP
 
@@ -20,6 +20,8 @@ from rlkit.chat import Chat
 from rlkit.envs import Action
 from rlkit.errors import ConfigError, DataError
 from tests.chat.build import QWEN3, family, tokenizer
+from tests.each import for_each
+from tests.properties import examples
 
 OFFLINE = {"gpt-oss"}  # its encoder is downloaded; see the stand-in below
 KINDS = sorted(set(MODEL_RENDERER_MAP.values()) - OFFLINE)
@@ -74,7 +76,7 @@ def test_a_call_goes_round(kind):
     assert conversation.messages[-2] == {"role": "assistant", "content": str(action)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_truncated_turn_goes_on(kind):
     """A turn that was cut is closed by tokens that are not the policy's; nothing in it is called."""
     chat = chat_of(kind, history="append")
@@ -111,7 +113,7 @@ def said(text, role):
 
 
 @given(episodes())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_laws(episode):
     """No text of an environment makes a control token; what was sampled stays where it was sampled.
 
@@ -140,7 +142,7 @@ def test_laws(episode):
         assert [i for i in conversation.prompt if i in controls] == [i for i in twin.prompt if i in controls]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_schemas_cannot_speak(kind):
     """Control tokens in a schema's description, names and values are text."""
     chat = chat_of(kind)
@@ -185,10 +187,10 @@ def test_bad_calls_are_answered():
     good = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
     for bad, problem in (
         ("<tool_call>{oops}</tool_call>", "its JSON is not valid"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "it has no name of a tool"),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments are no JSON object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "it does not name a tool"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments are not a JSON object"),
         ('<tool_call>{"name": "add", "arguments": {"x": NaN}}</tool_call>', "the JSON is not valid: Out of range"),
-        ('<tool_call>{"name": "ad", "arguments": {"x": 1}}</tool_call>', "there is no such tool"),
+        ('<tool_call>{"name": "ad", "arguments": {"x": 1}}</tool_call>', "the tool does not exist"),
         ('<tool_call>{"name": "add", "arguments": {"x": "1"}}</tool_call>', "arguments.x: '1' is not of type"),
     ):
         action = chat.action(chat.tokenizer.encode(f"{good}{bad}{good}<|im_end|>", special=True))

@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 from rlkit.chat.templates import Template
 from rlkit.errors import ConfigError, DataError
 from tests.chat.build import TEMPLATES, smollm2, tokenizer
+from tests.each import for_each
 
 TALKS = [
     [("user", "Hi")],
@@ -22,9 +23,9 @@ def messages(talk):
     return [{"role": role, "content": content} for role, content in talk]
 
 
-@pytest.mark.parametrize("head", [False, True])
-@pytest.mark.parametrize("talk", TALKS)
-@pytest.mark.parametrize("kind", TEMPLATES)
+@for_each("head", [False, True])
+@for_each("talk", TALKS)
+@for_each("kind", TEMPLATES)
 def test_same_text_as_transformers(kind, talk, head):
     hf = tokenizer(kind).hf
     for variables in ({}, {"enable_thinking": False}, {"tools": [TOOL]}):
@@ -41,7 +42,7 @@ def test_same_text_for_a_real_model():
         assert template.render(messages(talk), head=True) == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "{{ messages | tojson(indent=2) }}",

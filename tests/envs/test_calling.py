@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.envs import Action, StepResult, Task, _home, _threads
+from rlkit import _resource
+from rlkit.envs import Action, StepResult, Task, calling
 from rlkit.envs.calling import Guarded, abandoned, call
 
 SHORT = 0.15  # seconds until what hangs is given up
@@ -62,7 +63,7 @@ def endless():
 @pytest.fixture(autouse=True)
 def _own_home(monkeypatch):
     """Each test has an event loop of its own, so that one that blocks it troubles no other."""
-    monkeypatch.setattr(_home, "_current", None)
+    monkeypatch.setattr(calling, "_current", None)
 
 
 class Stub:
@@ -141,7 +142,8 @@ FAULTS = {  # what step does -> (the error it leads to, a part of its message)
     "NaN reward": (giving(StepResult("", float("nan"))), rlkit.EnvError, "reward: got nan"),
     "infinite reward": (giving(StepResult("", np.float32("inf"))), rlkit.EnvError, "reward: got inf"),
     "reward beyond floats": (giving(StepResult("", 10**400)), rlkit.EnvError, "reward"),
-    "reward in text": (giving(StepResult("", "1")), rlkit.EnvError, "reward"),
+    "reward in text": (lambda _: StepResult("", "1"), rlkit.DataError, "StepResult.reward: got '1'"),
+    "reward in text, of five": (giving(("", "1", True, False, {})), rlkit.EnvError, "reward: got '1'"),
     "several rewards": (giving(StepResult("", np.ones(2))), rlkit.EnvError, "reward"),
     "terminated in numbers": (giving(StepResult("", 0.0, 1)), rlkit.EnvError, "terminated"),
     "truncated in text": (giving(StepResult("", 0.0, False, "no")), rlkit.EnvError, "truncated"),
@@ -158,9 +160,9 @@ FAULTS = {  # what step does -> (the error it leads to, a part of its message)
     "message with an object": (giving(StepResult([{"role": "u", "content": [Broken()]}])), rlkit.EnvError, "Broken"),
     "message without an end": (giving(StepResult([circle])), rlkit.EnvError, "too deep"),
     "message too deep": (giving(StepResult([{"role": "user", "content": deep}])), rlkit.EnvError, "too deep"),
-    "flood of text": (giving(StepResult("x" * 2_000_000)), rlkit.EnvError, "flood"),
+    "flood of text": (giving(StepResult("x" * 2_000_000)), rlkit.EnvError, "at most max_chars"),
     "flood of messages": (giving(StepResult([{"role": "user"}] * 2_000_000)), rlkit.EnvError, "entries"),
-    "flood in a message": (giving(StepResult([{"role": "u", "content": ["y" * 999] * 9999}])), rlkit.EnvError, "flood"),
+    "flood in a message": (giving(StepResult([{"role": "u", "content": ["y" * 999] * 9999}])), rlkit.EnvError, "chars"),
     "flood of tokens": (giving(StepResult(np.zeros(2_000_000, int))), rlkit.EnvError, "tokens"),
 }  # fmt: skip
 
@@ -278,7 +280,7 @@ def test_hundreds_hang_at_once(endless):
 
 def test_new_environments_leave_a_loop_that_is_blocked(endless, monkeypatch):
     """A coroutine that blocks keeps others waiting only until the next environment finds that its home is stuck."""
-    monkeypatch.setattr(_home, "_STUCK", 0.1)
+    monkeypatch.setattr(calling, "_STUCK", 0.1)
 
     async def answer():
         return threading.current_thread()
@@ -660,8 +662,8 @@ def test_threads_inside_of_environments_are_daemons():
 
 def test_threads_without_work_end(monkeypatch):
     """And while there is work, they are used again."""
-    monkeypatch.setattr(_threads, "_IDLE", 0.2)
-    threads = _threads.Threads()
+    monkeypatch.setattr(_resource, "_IDLE", 0.2)
+    threads = _resource.Threads("rlkit-test")
     seen = []
     for _ in range(20):
         both = [threading.Event(), threading.Event()]
@@ -673,6 +675,44 @@ def test_threads_without_work_end(monkeypatch):
         thread.join(LONG)
         assert not thread.is_alive()
     assert threads._idle == []
+
+
+def test_threads_end_with_their_executor():
+    """Those that wait for work at once, a running one when it is done; nothing waits for it."""
+    executor = _resource.DaemonExecutor(_resource.Threads("rlkit-ending"))
+    go_on, threads = threading.Event(), []
+    for work in (lambda: go_on.wait(LONG), lambda: None):
+        begun = threading.Event()
+
+        def noted(work=work, begun=begun):
+            threads.append(threading.current_thread())
+            begun.set()
+            work()
+
+        executor.submit(noted)
+        assert begun.wait(LONG)
+    executor.shutdown(wait=True)
+    threads[1].join(LONG)
+    assert [thread.is_alive() for thread in threads] == [True, False]
+    go_on.set()
+    threads[0].join(LONG)
+    assert not threads[0].is_alive()
+
+
+def test_threads_of_which_there_may_be_few():
+    """Work beyond them waits, in order, and what is cancelled meanwhile is never begun."""
+    executor = _resource.DaemonExecutor(_resource.Threads("rlkit-test", most=2))
+    go_on, began = threading.Event(), []
+    running = [executor.submit(go_on.wait, LONG) for _ in range(2)]
+    waiting = [executor.submit(began.append, i) for i in range(6)]
+    cancelled = [future.cancel() for future in waiting[1::2]]
+    assert (began, cancelled) == ([], [True] * 3)
+    go_on.set()
+    assert all(future.result(LONG) for future in running)
+    for future in waiting[::2]:
+        future.result(LONG)
+    executor.submit(int).result(LONG)
+    assert sorted(began) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("how", ["hang", "hang_async", "block_async", "deaf", "to_thread"])

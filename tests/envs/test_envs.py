@@ -26,3 +26,15 @@ def test_names_and_modules():
     for name in ("function", "gem", "gymnasium", "mixture", "openreward", "reasoning_gym"):
         assert getattr(rlkit.envs, name).__module__ == "rlkit.envs"
         assert name in rlkit.envs.__all__
+
+
+def test_adapters_are_imported_when_they_are_named():
+    """An adapter's own file, which stands on the package, is imported with its first use; completion shows its name."""
+    source = """
+import sys
+import rlkit.envs
+loaded = [name for name in rlkit.envs.__all__ if f"rlkit.envs._from_{name}" in sys.modules]
+print(loaded, set(rlkit.envs.__all__) <= set(dir(rlkit.envs)), rlkit.envs.agent is rlkit.envs._from_agent.agent)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "['function', 'gymnasium'] True True\n"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 SCRIPT = """
-from rlkit.envs._extras import package
+from rlkit.envs._adapters import package
 found = package("gem", "gem", "pip install it"), package("gem", "gem.inner", "pip install it")
 import gem, gem.inner
 assert (gem, gem.inner) == found, "import gem is the package from now on"
@@ -67,8 +67,10 @@ def test_what_can_not_be_helped_is_said(tmp_path, site):
     said = run(tmp_path, "play.py", site=site, code=1)
     assert "ConfigError" in said
     assert "pip install it" in said
-    assert f"{tmp_path / 'gem.py'}, which needs another name" in said
-    (tmp_path / "openreward.py").write_text("from rlkit.envs._extras import package; package('o', 'openreward.x', 'y')")
+    assert f"{tmp_path / 'gem.py'}, which hides it; rename that file" in said
+    (tmp_path / "openreward.py").write_text(
+        "from rlkit.envs._adapters import package; package('o', 'openreward.x', 'y')"
+    )
     assert "ConfigError" in run(tmp_path, "openreward.py", site=None, code=1)
 
 
@@ -76,7 +78,7 @@ def test_a_package_that_fails_is_not_left_half_imported(tmp_path, site):
     """Its error passes through, and the next try says the same."""
     (site / "gem/__init__.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "gem.py").write_text(
-        "from rlkit.envs._extras import package\n"
+        "from rlkit.envs._adapters import package\n"
         "import sys\n"
         "for _ in range(2):\n"
         "    try:\n        package('gem', 'gem', 'x')\n"

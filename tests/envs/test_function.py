@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import operator
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit.envs import Action, StepResult, Task, TaskSettings, function
 from rlkit.envs.calling import Guarded, scores
+from tests.each import for_each
 
 
 def played(task, text="an answer", **options):
@@ -30,7 +30,7 @@ def played(task, text="an answer", **options):
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("row", "first"),
     [
         ("Hi.", "Hi."),
@@ -96,7 +96,8 @@ def test_rewards_of_every_sort():
 @pytest.mark.parametrize("value", [float("nan"), "1", [1.0]])
 def test_a_reward_that_is_none(value):
     """The episode fails, and counts as nothing: it is not scored 0."""
-    with pytest.raises(rlkit.EnvError, match="environment 'function': step: reward"):
+    where = r"environment 'function': step|in the reward '<lambda>' for prompts\[0\]"
+    with pytest.raises(rlkit.EnvError, match=rf"({where}): reward: got"):
         played(function(["p"], lambda text: value)[0])
 
 
@@ -138,7 +139,7 @@ def test_rows_that_are_read_when_they_are_asked_for():
     assert (tasks[3].name, tasks[3].settings.n) == ("rows", 2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("prompts", "reward", "error", "message"),
     [
         ([], len, rlkit.DataError, "empty"),
@@ -178,20 +179,17 @@ def test_a_reward_over_the_group():
 
 def test_a_group_that_nobody_would_score_is_refused():
     tasks = function(["p"], len, group=True, name="ranked")
-    with pytest.raises(rlkit.UnsupportedError, match="'ranked': is scored by groups"):
+    with pytest.raises(rlkit.UnsupportedError, match="'ranked': uses group scoring"):
         played(tasks[0])
 
 
-@pytest.mark.parametrize(
-    "given", [[1.0], [1.0, 2.0, 3.0], 1.0, None, "ab", {0: 1.0, 1: 2.0}, [1.0, float("nan")], [1.0, "1"]]
-)
+@for_each("given", [[1.0], [1.0, 2.0, 3.0], 1.0, None, "ab", {0: 1.0, 1: 2.0}, [1.0, float("nan")], [1.0, "1"]])
 def test_scores_that_are_none(given):
     task = function(["p"], lambda actions: given, group=True)[0]
     with pytest.raises(rlkit.EnvError, match="environment 'function': score"):
         asyncio.run(scores(task, [Action("a"), Action("b")]))
 
 
-@hypothesis.settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6))
 def test_scores_are_the_functions_own(numbers):
     async def reward(actions):

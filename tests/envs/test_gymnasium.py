@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ import pytest
 import rlkit
 from rlkit.envs import Action, StepResult, TaskSettings, gymnasium
 from rlkit.envs.calling import Guarded
+from tests.each import for_each
+
+ROOT = Path(__file__).parents[2]
 
 
 class Countdown:
@@ -108,9 +113,9 @@ def test_spaces_that_are_not_text():
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (("text only", ("", 0.0, True, False, {})), "reset gave str"),
-        ((("text", {}), ("", 0.0, True, {})), "step gave tuple of 4"),
-        ((("text", {}), "text"), "step gave str"),
+        (("text only", ("", 0.0, True, False, {})), "reset returned str"),
+        ((("text", {}), ("", 0.0, True, {})), "step returned tuple of 4"),
+        ((("text", {}), "text"), "step returned str"),
     ],
 )
 def test_what_is_no_gymnasium(answers, message):
@@ -127,7 +132,7 @@ def test_what_is_no_gymnasium(answers, message):
         played(gymnasium(Wrong, name="wrong")[0], "x")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"make": Countdown()}, "make"),
@@ -145,8 +150,9 @@ def test_what_is_wrong_is_told_at_once(options, message):
 
 
 def test_gymnasium_is_not_imported():
-    gymnasium(Countdown)[0].make().reset(1)
-    assert "gymnasium" not in sys.modules
+    code = "import sys; from tests.envs.test_gymnasium import Countdown, gymnasium"
+    code += "; gymnasium(Countdown)[0].make().reset(1); sys.exit('gymnasium' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_the_real_package():

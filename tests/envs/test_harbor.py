@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit.envs import Action, _sandbox, harbor
+from rlkit.envs import Action, _from_harbor, harbor
 from rlkit.envs.calling import Guarded
 
 pytest.importorskip("jsonschema")
@@ -21,7 +21,7 @@ TEST = 'if [ "$(cat hello.txt)" = "Hello, world!" ]; then echo 1; else echo 0; f
 
 def _isolates():
     try:
-        _sandbox.check()
+        _from_harbor.check()
     except rlkit.ConfigError:
         return False
     return True
@@ -167,7 +167,7 @@ def test_what_a_dockerfile_only_copies(tmp_path):
         harbor(built)
     assert len(harbor(built, ignore_image=True)) == 1
     image = task(tmp_path / "image", toml='[environment]\ndocker_image = "python:3.12"\n')
-    with pytest.raises(rlkit.ConfigError, match=r"wants the image 'python:3\.12'"):
+    with pytest.raises(rlkit.ConfigError, match=r"needs the image 'python:3\.12'"):
         harbor(image)
     for number, line in enumerate(("COPY ../secret .", "COPY --from=x a b", "COPY a /etc/a", "ADD http://x/y .")):
         with pytest.raises(rlkit.ConfigError, match="Dockerfile|copies"):
@@ -187,7 +187,7 @@ def test_what_is_no_task_is_refused(tmp_path, part):
     (task(tmp_path / "hello") / part).unlink()
     with pytest.raises(rlkit.DataError, match=f"has no {part}"):
         harbor(tmp_path)
-    with pytest.raises(rlkit.DataError, match=r"no task\.toml"):
+    with pytest.raises(rlkit.DataError, match=r"has no task\.toml"):
         harbor(tmp_path / "hello/tests")
     (tmp_path / "broken").mkdir()
     shutil.copytree(tmp_path / "hello", tmp_path / "broken", dirs_exist_ok=True)

@@ -16,6 +16,7 @@ import rlkit
 from rlkit.envs import Action, mcp
 from rlkit.envs.calling import Guarded
 from rlkit.rollouts import rollout_sync
+from tests.each import for_each
 from tests.examples.programs import FOLDER, load, script
 
 pytest.importorskip("mcp", reason="mcp is not installed: pip install --no-deps mcp mcp-types PyJWT python-multipart")
@@ -174,7 +175,7 @@ def test_what_tools_give_is_told(over, url, monkeypatch):
     assert found == ["5"]
     assert failed[0].startswith("error: ")
     assert "3 is not of type 'string'" in misfit[0]
-    assert "no such tool" in missing[0]
+    assert "the tool does not exist" in missing[0]
     assert json.loads(price[0]) == {"amount": 0.5, "currency": "EUR"}
     assert picture == ["a pear\n[image: image/png]"]
     if over == "stdio":
@@ -265,7 +266,7 @@ def test_a_server_that_does_not_answer():
         asyncio.run(played(mcp(SERVER, ROWS, right, timeout=2.0), tool("sleep", seconds=60)))
     with pytest.raises(rlkit.EnvTimeout, match="no answer within 1 s"):
         asyncio.run(played(mcp(["sleep", "60"], ROWS, right, timeout=1.0)))
-    with pytest.raises(rlkit.EnvError, match="Connection closed; it said: no licence"):
+    with pytest.raises(rlkit.EnvError, match="Connection closed; its output: no licence"):
         asyncio.run(played(mcp(["sh", "-c", "echo no licence >&2"], ROWS, right)))
 
 
@@ -307,7 +308,7 @@ def test_tools_may_be_chosen():
         asyncio.run(played(mcp(server, ROWS, right, tools=["buy"])))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "match"),
     [
         ({"server": "localhost:80"}, "server: got 'localhost:80' .*; expected a URL, a command"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 from fractions import Fraction
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit.envs import Mixture, Task, Tasks, TaskSettings, TaskSource, function, mixture
+from tests.each import for_each
 
 
 def tasks(size, name="plain", **options):
@@ -38,7 +38,6 @@ def dealt(weights, seats):
     return counts
 
 
-@hypothesis.settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), min_size=1), st.integers(0, 300))
 def test_counts_are_the_methods_own(weights, position):
     """Found directly for any place, they are what dealing out one after the other gives, in fractions."""
@@ -46,7 +45,6 @@ def test_counts_are_the_methods_own(weights, position):
     assert found == dealt(weights, position)
 
 
-@hypothesis.settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**9))
 def test_proportions(weights, position):
     """At any place each part has its share, to within one more than half the number of parts."""
@@ -57,7 +55,6 @@ def test_proportions(weights, position):
     assert sum(found.values()) == position
 
 
-@hypothesis.settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 9), st.integers(0, 2**32))
 def test_the_stream_does_not_depend_on_the_size(weights, size, seed):
     """Cut in any way it is the same stream; each part goes through its own tasks as it does alone."""
@@ -131,7 +128,7 @@ def test_as_a_sequence():
     assert isinstance(both[0], Task)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parts", "options", "message"),
     [
         ({}, {}, "parts: got {}"),

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit.envs import Action, _openenv_server, openenv
-from rlkit.envs._openenv_session import Session
+from rlkit.envs import Action, _from_openenv, openenv
+from rlkit.envs._from_openenv import Session
 from rlkit.envs.calling import Guarded
 from rlkit.rollouts import Plan, rollout_sync
 
@@ -80,7 +80,7 @@ def test_an_action_of_several_fields():
     assert first.startswith("Answer with one JSON object that fits this schema:")
     assert '"enum": ["left", "right"]' in first
     assert json.loads(first.rpartition("\n")[2]) == {"x": 0, "legal": ["left", "right"]}
-    assert "there is no JSON object" in none.observation
+    assert "it contains no JSON object" in none.observation
     assert "the JSON is not valid" in broken.observation
     assert "direction: Input should be 'left' or 'right'" in refused.observation
     assert [r.reward for r in (none, broken, refused)] == [-0.5] * 3
@@ -97,7 +97,7 @@ def test_functions_of_yours_write_actions_and_observations():
     tasks = make("openenv_server:line", action=walk, text=lambda seen: f"You are at {seen['x']}.")
     first, (told, moved) = asyncio.run(played(tasks[0], "up", "left"))
     assert first == "You are at 0."
-    assert told.observation == "That was no action: say left or right."
+    assert told.observation == "That was not a valid action: say left or right."
     assert moved.observation == "You are at -1."
 
 
@@ -164,7 +164,7 @@ def test_rollouts_over_an_address(words):
         ({"server": "no server"}, 'expected an address, or "module:app"'),
         ({"server": 3}, "server: got 3"),
         ({"server": "http://127.0.0.1:9", "cwd": "."}, "the server runs elsewhere"),
-        ({"server": "http://127.0.0.1:9"}, "nobody listens there: .*Connection refused"),
+        ({"server": "http://127.0.0.1:9"}, "no server listens there: .*Connection refused"),
         ({"server": "nothing_here:app", "python": sys.executable}, "No module named 'nothing_here'"),
         ({"server": "a:b", "size": 0}, "size"),
         ({"server": "a:b", "timeout": 0}, "timeout"),
@@ -177,17 +177,17 @@ def test_what_cannot_be_played_is_said_before_the_first_episode(arguments, match
 
 def test_a_server_that_does_not_start(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
-    server = _openenv_server.LocalServer("slow:app", python=None, folder=str(tmp_path), timeout=1.0)
+    server = _from_openenv.LocalServer("slow:app", python=sys.executable, folder=str(tmp_path), timeout=1.0)
     with pytest.raises(rlkit.EnvError, match="did not start"):
         server.url()
 
 
 def test_an_address_with_nobody_listening():
     """At the start and at an episode, which is tried again."""
-    with pytest.raises(rlkit.EnvError, match="nobody listens there") as caught:
+    with pytest.raises(rlkit.EnvError, match="no server listens there") as caught:
         openenv("http://127.0.0.1:9")
     assert isinstance(caught.value, Plan().retry)
     assert not isinstance(caught.value, rlkit.EnvBusy)
     session = Session(lambda: "http://127.0.0.1:9", "here", 10.0)
-    with pytest.raises(ConnectionError, match="here: nobody listens there"):
+    with pytest.raises(ConnectionError, match="here: no server listens there"):
         asyncio.run(session.open())

@@ -18,6 +18,7 @@ import pytest
 import rlkit
 from rlkit.envs import Action, TaskSettings, calling, openreward
 from rlkit.envs.calling import Guarded
+from tests.each import for_each
 
 pytest.importorskip("openreward", reason="openreward is not installed: pip install 'rlkit-lm[openreward]'")
 pytest.importorskip("jsonschema")
@@ -136,7 +137,7 @@ def test_what_is_wrong_with_a_call_is_told(url):
     ]
     _, results, _ = played(openreward("sums", base_url=url), *turns, index=3)
     assert "JSON" in contents(results[0])[0]
-    assert "no such tool" in contents(results[1])[0]
+    assert "the tool does not exist" in contents(results[1])[0]
     assert "integer" in contents(results[2])[0]
     assert contents(results[2])[1] == "you said x"
     assert [(result.reward, result.terminated) for result in results] == [
@@ -368,13 +369,13 @@ def test_many_sessions_at_once(url):
     assert calling.abandoned() <= abandoned
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "options", "message"),
     [
         (("",), {}, "name"),
         (("sums",), {"split": ""}, "split"),
         (("sums",), {"secrets": ["key"]}, "secrets: is a list"),
-        (("sums",), {"secrets": {"MY_KEY": "canary"}}, r"secrets\['MY_KEY'\]: the hosts .* are not known"),
+        (("sums",), {"secrets": {"MY_KEY": "canary"}}, r"secrets\['MY_KEY'\]: the hosts .* are unknown"),
         (("sums",), {"env_overrides": "x"}, "env_overrides"),
         (("sums",), {"timeout": 0}, "timeout"),
     ],

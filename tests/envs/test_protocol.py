@@ -6,7 +6,6 @@ import collections
 import copy
 import pickle
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit.envs import Action, Env, StepResult, Task, Tasks, TaskSettings, TaskSource
+from tests.each import for_each
 
 
 class Nothing:
@@ -85,7 +85,7 @@ def test_step_results_share_no_info():
         StepResult().info["x"] = 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
         ("n", 0),
@@ -164,7 +164,6 @@ def test_a_part_of_the_tasks():
         part[5:]
 
 
-@hypothesis.settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**64))
 def test_each_task_once_per_pass_whatever_the_size(n, seed):
     """Cut into batches of any size, the stream is the same, and every n places of it hold every task."""

@@ -13,6 +13,7 @@ import pytest
 import rlkit
 from rlkit.envs import Action, TaskSettings, reasoning_gym
 from rlkit.envs.calling import Guarded
+from tests.each import for_each
 
 pytest.importorskip("reasoning_gym")
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -75,7 +76,7 @@ def test_a_task_is_always_the_same(name):
     assert questions(reasoning_gym(name, size=8, seed=6, split="test")) != first
 
 
-@pytest.mark.parametrize("name", ["pool_matrix", "list_functions", "chain_sum", "sudoku", "countdown"])
+@for_each("name", ["pool_matrix", "list_functions", "chain_sum", "sudoku", "countdown"])
 def test_the_processs_generators_are_not_touched(name):
     """Two of these generators draw from them, one seeds them."""
     before = process_state()
@@ -112,7 +113,7 @@ JUNK = [
 ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         "prime_factorization",
@@ -173,7 +174,7 @@ def test_template_and_extraction():
     assert (tasks.name, tasks.split, tasks[1].seed) == ("chain_sum", "train", None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "options", "message"),
     [
         ("chain_sums", {}, "chain_sums"),
@@ -229,3 +230,20 @@ def test_as_it_is_played():
     question, result = asyncio.run(scene())
     assert "arithmetic" in question
     assert result.reward == 0.0
+
+
+def test_modules_that_are_imported_later_are_shielded(tmp_path, monkeypatch):
+    """A generator that imports a module when it first draws takes its numbers from the task's stream, too."""
+    from rlkit.envs import _adapters
+
+    (tmp_path / "lazily_drawing").mkdir()
+    (tmp_path / "lazily_drawing" / "__init__.py").write_text("")
+    (tmp_path / "lazily_drawing" / "later.py").write_text("import random\ndef draw(): return random.random()")
+    monkeypatch.syspath_prepend(tmp_path)
+    _adapters.shield(["lazily_drawing"])
+    before = random.getstate()
+    with _adapters.Stream(3).active():
+        from lazily_drawing import later
+
+        assert later.draw() == random.Random(3).random()
+    assert random.getstate() == before

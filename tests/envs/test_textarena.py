@@ -12,6 +12,7 @@ import rlkit
 from rlkit.envs import Action, textarena
 from rlkit.envs.calling import Guarded
 from rlkit.rollouts import rollout_sync
+from tests.each import for_each
 
 ta = pytest.importorskip("textarena", reason="textarena is not installed: pip install 'rlkit-lm[textarena]'")
 
@@ -127,7 +128,7 @@ def test_three_players():
     assert results
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "match"),
     [
         ({"env_id": "Nope-v0"}, "no game named 'Nope-v0'"),

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.backends.toy.model import ByteTokenizer
 from rlkit.chat import Chat
 from rlkit.envs import verifiers
-from rlkit.envs._verifiers_worker import Worker
+from rlkit.envs._from_verifiers import Worker
 from rlkit.rollouts import rollout_sync
 from rlkit.trajectory import datums
 from tests.gateway.parts import Scripted

@@ -214,7 +214,7 @@ def test_interrupted(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as error:
             run(tmp_path, "backend=toy", "max_steps=3")
     assert error.value.code == 130
-    assert "gem.py: stopped before step 1; run again to go on" in capsys.readouterr().err
+    assert "gem.py: stopped before step 1; run again to continue" in capsys.readouterr().err
     assert [step for step, _ in run(tmp_path, "backend=toy", "max_steps=3")] == [0, 1, 2]
 
 
@@ -243,7 +243,7 @@ def test_on_tinker(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["batchsize=3"], "batchsize: there is no such setting; did you mean 'batch_size'"),
+        (["batchsize=3"], "batchsize: unknown setting; did you mean 'batch_size'"),
         (["batch_size=many"], "batch_size: is 'many'; expected a value of type int"),
         (["max_steps"], "override: is 'max_steps'"),
         (["credit=grpo"], "credit=grpo compares episodes of a group; group_size is 1"),

@@ -241,7 +241,7 @@ def test_secrets_come_from_the_environment(settings, tmp_path, monkeypatch):
     run(path, tmp_path / "run", "backend=toy", "max_steps=1", "batch_size=1", "max_turns=2")
     assert not any(b"canary-judge" in file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file())
     refused(program, arguments(settings("keys", secrets={"other": None}), tmp_path / "x"), "variable OTHER is not set")
-    refused(program, arguments(settings("keys", secrets={"judge_key": None}), tmp_path / "x"), "hosts .* are not known")
+    refused(program, arguments(settings("keys", secrets={"judge_key": None}), tmp_path / "x"), "hosts .* are unknown")
     with pytest.raises(SystemExit) as error:
         program.main(arguments(settings("keys", secrets={"judge_key": "canary-file"}), tmp_path / "x"))
     assert "a key is no setting" in error.value.code
@@ -297,16 +297,16 @@ def test_the_documents_settings_load():
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["batchsize=3"], "batchsize: there is no such setting; did you mean 'batch_size'"),
+        (["batchsize=3"], "batchsize: unknown setting; did you mean 'batch_size'"),
         (["batch_size=many"], "batch_size: is 'many'; expected a value of type int"),
         (
             ["environments.digits.num_rolouts=3"],
-            r"environments.digits.num_rolouts: there is no such setting",
+            r"environments.digits.num_rolouts: unknown setting",
         ),
         (["environments.digits.max_failing_rollouts=3"], "expected 2 or more to compare"),
         (["environments.digits.temperature=0"], "all rollouts are alike"),
         (["environments.digits.top_p=0.9"], "no ratio to train with"),
-        (["environments.digits.min_reward=2", "environments.digits.max_reward=1"], "do not cross"),
+        (["environments.digits.min_reward=2", "environments.digits.max_reward=1"], "low <= high"),
         (["environments.digits.variant=nothing"], "nothing"),
         (["environments.digits.splits.dev.shuffle=true"], "no split named 'dev'. There are: train, test"),
         (["environments.digits.base_url=http://127.0.0.1:9"], "127.0.0.1:9"),
@@ -329,7 +329,7 @@ def test_mistakes(overrides, match, settings, tmp_path):
 def test_no_file_and_no_key(settings, tmp_path, monkeypatch):
     refused(program, arguments(tmp_path / "nothing.yaml", tmp_path), "nothing.yaml cannot be read")
     (tmp_path / ".env").write_text("TINKER_API_KEY\n")
-    refused(program, arguments(settings(), tmp_path), r"\.env, line 1: is not of the form NAME=value")
+    refused(program, arguments(settings(), tmp_path), r"\.env, line 1: expected NAME=value")
     (tmp_path / ".env").unlink()
     pytest.importorskip("tinker", reason="needs the extra tinker")
     monkeypatch.setenv("HOME", str(tmp_path))

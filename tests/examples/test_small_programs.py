@@ -77,7 +77,7 @@ def test_on_local_and_on_tinker(name, tmp_path, tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "overrides", "match"),
     [
-        ("sft", ["steps=3"], "steps: there is no such setting; did you mean 'max_steps'"),
+        ("sft", ["steps=3"], "steps: unknown setting; did you mean 'max_steps'"),
         ("sft", ["data=nothing.jsonl"], "data: is 'nothing.jsonl'; expected a file that exists"),
         ("sft", ["batch_size=0"], "at least 1"),
         ("sft", ["backend=local", "model=/nowhere/at/all"], "/nowhere/at/all"),

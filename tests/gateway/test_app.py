@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
-import time
 
 import anthropic
 import httpx2
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.gateway import streaming
-from rlkit.gateway.app import app
-from rlkit.gateway.server import Server
+from rlkit.gateway import app as streaming
+from rlkit.gateway.app import Server, app
 from rlkit.gateway.types import GatewayError
+from tests.each import for_each
 from tests.gateway.dialects.conftest import *  # noqa: F403
 from tests.gateway.dialects.fake import FakeService
+from tests.properties import examples
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 POSTS = [
@@ -66,7 +67,7 @@ def test_unknown_sessions_and_keys(http, path):
     assert got.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "headers", "status"),
     [
         (b"{", {}, 400),
@@ -90,8 +91,8 @@ def test_what_is_no_request(http, content, headers, status):
     assert got.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize("prefix", ["", "/s/s1"])
-@pytest.mark.parametrize(
+@for_each("prefix", ["", "/s/s1"])
+@for_each(
     ("method", "path", "allowed"), [*(("GET", path, "POST") for path in POSTS), ("POST", "/v1/models", "GET, HEAD")]
 )
 def test_a_method_that_an_endpoint_does_not_take(http, prefix, method, path, allowed):
@@ -104,7 +105,7 @@ def test_a_method_that_an_endpoint_does_not_take(http, prefix, method, path, all
 def test_half_of_a_surrogate_pair(http):
     got = post(http, content=b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud83d"}]}')
     assert got.status_code == 400
-    message = "the body has \\ud83d, half of a surrogate pair, which is no text"
+    message = "the body has \\ud83d, half of a surrogate pair; expected valid text"
     assert got.json()["error"]["message"] == message
 
 
@@ -164,6 +165,30 @@ def test_models(client, claude, service):
         run(claude.models.retrieve("claude"))
 
 
+def test_a_wish_for_json_is_taken_in_every_api(http, service):
+    """Whatever the field is called; a format that nobody knows is refused by its type."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    claude, item = {**CHAT, "max_tokens": 5}, {"model": "m", "input": "Hi"}
+    cases = [
+        ("/v1/chat/completions", CHAT, ("response_format",)),
+        ("/v1/completions", {"prompt": "Hi"}, ("response_format",)),
+        ("/v1/responses", item, ("text", "format")),
+        ("/v1/messages", claude, ("output_config", "format")),
+        ("/v1/messages", claude, ("output_format",)),
+    ]
+    forms = [({"type": "json_object"}, True), (schema, True), ({"type": "text"}, False), ({}, False), (None, False)]
+    wrong = []
+    for (path, body, field), (form, wanted) in itertools.product(cases, forms):
+        got = post(http, path, json={**body, field[0]: {field[1]: form} if field[1:] else form})
+        found = service.requests[-1].draw.json_field
+        responses = path == "/v1/responses"
+        echoed = not responses or got.json()["text"]["format"] == (form or {"type": "text"})
+        echoed &= service.requests[-1].fails_when_cut == responses
+        if got.status_code != 200 or found != (".".join(field) if wanted else "") or not echoed:
+            wrong.append((path, field, form, got.status_code, found))
+    assert not wrong
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_say_whether_to_try_again(client, service, stream):
     client = client.with_options(max_retries=0)
@@ -207,18 +232,36 @@ def test_a_prompt_that_is_too_long(client, service):
     assert caught.value.code == "context_length_exceeded"
 
 
+def after_begin(monkeypatch, call):
+    """``call`` is made when a stream has begun, which is soon."""
+    begin = streaming.begin
+
+    async def begun(send):
+        await begin(send)
+        call()
+        return True
+
+    monkeypatch.setattr(streaming, "_SOON", 0.01)
+    monkeypatch.setattr(streaming, "begin", begun)
+
+
 def test_a_stream_that_has_to_wait_is_kept_open_by_comments(http, service, monkeypatch):
     monkeypatch.setattr(streaming, "_SOON", 0.01)
     monkeypatch.setattr(streaming, "_SILENCE", 0.01)
     service.hold = threading.Event()
+    served, comments = app(service), []
 
-    async def both():
-        asking = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-        await asyncio.sleep(0.1)
-        service.hold.set()
-        return await asking
+    async def counts(scope, receive, send):
+        async def counted(message):
+            comments.extend([1] if message.get("body", b"").startswith(b": waiting") else [])
+            await send(message)
+            if len(comments) == 2:
+                service.hold.set()
 
-    got = run(both())
+        await served(scope, receive, counted)
+
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(counts), base_url=http.base_url, headers=http.headers)
+    got = run(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     assert got.headers["content-type"].startswith("text/event-stream")
     assert got.text.startswith(": waiting\n\n: waiting\n\n")
     assert got.text.endswith("data: [DONE]\n\n")
@@ -227,17 +270,10 @@ def test_a_stream_that_has_to_wait_is_kept_open_by_comments(http, service, monke
 
 @pytest.mark.parametrize("problem", [GatewayError(503, "the policy is gone", code="gone"), RuntimeError("secret")])
 def test_an_error_after_the_stream_has_begun_is_told_in_it(http, client, service, monkeypatch, problem):
-    monkeypatch.setattr(streaming, "_SOON", 0.01)
     service.raises = problem
     service.hold = threading.Event()
-
-    async def both(asking):
-        asking = asyncio.ensure_future(asking)
-        await asyncio.sleep(0.1)
-        service.hold.set()
-        return await asking
-
-    got = run(both(http.post("/v1/chat/completions", json={**CHAT, "stream": True})))
+    after_begin(monkeypatch, service.hold.set)
+    got = run(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     assert got.status_code == 200
     last = [line for line in got.text.splitlines() if line.startswith("data: ")][-1]
     expected = "the policy is gone" if isinstance(problem, GatewayError) else "internal error: RuntimeError"
@@ -248,7 +284,7 @@ def test_an_error_after_the_stream_has_begun_is_told_in_it(http, client, service
 
     service.hold.clear()
     with pytest.raises(openai.APIError, match=expected):
-        run(both(read()))
+        run(read())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,7 +322,8 @@ def test_a_client_that_leaves_while_it_sends(served, service):
 @pytest.mark.parametrize("stream", [False, True])
 def test_closing_ends_what_runs(service, stream, monkeypatch, caplog):
     """Clients are told, whether their streams have begun or not; nothing is left and nothing is logged as a failure."""
-    monkeypatch.setattr(streaming, "_SOON", 0.01)
+    begun = threading.Event()
+    after_begin(monkeypatch, begun.set)
     service.hold = threading.Event()
     server = Server(service)
     asked = openai.OpenAI(base_url=f"{server.url}/s/s1/v1", api_key="any", max_retries=0)
@@ -301,8 +338,7 @@ def test_closing_ends_what_runs(service, stream, monkeypatch, caplog):
     thread = threading.Thread(target=ask)
     thread.start()
     assert service.running.acquire(timeout=30)
-    if stream:
-        time.sleep(0.1)  # the first comment is out
+    assert not stream or begun.wait(60)
     server.close()
     server.close()
     thread.join(timeout=30)
@@ -364,7 +400,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("path", POSTS)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(50)
 @given(body=st.dictionaries(WORDS, VALUES, max_size=7))
 def test_any_json_is_answered_or_refused(path, body):
     """Never with a 500, and a refusal says what is wrong."""

@@ -224,7 +224,7 @@ def test_anthropic_s_sdk_without_a_socket(gateway):
 
 def test_requests_that_are_not_valid_are_counted(gateway):
     session = gateway.session()
-    wrong = ({"response_format": {"type": "json_object"}}, {"n": 0}, {"temperature": -1}, {"messages": 5})
+    wrong = ({"response_format": {"type": "grammar"}}, {"n": 0}, {"temperature": -1}, {"messages": 5})
     with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
         for fields in wrong:
             with pytest.raises(openai.BadRequestError):

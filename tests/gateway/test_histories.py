@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
@@ -20,6 +20,7 @@ from rlkit.gateway import Draw, Gateway, Request
 from rlkit.trajectory import datums
 from tests.chat.build import ADDED, SPECIAL, tokenizer
 from tests.gateway.parts import Scripted, said, user
+from tests.properties import examples
 from tests.rollouts.parts import RandomSampler
 
 TOKENIZERS = {kind: tokenizer(kind) for kind in ("chatml", "llama3", "qwen3", "glm", None)}
@@ -99,7 +100,7 @@ def play(session, moves, *, with_tools):
             heads.append(turn)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(clients())
 def test_every_sampled_token_is_trained_exactly_once(client):
     kind, moves = client
@@ -127,7 +128,7 @@ def test_every_sampled_token_is_trained_exactly_once(client):
             assert len(datums(trajectory, 1.0, split="allow")) <= 1 or not trajectory.turns[0].tokens.size
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(clients())
 def test_a_conversation_that_is_sent_back_as_it_was_is_continued(client):
     kind, moves = client
@@ -141,7 +142,7 @@ def test_a_conversation_that_is_sent_back_as_it_was_is_continued(client):
         assert session.metrics["rewritten"] == 0
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.sampled_from(sorted(TOKENIZERS, key=str)), texts, texts)
 def test_text_of_clients_never_becomes_control_tokens(kind, question, answer):
     """Neither in what continues nor in what is rendered anew: there are as many as around harmless text."""
@@ -205,3 +206,24 @@ def test_a_turn_that_the_policy_ended_is_not_written_on():
         asyncio.run(session.answer(Request(messages=[user("Begin"), turn, user("More")])))
         assert session.metrics["rewritten"] == 1
         assert len(session.branches) == 2
+
+
+class Silent(RandomSampler):
+    """Ends every second turn before its first token."""
+
+    def sample(self, prompt, params, *, n=1, seed=None):
+        self.requests.append(prompt)
+        ids = np.arange(97, 100)[: 3 * (len(self.requests) % 2)]
+        return rlkit.Future.of([rlkit.Sample(prompt, ids, -np.ones(ids.size), "stop", **params.drawn_with)] * n)
+
+
+def test_an_empty_turn_is_continued_though_the_next_prompt_is_the_same():
+    """A chat without a template writes nothing around an empty turn and an empty message."""
+    with Gateway(Silent(), chat=chat_with(None)) as gateway, gateway.session() as session:
+        messages = [user("Begin")]
+        for _ in range(4):
+            reply = asyncio.run(session.answer(Request(messages=messages)))
+            messages = [*messages, said(reply.choices[0]), user("")]
+        assert [node.parent for node in session.turns[1:]] == session.turns[:-1]
+        assert len(session.branches) == 1
+        assert len(datums(session.trajectory(1.0), 1.0)) == 1

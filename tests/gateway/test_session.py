@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import gc
+import json
+import os
+import socket
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
 
 import rlkit
-from rlkit import BackendError, ConfigError, Future, SamplingParams
+from rlkit import BackendError, ConfigError, Future, SamplingParams, _resource
 from rlkit.chat import Chat
-from rlkit.gateway import Draw, Gateway, GatewayError, Limits, Request, recording
+from rlkit.gateway import Draw, Gateway, GatewayError, Limits, Request
+from rlkit.gateway import _gateway as gateway_module
+from rlkit.gateway import _history as recording
+from rlkit.gateway import _session as session_module
 from rlkit.trajectory import datums
+from tests.each import for_each
 from tests.gateway.parts import Scripted, ask, said, user
 from tests.rollouts.parts import RandomSampler
 
 TOKENIZER = rlkit.connect("toy").tokenizer
+LONG = 30.0  # seconds: what comes at once, on a machine that is busy with other things
 ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
@@ -99,6 +111,30 @@ def test_a_call_that_is_required_begins_in_the_prompt(session_of, choice, rest):
     assert CALL in TOKENIZER.decode(session.turns[1].sample.prompt)
     ask(session, [user("x")], tools=[ADD], tool_choice=choice)
     assert session.metrics["unforced"] == 1
+
+
+def test_a_wish_for_json_is_left_to_the_policy_and_counted(session_of, caplog):
+    """A call is as good as JSON. The log says it once in a program."""
+    session_module._say_that_formats_are_free.cache_clear()
+    _, session = session_of(['{"a": 1}', "Sure:", "[1", CALL, "[" * 100_000, "x"])
+    asks = Draw(json_field="response_format")
+    for i, (tools, count) in enumerate([((), 0), ((), 1), ((), 2), ((ADD,), 2), ((), 3)]):
+        ask(session, [user(str(i))], tools=list(tools), draw=asks)
+        assert session.metrics["unforced"] == count, i
+    ask(session, [user("free")])
+    assert session.metrics["unforced"] == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "response_format" in caplog.text
+
+
+def test_a_session_may_refuse_a_wish_for_json():
+    with Gateway(Scripted(TOKENIZER, ["x"])) as gateway, gateway.session(formats="refuse") as session:
+        with pytest.raises(GatewayError, match=r"text\.format: .*refuses") as caught:
+            ask(session, [user("a")], draw=Draw(json_field="text.format"))
+        assert (caught.value.status, caught.value.param, session.metrics["refused"]) == (400, "text.format", 1)
+        ask(session, [user("a")])
+        with pytest.raises(ConfigError, match=r"session\(formats\)"):
+            gateway.session(formats="strict")
 
 
 def test_ids_of_calls_are_unique_and_do_not_depend_on_what_came_first(session_of):
@@ -295,6 +331,52 @@ def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on():
         assert session.ended == ""
 
 
+def test_more_messages_than_the_context_has_tokens_are_not_rendered():
+    """A request may have millions, and a template that runs cannot be stopped."""
+    with Gateway(Scripted(TOKENIZER, ["x"], max_length=100)) as gateway, gateway.session() as session:
+        for method in (session.answer, session.render):
+            with pytest.raises(GatewayError, match=r"length is 100 tokens, but there are 101 messages") as caught:
+                asyncio.run(method(Request(messages=[user("")] * 101)))
+            assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+        assert (session.ended, session.metrics["refused"]) == ("context", 1)
+
+
+def test_closing_waits_for_no_template(monkeypatch):
+    """Renderings that their clients gave up end by themselves, and those that wait for a thread are never begun."""
+    monkeypatch.setattr(_resource, "_IDLE", 0.1)
+    go_on, began = threading.Event(), []
+
+    class Slow(type(TOKENIZER)):
+        def encode(self, text, *, special=False):
+            if "slowly" in text:
+                began.append(text)
+                go_on.wait(4 * LONG)
+            return super().encode(text, special=special)
+
+    gateway = Gateway(Scripted(Slow(), lambda _: "x"), open=True)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    body = json.dumps({"messages": [user("slowly")]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    most = min(32, (os.cpu_count() or 1) + 4)
+    try:
+        with contextlib.ExitStack() as clients:
+            for _ in range(most + 4):
+                clients.enter_context(socket.create_connection((host, int(port)))).sendall(head + body)
+            until = time.monotonic() + LONG
+            while len(began) < most and time.monotonic() < until:
+                time.sleep(0.01)
+        closing = threading.Thread(target=gateway.close)
+        closing.start()
+        closing.join(LONG)
+        assert not closing.is_alive()
+    finally:
+        go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rlkit-gateway-work"):
+            thread.join(LONG)
+    assert len(began) == most
+
+
 def test_at_once():
     started, release = threading.Event(), threading.Event()
 
@@ -334,7 +416,7 @@ def test_a_sampler_that_fails_is_told_apart_from_a_bad_prompt(session_of):
 
 
 def test_a_client_that_goes_away_leaves_nothing(session_of):
-    dropped, inner = threading.Event(), concurrent.futures.Future()
+    asked, dropped, inner = threading.Event(), threading.Event(), concurrent.futures.Future()
 
     def given_up():
         dropped.set()
@@ -342,17 +424,18 @@ def test_a_client_that_goes_away_leaves_nothing(session_of):
 
     class Waits(Scripted):
         def sample(self, prompt, params, *, n=1, seed=None):
+            asked.set()
             return Future.wrap(inner, on_cancel=given_up)
 
     async def main(session):
         task = asyncio.create_task(session.answer(Request(messages=[user("a")])))
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(asked.wait, 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     with Gateway(Waits(TOKENIZER, [])) as gateway, gateway.session() as session:
         asyncio.run(main(session))
-        assert dropped.wait(5)
+        assert dropped.wait(60)
         assert session.metrics["cancelled"] == 1
         assert not session.turns
 
@@ -481,8 +564,8 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("parameters", ODD)
-@pytest.mark.parametrize("tool_format", WRITTEN)
+@for_each("parameters", ODD)
+@for_each("tool_format", WRITTEN)
 def test_schemas_that_are_not_valid_are_the_agent_s_own_affair(tool_format, parameters):
     """They stand in the prompt as they are, and calls are read all the same."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
@@ -587,3 +670,26 @@ def test_late_clients_of_a_session_are_told_that_it_has_ended():
             with pytest.raises(GatewayError) as caught:
                 gateway.admit(*name)
             assert (caught.value.status, caught.value.code) == (429, "session_ended")
+
+
+def test_closed_sessions_leave_a_limited_number_of_names(monkeypatch):
+    """A gateway may live for years: of what was said nothing is kept, and late clients of the newest are told."""
+    monkeypatch.setattr(gateway_module, "_ENDED", 20)
+    with Gateway(Scripted(TOKENIZER, lambda _: "x")) as gateway:
+        kept = []
+        for i in range(50):
+            session = gateway.session(seed=i)
+            if i < 3:
+                ask(session, [user(str(i))])
+            session.close()
+            kept.append((session.id, weakref.ref(session)))
+        del session
+        gc.collect()
+        assert [seen() for _, seen in kept] == [None] * 50
+        assert (len(gateway._sessions), len(gateway._ended)) == (0, 20)
+        codes = []
+        for name, _ in kept:
+            with pytest.raises(GatewayError) as caught:
+                gateway.admit(name, None)
+            codes.append(caught.value.status)
+        assert codes == [401] * 40 + [429] * 10  # each session has two names

@@ -16,7 +16,7 @@ import pytest
 
 import rlkit
 from rlkit import cli, harnesses
-from rlkit.report.packing import unpacked
+from rlkit.report.episodes import unpacked
 from rlkit.tracking import read_metrics
 
 pytest.importorskip("starlette", reason="needs the extra gateway")
@@ -112,7 +112,7 @@ def test_what_is_no_run(python, tmp_path, capfd, monkeypatch):
         ("silent", "lm-eval ended with status 3"),
         ("killed", "lm-eval ended with signal 9"),
         ("nothing", "lm-eval wrote no results"),
-        ("nonsense", "is no JSON"),
+        ("nonsense", "is not valid JSON"),
         ("empty", "has no score"),
     ],
 )
@@ -179,16 +179,19 @@ def assert_gone(pids):
     [
         (["--harness", "lm-eval", "--tasks", "a"], "-m pip install 'lm_eval[api]'"),
         (["--harness", "inspect", "--tasks", "a"], "-m pip install inspect-ai openai"),
-        (["--harness", "lm_eval", "--tasks", "a"], "there is no harness 'lm_eval'; did you mean 'lm-eval'?"),
+        (["--harness", "lm_eval", "--tasks", "a"], "unknown harness 'lm_eval'; did you mean 'lm-eval'?"),
         (["--harness", "lm-eval"], "--tasks: is missing; expected A,B"),
         (["--harness", "lm-eval", "--tasks", ","], "--tasks: is missing; expected A,B"),
         (["--harness", "lm-eval", "--tasks", "a", "b"], "TASKS: are b; expected --tasks A,B"),
-        (["--harness", "lm-eval", "--tasks", "a", "-n", "3"], "-n is not of --harness lm-eval"),
-        (["--harness", "lm-eval", "--tasks", "a", "--max-tokens", "3"], "--max-tokens is not of --harness lm-eval"),
+        (["--harness", "lm-eval", "--tasks", "a", "-n", "3"], "-n does not apply to --harness lm-eval"),
+        (
+            ["--harness", "lm-eval", "--tasks", "a", "--max-tokens", "3"],
+            "--max-tokens does not apply to --harness lm-eval",
+        ),
         (["--harness", "lm-eval", "--tasks", "a", "--harness-arg", "x"], "--harness-arg: is 'x'; expected KEY=VALUE"),
         (["--harness", "lm-eval", "--tasks", "a", "--python", "/no/python"], "--python /no/python: cannot be run"),
-        (["chain_sum", "--tasks", "a"], "--tasks is of --harness NAME"),
-        (["chain_sum", "--deadline", "3"], "--deadline is of --harness NAME"),
+        (["chain_sum", "--tasks", "a"], "--tasks requires --harness NAME"),
+        (["chain_sum", "--deadline", "3"], "--deadline requires --harness NAME"),
     ],
 )
 def test_wrong_command_lines(words, message, capsys):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlkit.errors import EnvError, EnvTimeout
-from rlkit.harnesses import process
+from rlkit.harnesses import _running
 
 SPAWNS = """
 import os, subprocess, sys, time
@@ -28,7 +28,7 @@ IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + HANGS
 
 def run(program, tmp_path, *arguments, deadline=60.0):
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    process.run("fake", command, environment=os.environ, log=tmp_path / "output.log", deadline=deadline)
+    _running.run("fake", command, environment=os.environ, log=tmp_path / "output.log", deadline=deadline)
 
 
 def until(holds, seconds=30.0):
@@ -65,7 +65,7 @@ def test_output_is_shown_and_kept(tmp_path, capsys):
     ("program", "words"),
     [
         ("print('first'); print('no such task'); print(); raise SystemExit(3)", "status 3: no such task"),
-        ("raise SystemExit(1)", "status 1: it said nothing"),
+        ("raise SystemExit(1)", "status 1: no output"),
         ("import os; os.kill(os.getpid(), 9)", "signal 9"),
     ],
 )
@@ -76,13 +76,13 @@ def test_failures_say_what_it_said_last(tmp_path, program, words):
 
 def test_a_program_that_is_not_there(tmp_path):
     with pytest.raises(EnvError, match="cannot be started"):
-        process.run("fake", [str(tmp_path / "no")], environment={}, log=tmp_path / "output.log", deadline=1.0)
+        _running.run("fake", [str(tmp_path / "no")], environment={}, log=tmp_path / "output.log", deadline=1.0)
 
 
 @pytest.mark.parametrize("program", [HANGS, IGNORES])
 def test_the_deadline_ends_the_whole_group(tmp_path, program, monkeypatch):
     """Also one that does not listen to SIGTERM."""
-    monkeypatch.setattr(process, "_GRACE", 0.3)
+    monkeypatch.setattr(_running, "_GRACE", 0.3)
     pids = tmp_path / "pids"
     with pytest.raises(EnvTimeout, match="did not end within 3 s"):
         run(program, tmp_path, pids, deadline=3.0)
@@ -126,9 +126,9 @@ def test_a_terminal_that_is_gone(tmp_path):
     program = f"""
 import os, sys
 from pathlib import Path
-from rlkit.harnesses import process
-process.run("fake", [sys.executable, "-c", "print('all')"], environment=os.environ, log=Path({str(tmp_path / "log")!r}),
-            deadline=60.0)
+from rlkit.harnesses import _running
+log = Path({str(tmp_path / "log")!r})
+_running.run("fake", [sys.executable, "-c", "print('all')"], environment=os.environ, log=log, deadline=60.0)
 """
     reading, writing = os.pipe()
     os.close(reading)

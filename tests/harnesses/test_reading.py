@@ -9,10 +9,10 @@ import pytest
 
 from rlkit import harnesses
 from rlkit.errors import CheckpointError, ConfigError, EnvError
-from rlkit.harnesses import Result, Score, keeping
-from rlkit.harnesses.inspect_ai import INSPECT
-from rlkit.harnesses.lm_eval import LM_EVAL
-from rlkit.harnesses.types import Call
+from rlkit.harnesses import Result, Score, _running
+from rlkit.harnesses._inspect_ai import INSPECT
+from rlkit.harnesses._lm_eval import LM_EVAL
+from rlkit.harnesses._types import Call
 
 
 def call(tmp_path, *arguments, tasks=("a", "b"), tokenizer=None):
@@ -45,7 +45,7 @@ def test_chats_of_lm_eval(tmp_path):
     assert words[words.index("--model_args") + 1].endswith(",tokenizer_backend=huggingface,tokenizer=owner/name")
     own = "model_args=tokenizer_backend=huggingface,tokenizer=other"
     assert LM_EVAL.command(call(tmp_path, "apply_chat_template=true", own))
-    with pytest.raises(ConfigError, match="no tokenizer that transformers loads"):
+    with pytest.raises(ConfigError, match="cannot load this policy's tokenizer"):
         LM_EVAL.command(call(tmp_path, "apply_chat_template=true"))
 
 
@@ -90,12 +90,12 @@ def test_results_of_lm_eval(tmp_path):
     ("text", "words"),
     [
         (None, "wrote no results"),
-        ("[1, 2", "no JSON"),
+        ("[1, 2", "is not valid JSON"),
         ("[1, 2]", "is list; expected a JSON object"),
         ('{"results": 3}', "results: is int"),
         ('{"results": {"a": 3}}', "results.'a'.: is int"),
         ('{"results": {}}', "has no score"),
-        ("[" * 100_000, "no JSON"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_nonsense_of_lm_eval(tmp_path, text, words):
@@ -131,7 +131,7 @@ def test_logs_of_inspect(tmp_path):
         (None, "wrote no log"),
         (log(status="error"), "quiz ended as 'error': why"),
         (log(status="cancelled"), "quiz ended as 'cancelled'"),
-        (log(), "has it a scorer"),
+        (log(), "does the task have a scorer"),
         (log(scores=3), "scores: is int; expected a JSON list"),
         (log(scores=[{"name": "a", "metrics": {"b": 3}}]), "metrics.'b'.: is int"),
         ("{}", "eval: is NoneType"),
@@ -145,10 +145,10 @@ def test_nonsense_of_inspect(tmp_path, text, words):
 
 
 def kept(tmp_path, step, score):
-    folder = keeping.new_folder(tmp_path, "lm-eval", step)
-    keeping.make(folder)
+    folder = _running.new_folder(tmp_path, "lm-eval", step)
+    _running.make(folder)
     result = Result("lm-eval", "0.4.13", step, 5.0, 2.5, [score], folder, [("limit", "5"), ("x", "a=b")])
-    keeping.keep(result)
+    _running.keep(result)
     return result
 
 
@@ -167,13 +167,13 @@ def test_scores_are_kept(tmp_path):
 
 def test_keys_are_not_kept(tmp_path):
     """As an option of the harness may hold one."""
-    folder = keeping.new_folder(tmp_path, "lm-eval", 0)
-    keeping.make(folder)
+    folder = _running.new_folder(tmp_path, "lm-eval", 0)
+    _running.make(folder)
     result = Result("lm-eval", "1", 0, 0.0, 0.0, [], folder, [("wandb_args", "api_key=0123456789abcdef")])
-    assert "0123456789abcdef" not in keeping.keep(result).read_text()
+    assert "0123456789abcdef" not in _running.keep(result).read_text()
 
 
 def test_folders_that_cannot_be_made(tmp_path):
     (tmp_path / "harness").write_text("")
     with pytest.raises(CheckpointError, match="cannot be made"):
-        keeping.make(keeping.new_folder(tmp_path, "lm-eval", 0))
+        _running.make(_running.new_folder(tmp_path, "lm-eval", 0))

@@ -8,6 +8,10 @@
 An environment has the wheel with the core or with one extra, and programs.py uses what that extra promises; or it has
 what a page's own lines install. The working tree cannot be imported from the former. A line that failed is shown with
 its output, and the environments are removed unless ``--keep FOLDER`` says where they are to stay.
+
+README's environment is made as a user makes it, and pip unpacks there everything that the extra ``all`` requires. The
+others begin with hard links to the files of those distributions that their extras require, too; pip finds them
+installed, and replaces what its constraints do not allow.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import functools
+import importlib.metadata
+import itertools
 import os
 import re
 import resource
@@ -23,14 +30,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+INSTALLED = {canonicalize_name(each.name) for each in importlib.metadata.distributions()}
 TRACKERS = {"wandb": [], "tensorboard": ["tensorboard"], "trackio": [], "mlflow": []}  # and what reads what they wrote
 UNPINNED = {"gem", "mcp", "trackio"}  # whose own pins are older than those of constraints.txt, or newer
 NOT_ALONE = {"all", "docs", "test"}  # README's lines install the first; the others are for developers
@@ -66,19 +78,75 @@ python examples/gem.py backend=toy max_steps=1 batch_size=4 num_env=2 log_dir=ru
 """
 
 
-class Environment:
-    """An empty environment in a folder, and lines of shell that run in it as after ``activate``."""
+def read_requirements(name: str, extra: str) -> list[str]:
+    """Return what a distribution requires: rlkit by its pyproject.toml, others as they are installed here."""
+    if name == PROJECT["name"]:
+        return EXTRAS[extra] if extra else PROJECT["dependencies"]
+    return importlib.metadata.requires(name) or []
 
-    def __init__(self, folder: Path) -> None:
+
+@functools.cache
+def find_required(extras: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of what is installed here that rlkit with these extras requires, directly or not."""
+    pending, found = [(PROJECT["name"], extra) for extra in ("", *extras)], set()
+    while pending:
+        if (pair := pending.pop()) in found:
+            continue
+        found.add(pair)
+        for each in map(Requirement, read_requirements(*pair)):
+            if each.marker is None or each.marker.evaluate({"extra": pair[1]}):
+                name = canonicalize_name(each.name)
+                if name in INSTALLED | {PROJECT["name"]}:
+                    pending += [(name, extra) for extra in ("", *each.extras)]
+    return frozenset(name for name, _ in found) - {PROJECT["name"]}
+
+
+class Environment:
+    """An empty environment in a folder, and lines of shell that run in it as after ``activate``.
+
+    Args:
+        folder: which it makes.
+        whole: with the pip that ``venv`` unpacks; otherwise with links to this Python's.
+    """
+
+    def __init__(self, folder: Path, *, whole: bool) -> None:
         self.folder = folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        without = [] if whole else ["--without-pip"]
+        subprocess.run([sys.executable, "-m", "venv", *without, str(folder / "venv")], check=True)
+        if not whole:
+            self.link(["pip"])
+            script = folder / "venv" / "bin" / "pip"
+            script.write_text(f"#!/bin/sh\nexec '{script.with_name('python')}' -m pip \"$@\"\n")
+            script.chmod(0o755)
         kept = {"HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"}
         self.variables = {k: v for k, v in os.environ.items() if k in kept or k.startswith(("PIP_", "HTTP", "http"))}
         self.variables |= {"PATH": f"{folder / 'venv' / 'bin'}:{os.environ['PATH']}", "MPLBACKEND": "Agg"}
         self.variables |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(folder), "PIP_QUIET": "1"}
         self.variables |= {"PIP_NO_COMPILE": "1"}  # what is not imported
+
+    def link_required(self, *extras: str) -> None:
+        """Link what rlkit with these extras requires; what the extra ``all`` does not is left to pip."""
+        self.link(find_required(extras) & find_required(("all",)))
+
+    def link(self, names: Iterable[str]) -> None:
+        """Link the modules, bytecode and metadata of distributions that are installed here, and none of their scripts.
+
+        Nothing writes into a linked file: pip removes a file and Python renames bytecode over it.
+        """
+        (packages,) = (self.folder / "venv").glob("lib/python*/site-packages")
+        for name in names:
+            for file in importlib.metadata.files(name) or []:
+                if file.parts[0] != ".." and (source := Path(file.locate())).is_file():
+                    target = packages / file
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    try:
+                        os.link(source, target)
+                    except FileExistsError:  # several distributions list bytecode of one folder
+                        continue
+                    except OSError:  # another file system
+                        shutil.copy2(source, target)
 
     def run(self, line: str, **variables: str) -> None:
         """Runs the line in bash in the folder ``work``; raises with its output where it fails."""
@@ -138,6 +206,7 @@ def notebooks(place: Environment, _: Path) -> None:
         lines = install_lines(page)
         if not lines:
             raise AssertionError(f"{page} names no pip install")
+        place.link_required(*re.findall(r"\w+", re.search(r"\[(.*?)\]", lines[0])[1]))
         for line in lines:
             place.run(line)
         place.run("pip install nbclient ipykernel -c constraints.txt")
@@ -180,6 +249,8 @@ def extra(name: str, place: Environment, wheel: Path) -> None:
     """The wheel with one extra alone ("core": with none), and a program that uses what it promises."""
     wanted = "" if name == "core" else f"[{name}]"
     constraints = "" if name in UNPINNED else f" -c '{ROOT / 'constraints.txt'}'"
+    if name not in UNPINNED:
+        place.link_required(*([] if name == "core" else [name]))
     place.run(f"pip install '{wheel}{wanted}'{constraints}")
     place.run("pip check")
     variables = {"RLKIT_QUICKSTART": str(ROOT / "examples/quickstart.py")}
@@ -200,25 +271,28 @@ def extra(name: str, place: Environment, wheel: Path) -> None:
 # The slowest first, so that none is left over at the end.
 CHECKS = dict.fromkeys(["readme", "mlflow", "examples", "notebooks", "local", "core", *EXTRAS])
 CHECKS = {name: {"readme": readme, "notebooks": notebooks}.get(name) for name in CHECKS if name not in NOT_ALONE}
-COVERED = {"torch"}  # by notebooks, which begin with it alone; run where it is named
+COVERED = {"torch"}  # by readme, which begins with it alone; run where it is named
+
+
+def children_seconds() -> float:
+    """Return the processor seconds of this process's children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def check(name: str, folder: Path, wheel: Path, keep: bool) -> str | None:
     """None, or what went wrong."""
-    began, wrong = time.monotonic(), None
+    began, used, wrong = time.monotonic(), children_seconds(), None
     try:
-        place = Environment(folder / name)
+        place = Environment(folder / name, whole=name == "readme")
         (CHECKS[name] or (lambda *args: extra(name, *args)))(place, wheel)
     except (AssertionError, subprocess.SubprocessError, OSError, StopIteration) as error:
         wrong = f"{type(error).__name__}: {error}"
-    with LOCK:
-        print(f"{'FAILED' if wrong else 'ok':7}{name:16}{time.monotonic() - began:6.0f} s", flush=True)
+    seconds = f"{time.monotonic() - began:6.0f} s{children_seconds() - used:6.0f} s of processors"
+    print(f"{'FAILED' if wrong else 'ok':7}{name:16}{seconds}", flush=True)
     if not keep:
         shutil.rmtree(folder / name, ignore_errors=True)
     return wrong
-
-
-LOCK = threading.Lock()
 
 
 def main() -> int:
@@ -243,13 +317,12 @@ def main() -> int:
         subprocess.run(build, check=True)
         (wheel,) = made.glob("*.whl")
         names = options.names or [name for name in CHECKS if name not in COVERED]
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda name: check(name, folder, wheel, options.keep is not None), names)
+        with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:  # each counts its children's seconds
+            found = pool.map(check, names, *map(itertools.repeat, (folder, wheel, options.keep is not None)))
             failures = {name: wrong for name, wrong in zip(names, found, strict=True) if wrong}
     for name, wrong in failures.items():
         print(f"\n== {name}\n{wrong}")
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors"
+    seconds = f"{time.monotonic() - began:.0f} s, {children_seconds():.0f} s of processors"
     print(f"\n{len(names) - len(failures)} of {len(names)} in {seconds}")
     return int(bool(failures))
 

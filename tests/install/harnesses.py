@@ -274,7 +274,7 @@ def quiz(python, folder, run_folder, merged):
 def in_run(run_folder, task, metric, value, places=12):
     """The score is among the run's metrics, at the checkpoint's step, and on its page."""
     from rlkit.harnesses import results
-    from rlkit.report.packing import unpacked
+    from rlkit.report.episodes import unpacked
     from rlkit.tracking import read_metrics
 
     rows = [row for row in read_metrics(run_folder) if f"eval/{task}/{metric}" in row["metrics"]]

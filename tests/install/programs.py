@@ -76,7 +76,7 @@ def gguf():
 
 def chat():
     """A conversation by a template."""
-    from rlkit.backends.toy.tokenizer import ByteTokenizer
+    from rlkit.backends.toy.model import ByteTokenizer
     from rlkit.chat import Chat
 
     chat = Chat(ByteTokenizer())
@@ -149,7 +149,7 @@ def gateway():
     import httpx
 
     import rlkit.gateway.types
-    from rlkit.gateway.server import Server
+    from rlkit.gateway.app import Server
 
     class Closed:
         """Lets nobody in."""
@@ -163,6 +163,31 @@ def gateway():
         assert httpx.get(f"{server.url}/health").status_code == 200
         answer = httpx.get(f"{server.url}/s/x/v1/models")
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def serve():
+    """A client of the Tinker API learns on ``rlkit serve``; one of OpenAI's API lists the model of another."""
+    import re
+
+    import httpx
+
+    import rlkit
+    from rlkit.backends.toy import ByteTokenizer
+
+    for more in ([], ["--openai"]):
+        command = ["rlkit", "serve", "--backend", "toy", "--port", "0", *more]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                url = re.search(r"http://\S+", server.stdout.readline())[0]
+                if more:
+                    assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "toy"
+                    continue
+                client = {"base_url": url, "api_key": "tml-local", "tokenizer": ByteTokenizer()}
+                with rlkit.connect("tinker", model="toy", seed=0, **client) as policy:
+                    step(policy, policy.tokenizer.encode("Call "))
+            finally:
+                server.terminate()
+                assert server.wait(30) == 0
 
 
 def vllm():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from rlkit import losses
 from rlkit.losses import kl, prepare
-from tests.golden import Case, assert_close, cases, load
+from tests.golden import Case, assert_close, cases, each_case, load
 from tests.losses.calls import call, datums
 
 FAMILIES = ("losses_policy", "losses_supervised", "losses_preference", "losses_value")
@@ -29,7 +28,7 @@ def parts(case: Case):
     return inputs.pop(name), inputs
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case(CASES)
 def test_reference_values(case: Case) -> None:
     """Value and gradient in float64 are those of the independent reference and of the peers named in `source`."""
     loss, settings = found(case)
@@ -39,7 +38,7 @@ def test_reference_values(case: Case) -> None:
     assert_close([g.tolist() for g in gradients], case.expected["gradient"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case(CASES)
 def test_through_prepare(case: Case) -> None:
     """A backend that calls ``prepare(...).gradient`` in float32 gets the same numbers."""
     loss, settings = found(case)
@@ -57,7 +56,7 @@ def test_through_prepare(case: Case) -> None:
     assert_close([g.tolist() for g in result.driver], case.expected["gradient"], rtol=2e-4, atol=2e-5 * size)
 
 
-@pytest.mark.parametrize("case", [case for case in cases("kl") if case.values[0].function in kl.registry])
+@each_case([case for case in cases("kl") if case.values[0].function in kl.registry])
 def test_estimators(case: Case) -> None:
     """A KL estimator has the reference's value at each token, and the gradient of their sum."""
     estimator = kl.registry[case.function]
@@ -73,7 +72,7 @@ def test_estimators(case: Case) -> None:
         assert_close(torch.autograd.grad(value.sum(), leaf)[0].tolist(), case.expected["gradient"][i])
 
 
-@pytest.mark.parametrize("case", cases("kl", "adaptive_coefficient"))
+@each_case(cases("kl", "adaptive_coefficient"))
 def test_adaptive_coefficient(case: Case) -> None:
     """The coefficient after each update."""
     coefficient = kl.adaptive_coefficient(**case.settings)

@@ -8,12 +8,14 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import ConfigError, UnknownNameError
 from rlkit.losses import AdaptiveEntropy, adaptive_entropy, kl, with_kl
+from tests.each import for_each
 from tests.losses.calls import estimators
+from tests.properties import examples
 
 V = 5
 
@@ -66,7 +68,7 @@ def test_ratio_corrected_off_policy(seed):
     assert np.abs(expectation("k2", theta, reference, sampler)[1] - true_gradient).max() > 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lp=st.floats(-20, 0), ref=st.floats(-20, 0))
 def test_signs(lp, ref):
     """k2, k3 and |d| are not negative and 0 where both agree; k1 changes its sign when they are exchanged."""
@@ -184,7 +186,7 @@ def test_state_goes_through_json(fresh, observe):
     assert [observe(one, x) for x in later] == [observe(other, x) for x in later]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "name"),
     [
         (lambda: kl.adaptive_coefficient(coef=-1.0, target=0.1, horizon=1), "coef"),

@@ -7,12 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.each import for_each
 from tests.losses.calls import COMPOSED, NAMES, PAIRS, call, example
+from tests.properties import examples
 
-few = settings(max_examples=30, deadline=None)
+few = examples(30)
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 # Losses whose gradient on-policy is that of importance sampling, and a factor; the settings switch off what is not
@@ -115,7 +117,7 @@ def test_on_policy_gradient_of_a_mixture(batch):
 ONE = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "options"),
     [
         ("sppo", ONE),
@@ -270,7 +272,7 @@ def test_dro_does_not_fold():
 ALL = {**{name: name for name in NAMES}, **COMPOSED}
 
 
-@pytest.mark.parametrize("title", ALL)
+@for_each("title", ALL)
 def test_loss_is_linear_in_the_weights(title):
     """Weights multiply every term: losses of two weightings add up to that of their sum, gradients too."""
     driver, inputs = example(ALL[title], np.random.default_rng(11))
@@ -432,7 +434,7 @@ def test_vespo_fades():
     assert math.isfinite(sum(sizes))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_one_number_is_the_same_number_for_each_token(name):
     """An input () means its value at every token, in value and gradient."""
     driver, inputs = example(name, np.random.default_rng(3))

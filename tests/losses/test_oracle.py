@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlkit.losses import kl, prepare
+from tests.each import for_each
 from tests.losses import oracle
 from tests.losses.calls import BATCHES, COMPOSED, NAMES, PAIRS, VARIANTS, call, example, identity
 
@@ -62,8 +63,8 @@ def check(name, function, loss, settings, driver, inputs):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * max(1.0, np.abs(actual).max()))
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=identity)
+@for_each("weighted", [False, True], ids=["plain", "weighted"])
+@for_each("variant", VARIANTS, ids=identity)
 def test_losses(variant, weighted):
     """Losses with and without weights, at numbers where bounds are met on both sides."""
     name, settings = variant
@@ -96,7 +97,7 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("title", COMPOSED)
+@for_each("title", COMPOSED)
 def test_composed(title):
     """A loss with a KL or an entropy term is the sum of both, token by token, the weights in both."""
     name, estimator, coef, entropy = BASES[title]
@@ -116,8 +117,8 @@ def test_gradient_of_the_entropy(title):
         np.testing.assert_allclose(gradient, -coef * w, rtol=1e-12)
 
 
-@pytest.mark.parametrize("with_sampling", [False, True])
-@pytest.mark.parametrize("name", oracle.ESTIMATORS)
+@for_each("with_sampling", [False, True])
+@for_each("name", oracle.ESTIMATORS)
 def test_estimators(name, with_sampling):
     """KL estimators: value and gradient at each token."""
     rng = np.random.default_rng(3)

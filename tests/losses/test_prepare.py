@@ -13,6 +13,7 @@ import rlkit
 from rlkit import BackendError, ConfigError, DataError, UnknownNameError
 from rlkit.advantages import token_weights
 from rlkit.losses import loss, prepare, registry, with_entropy, with_kl
+from tests.each import for_each
 from tests.losses.calls import BATCHES, COMPOSED, NAMES, PAIRS, call, datums, example, tensors
 
 ALL = {**{name: name for name in NAMES}, **COMPOSED}
@@ -32,7 +33,7 @@ def close(a, b, tolerance=1e-5):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("title", ALL)
+@for_each("title", ALL)
 def test_agrees_with_a_direct_call(title):
     """What a backend is given is the loss itself, called per datum, pair or batch; datums without tokens are 0."""
     driver, inputs = example(ALL[title], np.random.default_rng(4))
@@ -43,7 +44,7 @@ def test_agrees_with_a_direct_call(title):
         np.testing.assert_allclose(x.numpy(), y, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("title", ALL)
+@for_each("title", ALL)
 def test_token_mean_is_a_plain_mean(title):
     """Weights of 1 / N make the loss a mean over tokens, KL and entropy terms included: the sum over N."""
     driver, inputs = example(ALL[title], np.random.default_rng(6), optional=())
@@ -60,7 +61,7 @@ def test_token_mean_is_a_plain_mean(title):
     assert per_token[0] == pytest.approx(mean[0])
 
 
-@pytest.mark.parametrize("title", [title for title in ALL if prepare(ALL[title]).level == "datum"])
+@for_each("title", [title for title in ALL if prepare(ALL[title]).level == "datum"])
 def test_sequence_means_are_plain_means(title):
     """With "seq-mean-token-mean" the loss is the mean over sequences of each one's loss over its length."""
     driver, inputs = example(ALL[title], np.random.default_rng(7), optional=())
@@ -71,7 +72,7 @@ def test_sequence_means_are_plain_means(title):
     assert call(ALL[title], driver, {**inputs, "weights": weights})[0] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("title", [title for title in ALL if title not in (*BATCHES, "kl_cov+abs", "kl_cov+entropy")])
+@for_each("title", [title for title in ALL if title not in (*BATCHES, "kl_cov+abs", "kl_cov+entropy")])
 def test_micro_batches(title):
     """Gradients of parts are parts of the gradient, and values add up."""
     prepared = prepare(ALL[title])
@@ -100,7 +101,7 @@ def concatenated(title, driver, inputs):
     return value, np.split(gradients[0], np.cumsum(lengths)[:-1])
 
 
-@pytest.mark.parametrize("title", FLAGGED)
+@for_each("title", FLAGGED)
 def test_elementwise(title):
     """One call on the concatenated tokens is the sum of the calls per datum."""
     driver, inputs = example(ALL[title], np.random.default_rng(9))
@@ -113,7 +114,7 @@ def test_elementwise(title):
     close(gradient(prepared, driver, inputs), gradient(attrs.evolve(prepared, elementwise=False), driver, inputs))
 
 
-@pytest.mark.parametrize("title", UNFLAGGED)
+@for_each("title", UNFLAGGED)
 def test_not_elementwise(title):
     """Losses without the flag do look beyond the token: concatenated they are something else."""
     driver, inputs = example(ALL[title], np.random.default_rng(10))
@@ -127,7 +128,7 @@ def test_kto_is_not_elementwise():
     assert abs(call("kto", [np.concatenate(driver)], both)[0] - call("kto", driver, inputs)[0]) > 1e-4
 
 
-@pytest.mark.parametrize("title", NAMES)
+@for_each("title", NAMES)
 def test_missing_inputs_are_named(title):
     """Each input that is not there is named with the datum that lacks it."""
     prepared = prepare(title)
@@ -190,7 +191,7 @@ def test_weights_for_a_loss_that_has_none():
         return -logprobs.sum()
 
     data = [rlkit.Datum.supervised([1], [2, 3])]
-    with pytest.raises(DataError, match=r"data\[0\].inputs has 'weights', which the loss 'plain' does not name"):
+    with pytest.raises(DataError, match=r"data\[0\].inputs has 'weights', which the loss 'plain' does not take"):
         prepare(plain).check(data)
 
 
@@ -228,15 +229,17 @@ def flagged(logprobs):
 
 
 def test_metrics():
-    """A metric's suffix says how it combines; without one it is a mean; elementwise losses may only sum."""
+    """A metric's name says how it combines; without a word on it it is a mean, which elementwise losses cannot give."""
 
     def measured(logprobs):
-        return -logprobs.sum(), {"a:sum": 2.0, "b:mean": torch.tensor(0.5), "c": logprobs.numel()}
+        n = logprobs.numel()
+        return -logprobs.sum(), {"a:sum": 2.0, "b:mean": torch.tensor(0.5), "c": n, "d_max": n, "d:min": n}
 
     data = [rlkit.Datum(range(5), [0, 0, 1, 1, 1]), rlkit.Datum(range(3), [0, 0, 1]), rlkit.Datum(range(3), [0, 0, 0])]
     leaves = [torch.zeros(3), torch.zeros(1), torch.zeros(0)]
     found = prepare(measured).gradient(leaves, data)
-    assert dict(found.metrics) == {"a:sum": 4.0, "b:mean": 1.0, "c:mean": 4.0}  # means still summed over datums
+    means = {"b:mean": 1.0, "c:mean": 4.0}  # still summed over datums
+    assert dict(found.metrics) == {"a:sum": 4.0, **means, "d_max:max": 3.0, "d:min": 1.0}
     assert [x.shape for x in found.driver] == [(3,), (1,), (0,)]
     with pytest.raises(ConfigError, match="metric 'size:mean' of the elementwise loss 'flagged'.*':sum'"):
         prepare(flagged).gradient(leaves, data)
@@ -263,7 +266,7 @@ def test_an_input_without_default_is_there_for_all_or_none(first):
     data, leaves = datums(driver, inputs)
     lacking = data[not first]
     data[not first] = attrs.evolve(lacking, inputs={"reference_logprobs": lacking.inputs["reference_logprobs"]})
-    with pytest.raises(DataError, match="some datums have the input 'sampling_logprobs' of the loss 'with_kl"):
+    with pytest.raises(DataError, match="some datums lack the input 'sampling_logprobs' of the loss 'with_kl"):
         prepare(title).gradient(leaves, data)
 
 
@@ -545,15 +548,15 @@ def no_names(logprobs, *rest):
     return logprobs.sum()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "error", "message"),
     [
         (lambda: with_kl("ppo", -0.1), ConfigError, "^kl_coef"),
         (lambda: with_kl("ppo", float("nan")), ConfigError, "^kl_coef"),
         (lambda: with_kl("ppo", "not a name"), ConfigError, "^coef"),
-        (lambda: with_kl("ppo", "clip_low_threshold"), ConfigError, "has a 'clip_low_threshold' already"),
-        (lambda: with_kl(with_clash), ConfigError, "has a 'kl_coef' already"),
-        (lambda: with_kl(with_kl("ppo")), ConfigError, "has a 'kl_coef' already"),
+        (lambda: with_kl("ppo", "clip_low_threshold"), ConfigError, "already has a parameter 'clip_low_threshold'"),
+        (lambda: with_kl(with_clash), ConfigError, "already has a parameter 'kl_coef'"),
+        (lambda: with_kl(with_kl("ppo")), ConfigError, "already has a parameter 'kl_coef'"),
         (lambda: with_kl("value_huber"), ConfigError, "driven by 'values'"),
         (lambda: with_kl(no_names), ConfigError, "one by one"),
         (lambda: with_kl("pppo"), UnknownNameError, "no loss named"),
@@ -578,7 +581,7 @@ def test_coefficients_are_checked_when_called():
 def test_entropy_must_be_given():
     driver, inputs = example(with_entropy("ppo"), np.random.default_rng(0))
     data, leaves = datums(driver, inputs)
-    with pytest.raises(ConfigError, match="names entropy, and none was given"):
+    with pytest.raises(ConfigError, match="names entropy, but none was given"):
         prepare(with_entropy("ppo")).gradient(leaves, data)
 
 
@@ -675,8 +678,8 @@ def test_coefficient_inputs_have_names_of_their_own(name):
         rlkit.losses.with_kl("ppo", coef=name)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize(("changed", "match"), [({"temperature": 0.0}, "greedily"), ({"truncated": True}, "top_p")])
+@for_each("place", [0, 1, 2])
+@for_each(("changed", "match"), [({"temperature": 0.0}, "greedily"), ({"truncated": True}, "top_p")])
 def test_every_datum_is_looked_at(place, changed, match):
     """A sample without usable probabilities is found wherever it stands."""
     data, _ = datums(*example("ppo", np.random.default_rng(0), sizes=(2, 3, 1)))
@@ -716,7 +719,7 @@ def test_a_metric_may_have_a_gradient():
         ("ref_logprobs", "rlkit calls it 'reference_logprobs'"),
         ("old_log_probs", "rlkit calls it 'sampling_logprobs'"),
         ("weight", "rlkit calls it 'weights'"),
-        ("response_mask", "there is nothing to mask"),
+        ("response_mask", "it needs no mask"),
     ],
 )
 def test_names_of_other_libraries(name, hint):
@@ -739,3 +742,32 @@ def test_names_of_other_libraries(name, hint):
         policy.forward_backward([datum.with_inputs(**{name: 2.0})], optional).result()
     with rlkit.connect("toy", seed=0) as policy, pytest.raises(DataError, match=f"lacks '{name}'.*{hint}"):
         policy.forward_backward([datum], required)
+
+
+PAIR = [
+    rlkit.Datum([1, 2, 3, 4], [0, 0, 1, 1], {"reference_logprobs": [-1.0, -1.0]}),
+    rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]}),
+]
+
+
+def test_pairs_have_one_prompt_and_a_margin():
+    """The margin is what the loss looks at, worked by hand; two prompts in a pair are refused, whatever the loss."""
+    lp = [torch.tensor([-1.0, -2.0]), torch.tensor([-2.5])]
+    expected = {"dpo": (-1.0 + 1.5, 1.0), "cpo": (-3.0 + 2.5, 0.0), "simpo": (-1.5 + 2.5, 1.0), "orpo": (1.0, 1.0)}
+    for name, (margin, accuracy) in expected.items():
+        for function in (name, with_kl(name, 0.1)):
+            found = prepare(function).gradient(lp * 2, PAIR * 2)  # of ":mean" the sum over four datums
+            assert found.metrics == {"margin:mean": 4 * margin, "accuracy:mean": 4 * accuracy}, name
+    other = attrs.evolve(PAIR[1], tokens=[1, 9, 5])
+    for name in PAIRS:
+        prepare(name).check(PAIR)
+        with pytest.raises(DataError, match=r"data\[3\]: has a different prompt than data\[2\].*chosen, rejected"):
+            prepare(name).check([*PAIR, PAIR[0], other])
+
+
+def test_a_loss_in_numpy_is_told_to_use_torch():
+    """And not to detach, which would leave it without a gradient."""
+    for function in (lambda logprobs: np.exp(logprobs).sum(), lambda logprobs: torch.tensor(logprobs.numpy()).sum()):
+        with pytest.raises(ConfigError, match=r"numpy.*torch operations") as caught:
+            prepare(function).try_out([rlkit.Datum([1, 2], [0, 1])])
+        assert "detach" not in str(caught.value)

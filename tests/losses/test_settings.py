@@ -10,6 +10,7 @@ import pytest
 
 from rlkit import ConfigError
 from rlkit.losses import kl, prepare, registry, with_entropy, with_kl
+from tests.each import for_each
 from tests.losses.calls import NAMES, call, example
 
 PPO = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -67,7 +68,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(DEFAULTS))
+@for_each("name", sorted(DEFAULTS))
 def test_defaults(name):
     """The settings of a loss, their order and their defaults; its level; weights are 1 by default."""
     prepared = prepare(name)
@@ -93,7 +94,7 @@ def test_defaults_of_the_rest():
     assert prepare(with_entropy("reinforce")).settings == {"entropy_coef": 0.01}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_every_loss_says_what_it_is(name):
     """A formula, its arguments, an example, and what it raises where it has settings."""
     text = inspect.getdoc(registry[name])
@@ -188,7 +189,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "where"), BAD, ids=[f"{n}-{s}" for n, s, _ in BAD])
+@for_each(("name", "settings", "where"), BAD, ids=[f"{n}-{s}" for n, s, _ in BAD])
 def test_bad_settings(name, settings, where):
     """A setting out of range, of the wrong type or crossing another is a ConfigError that begins with its name."""
     driver, inputs = example(name, np.random.default_rng(0), sizes=(2, 3))
@@ -233,7 +234,7 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings"), EDGES, ids=[f"{n}-{s}" for n, s in EDGES])
+@for_each(("name", "settings"), EDGES, ids=[f"{n}-{s}" for n, s in EDGES])
 def test_edges_of_the_settings(name, settings):
     """The ends of a closed range are allowed, and integers where a number is asked for; the result is finite."""
     driver, inputs = example(name, np.random.default_rng(0))
@@ -242,7 +243,7 @@ def test_edges_of_the_settings(name, settings):
     assert all(np.isfinite(g).all() for g in gradients)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "sampling_logprobs" in prepare(n).inputs])
+@for_each("name", [n for n in NAMES if "sampling_logprobs" in prepare(n).inputs])
 def test_probability_of_one(name):
     """Tokens that policy and sampler are sure of (logprob 0), or nearly, do no harm."""
     driver, inputs = example(name, np.random.default_rng(0), sizes=(4, 4))

@@ -145,7 +145,7 @@ def test_what_can_not_be_traced():
     for unprepared in ("ppo", losses.ppo, None):
         with pytest.raises(ConfigError, match=r"^prepared: got .*; expected a PreparedLoss"):
             traceable(unprepared)
-    with pytest.raises(ConfigError, match="'mu' is not among"):
+    with pytest.raises(ConfigError, match="'mu' is not an input of the loss"):
         traceable(prepare("ppo"), scalars=["mu"])
 
 

@@ -10,6 +10,7 @@ import attrs
 from tests.models.build import tokenizer
 
 LENGTH = 96  # the context
+MOST = 2 * 10**6  # weights
 WINDOW = 24
 
 
@@ -71,6 +72,7 @@ def build(family: Family, folder: Path) -> Path:
             family.model_type, **{k: settings[k] for k in settings if k not in family.without}
         )
         model = tf.AutoModelForCausalLM.from_config(config)
+        assert model.num_parameters() < MOST, f"{family.model_type}: {model.num_parameters()} weights"  # a tower's?
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "A_log" in name:  # of a decay, which is to stay one
@@ -101,6 +103,8 @@ SHARED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
 TOWER |= {"patch_size": 4}
+SOUND = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2}
+SOUND |= {"nemo_conv_channels": 16, "depthwise_separable_out_channel": 16, "ext_pw_out_channel": 16}
 
 NO_EXPERTS = "experts get no adapter"
 NAMES = "experts get no adapter, nor dense layers of the same names"

@@ -14,6 +14,8 @@ from tests.models.family import (
     NAMES,
     NO_EXPERTS,
     SHARED,
+    SOUND,
+    TOWER,
     WINDOW,
     Family,
 )
@@ -130,7 +132,10 @@ MORE = {
     "olmo_hybrid": Family("olmo_hybrid", LINEAR, "cache"),
     "openai-gpt": Family("openai-gpt", GPT2, "whole"),
     "persimmon": Family("persimmon"),
-    "phi4_multimodal": Family("phi4_multimodal", {"sliding_window": WINDOW}),
+    "phi4_multimodal": Family(
+        "phi4_multimodal",  # its own towers for images and sound have 800 million weights
+        {"sliding_window": WINDOW, "vision_config": TOWER | {"crop_size": 16}, "audio_config": SOUND},
+    ),
     "qwen2_moe, window": Family(
         "qwen2_moe",
         EXPERTS | SHARES | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},

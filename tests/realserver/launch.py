@@ -11,7 +11,8 @@ The options are those of ``skyrl.tinker.api``, with ``--mode`` beside them:
     sum     also gradients that are sums over tokens and datums, as the Tinker API documents them, in place of the
             server's mean over sequences of means over their weights.
 
-Models, optimizer, sampler, scheduling and storage run as they are installed in all three.
+Models, optimizer, sampler and storage run as they are installed in all three. The scheduler's queries are made in
+another order (``patch_scheduler``): as installed, it may apply a step before the gradient that was sent before it.
 
 It ends when its standard input is closed, so it never outlives who started it; the engine, a child process, ends with
 it.
@@ -124,6 +125,28 @@ def patch_api(ends: list[int] | None) -> Any:
     return api
 
 
+def patch_scheduler() -> None:
+    """Have the engine look for optimizer steps before it looks for gradients.
+
+    It asks for gradients first, and then for steps without a gradient before them that has to wait. A gradient and its
+    step that both arrive between the two queries are a step that is carried out alone, without its gradient. In this
+    order such a step is left for the next round, in which its gradient is found.
+    """
+    from skyrl.tinker import types
+    from skyrl.tinker.engine import TinkerEngine
+
+    passes, others = TinkerEngine.find_batchable_model_passes, TinkerEngine.find_single_requests
+    found: list[Any] = []  # of the round; the engine has one thread
+
+    def find_passes(self: Any, session: Any, request_type: Any) -> Any:
+        if request_type == types.RequestType.FORWARD_BACKWARD:  # the first query of a round
+            found.append(others(self, session))
+        return passes(self, session, request_type)
+
+    TinkerEngine.find_batchable_model_passes = find_passes
+    TinkerEngine.find_single_requests = lambda self, session: found.pop()
+
+
 def patch_engine(mode: str) -> None:
     """The corrections in the engine: what is missing in its results, and gradients that are sums; none of the stock."""
     if mode == "stock":
@@ -212,6 +235,7 @@ def main() -> None:
     # pydantic takes typing.TypedDict from Python 3.12 on only; skyrl.tinker.types has one.
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     if options.engine:
+        patch_scheduler()
         patch_engine(os.environ["RLKIT_MODE"])
         sys.argv[1:] = rest
         from skyrl.tinker import engine

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import tarfile
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
+
+from rlkit.backends.vllm._server import free_port
 
 LAUNCH = Path(__file__).with_name("launch.py")
 # One sequence per micro-batch: JAX compiles for each number of rows, and the result does not depend on it.
@@ -47,9 +48,7 @@ class RealServer:
         self.model = model
         self.checkpoints = folder / "checkpoints"
         self.log = folder / "server.log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [python, str(LAUNCH), "--port", str(port), "--mode", mode, "--base-model", model]
         command += ["--backend", "jax", "--backend-config", json.dumps({**SETTINGS, **settings})]

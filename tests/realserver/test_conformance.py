@@ -6,7 +6,7 @@ import pytest
 
 import rlkit
 from rlkit.testing import BackendConformance
-from rlkit.testing.conformance.harness import worst
+from rlkit.testing.conformance._harness import worst
 
 pytest.importorskip("tinker", reason="needs the extra tinker")
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.backends.vllm._server import free_port
 from tests.realserver.conftest import PYTHON
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +39,7 @@ def test_its_lines(page, tiny, tmp_path, monkeypatch, capsys):
     if not python:
         pytest.skip(f"${PYTHON} is not set: `make test-server` installs a real server and runs this")
     pytest.importorskip("tinker")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     model = tiny("llama")
 
     def here(block):

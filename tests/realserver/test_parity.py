@@ -111,32 +111,59 @@ def test_losses_of_tokens(pair, reduction, name):
     assert np.ptp(a) > 0.01
 
 
+def chance_of_digits(policy, prompts):
+    """The exact chance that the token after a prompt is a digit, the mean over the prompts: no sampling noise."""
+    decode = policy.tokenizer.decode
+    digits = [token for token in range(policy.tokenizer.vocab_size) if decode(np.array([token])).isdigit()]
+    assert len(digits) >= 10
+    datums = []
+    for prompt in prompts:
+        mask = np.arange(prompt.size + 1) == prompt.size
+        datums += [rlkit.Datum(np.append(prompt, digit), mask, {"weights": mask.astype(float)}) for digit in digits]
+    return float(np.exp(np.concatenate(policy.forward(datums).result().selected)).sum()) / len(prompts)
+
+
+def test_seeds_of_neighbours(summing):
+    """This server gives sample i the seed + i, as the docstring says; seeds that are n apart share nothing."""
+    with rlkit.connect("tinker", base_url=summing.url, model=summing.model, lora=rlkit.Lora(rank=8), seed=0) as policy:
+        prompt, params = policy.tokenizer.encode("Call "), rlkit.SamplingParams(max_tokens=8, stop=())
+        with policy.sampler().result() as sampler:
+            drawn = [sampler.sample(prompt, params, n=8, seed=seed).result() for seed in (1, 1, 2, 9)]
+    first, again, near, far = ([tuple(sample.tokens) for sample in samples] for samples in drawn)
+    assert first == again
+    assert first[1:] == near[:-1]
+    assert not {*first} & {*far}
+
+
 def test_grpo(summing):
     """The loop of the README, on the server: a random model learns to write digits.
 
     How far it gets is bounded: the server trains neither head nor norms, and no token can become much more likely than
-    another.
+    another. Independent draws gave 1.9 to 2.1 times the chance of before with four seeds and two learning rates; seeds
+    one apart, which share 31 of 32 samples there, gave 1.0 to 1.1 times.
     """
     options = {"model": summing.model, "lora": rlkit.Lora(rank=8), "seed": 0}
     params, adam = rlkit.SamplingParams(max_tokens=8, stop=()), rlkit.Adam(learning_rate=2e-2)
-    means, gaps = [], []
+    gaps = []
     with rlkit.connect("tinker", base_url=summing.url, max_length=128, deadline=1200.0, **options) as policy:
         prompts = [policy.tokenizer.encode(text) for text in ("Call ", "Dial ", "Count: ")]
-        for _ in range(16):
+        before = chance_of_digits(policy, prompts)
+        for step in range(16):
             with policy.sampler().result() as sampler:
-                groups = [sampler.sample(prompt, params, n=32) for prompt in prompts]
-                batch, rewards = [], []
+                groups = [
+                    sampler.sample(prompt, params, n=32, seed=32 * (3 * step + i)) for i, prompt in enumerate(prompts)
+                ]
+                batch = []
                 for group in groups:
                     samples = group.result()
                     texts = [policy.tokenizer.decode(sample.tokens) for sample in samples]
                     r = np.array([sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts])
-                    rewards.append(r.mean())
                     batch += [sample.datum(a) for sample, a in zip(samples, grpo(r), strict=True)]
             fb = policy.forward_backward(batch, "ppo")
             policy.optim_step(adam)
             for lp, datum in zip(fb.result().selected, batch, strict=True):
                 gaps.append(np.abs(lp - datum.select(datum.inputs["sampling_logprobs"])).max())
-            means.append(float(np.mean(rewards)))
-    print("rewards:", " ".join(f"{x:.2f}" for x in means), f"sampler against trainer: {max(gaps):.1e}")
+        after = chance_of_digits(policy, prompts)
+    print(f"chance of a digit: {before:.4f} before, {after:.4f} after; sampler against trainer: {max(gaps):.1e}")
     assert max(gaps) < 1e-4
-    assert np.mean(means[-4:]) > 1.4 * np.mean(means[:4])
+    assert after > 1.3 * before

@@ -16,7 +16,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.gateway import Request
 from rlkit.recipes import tasks
-from rlkit.recipes.inputs import ExplorerInput, Taskset
+from rlkit.recipes.settings import ExplorerInput, Taskset
 from rlkit.tracking import read_metrics
 
 PROGRAM = """
@@ -97,7 +97,7 @@ def test_a_program_trains(tmp_path, rows):
         ({}, r"^tasks.workflow_args.run: is None"),
         ({"run": "no_such:thing"}, r"^tasks.workflow_args.run: 'no_such:thing' cannot be imported"),
         ({"run": "no-such-program {prompt}"}, r"^tasks: run: the command 'no-such-program' is not on the PATH"),
-        ({"run": ["true"], "credits": "last"}, r"did you mean 'credit'"),
+        ({"run": ["true"], "credits": "last"}, r"^tasks: .*unexpected keyword argument 'credits'"),
     ],
 )
 def test_mistakes_are_named(rows, args, message):

@@ -11,10 +11,9 @@ import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
 from rlkit.recipes import algorithms
-from rlkit.recipes.batch import assign_credit
-from rlkit.recipes.hints import peer_hints
-from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import resolve
+from rlkit.recipes._hints import peer_hints
+from rlkit.recipes.method import assign_credit, resolve
+from rlkit.recipes.settings import Algorithm
 from rlkit.trajectory import Group, Trajectory, Turn
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("omegaconf")
 
 import rlkit
 from rlkit import recipes
-from rlkit.recipes import models
+from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.recipes.job import build_job
 from rlkit.rollouts import AsyncRollouts
 from rlkit.runs import Run, records
@@ -100,7 +100,7 @@ def test_a_run_that_is_done_is_no_other_run(tmp_path):
     """With other settings the steps that are there are not those that were asked for: refused, each one named."""
     first = played(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()}
-    words = r"other settings: algorithm\.algorithm_type from 'grpo' to 'rloo'.*give another name="
+    words = r"different settings: algorithm\.algorithm_type from 'grpo' to 'rloo'.*set another name="
     with pytest.raises(rlkit.ConfigError, match=words):
         played(tmp_path, "algorithm.algorithm_type=rloo")
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*") if path.is_file()} == before
@@ -267,10 +267,10 @@ def test_a_teacher_with_another_tokenizer(tmp_path, tiny):
     """Refused before a step, in one sentence."""
     more = ["algorithm.algorithm_type=on_policy_distill"]
     more += [f"explorer.auxiliary_models=[{{backend: local, model_path: '{tiny('llama')}'}}]"]
-    with pytest.raises(rlkit.ConfigError, match=r"auxiliary_models\[0\]: encodes texts otherwise") as raised:
+    with pytest.raises(rlkit.ConfigError, match=r"auxiliary_models\[0\]: encodes texts differently") as raised:
         played(tmp_path, *more)
-    assert "one tokenizer" in str(raised.value)
-    assert models.same_tokenizer(*[rlkit.connect("toy").tokenizer] * 2) == ""
+    assert "the same tokenizer" in str(raised.value)
+    assert same_tokenizer(*[rlkit.connect("toy").tokenizer] * 2) == ""
 
 
 def test_a_teacher_on_another_backend(tmp_path):
@@ -334,9 +334,8 @@ def test_corrections_multiply_weights(tmp_path):
     import numpy as np
 
     from rlkit.credit import Item
-    from rlkit.recipes.correction import correct, correction_of
-    from rlkit.recipes.learning import Algorithm
-    from rlkit.recipes.method import resolve
+    from rlkit.recipes.method import correct, correction_of, resolve
+    from rlkit.recipes.settings import Algorithm
 
     rows = steps_of(played(tmp_path / "run", "algorithm.correction=token_tis", steps=2))
     assert all(

@@ -18,12 +18,14 @@ import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
 from rlkit.credit import Item
-from rlkit.recipes import batch, demonstrations, rows, tasks
+from rlkit.recipes import _rows, tasks
+from rlkit.recipes import _rows as demonstrations
+from rlkit.recipes import method as batch
 from rlkit.recipes.algorithms import best_of_group
-from rlkit.recipes.inputs import Format, Taskset
-from rlkit.recipes.learning import Algorithm
 from rlkit.recipes.method import resolve
+from rlkit.recipes.settings import Algorithm, Format, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
+from tests.each import for_each
 
 
 def trajectory(rewards, lengths, *, logprob=-1.0, messages=()):
@@ -160,7 +162,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "loss", "args"), NAMES)
+@for_each(("settings", "loss", "args"), NAMES)
 def test_names_of_settings(settings, loss, args):
     """Ranges become bounds on the ratio itself."""
     method = resolve(Algorithm(**{"algorithm_type": "grpo", **settings}))
@@ -168,7 +170,7 @@ def test_names_of_settings(settings, loss, args):
     assert dict(method.loss_args) == pytest.approx(args)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "estimator"),
     [("k1", "k1"), ("k3", "k3"), ("abs", "abs"), ("low_var_kl", "clamped"), ("corrected_k3", "k3"), (None, "k1")],
 )
@@ -212,7 +214,9 @@ def test_files(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(given[0], ensure_ascii=False) + "\r\n\n", "utf-8")
     (tmp_path / "x.json").write_text(json.dumps(given), "utf-8")
     assert (
-        rows.read(str(tmp_path / "x.jsonl"), where="here") == given == rows.read(str(tmp_path / "x.json"), where="here")
+        _rows.read(str(tmp_path / "x.jsonl"), where="here")
+        == given
+        == _rows.read(str(tmp_path / "x.json"), where="here")
     )
     (tmp_path / "empty.jsonl").write_text("", "utf-8")
     (tmp_path / "torn.jsonl").write_text('{}\n\n{"a": ', "utf-8")
@@ -224,29 +228,38 @@ def test_files(tmp_path):
         ("x.csv", "a file that ends in"),
     ):
         with pytest.raises(rlkit.ConfigError, match=f"here: .*{message}"):
-            rows.read(str(tmp_path / name), where="here")
+            _rows.read(str(tmp_path / name), where="here")
     with pytest.raises(rlkit.DataError, match="row 0"):
-        rows.read(str(tmp_path / "list.jsonl"), where="here")
+        _rows.read(str(tmp_path / "list.jsonl"), where="here")
 
 
-def test_a_hub_without_its_package_or_a_network(monkeypatch):
+def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
     """A sentence says what a name of that form would need."""
     import sys
     import types
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(rlkit.ConfigError, match="needs the package datasets"):
-        rows.read("openai/gsm8k", where="here")
+        _rows.read("openai/gsm8k", where="here")
 
-    def load(name, subset, split):
+    def load(name, subset, split, trust_remote_code):
+        assert trust_remote_code is False
         if name == "openai/gsm8k":
             raise ConnectionError("no route")
         return [{"question": name, "answer": f"{subset} {split}"}]
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    config = types.SimpleNamespace(HF_DATASETS_CACHE=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load, config=config))
+    monkeypatch.setattr(_rows, "hub_trouble", lambda: "the hub does not answer")
+    with pytest.raises(
+        rlkit.ConfigError, match="'a/b' is not on this machine, and the hub does not answer; expected a"
+    ):
+        _rows.read("a/b", where="here")
+    (tmp_path / "a___b").mkdir()
+    assert _rows.read("a/b", where="here", subset="main")[0]["answer"] == "main train"
+    monkeypatch.setattr(_rows, "hub_trouble", lambda: "")
     with pytest.raises(rlkit.ConfigError, match="which needs a network: no route"):
-        rows.read("openai/gsm8k", where="here")
-    assert rows.read("a/b", where="here", subset="main")[0]["answer"] == "main train"
+        _rows.read("openai/gsm8k", where="here")
 
 
 def test_parquet(tmp_path):
@@ -255,7 +268,7 @@ def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": ["1", "2"]}), path)
-    assert [row["response"] for row in rows.read(str(path), where="here")] == ["1", "2"]
+    assert [row["response"] for row in _rows.read(str(path), where="here")] == ["1", "2"]
 
 
 def test_rows_with_a_reward(tmp_path):
@@ -295,7 +308,7 @@ def test_several_environments(tmp_path):
     found = tasks.training_tasks(_buffer(None, tasksets=two)).batch(0, 4)
     assert sorted(task.name for task in found) == ["one", "one", "two", "two"]
     assert found[0].settings.temperature == 0.5
-    with pytest.raises(rlkit.ConfigError, match="a name that no other has"):
+    with pytest.raises(rlkit.ConfigError, match="a unique name"):
         tasks.training_tasks(_buffer(None, tasksets=[two[0], two[0]]))
 
 
@@ -312,7 +325,7 @@ def test_conversations_that_are_imitated():
     for rowless, message in (
         ({"prompt": "a"}, "a field 'response'"),
         ({"messages": messages[:1]}, "no message of the assistant"),
-        ({"messages": "text"}, "no list of mappings"),
+        ({"messages": "text"}, "not a list of mappings"),
     ):
         with pytest.raises(rlkit.DataError, match=message):
             demonstrations.demonstrations([rowless], Format(), Chat(tokenizer), "x")
@@ -330,13 +343,13 @@ def test_preferences():
 
 
 def _sampling(temperature):
-    from rlkit.recipes.inputs import Sampling
+    from rlkit.recipes.settings import Sampling
 
     return Sampling(temperature=temperature)
 
 
 def _buffer(taskset, **more):
-    from rlkit.recipes.inputs import Buffer, ExplorerInput
+    from rlkit.recipes.settings import Buffer, ExplorerInput
 
     return Buffer(explorer_input=ExplorerInput(taskset=taskset, **more))
 

@@ -20,11 +20,13 @@ import torch
 import rlkit
 from rlkit import losses, recipes
 from rlkit.credit import Item
-from rlkit.recipes import algorithms, batch
-from rlkit.recipes.differences import NAMES, differences, notes
-from rlkit.recipes.learning import Algorithm
-from rlkit.recipes.method import resolve
+from rlkit.recipes import algorithms
+from rlkit.recipes import method as batch
+from rlkit.recipes.job import NOTE
+from rlkit.recipes.method import NAMES, differences, notes, resolve
+from rlkit.recipes.settings import Algorithm
 from rlkit.trajectory import Group, Trajectory, Turn
+from tests.each import for_each
 from tests.recipes.problems import loaded
 
 REFERENCE = json.loads(Path(__file__).with_name("trinity.json").read_text("utf-8"))
@@ -157,7 +159,7 @@ def test_numbers_with_the_kl_term(name):
     assert np.concatenate(gradient) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_what_is_told(name):
     """Each default of theirs is ours, or one of the lines; a line says nothing that is not so."""
     own, lines = CASES[name]["settings"], told(name)
@@ -183,12 +185,53 @@ def test_what_is_told(name):
     assert given.kl_loss == 0
 
 
+def test_what_changes_training_is_said_last(tmp_path, caplog):
+    """Harmless keys are one line; in a file for Trinity other defaults follow, and what is not followed."""
+    caplog.set_level(logging.INFO, "rlkit.recipes")
+    task = "buffer.explorer_input.taskset"
+    given = ["algorithm.kl_loss_fn_args.kl_coef=0", "algorithm.repeat_times=4"]
+    recipes.check(loaded(tmp_path, *given, "buffer.total_epochs=1"))
+    assert caplog.messages == []
+    given += [f"{task}.data_selector={{selector_type: shuffle}}", "cluster={node_num: 1}", "trainer.save_strategy=x"]
+    given += [f"{task}.task_selector={{selector_type: difficulty_based}}"]
+    given += ["buffer.trainer_input.experience_buffer={replay_buffer: {enable: true}, capacity: 3}"]
+    recipes.check(loaded(tmp_path, *given))
+    unsupported = "changes training in Trinity-RFT, but is not supported"
+    begins = (
+        "without effect: 3 keys, none of which changes training; --verbose lists them",
+        "algorithm.policy_loss_fn_args.clip_ratio_c is not set: rlkit uses off, Trinity-RFT 0.6.0 uses 3.0",
+        f"{unsupported}: {task}.task_selector (tasks are shuffled by the run's seed",
+        f"{unsupported}: buffer.trainer_input.experience_buffer.replay_buffer (a batch",
+    )
+    assert len(caplog.messages) == len(begins)
+    assert all(said.startswith(text) for said, text in zip(caplog.messages, begins, strict=True))
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING", "WARNING"]
+    off = "buffer.trainer_input.experience_buffer={replay_buffer: {enable: false}}"
+    caplog.clear()
+    recipes.check(loaded(tmp_path, "algorithm.repeat_times=4", off))
+    assert caplog.messages == []
+
+
+def test_names_of_newer_files_are_refused_with_what_is_near(tmp_path):
+    """Not with a list of all names, nor with the likest one."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n", "utf-8")
+    task = f"{{path: {rows}, default_reward_fn_type: rlcr_reward, default_workflow_type: simple_workflow}}"
+    for more, part in (
+        ("algorithm.algorithm_type=m2po", "no algorithm named 'm2po': M2PO masks the tokens of a batch until"),
+        (f"buffer.explorer_input.taskset={task}", "no reward function named 'rlcr_reward': it scores a stated"),
+    ):
+        with pytest.raises(rlkit.UnknownNameError) as refusal:
+            recipes.check(recipes.load(overrides=["algorithm.algorithm_type=grpo", "backend=toy", more]))
+        assert part in str(refusal.value)
+
+
 def test_lines_of_a_run(tmp_path, caplog):
     """One for each, in the log; none for what is set, or for an algorithm of rlkit's own name."""
-    caplog.set_level(logging.INFO, "rlkit.recipes")
+    caplog.set_level(NOTE, "rlkit.recipes")
     recipes.check(loaded(tmp_path, "algorithm.repeat_times=4", algorithm="cispo"))
     lines = [record.message for record in caplog.records if "Trinity-RFT" in record.message]
-    assert lines == ["algorithm.kl_loss_fn_args.kl_coef is not set: here it is 0.0, in Trinity-RFT 0.6.0 0.001"]
+    assert lines == ["algorithm.kl_loss_fn_args.kl_coef is not set: rlkit uses 0.0, Trinity-RFT 0.6.0 uses 0.001"]
     caplog.clear()
     recipes.check(
         loaded(tmp_path, *["algorithm.kl_loss_fn_args.kl_coef=0", "algorithm.repeat_times=4"], algorithm="cispo")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, strategies
 
 pytest.importorskip("torch")
 pytest.importorskip("omegaconf")
@@ -14,9 +16,10 @@ pytest.importorskip("omegaconf")
 import rlkit
 from rlkit import recipes
 from rlkit.envs import Action
-from rlkit.recipes import models, rows, scoring, tasks
-from rlkit.recipes.inputs import ExplorerInput, Format, Operator, Taskset
-from rlkit.recipes.operators import Operators, was_cut
+from rlkit.envs._prompts import named
+from rlkit.recipes import _models, _rows, _scoring, tasks
+from rlkit.recipes.method import Operators, was_cut
+from rlkit.recipes.settings import ExplorerInput, Format, Operator, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
 from tests.recipes.problems import curve, loaded, played
 
@@ -34,21 +37,62 @@ OTHERWISE = {  # where rlkit decides otherwise: the last box counts, with or wit
 def test_rewards_of_trinity(case):
     """By the same name the same reward, for answers of many forms."""
     pytest.importorskip("math_verify")
-    score = scoring.bound(case["reward"], case["args"])
+    score = _scoring.bound(case["reward"], case["args"])
     for text, expected in zip(case.get("texts", REWARDS["texts"]), case["values"], strict=True):
         if (case["reward"], text) not in OTHERWISE:
             assert score(Action(text), case["truth"]) == pytest.approx(expected), text
 
 
+def test_boxed_and_dapo_rewards_of_trinity():
+    """Each response and truth has the score that Trinity's classes give it, which compare texts and compute nothing."""
+    wrong = []
+    for response, truth, *expected in REWARDS["math"]["pairs"]:
+        for name, value in zip(("math_boxed_reward", "math_dapo_reward"), expected, strict=True):
+            if _scoring.bound(name, {})(Action(response), truth) != value:
+                wrong.append((name, response, truth, value))
+    assert not wrong
+    assert _scoring.bound("math_boxed_reward_naive_dapo", {})(Action("$7$"), 7) == 1.0
+
+
+@given(strategies.text(r"\\{}[]()/$%_.,- 17axsqrtfcboxedinf"), strategies.text(r"\\{}/$_.,= 17axsqrtfc"))
+@example("\\boxed{" + "{" * 9999 + "\\" + "}" * 9999 + "}", "7")
+def test_verdicts_on_any_text(said, truth):
+    """Whatever a policy writes has a verdict, and a box that holds the truth itself is right."""
+    for name in ("math_boxed_reward", "math_dapo_reward"):
+        score = _scoring.bound(name, {})
+        assert score(Action(said), truth) in (-1.0, 0.0, 1.0)
+        assert score(Action(f"\\boxed{{{len(truth)}}}"), len(truth)) == 1.0
+
+
+def test_rewards_that_compute():
+    """By names of their own, answers in a box that are equal in value."""
+    pytest.importorskip("math_verify")
+    for name, wrong in (("algebra_boxed_reward", 0.0), ("algebra_dapo_reward", -1.0)):
+        score = _scoring.bound(name, {})
+        said = ("\\boxed{\\frac{14}{2}}", "\\boxed{8}", "7")
+        assert [score(Action(text), "7") for text in said] == [1.0, wrong, wrong]
+    thinking = _scoring.bound("algebra_boxed_reward", {"with_think": True, "format_score_coef": 0.25})
+    assert [thinking(Action(f"{said}\\boxed{{7}}"), "7") for said in ("", "<think>a</think>")] == [0.75, 1.0]
+
+
+def test_an_error_in_a_reward_names_it(tmp_path):
+    """By the name in the file, or of the function behind settings."""
+    env, _ = task(tmp_path, default_reward_fn_type="countdown_reward", row={"prompt": "a", "response": "no JSON"})
+    with pytest.raises(json.JSONDecodeError) as caught:
+        env.step(Action("<answer>1</answer>"))
+    assert "in the reward 'countdown_reward' for " in caught.value.__notes__[0]
+    assert named(functools.partial(test_operators, 1)) == "'test_operators'"
+
+
 def test_rewards_of_our_own_are_0_or_1():
     for name in ("answer_reward", "boxed_reward", "exact_match", "contains"):
-        assert [scoring.bound(name, {})(Action(text), "7") for text in ("7" if name != "boxed_reward" else "\\boxed{7}",
-                "8")] == [1.0, 0.0]  # fmt: skip
+        texts = ("\\boxed{7}" if name == "boxed_reward" else "7", "8")
+        assert [_scoring.bound(name, {})(Action(text), "7") for text in texts] == [1.0, 0.0]
 
 
 def test_a_formula_is_read_and_not_run():
     """Numbers and four operations; what would take for ever, or is a program, is no formula."""
-    score = scoring.bound("countdown_reward", {})
+    score = _scoring.bound("countdown_reward", {})
     row = {"target": 1, "numbers": [9, 9, 9]}
     for text in ("9 ** 9 ** 9", "__import__('os').getpid() + 9 + 9 + 9", "9 if 9 else 9", "((" * 600 + "9 9 9"):
         assert score(Action(f"<answer>{text}</answer>"), row) == 0.1
@@ -59,12 +103,12 @@ def test_a_formula_is_read_and_not_run():
 def test_overlong_answers():
     """DAPO's shaping, by tokens: from 1 down to 0 for the right answer, from -1 to -2 for a wrong one."""
     args = {"enable_overlong_penalty": True, "penalty_factor": 1.0, "max_response_length": 10, "cache_length": 4}
-    score = scoring.bound("math_dapo_reward", args)
+    score = _scoring.bound("math_dapo_reward", args)
     right = [score(Action("so </think> \\boxed{7}", tokens=range(n)), "7") for n in (6, 8, 10, 12)]
     assert right == [1.0, 0.5, 0.0, 0.0]
     assert score(Action("\\boxed{7} </think> 8", tokens=range(10)), "7") == -2.0
-    with pytest.raises(rlkit.ConfigError, match="reward_fn_args.cache: math_dapo_reward has no such setting"):
-        scoring.bound("math_dapo_reward", {"cache": 4})
+    with pytest.raises(rlkit.ConfigError, match="reward_fn_args.cache: unknown setting of math_dapo_reward"):
+        _scoring.bound("math_dapo_reward", {"cache": 4})
 
 
 def task(folder, kind=None, *, row=None, name="rows.jsonl", **more):
@@ -104,9 +148,36 @@ def test_prompts_of_workflows(tmp_path):
     assert said[0] == {"role": "system", "content": "You count."}
     env, said = task(tmp_path, "simple_workflow")
     assert (said, env.step(Action("18")).reward) == ("9 + 9?", 1.0)
-    raw = Format(raw=True)
-    _, said = task(tmp_path, "math_boxed_workflow", workflow_args={"use_base": True}, format=raw)
-    assert said.startswith("System:Please") and said.endswith("\nUser:\n9 + 9?\nAssistant:\n")  # noqa: PT018
+
+
+def test_prompts_of_base_models(tmp_path):
+    """use_base is one text, without a template, beside evaluations that are rendered, each with its system prompt."""
+    chat = _models.ChatOptions(Format(system_prompt="Hi."), None, None).chat(rlkit.connect("toy").tokenizer)
+    text = lambda prompt: chat.tokenizer.decode(chat.start(prompt).prompt, skip_special=False)  # noqa: E731
+    base = {"kind": "math_boxed_workflow", "workflow_args": {"use_base": True}}
+    default = (
+        "System:Please reason step by step, and put your final answer within \\boxed{}.\nUser:\n9 + 9?\nAssistant:\n"
+    )
+    bare = "User:\n9 + 9?\nAssistant:\n"
+    for form, expected in (
+        (Format(), default),
+        (Format(raw=True), default),
+        (Format(system_prompt="Add."), f"System:Add.\n{bare}"),
+        (Format(system_prompt=""), bare),
+    ):
+        assert text(task(tmp_path, **base, format=form)[1]) == expected
+    assert text(task(tmp_path, "simple_workflow", format=Format(raw=True))[1]) == "9 + 9?"
+    path = tmp_path / "rows.jsonl"
+    own = (
+        f"buffer.explorer_input={{default_workflow_type: math_boxed_workflow, taskset: {{path: {path}, workflow_args: "
+    )
+    own += f"{{use_base: true}}, format: {{system_prompt: Add.}}}}, eval_tasksets: [{{path: {path}, format: "
+    own += "{system_prompt: Hi.}}]}"
+    more = ["backend=toy", f"checkpoint_root_dir={tmp_path}", "algorithm.algorithm_type=grpo"]
+    (job,) = recipes.check(recipes.load(overrides=[own, *more]))
+    assert job.chat.form.system_prompt == "Hi."
+    with pytest.raises(rlkit.ConfigError, match=r"format.system_prompt: is 'Add.' in one place but 'Hi.' in another"):
+        recipes.check(recipes.load(overrides=[own.replace("use_base: true", "use_base: false"), *more]))
 
 
 def test_fields_within_fields(tmp_path):
@@ -131,7 +202,7 @@ def test_folders_of_splits(tmp_path):
     write(tmp_path / "a" / "test.jsonl", {"x": 2})
 
     def read(name, split, **more):
-        return [row["x"] for row in rows.read(str(tmp_path / name), where="t.path", split=split, **more)]
+        return [row["x"] for row in _rows.read(str(tmp_path / name), where="t.path", split=split, **more)]
 
     assert (read("a", "train"), read("a", "test")) == ([1], [2])
     for i in (1, 0):
@@ -166,7 +237,7 @@ def test_operators():
     assert of(("reward_filter", {})).apply(groups)[1] == {"filter/operators": 2.0}
     assert of(("mask_response_truncated", {})).masks
     assert of(("pass_rate_calculator", {})).unused
-    with pytest.raises(rlkit.ConfigError, match=r"operators\[0\].args.thresh: there is no such setting; did you mean"):
+    with pytest.raises(rlkit.ConfigError, match=r"operators\[0\].args.thresh: unknown setting; did you mean"):
         of(("reward_filter", {"thresh": 1}))
 
 
@@ -181,12 +252,12 @@ def test_answers_that_were_cut_do_not_train(tmp_path):
 
 def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
     """Each set its own top_p and top_k, beside training that samples from the whole distribution."""
-    from rlkit.recipes import loop
+    from rlkit.recipes import _loop
 
     seen = []
-    evaluate = loop.evaluate_sync
+    evaluate = _loop.evaluate_sync
     monkeypatch.setattr(
-        loop, "evaluate_sync", lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)
+        _loop, "evaluate_sync", lambda *a, plan, **k: seen.append(plan.params) or evaluate(*a, plan=plan, **k)
     )
     sets = "[{name: one, default_workflow_type: write, workflow_args: {letters: a}, rollout_args: {top_p: 0.5}}, "
     sets += "{name: two, default_workflow_type: write, workflow_args: {letters: a}, "
@@ -198,11 +269,11 @@ def test_evaluations_cut_as_they_like(tmp_path, monkeypatch):
 
 def test_a_task_sets_own_top_p(tmp_path, monkeypatch):
     """Episodes that train are sampled with it where the loss takes no ratio."""
-    from rlkit.recipes import loop
+    from rlkit.recipes import _loop
 
     seen = []
-    play = loop.play
-    monkeypatch.setattr(loop, "play", lambda *a: seen.append(a[2].params.top_p) or play(*a))
+    play = _loop.play
+    monkeypatch.setattr(_loop, "play", lambda *a: seen.append(a[2].params.top_p) or play(*a))
     played(tmp_path, "buffer.explorer_input.taskset.rollout_args.top_p=0.9", algorithm="raft", steps=1)
     assert seen == [0.9]
 
@@ -212,12 +283,12 @@ def test_no_thinking_is_what_a_template_without_thinking_does(tmp_path, caplog):
     tokenizer = rlkit.connect("toy").tokenizer
     settings = loaded(tmp_path, "model.enable_thinking=false")
     with caplog.at_level(logging.INFO, "rlkit.recipes"):
-        chat = models.chat_options(settings.model, settings.explorer.rollout_model, Format()).chat(tokenizer)
+        chat = _models.chat_options(settings.model, settings.explorer.rollout_model, Format()).chat(tokenizer)
     assert "enable_thinking false" in caplog.text
     assert chat.start("a").prompt.tolist() == rlkit.chat.Chat(tokenizer).start("a").prompt.tolist()
     switch = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}!{% else %}.{% endif %}"
     form = Format(chat_template=switch)
-    chat = models.chat_options(settings.model, settings.explorer.rollout_model, form).chat(tokenizer)
+    chat = _models.chat_options(settings.model, settings.explorer.rollout_model, form).chat(tokenizer)
     assert tokenizer.decode(chat.start("a").prompt) == "a."
     assert recipes.check(settings)
 
@@ -229,7 +300,7 @@ def test_the_critics_settings_of_verl(tmp_path, caplog):
         (job,) = recipes.check(loaded(tmp_path, *more, algorithm="ppo"))
     assert (job.critic.rate, job.critic.loss) == (0.02, {"clip": 0.5})
     assert job.schedule.adam(0, job.critic.rate).learning_rate == pytest.approx(0.02)
-    assert "trainer.trainer_config: critic.strategy (veRL's own)" in caplog.text
+    assert "trainer.trainer_config: critic.strategy (keys of veRL)" in caplog.text
     with pytest.raises(rlkit.ConfigError, match=r"critic.optim.lr: is 0.02; expected algorithm.critic_lr, 0.01"):
         recipes.check(loaded(tmp_path, *more, "algorithm.critic_lr=0.01", algorithm="ppo"))
 

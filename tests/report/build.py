@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit import Future, Sample, SamplingParams
 from rlkit.advantages import grpo
-from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.backends.toy.model import ByteTokenizer
 from rlkit.envs import Task
 from rlkit.rollouts import rollout_sync
 from rlkit.tools import ToolEnv
@@ -157,12 +157,12 @@ def cut(folder):
 
 def judged(folder):
     """A run of three steps, and what lm-eval said about two of its checkpoints."""
-    from rlkit.harnesses import Result, Score, keeping
+    from rlkit.harnesses import Result, Score, _running
 
     made = cut(folder)
     for step, value in ((1, 0.25), (3, 0.5)):
-        place = keeping.new_folder(made, "lm-eval", step)
-        keeping.make(place)
+        place = _running.new_folder(made, "lm-eval", step)
+        _running.make(place)
         scores = [Score("arc", "acc", value, 0.05, 100), Score("<b>gsm</b>", "exact_match,strict-match", value)]
-        keeping.keep(Result("lm-eval", "0.4.13", step, 5.0, 60.0, scores, place))
+        _running.keep(Result("lm-eval", "0.4.13", step, 5.0, 60.0, scores, place))
     return made

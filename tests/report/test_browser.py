@@ -80,6 +80,20 @@ def test_what_stays_the_same_is_folded_and_named(driver, path):
     assert not {"Failed"} & set(titles)
 
 
+def test_ticks_of_an_axis_differ(driver, path):
+    """Of a constant, and of what varies in the fifth digit or in the thousands."""
+    page = Page(driver, path)
+    ticks = "return arguments[0].map((curve) => ticked(curve, number))"
+    curves = [[1, 1.00001, 1.00002], [0.9, 0.95, 1, 1.05], [1000, 1000.5, 1001], [2e-9, 2.0001e-9]]
+    assert page.js(ticks, curves) == [
+        ["1", "1.00001", "1.00002"],
+        ["0.9", "0.95", "1", "1.05"],
+        ["1,000", "1000.5", "1,001"],
+        ["2.0000e-9", "2.0001e-9"],
+    ]
+    assert page.js("return span(1, 1.0000001, false)") == pytest.approx([0.9, 1.1])
+
+
 def test_cut_answers_are_seen(driver, tmp_path):
     """Where max_tokens cut what was said: in the headline, a chart, the row and the episode, with the right answer."""
     page = Page(driver, write(build.cut(tmp_path)))

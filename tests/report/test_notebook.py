@@ -35,7 +35,9 @@ def shown(monkeypatch):
 
     module = types.ModuleType("IPython.display")
     module.HTML, module.display = HTML, display
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    package = types.ModuleType("IPython")
+    package.version_info = (9, 0)  # matplotlib asks for it when it is imported
+    monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     return found
 

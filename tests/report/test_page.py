@@ -11,19 +11,19 @@ import re
 import stat
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import CheckpointError, ConfigError, Sample
-from rlkit.backends.toy.tokenizer import ByteTokenizer
-from rlkit.harnesses import Result, Score, keeping
+from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.harnesses import Result, Score, _running
 from rlkit.report import write
-from rlkit.report.curves import MOST_POINTS, counters, panels, table
-from rlkit.report.episodes import chosen
-from rlkit.report.packing import packed, unpacked
-from rlkit.report.page import _asset
+from rlkit.report._curves import MOST_POINTS, counters, panels, table
+from rlkit.report._page import _asset
+from rlkit.report.episodes import chosen, packed, unpacked
 from rlkit.tracking import Jsonl
 from rlkit.trajectory import Group, Trajectory, Turn
+from tests.properties import examples
 from tests.report import build
 
 UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"  # dist/uPlot.iife.min.js of uplot 1.6.32
@@ -165,7 +165,7 @@ def test_a_run_without_trajectories_or_metrics_has_a_page_too(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         write(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="is no run's folder"):
+    with pytest.raises(CheckpointError, match="is not a run's folder"):
         write(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     for given_ in ({"folder": None}, {"out": 3}, {"max_trajectories": 0}, {"max_bytes": 0.5}):
@@ -293,10 +293,10 @@ def test_scores_of_harnesses_are_in_a_table_and_in_curves(tmp_path):
     Jsonl(tmp_path, clock=iter((1.0, 3.0)).__next__).log({"train/loss": 1.0}, 0)
     Jsonl(tmp_path, clock=lambda: 2.0).log({"train/loss": 0.5}, 9)
     for step, time, value in ((10, 5e8, 0.5), (5, 6e8, 0.25)):
-        folder = keeping.new_folder(tmp_path, "lm-eval", step)
-        keeping.make(folder)
+        folder = _running.new_folder(tmp_path, "lm-eval", step)
+        _running.make(folder)
         scores = [Score("arc", "acc", value, 0.05, 100), Score("arc", "f1", value)]
-        keeping.keep(Result("lm-eval", "1.2", step, time, 60.0, scores, folder))
+        _running.keep(Result("lm-eval", "1.2", step, time, 60.0, scores, folder))
     about = data(write(tmp_path).read_text())
     first = {"step": 10, "harness": "lm-eval 1.2", "task": "arc", "metric": "acc"}
     assert about["benchmarks"][0] == {**first, "value": 0.5, "stderr": 0.05, "samples": 100}
@@ -335,7 +335,7 @@ def test_the_last_value_of_a_step_counts_and_steps_rise():
     assert (of.steps["a"], of.values["a"], of.last) == ([0, 1], [2.0, 3.0], 1)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.integers(1, 6000), st.integers(0, 2**32 - 1))
 def test_thinned_curves_keep_their_extremes(size, seed):
     import numpy as np
@@ -349,6 +349,47 @@ def test_thinned_curves_keep_their_extremes(size, seed):
     assert (min(curve["y"]), max(curve["y"])) == (float(f"{min(values):.6g}"), float(f"{max(values):.6g}"))
 
 
-def test_counters_are_summed_and_means_are_the_last():
-    found = counters(table(rows(env__a__failed=[1.0, 2.0], env__a__reward=[0.25, 0.5], sampler__tokens=[3.0, 4.0])))
-    assert found == {"env/a": {"failed": 3.0, "reward": 0.5}, "sampler": {"tokens": 7.0}}
+def test_counters_over_the_run_are_what_their_names_say():
+    """Counts are added up; of extremes the most extreme, of means and what is like them the last one is shown."""
+    logged = {
+        "env/a/failed": ([1.0, 2.0], 3.0),
+        "env/a/failed/ValueError": ([1.0, 1.0], 2.0),
+        "env/a/reward": ([0.25, 0.5], 0.5),
+        "env/a/reward/max": ([1.0, 0.5], 1.0),
+        "env/a/reward/min": ([0.5, 0.25], 0.25),
+        "env/a/reward/std": ([0.5, 0.4], 0.4),
+        "env/a/tokens/max": ([8.0, 6.0], 8.0),
+        "env/a/info/episodes": ([3.0, 4.0], 4.0),
+        "sampler/tokens": ([3.0, 4.0], 7.0),
+        "sampler/mismatch/kl": ([1e-3, 1e-4], 1e-4),
+        "sampler/mismatch/ratio_max": ([1.5, 1.0], 1.5),
+        "sampler/mismatch/ratio_min": ([0.5, 1.0], 0.5),
+        "sampler/lag/max": ([2.0, 1.0], 2.0),
+        "filter/zero_variance": ([1.0, 2.0], 3.0),
+        "upload/waiting": ([5.0, 2.0], 2.0),
+        "tracking/Wandb/dropped": ([1.0, 2.0], 2.0),
+    }
+    steps = [{name: values[i] for name, (values, _) in logged.items()} for i in (0, 1)]
+    found = counters(table([{"time": 0.0, "step": i, "metrics": metrics} for i, metrics in enumerate(steps)]))
+    wrong = []
+    for name, (_, expected) in logged.items():
+        of, _, counter = name.removeprefix("env/").partition("/")
+        shown = found["env/a" if name.startswith("env/") else of][counter]
+        wrong += [(name, shown, expected)] if shown != expected else []
+    assert wrong == []
+
+
+def test_rounding_is_folded_as_what_stays_the_same_is():
+    """Distances that are none but for rounding, and any curve that is one number in single precision."""
+    cases = {
+        "sampler/mismatch/kl": ([1.5e-11, 0.0, 3e-12], True),
+        "sampler/mismatch/ratio_max": ([1.0000002, 1.0000001, 1.0], True),
+        "train/kl_k3": ([1e-9, 2e-9, 1e-3], False),
+        "train/entropy": ([0.3, 0.3 + 1e-8, 0.3], True),
+        "train/grad_norm": ([1e-9, 2e-9, 3e-9], False),  # small, and not the rounding of something
+        "train/learning_rate": ([1e-8, 2e-8, 3e-8], False),
+    }
+    steps = [{name: values[i] for name, (values, _) in cases.items()} for i in range(3)]
+    found = panels(table([{"time": 0.0, "step": i, "metrics": metrics} for i, metrics in enumerate(steps)]))
+    flat = {curve["name"]: each["flat"] for each in found for curve in each["curves"]}
+    assert flat == {name: expected for name, (_, expected) in cases.items()}

@@ -14,12 +14,15 @@ pytest.importorskip("jinja2", reason="needs the extra chat")
 
 import rlkit
 from rlkit import BackendError, ConfigError, DataError, Future, SamplingParams, UnknownNameError, credit
+from rlkit.backends.toy.model import ByteTokenizer
 from rlkit.envs import StepResult, Task, TaskSettings, agent
 from rlkit.evaluation import evaluate_sync
-from rlkit.gateway import GatewayError, Request
+from rlkit.gateway import Draw, GatewayError, Request
 from rlkit.rollouts import Plan, Replay, rollout_sync
 from rlkit.storage import from_record, to_record
 from rlkit.trajectory import datums
+from tests.each import for_each
+from tests.gateway.parts import Scripted
 from tests.rollouts.parts import RandomSampler
 
 SHORT = SamplingParams(max_tokens=6)
@@ -123,7 +126,7 @@ def toy():
 
 @pytest.mark.parametrize(
     ("weights", "where"),
-    [(lambda found: [1.0], "gave 1 weights"), (lambda found: [0.0, 0.0], "no branch that its credit counts")],
+    [(lambda found: [1.0], "gave 1 weights"), (lambda found: [0.0, 0.0], "no branch that its credit selects")],
 )
 def test_credit_that_cannot_be_given(weights, where):
     assert where in failures(branches, tasks={"credit": weights})
@@ -144,7 +147,7 @@ def test_rewards():
     assert "2 no_reward in step" in failures(two_turns, reward=lambda result, task: None)
     assert "2 KeyError in play" in failures(two_turns, reward=lambda result, task: {}["x"])
     assert "in the reward 'wrong' for tasks[0]" in failures(two_turns, reward=wrong)
-    assert "2 EnvError in play" in failures(two_turns, reward=lambda result, task: "good")
+    assert "StepResult.reward: got 'good'" in failures(two_turns, reward=lambda result, task: "good")
 
 
 def wrong(result, task):
@@ -164,7 +167,7 @@ def test_agents_that_fail():
     async def silent(task, session):
         return "4"
 
-    assert "2 OSError in play; the first said: gone" in failures(raises)
+    assert "2 OSError in play; the first error: gone" in failures(raises)
     assert "2 EnvError in play" in failures(leaves)
     assert "2 no_turns in play" in failures(silent)
 
@@ -209,6 +212,38 @@ async def careful(task, session):
         return await endless(task, session)
     except GatewayError as error:
         return error.code
+
+
+def test_an_agent_that_fails_at_a_cut_turn_is_truncated():
+    """Where its API or its wish for JSON makes it fail; not at what it could have gone on with, or went on with."""
+    responses, json = {"fails_when_cut": True}, {"draw": Draw(json_field="response_format")}
+    cases = [
+        ([("long", responses)], True),
+        ([("long", json)], True),
+        ([("short", {}), ("long", responses)], True),
+        ([("long", {})], False),
+        ([("short", responses)], False),
+        ([("long", responses), ("short", responses)], False),
+    ]
+    wrong = []
+    for turns, truncated in cases:
+
+        async def run(task, session, turns=turns):
+            for text, wish in turns:
+                await session.answer(Request(messages=said(text), **wish))
+            raise RuntimeError("incomplete")
+
+        sampler = Scripted(ByteTokenizer(), lambda prompt: "x" * (9 if "long" in prompt else 2))
+        if not truncated:
+            found = "2 RuntimeError in play" in failures(run, sampler=sampler)
+        else:
+            groups = played(run, sampler=sampler)
+            ends = [(t.ended, t.truncated, t.reward, len(t.turns)) for t in groups[0].trajectories]
+            found = ends == [("max_tokens", True, 0.0, len(turns))] * 2
+            found &= groups.metrics["env/agent/truncated/max_tokens"] == 2
+        if not found:
+            wrong.append(turns)
+    assert not wrong
 
 
 def test_limits_truncate():
@@ -256,9 +291,9 @@ def test_the_deadline():
         await ask(session, "x")
         await asyncio.sleep(600)
 
-    assert "2 timeout in play" in failures(idle, deadline=0.5)
+    assert "2 timeout in play" in failures(idle, deadline=4.0)
     sampler = Stuck(after=3)
-    groups = played(endless, sampler=sampler, n=1, min_n=1, deadline=4.0, max_turns=None)
+    groups = played(endless, sampler=sampler, n=1, min_n=1, deadline=10.0, max_turns=None)
     (trajectory,) = groups[0].trajectories
     assert (trajectory.ended, trajectory.reward, len(trajectory.turns)) == ("deadline", 0.0, 3)
 
@@ -272,7 +307,7 @@ class Stuck(RandomSampler):
 
     def sample(self, prompt, params, **more):
         if len(self.requests) == self.after - 1:
-            threading.Event().wait(2.5)  # or it would look as if the sampler were dead
+            threading.Event().wait(6)  # or it would look as if the sampler were dead
         if len(self.requests) == self.after:
             return Future.wrap(concurrent.futures.Future())
         return super().sample(prompt, params, **more)
@@ -377,7 +412,7 @@ def test_rows():
         agent(plain, length, {"train": ["a"]}, split="test")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ({"run": 3}, "^run: got 3"),
@@ -385,8 +420,8 @@ def test_rows():
         ({"run": ["no-such-program-here"]}, "^run: the command 'no-such-program-here' is not on the PATH"),
         ({"run": ["true"], "folder": "/no/such"}, "^folder: is '/no/such'"),
         ({"run": ["true"], "environment": {"A": 1}}, "^environment: got"),
-        ({"folder": "."}, "^folder: is given, and run is a function"),
-        ({"image": "debian"}, "^image: is given, and run is a function"),
+        ({"folder": "."}, "^folder: is given, but run is a function"),
+        ({"image": "debian"}, "^image: is given, but run is a function"),
         ({"reward": lambda result: 1.0}, r"^reward: '<lambda>' takes \(result\)"),
         ({"reward": 1.0}, "^reward: got 1.0"),
         ({"credit": "first"}, "^credit: got 'first'"),

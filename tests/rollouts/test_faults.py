@@ -132,20 +132,20 @@ async def _(self):
 async def _(self):
     for _ in range(3):
         try:
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(1.5)
         except asyncio.CancelledError:
             continue
 
 
 @in_step("BlocksTheLoop", CountedAsync)
 async def _(self):
-    time.sleep(1.0)
+    time.sleep(2.0)
     return StepResult(reward=float("nan"))
 
 
 @in_step("Computes")
 def _(self):
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 2.0
     while time.monotonic() < end:
         pass
     return
@@ -167,8 +167,6 @@ for name, answer in {
     "ThreeValues": ("", 0.0, True),
     "RewardNaN": StepResult("", math.nan),
     "RewardInfinite": StepResult("", math.inf),
-    "RewardOfText": StepResult("", "1"),
-    "RewardComplex": StepResult("", 1j),
     "TerminatedOfText": StepResult("", 0.0, "yes"),
     "Bytes": StepResult(b"bytes"),
     "MessageWithoutRole": StepResult([{"content": "x"}]),
@@ -178,7 +176,8 @@ for name, answer in {
 }.items():
     in_step(f"Answers{name}")(lambda self, answer=answer: answer)
 
-QUICK = {"deadline": 30.0, "call_timeout": 0.5, "close_timeout": 5.0, "params": SamplingParams(max_tokens=6)}
+LONG = ("ResetHangs", "HangsInAThread", "HangsAsync", "HangsAsyncAgainstCancellation", "BlocksTheLoop", "Computes")
+QUICK = {"deadline": 60.0, "call_timeout": 60.0, "close_timeout": 5.0, "params": SamplingParams(max_tokens=6)}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -186,7 +185,8 @@ def test_a_fault_stays_with_its_episode(name):
     """The healthy group is whole, the faulty one is not there, its failures are counted, environments are closed."""
     reset_counts()
     tasks = [Task(Counted, "good"), Task(FAULTS[name], "bad")]
-    groups = asyncio.run(rollout(RandomSampler(), tasks, n=2, **QUICK))
+    limits = {**QUICK, "call_timeout": 1.0} if name in LONG else QUICK  # on a machine that stands still all are long
+    groups = asyncio.run(rollout(RandomSampler(), tasks, n=2, **limits))
     assert [(group.env, len(group.trajectories)) for group in groups] == [("good", 2)]
     assert groups.metrics["env/bad/failed"] == 2
     assert groups.metrics["env/bad/episodes"] == 0
@@ -218,7 +218,7 @@ def test_a_close_that_fails_is_counted(env, caplog):
     groups = asyncio.run(rollout(RandomSampler(), env, n=2, **{**QUICK, "close_timeout": 0.5}))
     assert len(groups[0]) == 2
     assert groups.metrics[f"env/{env.__name__}/close_failed"] == 2
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts.episode"]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "rlkit.rollouts._episode"]
     assert said.startswith(f"environment '{env.__name__}': could not be closed: ")
     assert ("OSError: already gone" if env is CloseRaises else "not closed within 0.5 s") in said
     assert Counted.made == Counted.closed == 2

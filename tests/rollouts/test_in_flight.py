@@ -11,7 +11,7 @@ import pytest
 import rlkit
 from rlkit import BackendError, ConfigError, SamplingParams, UnsupportedError
 from rlkit.advantages import grpo
-from rlkit.backends.toy.completions import Completions
+from rlkit.backends.toy._sampler import Completions
 from rlkit.corrections import token_tis
 from rlkit.envs import StepResult, Tasks
 from rlkit.rollouts import Plan, async_rollouts

@@ -9,16 +9,27 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rlkit import BackendError, BackendTimeout, ConfigError, EnvError, MissingPackageError, SamplingParams, _ray_cluster
+from rlkit import (
+    BackendError,
+    BackendTimeout,
+    ConfigError,
+    EnvError,
+    EnvLost,
+    MissingPackageError,
+    SamplingParams,
+    _ray_cluster,
+)
 from rlkit.envs import Harness, StepResult, Task, Tasks, agent
-from rlkit.rollouts import Plan, executors, rollout, rollout_sync
-from rlkit.rollouts._ray_worker import Worker
+from rlkit.rollouts import Plan, _ray, rollout, rollout_sync
+from rlkit.rollouts._ray import Worker
 from tests.rollouts.parts import RandomSampler
+from tests.sockets import listening, open_to_others
 
 PARAMS = SamplingParams(max_tokens=4)
 ON_RAY = {"executor": "ray", "executor_options": {"workers": 1, "num_cpus": 0}, "params": PARAMS, "deadline": 120.0}
@@ -68,6 +79,19 @@ class Raises(Notes):
 
 class Odd(Exception):
     """What can be sent, from a module that the workers can import."""
+
+
+class Odder(Exception):
+    """What cannot be made again from its text, or with a lock not even be written."""
+
+    def __init__(self, code, lock):
+        super().__init__(f"code {code}")
+        self.lock = lock
+
+
+class RaisesOdder(Notes):
+    def step(self, action):
+        raise Odder(7, threading.Lock() if self.index else None)
 
 
 class Sleeps(Notes):
@@ -197,7 +221,7 @@ def test_plans_are_checked():
         ({"executor": "ray", "executor_options": {"workers": 0}}, "workers"),
         ({"executor": "ray", "executor_options": {"memory": 0.5}}, "memory"),
         ({"executor": "ray", "executor_options": 3}, "executor_options"),
-        ({"executor": "ray", "executor_options": {"placement_group": 3}}, "a placement group of Ray's"),
+        ({"executor": "ray", "executor_options": {"placement_group": 3}}, "a Ray placement group"),
     ):
         with pytest.raises(ConfigError, match=text):
             Plan(**options)
@@ -215,11 +239,11 @@ def test_a_place_in_a_worker_is_given_back_once():
 
     async def scene():
         seats = Seats()
-        task = Task(executors._Make(seats, "notes", ()), "notes")
-        async with executors.prepared(task):
+        task = Task(_ray._Make(seats, "notes", ()), "notes")
+        async with _ray.Ray().prepare_task(task):
             assert seats.envs == 1
         assert seats.envs == 0
-        async with executors.prepared(task) as ready:
+        async with _ray.Ray().prepare_task(task) as ready:
             assert await ready.make() is seats
             with pytest.raises(EnvError, match="too late"):
                 await ready.make()
@@ -283,8 +307,9 @@ class TestOnRay:
 
         killer = threading.Thread(target=kill)
         killer.start()
-        with pytest.raises(BackendError, match="1 EnvLost in step"):
+        with pytest.raises(BackendError, match="1 EnvLost in step") as caught:
             rollout_sync(RandomSampler(), Task(lambda: Waits(tmp_path), "waits"), n=1, attempts=1, **ON_RAY)
+        assert "class_name" not in "".join(traceback.format_exception(caught.value))  # Ray's paragraph beside ours
         killer.join()
         ended(tmp_path)
 
@@ -301,9 +326,19 @@ class TestOnRay:
     def test_environments_that_raise(self, tmp_path):
         """The exception is the one that was raised, so that ``retry`` knows it."""
         plan = Plan(**ON_RAY, attempts=2, n=2, retry=Odd)
-        with pytest.raises(BackendError, match="2 Odd in step; the first said: 7"):
+        with pytest.raises(BackendError, match=r"2 Odd in step; the first error: 7; at .*test_ray.py:\d+ in step"):
             rollout_sync(RandomSampler(), Task(lambda: Raises(tmp_path, 7), "raises"), plan=plan)
         assert len(noted(tmp_path, "closed")) == 4
+        ended(tmp_path)
+
+    def test_exceptions_that_cannot_be_sent(self, tmp_path):
+        """Their type, text and line are told, and their worker is not lost."""
+        for index, why in ((0, "missing 1 required positional argument"), (1, "cannot pickle")):
+            plan = Plan(**ON_RAY, attempts=2, n=2, retry=EnvLost)
+            told = rf"2 EnvError in step; the first error: Odder: code 7 \(.*{why}.*test_ray.py:\d+ in step"
+            with pytest.raises(BackendError, match=told):
+                rollout_sync(RandomSampler(), Task(lambda i=index: RaisesOdder(tmp_path, i), "odd"), plan=plan)
+        assert len(noted(tmp_path, "made")) == len(noted(tmp_path, "closed")) == 4
         ended(tmp_path)
 
     def test_a_deadline(self, tmp_path):
@@ -319,7 +354,7 @@ class TestOnRay:
 
     def test_a_worker_that_starts_slowly(self, tmp_path, monkeypatch):
         """Its start is no time of an episode, nor of the call that makes the environment."""
-        monkeypatch.setattr(executors, "Worker", SlowWorker)
+        monkeypatch.setattr(_ray, "Worker", SlowWorker)
         options = ON_RAY | {"deadline": 12.0, "n": 1}
         (group,) = rollout_sync(RandomSampler(), Task(lambda: Notes(tmp_path), "notes"), **options)
         assert [len(trajectory.turns) for trajectory in group.trajectories] == [2]
@@ -332,7 +367,7 @@ class TestOnRay:
     def test_answers_that_cannot_be_sent(self, tmp_path, kind, field):
         """They are named, with the environment and the field."""
         make = {"Locked": Locked, "Tool": Tool}[kind]
-        words = rf"environment 'locks': {field}: holds what cannot be sent: <unlocked _thread.lock"
+        words = rf"environment 'locks': {field}: holds values that cannot be serialized: <unlocked _thread.lock"
         with pytest.raises(BackendError, match=words):
             rollout_sync(RandomSampler(), Task(lambda: make(tmp_path), "locks"), n=1, **ON_RAY)
         ended(tmp_path)
@@ -363,6 +398,8 @@ class TestOnRay:
         assert [node["Alive"] for node in ray.nodes()] == [True]
         addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
         assert addresses == {"127.0.0.1"}
+        assert len(listening(os.getpid())) > 3
+        assert open_to_others(os.getpid()) == []
 
     @pytest.mark.parametrize(
         "tasks",
@@ -372,7 +409,7 @@ class TestOnRay:
     def test_harnesses_are_refused(self, tasks, tmp_path):
         """Before anything is made, with why, and what plays them; also beside environments."""
         mixed = [Task(lambda: Notes(tmp_path), "notes"), *(tasks if isinstance(tasks, Sequence) else [tasks])]
-        with pytest.raises(ConfigError, match=r'is a harness.*executor="threads" \(it drives itself, by an endpoint'):
+        with pytest.raises(ConfigError, match=r'is a harness.*executor="threads" \(a harness runs its agent against'):
             rollout_sync(RandomSampler(), mixed, n=1, **ON_RAY)
         assert not noted(tmp_path, "made")
 
@@ -404,9 +441,9 @@ class TestOnRay:
         assert len(set(noted(tmp_path, "made"))) == 2  # one worker in each rollout
         for more in ({"workers": 2}, {"num_cpus": 2}):
             options = ON_RAY | {"executor_options": {"placement_group": group, **more}}
-            with pytest.raises(ConfigError, match="no more than the placement group has"):
+            with pytest.raises(ConfigError, match="at most what the placement group has"):
                 rollout_sync(RandomSampler(), Task(lambda: Placed(tmp_path), "placed"), n=1, **options)
-        with pytest.raises(ConfigError, match="is 'nobody', which this Ray does not have"):
+        with pytest.raises(ConfigError, match="is 'nobody', which this Ray cluster does not have"):
             rollout_sync(RandomSampler(), Plays, n=1, executor="ray", executor_options={"placement_group": "nobody"})
         ray.util.remove_placement_group(group)
 
@@ -414,7 +451,7 @@ class TestOnRay:
         """Two machines, a worker on each by a placement group. One dies: its episodes are played on the other."""
         from ray.cluster_utils import Cluster
 
-        monkeypatch.setattr(executors, "PATIENCE", 3.0)  # a new worker has no place, and the other does the work
+        monkeypatch.setattr(_ray, "PATIENCE", 3.0)  # a new worker has no place, and the other does the work
         ray.shutdown()  # what the tests before were on
         with _ray_cluster.on_loopback(), contextlib.ExitStack() as stack:
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **MACHINE})
@@ -443,7 +480,7 @@ class TestOnRay:
         group = ray.util.placement_group([{"nobody_has_this": 1}])
         options = {"placement_group": group, "num_cpus": 0}
         task = Task(lambda: Notes(tmp_path), "notes")
-        with pytest.raises(BackendTimeout, match="it got no place in the cluster within 1 s"):
+        with pytest.raises(BackendTimeout, match="the cluster did not place it within 1 s"):
             rollout_sync(RandomSampler(), task, n=1, executor="ray", executor_options=options, deadline=1.0)
         ray.util.remove_placement_group(group)
 
@@ -463,5 +500,5 @@ class TestOnRay:
         """It is refused at once, where it would wait for ever."""
         for more, has in (({"num_cpus": 10_000}, "CPU: "), ({"num_cpus": 0, "num_gpus": 1000}, "GPU: ")):
             options = ON_RAY | {"executor_options": {"workers": 1, **more}}
-            with pytest.raises(ConfigError, match=f"no more than this machine has .*{has}"):
+            with pytest.raises(ConfigError, match=f"at most what this machine has .*{has}"):
                 rollout_sync(RandomSampler(), Plays, n=1, **options)

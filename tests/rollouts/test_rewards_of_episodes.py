@@ -11,6 +11,7 @@ from rlkit.envs import Action, StepResult, Task, TaskSettings, function, gymnasi
 from rlkit.envs.calling import Guarded
 from rlkit.errors import BackendError, EnvError
 from rlkit.rollouts import rollout_sync
+from tests.each import for_each
 
 PARAMS = rlkit.SamplingParams(max_tokens=4)
 
@@ -98,7 +99,7 @@ def test_no_reward_at_all_is_a_failure(sampler):
     assert [group.env for group in groups] == ["good"]
     found = groups.metrics
     assert (found["env/bad/failed"], found["env/bad/failed/no_reward"], found["env/bad/episodes"]) == (2, 2, 0)
-    with pytest.raises(BackendError, match="2 no_reward in step; .*'bad': gave no reward in the whole episode"):
+    with pytest.raises(BackendError, match="2 no_reward in step; .*'bad': returned no reward in the whole episode"):
         rollout_sync(sampler, both[0], n=2, params=PARAMS)
     with pytest.raises(BackendError, match="no_reward"):
         rollout_sync(sampler, both[0], n=2, params=PARAMS, max_turns=1)
@@ -144,14 +145,14 @@ def test_a_groups_score_joins_the_last_reward(sampler, reward, added):
     assert [t.all_rewards.tolist() for t in group.trajectories] == [added] * 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "message"),
     [
         ({"rewards": "1"}, "rewards: got '1'"),
         ({"rewards": [1.0, "1"]}, r"rewards\[1\]"),
         ({"rewards": [float("nan")]}, r"rewards\[0\]"),
         ({"rewards": 1.0}, "rewards: got 1.0"),
-        ({"reward": 0.5, "rewards": [1.0]}, "reward: is 0.5.*add up to 1"),
+        ({"reward": 0.5, "rewards": [1.0]}, "reward: is 0.5.*the sum of rewards is 1"),
     ],
 )
 def test_rewards_that_are_none_of_that(given, message):

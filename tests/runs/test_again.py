@@ -44,7 +44,7 @@ class TestOpenedAgain:
         assert run.step == run.saved == 2
         for _ in run.steps(4):  # without a checkpoint
             run.log({"train/loss": 1.0})
-        words = "was open in this process, at step 4.*last checkpoint, of step 2, is done again"
+        words = "was open in this process at step 4.*last checkpoint, step 2, will be repeated"
         with pytest.warns(RuntimeWarning, match=words):
             again = Run(tmp_path, trackers=())
         assert again.step == 2
@@ -131,9 +131,11 @@ class TestAskedAgain:
             critic = run.critic("toy", tokenizer=policy.tokenizer)
             assert run.critic("toy", tokenizer=policy.tokenizer) is critic
             for options in ({}, {"seed": 4, "lora": lora}, {"seed": 3, "lora": lora, "max_length": 9}):
-                with pytest.raises(rlkit.ConfigError, match=r"'policy' was made with another .*open the run again"):
+                with pytest.raises(
+                    rlkit.ConfigError, match=r"'policy' was opened with a different .*open the run again"
+                ):
                     run.connect("toy", **options)
-            with pytest.raises(rlkit.ConfigError, match="'policy' is of the backend 'toy'"):
+            with pytest.raises(rlkit.ConfigError, match="'policy' uses the backend 'toy'"):
                 run.connect("local", lora=lora, seed=3)
 
     def test_generators_and_values(self, tmp_path):
@@ -199,7 +201,7 @@ class TestNothingIsLost:
     def test_metrics_of_no_run(self, tmp_path):
         """A folder that is missing, or no run's, has no metrics to read; one that has logged none yet has none."""
         for folder in (tmp_path / "nothing", tmp_path):
-            with pytest.raises(rlkit.CheckpointError, match="is no run's folder"):
+            with pytest.raises(rlkit.CheckpointError, match="is not a run's folder"):
                 read_metrics(folder)
         Run(tmp_path / "run", trackers=()).close()
         assert read_metrics(tmp_path / "run") == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 import rlkit
@@ -31,6 +34,12 @@ def test_checkpoints_lists_and_finds_damage(folder, capsys):
     (rlkit.runs.records(folder)[0].path / "state.json").write_text("{}")
     assert main(["checkpoints", str(folder)]) == 1
     assert "damaged" in capsys.readouterr().out
+
+
+def test_checkpoints_of_a_run_without_any(tmp_path, capsys):
+    Run(tmp_path / "run", trackers=()).close()
+    assert main(["checkpoints", str(tmp_path / "run")]) == 0
+    assert "run has no checkpoint yet" in capsys.readouterr().out
 
 
 def test_checkpoints_keep(folder, capsys):
@@ -78,7 +87,7 @@ def test_checkpoints_on_a_service(tmp_path, capsys, monkeypatch):
 
 def test_checkpoints_of_what_is_no_run(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path)]) == 2
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, of every adapter on a tied head
@@ -91,13 +100,17 @@ def test_export(tmp_path, capsys):
 
     model = build("llama", tmp_path / "model")
     with Run(tmp_path / "run", seed=0, trackers=()) as run:
-        policy = run.connect("local", model=str(model), lora=rlkit.Lora(rank=4))
+        policy = run.connect("local", model=str(model), lora=rlkit.Lora(rank=4, train_unembed=True))
         data = [rlkit.Datum([3, 4, 5, 6], [0, 1, 1, 1])]
         policy.forward_backward(data, "cross_entropy")
         policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
         run.checkpoint(policy)
         own = policy.forward(data).result().selected[0]
     assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "adapter")]) == 0
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert said[0] == str(tmp_path / "adapter")
+    assert "adapter on a tied output head: merge with --merged; vLLM cannot serve it" in said[1]
+    assert f"its base is {model}, a folder on this machine" in said[2]
     assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "whole"), "--merged"]) == 0
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     for found in (
@@ -111,6 +124,30 @@ def test_export(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "adapter")]) == 2
     assert main(["checkpoints", str(tmp_path / "run"), "--export", str(tmp_path / "x"), "--step", "9"]) == 2
     assert "of step 9" in capsys.readouterr().err
+
+
+def test_an_exported_adapter_names_a_base_that_others_have(tmp_path, monkeypatch):
+    """The hub id, where the base lies in the hub's cache or came out of the package; the rest of the config stays."""
+    from rlkit.backends.local.export import save_adapter
+
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "rlkit"))
+    cached = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de2"
+    converted = tmp_path / "rlkit" / "models" / "smollm2-135m-instruct-b179-v1"
+    own = tmp_path / "mine"
+    for place, name in (
+        (cached, "Qwen/Qwen3-0.6B"),
+        (converted, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (own, str(own)),
+    ):
+        build("llama", place)
+        with rlkit.connect("local", model=str(place), lora=rlkit.Lora(rank=2), folder=tmp_path / "saves") as policy:
+            path = Path(policy.save("a").result())
+        notes = save_adapter(str(path), str(tmp_path / place.name / "adapter"))
+        found = json.loads((tmp_path / place.name / "adapter" / "adapter_config.json").read_text("utf-8"))
+        saved = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        assert found == saved | {"base_model_name_or_path": name}
+        assert len(notes) == 1, notes  # of the base; its head has no adapter
+        assert name in notes[0]
 
 
 def test_report(folder, capsys, tmp_path):

@@ -10,6 +10,7 @@ import shutil
 import time
 import warnings
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,3 +278,21 @@ def test_malicious_files(tmp_path, whole, monkeypatch, case):
     assert not (tmp_path / "canary").exists()
     assert time.process_time() - began < 20.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
+
+
+def test_a_checkpoint_is_read_back_when_it_is_written(tmp_path, monkeypatch):
+    """A file that a disk lost is an error of the step that saved it, not of the program that resumes from it."""
+
+    def save_and_lose(self, name, **options):
+        future = save(self, name, **options)
+        next(p for p in Path(future.result()).iterdir() if p.suffix == ".npz").write_bytes(b"")
+        return future
+
+    with Run(tmp_path / "run", seed=0) as run:
+        policy = run.connect("toy")
+        save = type(policy).save
+        for _ in run.steps(1):
+            monkeypatch.setattr(type(policy), "save", save_and_lose)
+            with pytest.raises(rlkit.CheckpointError, match="damaged"):
+                run.checkpoint(policy)
+            monkeypatch.undo()

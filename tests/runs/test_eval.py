@@ -73,7 +73,7 @@ def test_checkpoints_and_saved_paths(rows, capsys, tmp_path):
         means.append(capsys.readouterr().out.split()[2])
     assert means == ["1.000", "0.000", "1.000"]
     assert main(["eval", str(tmp_path / "run"), str(asked), "--step", "9"]) == 2
-    assert "no whole checkpoint" in capsys.readouterr().err
+    assert "no complete checkpoint" in capsys.readouterr().err
 
 
 def test_a_run_on_a_service(rows, capsys, tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
         recipes.environments.pop("empties", None)
         recipes.rewards.pop("quarter", None)
     assert main([*words, "empties", "--import", "own_tasks.further"]) == 2
-    assert "--import own_tasks.further: there is no such module" in capsys.readouterr().err
+    assert "--import own_tasks.further: no such module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import pytest
 import rlkit
 from rlkit.advantages import running_baseline, running_normalization
 from rlkit.config import secret
-from rlkit.losses.coefficients import adaptive_coefficient, adaptive_entropy, fixed
+from rlkit.losses.kl import adaptive_coefficient, adaptive_entropy, fixed
 from rlkit.runs import Retention, Run
-from rlkit.runs.state import decode, encode
+from rlkit.runs.record import decode, encode
+from tests.each import for_each
 
 NUMBERS = [
     *(True, 3, -(2**70), 0.1, 1e-320, -0.0, math.inf, -math.inf, math.nan),
@@ -38,7 +39,7 @@ def same(one, two):
     return one.shape == two.shape and one.tobytes() == two.astype(one.dtype).tobytes()
 
 
-@pytest.mark.parametrize("value", [*NUMBERS, *ARRAYS], ids=repr)
+@for_each("value", [*NUMBERS, *ARRAYS], ids=repr)
 def test_every_number_comes_back(value):
     """As strict JSON, on its own and inside of lists, tuples and dicts."""
     for wrapped, inner in (
@@ -144,7 +145,7 @@ SETTINGS = {
 
 def test_a_config_of_any_numbers(tmp_path):
     """It is written as strict JSON, compared with itself without a warning, and shown by the report."""
-    from rlkit.report.packing import unpacked
+    from rlkit.report.episodes import unpacked
 
     for _ in range(2):
         with Run(tmp_path, config=SETTINGS, trackers=("jsonl",)) as run:

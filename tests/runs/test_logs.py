@@ -13,6 +13,8 @@ import pytest
 
 import rlkit
 from rlkit import Sample
+from rlkit.envs import function
+from rlkit.rollouts import rollout_sync
 from rlkit.runs import Run
 from rlkit.tracking import Jsonl, read_metrics
 from rlkit.trajectory import Group, Trajectory, Turn
@@ -70,7 +72,7 @@ def test_resuming_reads_and_writes_nothing_that_stays(tmp_path, monkeypatch):
     play(tmp_path, 6, cut=5, every=5)
     path = tmp_path / "trajectories.jsonl"
     before, read = path.stat(), []
-    import rlkit.tracking.rewinding as module
+    import rlkit.tracking.jsonl as module
 
     whole = module.record_of
     monkeypatch.setattr(module, "record_of", lambda line: read.append(line) or whole(line))
@@ -223,3 +225,42 @@ class TestSeed:
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(rlkit.CheckpointError, match="damaged"):
             Run(tmp_path, trackers=())
+
+
+NOTHING = {"rollout/with_signal": 0.0, "rollout/cut": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ([NOTHING] * 2, False),
+        ([NOTHING] * 9, True),
+        ([NOTHING, NOTHING, {"rollout/with_signal": 0.25}, NOTHING, NOTHING], False),
+        ([NOTHING | {"train/with_signal": 1.0}] * 3, False),  # a baseline that makes a signal of constant rewards
+        ([{"rollout/with_signal": 1.0, "train/with_signal": 0.0}] * 3, True),
+        ([{"train/loss": 0.0}] * 9, False),
+    ],
+)
+def test_training_on_nothing_is_said_once(tmp_path, caplog, steps, warned):
+    """After three steps in a row, however many calls log a step."""
+    with Run(tmp_path, trackers=()) as run:
+        policy = run.connect("toy")
+        policy.sampler().result().sample([65], rlkit.SamplingParams(max_tokens=8)).result()
+        for step in run.steps(len(steps)):
+            for name, value in steps[step].items():
+                run.log({name: value})
+    text = "no group had different rewards in the last 3 steps: the policy learned nothing"
+    cut = "50 % of answers were cut at max_tokens=8" if steps[0] is NOTHING else "inspect the answers with rlkit report"
+    assert [each.getMessage() for each in caplog.records] == [f"{text}; {cut}"] * warned
+
+
+def test_rollouts_count_what_can_be_learnt_from(tmp_path):
+    """Shares of groups whose rewards differ, and of turns that were cut."""
+    prompts = [{"prompt": "a", "answer": index} for index in (0, 1)]
+    tasks = function(prompts, lambda text, answer: len(text) * answer)
+    with rlkit.connect("toy", seed=0) as policy:
+        params = rlkit.SamplingParams(max_tokens=64, temperature=2.0)
+        groups = rollout_sync(policy.sampler().result(), tasks, n=4, params=params)
+    assert groups.metrics["rollout/with_signal"] == 0.5
+    turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
+    assert groups.metrics["rollout/cut"] == sum(turn.stop_reason == "length" for turn in turns) / len(turns)

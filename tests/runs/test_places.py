@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit import _disk
+from rlkit import _files
 from rlkit.runs import Run, lock, records
 
 UNKNOWN = ["EINVAL", "ENOTSUP", "EOPNOTSUPP", "ENOSYS"]
@@ -52,7 +52,7 @@ def test_no_syncing_of_folders(tmp_path, monkeypatch, code):
 def test_no_syncing_at_all(tmp_path, monkeypatch, code):
     """It is said once for each file system."""
     failing(monkeypatch, "fsync", code)
-    monkeypatch.setattr(_disk, "_warned", set())
+    monkeypatch.setattr(_files, "_warned", set())
     with pytest.warns(RuntimeWarning, match="cannot sync") as said:
         assert some_steps(tmp_path) == [1, 2]
     assert len(said) == 1
@@ -95,7 +95,7 @@ class TestLocks:
 
     def test_a_file_stands_for_one(self, tmp_path):
         """There while the run is open, gone after; another process is refused meanwhile."""
-        with pytest.warns(RuntimeWarning, match="lock.held stands for one"):
+        with pytest.warns(RuntimeWarning, match="lock.held replaces the lock"):
             run = Run(tmp_path, seed=0, trackers=())
         with run:
             assert (tmp_path / "lock.held").exists()
@@ -103,7 +103,7 @@ class TestLocks:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
             assert f"in use by process {os.getpid()} on {socket.gethostname()}" in done.stderr
         assert not (tmp_path / "lock.held").exists()
-        with pytest.warns(RuntimeWarning, match="stands for one"):
+        with pytest.warns(RuntimeWarning, match="replaces the lock"):
             assert some_steps(tmp_path) == [1, 2]
 
     def test_of_a_process_that_is_gone(self, tmp_path):
@@ -112,7 +112,7 @@ class TestLocks:
         ended.wait()
         for pid in (ended.pid, os.getpid()):
             (tmp_path / "lock.held").write_text(f"{socket.gethostname()} {pid} abc")
-            with pytest.warns(RuntimeWarning, match="stands for one"), Run(tmp_path, seed=0, trackers=()):
+            with pytest.warns(RuntimeWarning, match="replaces the lock"), Run(tmp_path, seed=0, trackers=()):
                 pass
         assert sorted(p.name for p in tmp_path.iterdir() if "lock" in p.name) in (["lock"], [])
 
@@ -120,7 +120,7 @@ class TestLocks:
     def test_of_one_that_may_go_on(self, tmp_path, text):
         """On another machine, alive, or unknown: refused, and the message says which file to remove."""
         (tmp_path / "lock.held").write_text(text)
-        with pytest.raises(rlkit.ConfigError, match="If it is gone, remove .*lock.held"):
+        with pytest.raises(rlkit.ConfigError, match="If that process has ended, remove .*lock.held"):
             Run(tmp_path, trackers=())
         assert (tmp_path / "lock.held").read_text() == text
 

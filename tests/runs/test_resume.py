@@ -130,9 +130,9 @@ def test_stages(tmp_path, options):
         assert np.allclose(saved.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
         assert np.allclose(newest.logprobs(data[0].tokens).result()[1:], taught, atol=1e-5)
     Run(tmp_path / "empty", trackers=()).close()
-    with pytest.raises(rlkit.CheckpointError, match="empty has no whole checkpoint with a 'policy'"):
+    with pytest.raises(rlkit.CheckpointError, match="empty has no complete checkpoint with a 'policy'"):
         rlkit.runs.sampler(tmp_path / "empty", **own)
-    with pytest.raises(rlkit.ConfigError, match=r"is a run's folder; expected .* rlkit.runs.sampler opens"):
+    with pytest.raises(rlkit.ConfigError, match=r"is the folder of a run; expected .* rlkit.runs.sampler opens"):
         rlkit.sampler(**where, path=str(tmp_path / "sft"))
 
     with Run(tmp_path / "further", seed=2, trackers=()) as run:

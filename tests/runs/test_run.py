@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -12,7 +14,6 @@ import subprocess
 import sys
 import threading
 import warnings
-import zlib
 
 import attrs
 import numpy as np
@@ -21,10 +22,12 @@ import pytest
 import rlkit
 from rlkit.advantages import RunningBaseline
 from rlkit.backends import saves
+from rlkit.report._page import RunFolder
 from rlkit.runs import Retention, Run, records
-from rlkit.runs import record as folders
+from rlkit.tracking.surroundings import Settings
 from tests.models.build import build
 
+FEW = rlkit.SamplingParams(max_tokens=4)
 DATA = [rlkit.Datum([65, 66, 67], [0, 1, 1])]
 
 
@@ -37,6 +40,11 @@ def some_steps(folder, steps, **options):
             policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
             run.checkpoint(policy, metrics={"score": float(-abs(step - 4))})
     return run
+
+
+def contents(folder):
+    """The bytes of each file, but for the lock, which names the process that opened the run last."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
 class Counter:
@@ -130,7 +138,7 @@ class TestKeeping:
                 run.keep("x", np.random.default_rng(0))
             with pytest.warns(RuntimeWarning, match="'new'"):
                 run.keep("new", {})
-            with pytest.raises(rlkit.ConfigError, match="taken"):
+            with pytest.raises(rlkit.ConfigError, match="an unused name"):
                 run.keep("new", {})
 
     def test_what_is_not_asked_for_stays(self, tmp_path):
@@ -155,32 +163,26 @@ class TestKeeping:
             for bad in (0, -1, 1.5, None):
                 with pytest.raises(rlkit.ConfigError, match="size"):
                     run.batch(items, bad)
-            with pytest.raises(rlkit.ConfigError, match="none"):
+            with pytest.raises(rlkit.ConfigError, match="is empty"):
                 run.batch([], 2)
 
-    @pytest.mark.filterwarnings("ignore:this checkpoint holds no policy")
-    def test_a_run_begun_before_keeps_its_order_of_data(self, tmp_path):
-        """Checkpoints without an order are of runs that drew by numpy's permutation; they go on with that."""
-        names, size = list("abcdefg"), 3
-
-        def before(step):
-            stream = np.random.SeedSequence(5, spawn_key=(zlib.crc32(b"batch/data"), 0))
-            order = np.random.default_rng(stream).permutation(len(names))
-            return [names[i] for i in order[step * size : (step + 1) * size]]
-
-        content = {"kept": {"mine": {}}, "metrics": {}, "seed": 5, "logged": {}, "policies": {}}
-        with Run(tmp_path, seed=5, trackers=()):
-            folders.write(tmp_path, 0, content)
-        for step in (0, 1):
-            with Run(tmp_path, trackers=()) as run:
-                for _ in run.steps(step + 1):
-                    assert run.batch(names, size) == before(step)
-                    run.keep("mine", {})
-                    run.checkpoint()
-        with Run(tmp_path / "new", seed=5, trackers=()) as run:
-            fresh = [run.batch(names, size)]
-            run.step = 1
-            assert [*fresh, run.batch(names, size)] != [before(0), before(1)]
+    @pytest.mark.parametrize("order", [{}, {"order": 1}])
+    def test_a_run_of_an_earlier_version_is_refused(self, tmp_path, order):
+        """With what to do, whatever came after; no file is changed, and its weights can begin another run."""
+        some_steps(tmp_path / "old", 2)
+        newest = max((tmp_path / "old" / "checkpoints").iterdir())
+        policy = records(tmp_path / "old")[-1].policy("policy")
+        _, state = saves.read(newest, backend="run")
+        shutil.rmtree(newest)
+        saves.write(newest.parent, "step-00000002", lambda _: {k: v for k, v in state.items() if k != "order"} | order)
+        before = contents(tmp_path / "old")
+        said = f"of an earlier rlkit.*finish the run with that version, or start .*init_from={re.escape(repr(policy))}"
+        for _ in range(2):
+            with pytest.raises(rlkit.CheckpointError, match=said):
+                Run(tmp_path / "old", trackers=["jsonl"], config={"other": 1})
+        assert contents(tmp_path / "old") == before
+        with Run(tmp_path / "new", trackers=()) as run:
+            assert run.connect("toy", init_from=policy).version == 0
 
 
 class TestFolder:
@@ -270,12 +272,22 @@ class TestFolder:
             run.connect("nothing")
         assert tmp_path.exists()
 
+    def test_closing_ends_the_loop(self, tmp_path):
+        """The step in progress is the last one, whatever the total."""
+        with Run(tmp_path, trackers=()) as run:
+            steps = []
+            for step in run.steps(3):
+                steps.append(step)
+                if step == 1:
+                    run.close()
+        assert steps == [0, 1]
+
     def test_bad_calls(self, tmp_path):
         with pytest.raises(rlkit.ConfigError, match="folder"):
             Run("", trackers=())
         with Run(tmp_path, trackers=()) as run:
             run.connect("toy")
-            with pytest.raises(rlkit.ConfigError, match=r"another max_length=.*role="):
+            with pytest.raises(rlkit.ConfigError, match=r"a different max_length=.*role="):
                 run.connect("toy", max_length=99)
             with pytest.raises(rlkit.ConfigError, match="every"):
                 run.checkpoint(every=0)
@@ -325,9 +337,10 @@ class TestFolder:
         for old in (tmp_path / "run" / "checkpoints").iterdir():
             shutil.rmtree(old)
         state = {"backend": "run", "step": 0, "policies": {"policy": policy}, "kept": {}, "metrics": {}, "seed": 0}
+        state["order"] = 2
         saves.write(tmp_path / "run" / "checkpoints", "step-00000000", lambda _: state)
         if path != "ABSOLUTE":
-            with pytest.warns(RuntimeWarning, match="no path in its run"), pytest.raises(rlkit.CheckpointError):
+            with pytest.warns(RuntimeWarning, match="not a path in the run"), pytest.raises(rlkit.CheckpointError):
                 Run(tmp_path / "run", trackers=())
         else:
             some_steps(tmp_path / "run", 4)
@@ -471,6 +484,28 @@ class TestStopping:
         if raised is SystemExit:
             assert ended.value.code == 143
 
+    def test_the_first_ctrl_c_gives_a_step_all_its_time_and_says_so(self, tmp_path, capsys):
+        """Unlike SIGTERM, whose grace this is."""
+        late = threading.Event()
+        with Run(tmp_path, trackers=(), grace=0.0) as run, pytest.raises(KeyboardInterrupt, match="before step 2"):  # noqa: PT012
+            policy = run.connect("toy")
+            for step in run.steps(9):
+                if step == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    threading.Timer(0.1, late.set).start()
+                    assert late.wait(60.0)
+                run.checkpoint(policy, every=100)
+        assert "finishing step 1, then saving; Ctrl-C again to stop now" in capsys.readouterr().err
+        assert [record.step for record in records(tmp_path)] == [2]
+
+    def test_a_signal_behind_the_checkpoint_call_saves_the_step_too(self, tmp_path):
+        with Run(tmp_path, trackers=()) as run, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            policy = run.connect("toy")
+            for _ in run.steps(9):
+                run.checkpoint(policy, every=100)
+                os.kill(os.getpid(), signal.SIGINT)
+        assert [record.step for record in records(tmp_path)] == [1]
+
     @pytest.mark.parametrize("second", [False, True])
     def test_a_step_that_hangs_is_abandoned(self, tmp_path, second):
         """By a second signal, or after the grace."""
@@ -480,7 +515,7 @@ class TestStopping:
         with Run(tmp_path, trackers=(), grace=60.0 if second else 0.1) as run:
             policy = run.connect("toy")
             run.checkpoint(policy)
-            with pytest.raises(KeyboardInterrupt, match="abandoned"):  # noqa: PT012
+            with pytest.raises(KeyboardInterrupt, match="last checkpoint: step 0; step 0 will be repeated"):  # noqa: PT012
                 for _ in run.steps(9):
                     os.kill(os.getpid(), signal.SIGTERM)
                     if second:
@@ -491,3 +526,111 @@ class TestStopping:
         with Run(tmp_path, trackers=()) as run:
             assert run.step == 0
             assert run.record is not None
+
+    @staticmethod
+    def drawn(folder, *, twice_at=None, moved=False):
+        """Train with samples and numbers that depend on all before; two signals in one step. Returns all of them."""
+        numbers = []
+        with Run(folder, seed=0, trackers=("jsonl",)) as run:
+            policy, rng = run.connect("toy"), run.rng("mine")
+            for step in run.steps(3):
+                numbers.append(
+                    (rng.integers(1000), policy.sampler().result().sample([65], FEW, n=2).result()[0].tokens[0])
+                )
+                run.log({"x": float(numbers[-1][0])})
+                policy.forward_backward(DATA, "cross_entropy")
+                if moved:
+                    policy.optim_step(rlkit.Adam(learning_rate=0.5)).result()
+                if step == twice_at:
+                    for _ in range(2):
+                        os.kill(os.getpid(), signal.SIGINT)
+                if not moved:
+                    policy.optim_step(rlkit.Adam(learning_rate=0.5))
+                run.checkpoint(policy, every=100)
+            return numbers, policy.forward(DATA).result().logprobs[0].tolist()
+
+    @pytest.mark.parametrize("moved", [False, True])
+    def test_the_last_whole_step_of_an_abandoned_one_is_saved(self, tmp_path, moved):
+        """Where the policy has not moved since; what follows is what would have followed, to the last bit."""
+        expected = self.drawn(tmp_path / "through", moved=moved)
+        lost = "steps 0-1" if moved else "step 1"
+        with pytest.raises(KeyboardInterrupt, match=f"SIGINT: step 1 is abandoned; .*; {lost} will be repeated"):
+            self.drawn(tmp_path / "cut", twice_at=1, moved=moved)
+        assert [record.step for record in records(tmp_path / "cut")] == ([] if moved else [1])
+        numbers, logprobs = self.drawn(tmp_path / "cut", moved=moved)
+        assert (numbers, logprobs) == (expected[0][0 if moved else 1 :], expected[1])
+        rows = [(row["step"], row["metrics"]["x"]) for row in rlkit.tracking.read_metrics(tmp_path / "cut")]
+        assert rows == [(step, float(number)) for step, (number, _) in enumerate(expected[0])]
+
+    def test_a_stop_that_nothing_catches_is_one_line(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr("gc.freeze", lambda: None)  # of a process that ends
+        monkeypatch.setattr(sys, "excepthook", lambda *_: print("a traceback", file=sys.stderr))
+        with pytest.raises(KeyboardInterrupt) as stopped, Run(tmp_path, trackers=()) as run:  # noqa: PT012
+            for _ in run.steps(9):
+                os.kill(os.getpid(), signal.SIGINT)
+        capsys.readouterr()
+        for error in (stopped.value, KeyboardInterrupt()):
+            sys.excepthook(type(error), error, error.__traceback__)
+        assert capsys.readouterr().err == "rlkit: stopped before step 1; run again to continue\na traceback\n"
+
+
+def test_a_run_that_is_closed_in_its_loop_gives_no_further_step(tmp_path):
+    """As where another cell of a notebook, or a callback, opens the folder again."""
+    with Run(tmp_path, trackers=()) as run:
+        run.connect("toy")
+        done = []
+        for step in run.steps(9):
+            done.append(step)
+            if step == 1:
+                run.close()
+    assert done == [0, 1]
+
+
+class TestSettings:
+    """What a run was made with is kept without being typed into ``config=``."""
+
+    def test_the_policy_and_what_was_last_asked_of_it(self, tmp_path):
+        kept = tmp_path / "run" / "settings.json"
+        with Run(tmp_path / "run", seed=0, config={}, trackers=()) as run:
+            policy = run.connect("local", model=str(build("llama", tmp_path / "model")), lora=rlkit.Lora(rank=2))
+            critic = run.critic("toy", tokenizer=policy.tokenizer)
+            made = json.loads(kept.read_text())
+            assert made["policy"]["options"]["lora"]["rank"] == made["policy"]["lora"]["rank"] == 2
+            assert (made["policy"]["dtype"], made["policy"]["device"]) == ("float32", "cpu")
+            assert made["critic"]["backend"] == "toy"
+            assert "last loss" not in made["policy"]
+            for _ in run.steps(1):
+                policy.sampler().result().sample([1], rlkit.SamplingParams(max_tokens=3)).result()
+                policy.forward_backward(DATA, "cross_entropy")
+                policy.optim_step(rlkit.Adam(learning_rate=0.125)).result()
+                run.checkpoint()
+        last = json.loads(kept.read_text())["policy"]
+        assert last["last loss"]["name"] == "cross_entropy"
+        assert last["last optimizer step"]["learning_rate"] == 0.125
+        assert last["last sampling"]["max_tokens"] == 3
+        page = RunFolder(tmp_path / "run").settings()
+        assert page["policy"]["last loss"] == {"name": "cross_entropy"}
+        assert critic.version == 0
+
+    def test_other_settings_are_no_reason_to_refuse_and_damaged_ones_are_not_read(self, tmp_path):
+        for length, damage in ((64, False), (128, True)):
+            with Run(tmp_path, seed=0, config={}, trackers=()) as run:
+                policy = run.connect("toy", max_length=length)
+                assert json.loads((tmp_path / "settings.json").read_text())["policy"]["max_length"] == length
+                run.checkpoint(policy)
+            if damage:
+                (tmp_path / "settings.json").write_text("[")
+                assert RunFolder(tmp_path).settings() == {}
+
+    def test_keys_are_not_written(self, tmp_path):
+        """Neither of an option nor of an object's fields."""
+
+        @attrs.frozen
+        class Server:
+            url: str
+            api_key: str
+
+        Settings(tmp_path).note({"policy": {"api_key": "hush-hush", "sampler": Server("http://a", "hush"), "f": build}})
+        written = (tmp_path / "settings.json").read_text()
+        assert "hush" not in written
+        assert json.loads(written)["policy"]["f"] == "build"

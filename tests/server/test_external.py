@@ -41,7 +41,7 @@ def training(server):
 
 
 def read(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310  # of the server above
+    with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310  # of the server above
         return answer.read()
 
 
@@ -98,11 +98,11 @@ def test_addresses_are_signed(server, training, monkeypatch):
         assert refused(url.replace("adapter_config.json", bad)) == 401
     with_key = urllib.request.Request(url.partition("?")[0], headers={"x-api-key": KEY})  # noqa: S310
     with pytest.raises(urllib.error.HTTPError, match="403") as error:
-        urllib.request.urlopen(with_key, timeout=10)  # noqa: S310
+        urllib.request.urlopen(with_key, timeout=60)  # noqa: S310
     error.value.close()
     now = time.time()
     with monkeypatch.context() as later:
-        later.setattr("rlkit.server.external.time.time", lambda: now + 4000)
+        later.setattr("rlkit.server._storage.time.time", lambda: now + 4000)
         assert refused(other) == 401
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert refused(other) == 404

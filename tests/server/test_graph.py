@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlkit.server.graph import read_loss
-from rlkit.server.operations import FUNCTIONS, METHODS
-from rlkit.server.requests import ApiError, Fields
+from rlkit.server._graph import FUNCTIONS, METHODS, read_loss
+from rlkit.server._wire import ApiError, Fields
 from rlkit.testing import FakeTinker
+from tests.each import for_each
 
 tinker = pytest.importorskip("tinker")
 torch = pytest.importorskip("torch")
@@ -128,7 +128,7 @@ def method(target, *args):
 LP = {"ref": "logprobs"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "node",
     [
         function("os.system", "true"),
@@ -163,7 +163,7 @@ def test_other_operations_are_refused(node):
         read_loss(request([node, output()]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "node",
     [
         function("getattr", LP, "__class__"),
@@ -192,7 +192,7 @@ def test_bad_arguments_fail_the_call(node):
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change",
     [
         lambda g: g["nodes"].clear(),

@@ -13,6 +13,8 @@ from rlkit.server import ExactModels, Service
 pytest.importorskip("tinker")
 from tinker.proto import tinker_public_pb2 as pb
 
+from tests.each import for_each
+
 
 class Client:
     """Requests of one session and one model."""
@@ -116,7 +118,7 @@ def test_a_request_that_comes_twice(make):
     assert steps(client) == [1]
     status, answer = client.post("forward_backward", call(model, 1).SerializeToString())
     assert status == 400
-    assert "was the number of a optim_step" in answer["detail"]
+    assert "already belongs to a optim_step" in answer["detail"]
     assert client.model() == model
 
 
@@ -172,9 +174,9 @@ def test_a_refused_copy_of_a_request_that_waits(make):
 
 
 def test_old_results_are_gone_and_never_repeated(make, monkeypatch):
-    from rlkit.server import futures
+    from rlkit.server import _state
 
-    monkeypatch.setattr(futures, "_KEPT", 2)
+    monkeypatch.setattr(_state, "_KEPT", 2)
     client = make()
     model = client.model()
     ids = [client.step(model, seq_id)[1]["request_id"] for seq_id in range(1, 6)]
@@ -199,7 +201,7 @@ def test_a_failed_call_adds_nothing(make):
     assert client.result(step["request_id"])[1] == {"metrics": {"grad_norm:mean": 0.0}}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "body", "status", "message"),
     [
         ("nothing", {}, 404, "not an endpoint"),
@@ -227,15 +229,15 @@ def test_a_failed_call_adds_nothing(make):
         ),
         ("create_sampling_session", {"sampling_session_seq_id": 0}, 400, "neither"),
         ("create_sampling_session", {"sampling_session_seq_id": 0, "base_model": "x"}, 400, "has: toy"),
-        ("create_sampling_session", {"sampling_session_seq_id": 0, "model_path": "x"}, 400, "no checkpoint"),
+        ("create_sampling_session", {"sampling_session_seq_id": 0, "model_path": "x"}, 400, "is not a checkpoint"),
         (
             "create_sampling_session",
             {"sampling_session_seq_id": 0, "model_path": "tinker://a/sampler_weights/b"},
             404,
-            "no checkpoint tinker://a",
+            "the checkpoint tinker://a/sampler_weights/b does not exist",
         ),
-        ("load_weights", {"model_seq_id": 9, "path": "tinker://a/weights/b", "optimizer": True}, 404, "no checkpoint"),
-        ("weights_info", {"tinker_path": "/etc/passwd"}, 400, "no checkpoint"),
+        ("load_weights", {"model_seq_id": 9, "path": "tinker://a/weights/b", "optimizer": True}, 404, "does not exist"),
+        ("weights_info", {"tinker_path": "/etc/passwd"}, 400, "is not a checkpoint"),
         ("asample", {"sampling_session_id": "x", "seq_id": 0}, 404, "session 'x' is unknown"),
     ],
 )
@@ -249,7 +251,7 @@ def test_refused(make, path, body, status, message):
     assert message in answer["detail"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "params",
     [
         {"learning_rate": None},
@@ -287,7 +289,7 @@ def test_default_optimizer_settings(make):
     assert "'dimuon'" in answer["detail"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (lambda m: m.ClearField("data"), "data is empty"),
@@ -420,11 +422,11 @@ def test_nothing_is_published(make, method):
     path = f"training_runs/{client.model()}/checkpoints/weights/a/publish"
     assert client.post(path, b"", method=method) == (
         400,
-        {"detail": "publishing: this server has one user, and nobody to publish to"},
+        {"detail": "publishing: this server has only one user and does not publish"},
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensor",
     [
         {"data": ["x"], "shape": [1, 1]},

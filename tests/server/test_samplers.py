@@ -182,7 +182,7 @@ def test_unnamed_samplers_are_bounded_too(served):
     samplers = [training.save_weights_and_get_sampling_client().result() for _ in range(12)]
     assert len(kept(fake)) == 7
     samplers[-1].sample(prompt([65]), 1, PARAMS).result()
-    with pytest.raises(tinker.NotFoundError, match="of all 1 MB; save it under a name"):
+    with pytest.raises(tinker.NotFoundError, match="1 MB of all sessions; save it under a name"):
         samplers[0].sample(prompt([65]), 1, PARAMS).result()
 
 

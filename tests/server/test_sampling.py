@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlkit.testing import FakeTinker
+from tests.each import for_each
 from tests.server import oracle
 from tests.server.sdk import datum, prompt
 
@@ -234,7 +235,7 @@ def test_full_context():
             sampler.compute_logprobs(prompt([*PROMPT, 1])).result()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"max_tokens": 0}, "max_tokens"),
@@ -273,5 +274,5 @@ def test_samplers_are_let_go_of():
         assert len(fake.service._state.samplers) == 5  # three, and two that can be read again
         for sampler in (base, named, reference, samplers[-1]):
             ask(sampler)
-        with pytest.raises(tinker.NotFoundError, match="let go of"):
+        with pytest.raises(tinker.NotFoundError, match="is unknown or was dropped"):
             ask(samplers[0])

@@ -25,7 +25,7 @@ def service(request, tmp_path_factory):
     with FakeTinker(), serve(connect, names=("toy",), folder=folder, seed=0) as server:  # the fake lends its tokenizer
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-anything")
         yield client
-        client.close("success").result(timeout=10)
+        client.close("success").result(timeout=60)
 
 
 def test_supervised(service):
@@ -68,7 +68,7 @@ def test_both_learn_alike(tmp_path):
         with serve(connect, names=("toy",), seed=0) as server:
             client = tinker.ServiceClient(base_url=server.url, api_key="tml-anything")
             curves.append((sdk.supervised(client, "toy", 6)[1], sdk.grpo(client, "toy", 3)))
-            client.close("success").result(timeout=10)
+            client.close("success").result(timeout=60)
     assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-6)
     assert curves[0][1] == pytest.approx(curves[1][1], rel=1e-9)
 
@@ -89,4 +89,4 @@ def test_several_clients_at_once(tmp_path):
         crossed = models[0].forward(data[1], "cross_entropy").result().metrics["loss:sum"]
         assert crossed > 5.0
         for client in clients:
-            client.close("success").result(timeout=10)
+            client.close("success").result(timeout=60)

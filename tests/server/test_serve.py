@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rlkit
+from tests.each import for_each
 from tests.server.sdk import datum, prompt
 
 tinker = pytest.importorskip("tinker")
@@ -97,7 +98,7 @@ def test_what_a_local_backend_cannot_give(server, service):
     training.save_state("done").result()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("backend", "options", "message"),
     [
         ("nothing", {}, "nothing"),

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.testing import FakeTinker, Fault, _seam
+from rlkit.testing import FakeTinker, Fault, _faketinker
+from tests.each import for_each
 from tests.server.sdk import datum, prompt
 
 tinker = pytest.importorskip("tinker")
@@ -85,7 +86,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("module", "name"), SIGNATURES)
+@for_each(("module", "name"), SIGNATURES)
 def test_the_sdk_has_what_is_used(module, name):
     """Fails where an SDK update has moved or renamed what rlkit calls or replaces."""
     value = importlib.import_module(module)
@@ -105,9 +106,9 @@ def test_the_sdk_has_the_defaults_that_are_known(name):
 
 def test_the_seam_is_replaced_and_put_back():
     """Only while a fake is open, and only for its clients."""
-    before = [getattr(importlib.import_module(m), n) for m, n in _seam.NAMES]
+    before = [getattr(importlib.import_module(m), n) for m, n in _faketinker.NAMES]
     with FakeTinker() as one, FakeTinker() as two:
-        now = [getattr(importlib.import_module(m), n) for m, n in _seam.NAMES]
+        now = [getattr(importlib.import_module(m), n) for m, n in _faketinker.NAMES]
         assert all(a is not b for a, b in zip(before, now, strict=True))
         started(one)
         started(two)
@@ -116,14 +117,14 @@ def test_the_seam_is_replaced_and_put_back():
             base_url="http://127.0.0.1:9", api_key="tml-x"
         )
         assert "Mock" not in type(client._client._transport).__name__
-    assert before == [getattr(importlib.import_module(m), n) for m, n in _seam.NAMES]
+    assert before == [getattr(importlib.import_module(m), n) for m, n in _faketinker.NAMES]
 
 
 def test_a_moved_seam_says_so(monkeypatch):
-    monkeypatch.setattr(_seam, "NAMES", (*_seam.NAMES[:3], ("tinker.lib.internal_client_holder", "Moved")))
+    monkeypatch.setattr(_faketinker, "NAMES", (*_faketinker.NAMES[:3], ("tinker.lib.internal_client_holder", "Moved")))
     with pytest.raises(rlkit.UnsupportedError, match=r"FakeTinker needs tinker .*Moved"), FakeTinker():
         pass
-    assert not _seam._originals
+    assert not _faketinker._originals
 
 
 def test_it_wants_to_be_open():
@@ -163,8 +164,8 @@ def test_closing_ends_faults_first():
     with FakeTinker() as fake:
         started(fake)
         fake.inject(Fault("500", times=None))
-        fake.latency = 5.0
-    assert time.monotonic() - start < 3
+        fake.latency = 240.0
+    assert time.monotonic() - start < 120
 
 
 def test_telemetry_on_demand():
@@ -301,8 +302,8 @@ def test_latency():
     """Of results alone: calls in flight together wait once, calls one by one each time."""
     with FakeTinker(latency={"retrieve_future": 0.1}) as fake:
         training = started(fake)
-        times = []
-        for pipelined in (True, False):
+
+        def seconds(pipelined):
             start = time.monotonic()
             for _ in range(3):
                 fb = training.forward_backward(DATA, "cross_entropy")
@@ -310,9 +311,11 @@ def test_latency():
                     fb.result()
                 training.optim_step(STEP).result()
                 fb.result()
-            times.append(time.monotonic() - start)
-    assert 0.3 <= times[0] < 0.5
-    assert 0.6 <= times[1] < 0.9
+            return time.monotonic() - start
+
+        assert seconds(pipelined=False) >= 0.6
+        together = [seconds(pipelined=True) for _ in range(5)]
+    assert 0.3 <= min(together) < 0.5  # a machine that stands still makes some of them longer
 
 
 # Faults.
@@ -407,11 +410,13 @@ def test_a_dead_server():
         fake.inject(Fault("reset", times=None))
         first = len(fake.requests)
         step = training.optim_step(STEP)
-        with pytest.raises(TimeoutError):
-            step.result(timeout=1.2)
+        began = time.monotonic()
+        while len(fake.requests) < first + 2:
+            with pytest.raises(TimeoutError):
+                step.result(timeout=0.1)
         assert fake.count("optim_step") == 0
         seen = fake.requests[first:]
-        assert 2 <= len(seen) <= 4
+        assert len(seen) <= 2 + (time.monotonic() - began) / 0.3
         assert all(x.fault is not None and x.endpoint == "optim_step" for x in seen)
         assert 0.5 < fake.rate("optim_step") < 5
         fake.heal()
@@ -448,7 +453,7 @@ def test_a_paused_queue(caplog):
     with FakeTinker(faults=[fault]) as fake:
         sampler = started(fake).save_weights_and_get_sampling_client().result()
         assert sampler.compute_logprobs(prompt([1, 2])).result()[0] is None
-        assert "the fault that was asked for" in caplog.text
+        assert "a requested fault" in caplog.text
         assert [x.fault for x in fake.requests if x.operation == "sample"] == [fault, fault, fault, None]
 
 
@@ -462,11 +467,11 @@ def test_an_expired_session():
 
 
 def test_a_slow_answer_beyond_the_clients_patience():
-    """Is a timeout, at once: nobody waits a minute in a test."""
+    """Is a timeout, without the minute that the client would wait."""
     with FakeTinker(faults=[Fault("timeout", "get_info", times=2)]) as fake:
         start = time.monotonic()
         started(fake)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.errors import ConfigError, UnknownNameError
 from rlkit.tools import Malformed, Parsed, ToolCall, error_message, formats, parse, tool_message
+from tests.each import for_each
+from tests.properties import examples
 
 ADD = {
     "type": "function",
@@ -36,7 +38,7 @@ CALL = '{"name": "add", "arguments": {"x": 1}}'
 ONE = [("add", {"x": 1})]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "text", "outside", "calls"),
     [
         ("hermes", "no call", "no call", []),
@@ -106,7 +108,7 @@ def test_calls(kind, text, outside, calls):
     assert read(text, kind) == (outside, calls, [])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "text", "problem"),
     [
         ("hermes", "<tool_call>", "the JSON is not valid: Expecting value"),
@@ -117,7 +119,7 @@ def test_calls(kind, text, outside, calls):
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\nc"}}</tool_call>', "Invalid control character"),
         ("hermes", "<tool_call>" + "[" * 10**5 + "</tool_call>", "nested too deeply"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid"),
-        ("hermes", "<tool_call>[1]</tool_call>", "a call is an object, and this is a list"),
+        ("hermes", "<tool_call>[1]</tool_call>", "a call is an object, but this is a list"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'the object has no "name" with the name of a tool'),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'no "name"'),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', 'the object has no "arguments"'),
@@ -128,30 +130,34 @@ def test_calls(kind, text, outside, calls):
         ("json", '{"name": "add", "arguments": {"x": }}', "the JSON is not valid: Expecting value"),
         ("json", '{"tool": "add"}', 'no "name"'),
         ("json", '[{"name": "add"}]', 'no "arguments"'),
-        ("llama", "<|python_tag|>", "behind <|python_tag|> stands no call"),
+        ("llama", "<|python_tag|>", "no call follows <|python_tag|>"),
         ("llama", '{"name": "add", "parameters": {"x": }}', "the JSON is not valid"),
-        ("llama", f"{CALL} and that is it", "there is text behind the calls"),
+        ("llama", f"{CALL} and that is it", "text follows the calls"),
         ("llama", "[add(1)]", "arguments need names: tool(argument=value)"),
         ("llama", "[add(x=1, x=2)]", "the argument x comes twice"),
-        ("llama", "[add(x=y)]", "'y' is no literal value"),
-        ("llama", "[add(x=__import__('os'))]", "'__import__' is no literal value"),
+        ("llama", "[add(x=y)]", "'y' is not a literal value"),
+        ("llama", "[add(x=__import__('os'))]", "'__import__' is not a literal value"),
         ("llama", "[add(x=1+1)]", "',' is missing between two arguments"),
         ("llama", "[add(x=1)", "',' is missing between two calls"),
-        ("llama", "[add(x=b'1')]", "is no literal value"),
-        ("llama", "[add(x=1e999)]", "is no literal value"),
+        ("llama", "[add(x=b'1')]", "is not a literal value"),
+        ("llama", "[add(x=1e999)]", "is not a literal value"),
         ("llama", "[add(x=" + "[" * 100, "the value is nested too deeply"),
         ("llama", "[add(x='abc", "a value is missing"),
-        ("llama", "[add(x={1: 2})]", "a key of a dictionary is no string"),
+        ("llama", "[add(x={1: 2})]", "a key of a dictionary is not a string"),
         ("llama", "<|python_tag|>print(1)", "arguments need names"),
         ("python", "```python\nprint(1)", "the block of code is not closed"),
-        ("qwen3_coder", "<tool_call>{}</tool_call>", "there is no <function=NAME>"),
+        ("qwen3_coder", "<tool_call>{}</tool_call>", "<function=NAME> is missing"),
         (
             "qwen3_coder",
             "<tool_call><function=f><parameter=x>1</function></tool_call>",
             "the parameter x is not closed",
         ),
         ("qwen3_coder", "<tool_call><function=f><parameter=x>1</parameter></tool_call>", "</function> is missing"),
-        ("qwen3_coder", "<tool_call><function=f>text</function></tool_call>", "</function> is missing, or something"),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f>text</function></tool_call>",
+            "</function> is missing, or there is text",
+        ),
         ("qwen3_coder", "<tool_call><function=f></function> more", "</tool_call> is missing"),
         (
             "qwen3_coder",
@@ -163,7 +169,7 @@ def test_calls(kind, text, outside, calls):
 def test_malformed_calls(kind, text, problem):
     """One error, which says what is wrong, where, and what was expected."""
     parsed = parse(text, kind)
-    assert parsed.calls == () or problem == "there is text behind the calls"
+    assert parsed.calls == () or problem == "text follows the calls"
     (error,) = parsed.errors
     assert problem in error.problem
     assert 0 <= error.position <= len(text)
@@ -194,16 +200,16 @@ def test_the_place_of_an_error():
     assert error.excerpt in text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "problem"),
     [
         ('{"name": "add", "arguments": {"x": 1}}', None),
-        ('{"name": "ad", "arguments": {"x": 1}}', "there is no such tool"),
+        ('{"name": "ad", "arguments": {"x": 1}}', "the tool does not exist"),
         ('{"name": "add", "arguments": {}}', "arguments: 'x' is a required property"),
         ('{"name": "add", "arguments": {"x": "1"}}', "arguments.x: '1' is not of type 'integer'"),
         (
             '{"name": "add", "arguments": {"x": 1, "z": 2}}',
-            "arguments: Additional properties are not allowed ('z' was unexpected); there is x, y, note",
+            "arguments: Additional properties are not allowed ('z' was unexpected); the schema has x, y, note",
         ),
     ],
 )
@@ -219,7 +225,7 @@ def test_arguments_are_checked(call, problem):
 def test_an_unknown_tool_is_answered_with_the_ones_there_are():
     (error,) = parse('{"name": "ad", "arguments": {}}', "json", [ADD]).errors
     assert error.message == (
-        "The call of ad was not made: there is no such tool.\n"
+        "The call of ad was not made: the tool does not exist.\n"
         'Where: character 0, at \'{"name": "ad", "arguments": {}}\'.\nExpected: one of: add.'
     )
 
@@ -257,7 +263,7 @@ calls = st.lists(st.tuples(names, st.dictionaries(names, json_values, max_size=3
 
 
 @given(calls)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_what_is_written_is_read(wanted):
     """Every format gives back the calls that were written in it."""
     objects = [{"name": name, "arguments": arguments} for name, arguments in wanted]
@@ -284,7 +290,7 @@ literals = st.recursive(
 
 
 @given(st.lists(st.tuples(names, st.dictionaries(names, literals, max_size=3)), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_python_like_calls_are_read_as_python_writes_them(wanted):
     wanted = [(name + "_", arguments) for name, arguments in wanted]
     written = [f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in wanted]
@@ -315,7 +321,7 @@ FRAGMENTS = [
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=30).map("".join))
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 def test_no_text_is_too_odd(text):
     """Parsers never raise, and what they give back is well-formed."""
     for kind in formats:
@@ -354,8 +360,8 @@ FLOODS = [
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("flood", FLOODS)
-@pytest.mark.parametrize("head", ["", "<|python_tag|>", "<tool_call><function=f>", "[f(x=", "[f(x='''"])
+@for_each("flood", FLOODS, by=repr)
+@for_each("head", ["", "<|python_tag|>", "<tool_call><function=f>", "[f(x=", "[f(x='''"])
 def test_a_megabyte_of_anything(flood, head):
     """A quadratic parser would take hours over these; none is made to read more than 128 calls."""
     text = head + flood * (1_000_000 // len(flood))

@@ -13,6 +13,7 @@ import pytest
 from rlkit.envs.protocol import Action
 from rlkit.errors import ConfigError
 from rlkit.tools import ToolEnv, check_schema, describe, formats, parse, schema
+from tests.each import for_each
 
 
 class Colour(enum.Enum):
@@ -133,7 +134,7 @@ def unknown(x: Nowhere):  # noqa: F821
     """Names a type that does not exist."""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "message"),
     [
         (no_hint, "tool no_hint: parameter x: has no type hint"),
@@ -149,7 +150,7 @@ def test_functions_that_are_no_tools(function, message):
         schema(function)
 
 
-@pytest.mark.parametrize("kind", sorted(formats))
+@for_each("kind", sorted(formats))
 def test_every_format_is_described(kind):
     """The description holds the schemas, and no call of its own that a parser would take from it."""
     text = describe([schema(everything)], kind)
@@ -215,7 +216,7 @@ def test_calls_are_answered_in_order():
     (result,) = played(call("add", x=1) + call("nothing") + call("wait", seconds=2) + call("add", x="1"))
     contents = [message["content"] for message in result.observation]
     assert contents[0] == "2"
-    assert contents[1].startswith("The call of nothing was not made: there is no such tool.")
+    assert contents[1].startswith("The call of nothing was not made: the tool does not exist.")
     assert contents[2] == '{"waited": 2}'
     assert "arguments.x: '1' is not of type 'integer'" in contents[3]
     assert [message["tool_call_id"] for message in result.observation] == [f"call{i:05d}" for i in range(4)]

@@ -8,7 +8,7 @@ import pytest
 
 from rlkit import ConfigError, DataError
 from rlkit.tracking import Tracker
-from rlkit.tracking.console import Console
+from rlkit.tracking._console import Console
 
 
 class Terminal(io.StringIO):
@@ -57,3 +57,12 @@ def test_long_numbers_do_not_run_together():
     console = Console({"a": "x/a", "b": "x/b"}, file=file)
     console.log({"x/a": -1.234e-8, "x/b": -4.098e-8}, step=3)
     assert file.getvalue().splitlines()[1].split() == ["3", "-1.234e-08", "-4.098e-08"]
+
+
+def test_a_loss_gives_way_to_what_can_be_learnt():
+    """On-policy it is 0 but for rounding; the share of a signal and of cut answers says more."""
+    file = io.StringIO()
+    step = {"train/loss": 8e-8, "rollout/cut": 0.5, "rollout/with_signal": 1.0}
+    Console(file=file).log({**step, "train/with_signal": 0.25}, 0)
+    heading, row = (line.split() for line in file.getvalue().splitlines())
+    assert (heading, row) == (["step", "signal", "cut"], ["0", "0.25", "0.5"])

@@ -8,14 +8,15 @@ import stat
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import CheckpointError, ConfigError, DataError, Sample, storage
-from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.backends.toy.model import ByteTokenizer
 from rlkit.tracking import Jsonl, Tracker, read_metrics
-from rlkit.tracking.lines import lines
+from rlkit.tracking.jsonl import lines
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
+from tests.properties import examples
 
 
 def group(step=0, number=0, texts=("ab", "c"), env="env"):
@@ -100,7 +101,6 @@ def test_files_are_their_owners(tmp_path):
     assert found == dict.fromkeys(("metrics.jsonl", "trajectories.jsonl", "tokens.jsonl", "vocabulary.jsonl"), 0o600)
 
 
-@settings(deadline=None)
 @given(keep=st.integers(0, 200))
 def test_a_crash_harms_the_last_line_at_most(tmp_path_factory, keep):
     """Cut anywhere, the file gives the whole lines before the cut, and what is logged next is whole."""
@@ -117,7 +117,7 @@ def test_a_crash_harms_the_last_line_at_most(tmp_path_factory, keep):
     assert [step for step, _ in logged(folder)] == [*range(whole), 9]
 
 
-@settings(deadline=None, max_examples=50)  # many small files
+@examples(50)  # many small files
 @given(
     steps=st.lists(st.integers(0, 12), max_size=20),
     at=st.integers(0, 13),
@@ -160,7 +160,7 @@ def test_what_is_no_record_of_metrics_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join([*bad, good, *bad]))
     (row,) = read_metrics(tmp_path)
     assert (row["step"], row["time"], sorted(row["metrics"])) == (1, 2.0, ["a", "d"])
-    with pytest.raises(CheckpointError, match="is no run's folder"):
+    with pytest.raises(CheckpointError, match="is not a run's folder"):
         read_metrics(tmp_path / "nothing")
 
 

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit.advantages import grpo
 from rlkit.envs import StepResult, Task
+from rlkit.metrics.names import Name, add, averaged, general, parts, reduction
 from rlkit.rollouts import rollout_sync
 from rlkit.tracking import NAMES, standard, train_metrics
-from rlkit.tracking.names import Name, general, parts
 from rlkit.trajectory import datums
+from tests.each import for_each
+from tests.properties import examples
 from tests.rollouts.parts import RandomSampler
 
 PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
@@ -92,7 +94,7 @@ def test_what_training_reports_is_standard():
     means = [d.select(d.inputs["advantages"]).mean() for d in data]
     expected = {"mean": np.mean(means), "min": min(means), "max": max(means), "std": np.std(means, ddof=1)}
     assert {which: found[f"train/advantage/{which}"] for which in expected} == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(rlkit.DataError, match="the batch that the output is of"):
+    with pytest.raises(rlkit.DataError, match="the batch that produced the output"):
         train_metrics(data[1:], output)
 
 
@@ -105,7 +107,7 @@ def test_training_without_a_sampler_has_no_distances():
     assert not any("kl" in name or "ratio" in name for name in found)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "pattern"),
     [
         ("env/a/reward", "env/<name>/reward"),
@@ -125,7 +127,6 @@ SEGMENT = st.text(st.characters(exclude_characters="/"), min_size=1).map(lambda 
 WHATS = [each.pattern.removeprefix("env/<name>/") for each in NAMES if each.pattern.startswith("env/")]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a machine that is busy
 @given(st.lists(SEGMENT, min_size=1, max_size=3).map("/".join), st.sampled_from(WHATS), SEGMENT)
 def test_an_environments_name_may_hold_slashes(environment, what, segment):
     """As those of a hub do: the name ends where what is counted of it begins, also where that holds slashes."""
@@ -136,14 +137,14 @@ def test_an_environments_name_may_hold_slashes(environment, what, segment):
     assert parts(f"eval/{environment}/mean") == ("eval", environment, "mean")
 
 
-@pytest.mark.parametrize("name", ["", "env", "env/a", "env/a/b/other", "env//reward", "reward", "Train/loss"])
+@for_each("name", ["", "env", "env/a", "env/a/b/other", "env//reward", "reward", "Train/loss"])
 def test_other_names_are_not_standard(name):
     assert standard(name) is None
 
 
 def test_the_page_has_the_table():
     rows = re.findall(
-        r"^\| `([^`]+)` \| (.+) \|$",
+        r"^\| `([^`]+)` \| (.+) \| (sum|mean|max|min|word) \|$",
         PAGE.read_text().partition("## Names\n")[2].partition("### ")[0],
         flags=re.MULTILINE,
     )
@@ -163,3 +164,29 @@ def test_names_elsewhere_are_of_names_here():
             first = name if not name.startswith("/") else first
             full = name if not name.startswith("/") else re.sub(r"/(mean|min)$", "", first) + name
             assert standard(re.sub(r"<[^>]+>", "x", full)) is not None, full
+
+
+def test_a_name_says_how_its_numbers_become_one():
+    expected = {
+        "sum": "loss:sum my:max:sum env/a/failed env/a/truncated/max filter/ratio_max time/step my/tokens_sum",
+        "mean": "size:mean env/a/reward env/a/reward/std env/a/info/max sampler/version my/number upload/sent",
+        "max": "ratio:max env/a/tokens/max sampler/lag/max train/ratio/max train/own_max my/ratio_max",
+        "min": "ratio:min env/a/tokens/min sampler/mismatch/ratio_min train/advantage/min my/min",
+    }
+    found = {how: " ".join(name for name in names.split() if reduction(name) == how) for how, names in expected.items()}
+    assert found == expected
+
+
+@examples(30)
+@given(st.lists(st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_parts_of_a_batch_make_its_whole(parts):
+    """However a batch is cut: micro-batches, ranks, chunks on a service."""
+
+    def of(values):
+        return {"a:sum": sum(values), "a:mean": sum(values) / len(values), "a:max": max(values), "a:min": min(values)}
+
+    whole: dict[str, float] = {}
+    for part in parts:
+        add(whole, of(part), len(part))
+    flat = [value for part in parts for value in part]
+    assert averaged(whole, len(flat)) == pytest.approx(of(flat))

@@ -10,12 +10,12 @@ import urllib.parse
 import pytest
 
 from rlkit import Sample
-from rlkit._keys import secret_name
-from rlkit._secrets import redact
+from rlkit._secrets import redact, secret_name
 from rlkit.report import write
-from rlkit.report.packing import unpacked
+from rlkit.report.episodes import unpacked
 from rlkit.tracking import Jsonl, Several, masked
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
+from tests.each import for_each
 
 CANARY = "canary+7f3a/91c2=e5d8"
 FORMS = [
@@ -30,7 +30,7 @@ def _canary(monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_API_KEY", CANARY)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         *(
@@ -62,7 +62,7 @@ def test_names_of_secrets(name):
     assert masked({"deep": [{name: ["a", "b"]}]}) == {"deep": [{name: "***"}]}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         *("max_tokens", "tokens", "tokenizer", "eos_token", "pad_token", "sort_key", "key", "monkey", "learning_rate"),
@@ -74,7 +74,7 @@ def test_names_of_other_things(name):
     assert masked({name: "value"}) == {name: "value"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         *("tml-abcdefghijklmnop", "sk-proj-abcdefghijklmnopqrst", "hf_abcdefghijklmnopqrstuvwx"),
@@ -90,9 +90,7 @@ def test_keys_of_well_known_services_are_seen_anywhere(text):
     assert hidden.startswith("before ")
 
 
-@pytest.mark.parametrize(
-    "text", ["plain text", "loss 0.5", "https://example.org/a:b", "a sk-8 skate", "task-force", ""]
-)
+@for_each("text", ["plain text", "loss 0.5", "https://example.org/a:b", "a sk-8 skate", "task-force", ""])
 def test_other_texts_stay(text):
     assert redact(text) == text
 

@@ -11,6 +11,7 @@ import pytest
 from rlkit import ConfigError, Sample, UnknownNameError
 from rlkit.tracking import Jsonl, Several, Tracker, for_run, read_metrics, registry
 from rlkit.trajectory import Group, Trajectory, Turn
+from tests.each import for_each
 
 
 class Kept:
@@ -103,7 +104,7 @@ def test_a_tracker_that_fails_is_counted_and_said_once(caplog):
         several.log_trajectories([GROUP], 5)
     assert several.metrics == {"tracking/Broken/failed": 7.0}
     assert [record.message for record in caplog.records] == [
-        "tracker Broken failed: OSError: no space left; the run goes on, and this is not said again"
+        "tracker Broken failed: OSError: no space left; the run continues, and this warning is shown once"
     ]
     assert len(kept.calls) == 7
 
@@ -168,7 +169,7 @@ def test_rewind_reaches_those_that_can(tmp_path):
     assert several.metrics == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "says"),
     [
         (([],), "trackers: is empty"),

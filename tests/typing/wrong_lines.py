@@ -6,6 +6,7 @@ from __future__ import annotations
 import rlkit
 from rlkit import advantages, corrections, filters, losses, metrics, rewards, schedules
 from rlkit.advantages import gae, grpo
+from rlkit.backends.local import LocalBackend
 
 policy = rlkit.connect("toy")
 sampler = policy.sampler().result()
@@ -64,6 +65,9 @@ rlkit.SamplingParams(temperature="hot")  # wrong
 rlkit.SamplingParams().replace(max_tokens=3)  # wrong
 rlkit.connect("local", model=3)["weights"]  # wrong
 rlkit.connect("local", model="m").tokenizer.pad_id  # wrong
+LocalBackend(model="m", prefix_mb="much")  # wrong
+LocalBackend(modle="m")  # wrong
+LocalBackend.check_options(merge="always")  # wrong
 rlkit.connect("tinker", model="m").service  # wrong
 rlkit.connect(name="toy", backend="local").step()  # wrong
 sampler.logprobs(prompt).mean()  # wrong

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Unpack
 
 import attrs
 
-from rlkit._drawn import DRAWN_WITH
 from rlkit.backends import saves
-from rlkit.backends.checking import Start
-from rlkit.backends.engine import LiveEngine, SamplingEngine
-from rlkit.backends.inprocess import InProcessBackend
-from rlkit.backends.live import SuccessiveSampler
-from rlkit.backends.local.adapted import load_adapted, start_ranks
+from rlkit.backends.checking import output
+from rlkit.backends.engine import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
+from rlkit.backends.inprocess import InProcessBackend, Mark
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
@@ -27,75 +25,161 @@ from rlkit.backends.local.checkpoint import (
     write_adapter,
     write_optimizer,
 )
-from rlkit.backends.local.checks import check_options, checked_sampler
-from rlkit.backends.local.distributed.settings import Processes, processes_of, serves
-from rlkit.backends.local.model.base import COPIED_UNDER
-from rlkit.backends.local.model.defaults import default_max_rows, micro_batch_tokens_for
-from rlkit.backends.local.model.hub import located
-from rlkit.backends.local.model.lora import adapter_seed
+from rlkit.backends.local.checks import ResolvedOptions, check_options, check_sampler, read_processes, resolve_local
+from rlkit.backends.local.model.base import COPIED_UNDER, Base, load_base
+from rlkit.backends.local.model.lora import adapter_seed, decide_head, describe_lora, with_adapter
+from rlkit.backends.local.model.memory import default_max_rows, micro_batch_tokens_for
+from rlkit.backends.local.model.probe import warn_untried
+from rlkit.backends.local.products.lora_linear import adapter_of
 from rlkit.backends.local.sampling.decoders import decoder_for
-from rlkit.backends.local.sampling.live import LiveLocalSampler
-from rlkit.backends.local.sampling.sampler import LocalSampler
+from rlkit.backends.local.sampling.sampler import LiveLocalSampler, LocalSampler, Snapshot, take_snapshot
 from rlkit.backends.local.sampling.scheduler import Scheduler
-from rlkit.backends.local.sampling.snapshots import Snapshot, take_snapshot
-from rlkit.backends.local.served import served_by
-from rlkit.backends.local.training.forward import training_forward
+from rlkit.backends.local.training.forward import OwnLogprobs, loud, training_forward
 from rlkit.backends.local.training.trainer import LocalTrainer
-from rlkit.backends.outputs import output
+from rlkit.backends.options import LocalKwargs, LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
 from rlkit.backends.queue import Job
 from rlkit.backends.sampling import SeedStream
-from rlkit.backends.vllm.settings import Vllm
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
-from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+from rlkit.losses.prepare import PreparedLoss
+from rlkit.types import DRAWN_WITH, Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from rlkit.backends.local.distributed.ranks import Ranks
     from rlkit.backends.local.distributed.sharding import ShardedWeights
 
 __all__ = ["LocalBackend"]
 
 _log = logging.getLogger(__name__)
 
-_SNAPSHOTS = 4  # policy, reference and teacher, say, whose weights and prefixes stay while they take turns;
-_COPIES = 4 * 10**9  # of merged ones as many as fit into so many bytes
+_SNAPSHOTS = 4  # policy, reference and teacher, say, whose weights and prefixes stay while they take turns
+
+
+@attrs.frozen(eq=False)
+class LoadedPolicy:
+    """A model with its adapter, and what trains and samples it in this process.
+
+    Attributes:
+        base: the model.
+        peft: the peft model.
+        lora: the shape of its adapter.
+        trainer: computes its gradient.
+        scheduler: decodes its samples.
+        seeds: of requests that bring none.
+        version: optimizer steps that the saved state had taken.
+        options: with what was decided where the user gave none.
+        bare: the snapshot without an adapter.
+    """
+
+    base: Base
+    peft: PeftModel
+    lora: Lora
+    trainer: LocalTrainer
+    scheduler: Scheduler
+    seeds: SeedStream
+    version: int
+    options: LocalOptions
+    bare: Snapshot = attrs.field(factory=lambda: Snapshot(0, 0.0, {}))
+
+    @property
+    def trained(self) -> TrainedPolicy:
+        """Return the description of the policy that a sampling engine needs."""
+        names, head = adapter_of(self.peft), self.base.model.get_output_embeddings()
+
+        @contextlib.contextmanager
+        def trial(strength: float) -> Iterator[LoraAdapter]:
+            with loud(self.trainer, self.lora, strength):
+                yield trained_adapter(self.peft)
+
+        return TrainedPolicy(
+            model=self.base.path,
+            dtype=str(self.options.dtype),
+            device=str(self.base.device),
+            lora=self.lora,
+            modules=list({name.rpartition(".")[2] for name in names}),
+            head=any(self.base.model.get_submodule(name) is head for name in names),
+            tokenizer=self.base.tokenizer,
+            max_length=self.base.max_length,
+            seeds=self.seeds,
+            logprobs=OwnLogprobs(self.trainer),
+            trial=trial,
+        )
+
+    def snapshot(self, version: int) -> Snapshot:
+        """Return a snapshot of the policy as it is; called in the trainer's thread."""
+        return take_snapshot(self.peft, version, self.lora.alpha / self.lora.rank)
+
+
+def load_policy(resolved: ResolvedOptions[LocalOptions], weights: ShardedWeights | None) -> LoadedPolicy:
+    """Load the model, add the adapter, fresh or saved, and choose how both are computed.
+
+    Args:
+        resolved: the options.
+        weights: where the base's weights go, where ranks share them out.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or an option does not fit it.
+        CheckpointError: the saved state is damaged, or another model's.
+    """
+    options, dtype, saved = resolved.options, resolved.dtype, resolved.saved
+    base = load_base(resolved.model, dtype, resolved.device, weights)
+    warn_untried(base.device)
+    lora = decide_head(resolved.lora, base)
+    peft = with_adapter(base, lora, adapter_seed(lora, resolved.entropy), fresh=saved is None)
+    tokens = int(options.micro_batch_tokens or micro_batch_tokens_for(base))
+    folder = None if options.offload_folder is None else Path(options.offload_folder)
+    forward = training_forward(peft, base, lora.alpha / lora.rank, tokens, folder)
+    trainer = LocalTrainer(peft, base.device, tokens, forward)
+    how = "rlkit's own forward" if base.llama else "the library's modules"
+    _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, tokens)
+    # In bfloat16 a merge would lose what a small step changed: half of it at a learning rate of 1e-5.
+    small = base.nbytes < COPIED_UNDER and dtype == "float32"
+    merge, copies = small if options.merge == "auto" else bool(options.merge), int(options.merged_copies or 1)
+    decided = attrs.evolve(options, lora=lora, merge=merge, merged_copies=copies, micro_batch_tokens=tokens)
+    seeds, version = _restore(resolved, trainer)
+    return LoadedPolicy(
+        base=base,
+        peft=peft,
+        lora=lora,
+        trainer=trainer,
+        scheduler=_make_scheduler(base, decided, whole=weights is None),
+        seeds=seeds,
+        version=version,
+        options=decided,
+    )
+
+
+def _make_scheduler(base: Base, options: LocalOptions, *, whole: bool) -> Scheduler:
+    merge, copies = bool(options.merge) and whole, options.merged_copies or 1
+    graphs = options.cuda_graphs is not False and whole
+    decoder = partial(decoder_for, base, merge, options.prefix_mb * 10**6, graphs, beside=[])
+    rows = options.max_rows or default_max_rows(base.device)
+    return Scheduler(decoder, rows, max(_SNAPSHOTS, copies), copies if merge else None)
+
+
+def _restore(resolved: ResolvedOptions[LocalOptions], trainer: LocalTrainer) -> tuple[SeedStream, int]:
+    """Put the saved state into the trainer; return the stream of seeds and the version that it had."""
+    if resolved.saved is None:
+        return SeedStream(resolved.entropy), 0
+    folder, state = resolved.saved
+    with saves.restoring(folder):
+        read_adapter(folder, trainer.parameters)
+        if not resolved.resumes:
+            return SeedStream(resolved.entropy), 0
+        read_optimizer(folder, trainer.parameters, trainer.optimizer)
+        try:
+            return SeedStream(int(state["seed"]), int(state["requests"])), int(state["version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error
 
 
 class LocalBackend(InProcessBackend):
-    """A LoRA on a causal language model, trained and sampled in this process, and in others beside it.
+    """A LoRA on a causal language model, trained and sampled in this process, and in others if it is told to.
 
-    Args:
-        model: "smollm2-135m-instruct", a directory, or a hub id; None is the one that a saved path was trained on.
-        lora: the adapter; None is ``Lora()``, or the saved one's shape with ``resume_from`` or ``init_from``.
-        seed: for adapter initialisation and sampling; None for a fresh one.
-        folder: where ``save`` writes, ``rlkit-saves`` by default.
-        resume_from: a saved path: weights, optimizer, version and the stream of sampling seeds.
-        init_from: a saved path: weights only.
-        dtype: of the base, "float32" or "bfloat16"; the adapter and the logprobs are float32. None is that of the run
-            with ``resume_from``, else "bfloat16" on a GPU of CUDA and "float32" elsewhere.
-        device: "cpu", "cuda", ...; None is "cuda" where there is one.
-        merge: sample with the adapter merged into a copy of its modules (True), added to their outputs (False), or
-            merged for float32 models under 2 GB ("auto"). Merging into bfloat16 loses most of a small step.
-        micro_batch_tokens: tokens computed at once in training; a datum of more is computed in parts. None is that of
-            the run with ``resume_from``, else 1,024 on a CPU, and what 40 % of the free memory hold on a GPU, 16,384
-            at most.
-        offload_folder: an existing one, where datums of more than eight times as many tokens keep what goes into each
-            layer, or keys and values, while they are computed on a CPU, in a file without a name; None keeps it in
-            memory.
-        max_rows: completions of one snapshot decoded at once at most; None is 256 on a GPU of CUDA and 64 elsewhere.
-        prefix_mb: megabytes at most of the keys and values of earlier prompts and completions, from which prompts that
-            begin like them are continued, as the turns of an episode do; 0 for none.
-        cuda_graphs: on an NVIDIA GPU, launch decoding steps as recorded graphs; keys and values then keep their memory
-            between requests. None is True there.
-        sampler: what samples instead of this process, closed with the backend: "vllm", which starts a server in an
-            environment of its own (``rlkit.backends.vllm.Vllm`` says which), the URL of one that runs, several, or an
-            engine of yours. merge, max_rows, prefix_mb and cuda_graphs are of this process's sampling, and are refused
-            beside it.
-        processes: how many train and sample together, this one included, each with the model; ``Processes`` has more
-            options. None is as many as torchrun started, else 1. In those that torchrun started beside the first,
-            this call serves the first one, and ends the program with it.
-        shard: have each of ``processes`` hold a part of the base's weights, and gather a layer while it is used, for
-            those that do not fit. Samples are then decoded unmerged and without graphs.
+    Its options are those of ``rlkit.backends.options.LocalOptions``.
 
     Raises:
         ConfigError: an option is out of range or contradicts a saved state, or the model cannot be loaded.
@@ -103,135 +187,74 @@ class LocalBackend(InProcessBackend):
         BackendError: one of ``processes`` did not start.
     """
 
-    _weights: ShardedWeights | None = None
+    _ranks: Ranks | None = None
     check_options = staticmethod(check_options)
 
-    def __init__(
-        self,
-        *,
-        model: str | None = None,
-        lora: Lora | None = None,
-        seed: int | None = None,
-        folder: str | Path | None = None,
-        resume_from: str | None = None,
-        init_from: str | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        merge: bool | Literal["auto"] = "auto",
-        micro_batch_tokens: int | None = None,
-        offload_folder: str | Path | None = None,
-        max_rows: int | None = None,
-        prefix_mb: int = 512,
-        cuda_graphs: bool | None = None,
-        sampler: SamplingEngine | Vllm | str | Sequence[str] | None = None,
-        processes: int | Processes | None = None,
-        shard: bool = False,
-    ) -> None:
-        several = processes_of(processes)
-        if serves(several):
-            from rlkit.backends.local.serve import serve_torchrun
-
-            serve_torchrun(several)
-        checked = check_options(
-            model=model,
-            lora=lora,
-            seed=seed,
-            folder=folder,
-            resume_from=resume_from,
-            init_from=init_from,
-            dtype=dtype,
-            device=device,
-            merge=merge,
-            micro_batch_tokens=micro_batch_tokens,
-            offload_folder=offload_folder,
-            max_rows=max_rows,
-            prefix_mb=prefix_mb,
-            cuda_graphs=cuda_graphs,
-            sampler=sampler,
-            processes=processes,
-            shard=shard,
-        )
-        model, lora, entropy = checked.model, checked.lora, checked.entropy
-        saved, resumed, rows_in, vllm = checked.saved, checked.resumed, checked.rows_in, checked.vllm
-        dtype, place = checked.dtype, checked.device
-        options: dict[str, object] = {"model": located(model), "dtype": dtype, "cuda_graphs": cuda_graphs}
-        options |= {"max_rows": max_rows, "prefix_mb": prefix_mb, "offload_folder": rows_in and str(rows_in)}
-        shared = {**options, "shard": True, "merge": False, "micro_batch_tokens": micro_batch_tokens}
-        self._lora = lora
-        self._ranks = start_ranks(several, shared, lora, place, device) if shard else None  # these load together
-        self._weights = self._weights if self._ranks is None else self._ranks.weights
-        self.base, self._peft = load_adapted(
-            (model, dtype, place), lora, adapter_seed(lora, entropy), self._weights, self._ranks, fresh=saved is None
-        )
-        base = self.base
-        micro_batch_tokens = int(
-            micro_batch_tokens or resumed.get("micro_batch_tokens") or micro_batch_tokens_for(base)
-        )
-        forward = training_forward(self._peft, base, lora.alpha / lora.rank, micro_batch_tokens, rows_in)
-        self._trainer = LocalTrainer(self._peft, base.device, micro_batch_tokens, forward)
-        how = "rlkit's own forward" if base.llama else "the library's modules"
-        _log.info("training on %s in %s: %s, %d tokens at once", base.device, dtype, how, micro_batch_tokens)
-        self._seeds = SeedStream(entropy)
-        # In bfloat16 a merge would lose what a small step changed: half of it at a learning rate of 1e-5.
-        small = base.nbytes < COPIED_UNDER and dtype == "float32"
-        self._merge = bool(resumed.get("merge", small)) if merge == "auto" else merge
-        computing = {"merge": self._merge, "micro_batch_tokens": micro_batch_tokens}
-        self._settings = {"model": located(model), "dtype": dtype, **computing}
-        self._empty = Snapshot(0, 0.0, {})
+    @takes(LocalOptions)
+    def __init__(self, **options: Unpack[LocalKwargs]) -> None:
+        asked = LocalOptions(**options)
+        processes = read_processes(asked)
+        if processes is not None:
+            processes.serve()
+        resolved = resolve_local(asked)
+        if processes is not None and asked.shard:  # these load together
+            shared = attrs.evolve(resolved.options, merge=False)
+            self._ranks = processes.open(shared.for_ranks(), resolved.device, asked.device)
+        try:
+            policy = load_policy(resolved, None if self._ranks is None else self._ranks.weights)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.close()
+            raise
+        self._policy, self.base, self._seeds = policy, policy.base, policy.seeds
+        self._trainer, self._scheduler = policy.trainer, policy.scheduler
+        self._settings = {"model": resolved.model, **policy.options.kept()}
         self._latest: weakref.ref[Snapshot] | None = None
-        version = 0
-        if saved is not None:
-            with saves.restoring(saved[0]):
-                version = self._load(*saved, optimizer=checked.start.resumes)
-        self._scheduler = self._scheduler_of(max_rows or default_max_rows(place), prefix_mb, cuda_graphs is not False)
-        self._engine = None if vllm is not None else cast("SamplingEngine | None", sampler)
+        self._engine: SamplingEngine | None = None
         super().__init__(
             "local",
-            tokenizer=base.tokenizer,
-            max_length=base.max_length,
-            folder=folder,
-            version=version,
-            background=self._scheduler,
+            tokenizer=self.base.tokenizer,
+            max_length=self.base.max_length,
+            folder=asked.folder,
+            version=policy.version,
+            background=policy.scheduler,
         )
-        self._scheduler.wake = self._worker.wake
-        self.about = f"{Path(model).name if Path(model).exists() else model}, LoRA r={lora.rank}"
-        self._submit = self._scheduler.submit
-        self._begin_others(several, vllm, {**options, **self._settings}, device, checked.start)
-
-    def _scheduler_of(self, max_rows: int, prefix_mb: int, cuda_graphs: bool) -> Scheduler:
-        base, whole = self.base, self._weights is None
-        merge = self._merge and whole
-        decoder = partial(decoder_for, base, merge, prefix_mb * 10**6, cuda_graphs and whole, beside=[])
-        return Scheduler(decoder, max_rows, min(_SNAPSHOTS, max(1, _COPIES // base.nbytes)) if merge else _SNAPSHOTS)
-
-    def _begin_others(
-        self, several: Processes | None, vllm: Vllm | None, options: dict[str, object], device: str | None, start: Start
-    ) -> None:
-        """Begin what runs beside this process: the other ranks, and servers that sample."""
-        base, lora, trainer = self.base, self._lora, self._trainer
+        policy.scheduler.wake = self._worker.wake
+        name = Path(resolved.model)
+        self.about = f"{name.name if name.exists() else resolved.model}, {describe_lora(policy.lora)}"
+        self._submit = policy.scheduler.submit
         try:
-            if several is not None:
-                self._ranks = self._ranks or start_ranks(several, options, lora, base.device, device)
-                self._ranks.begin(trainer, self._scheduler, self._empty, optimizer=start.resumes)
-                self._submit = self._ranks.submit
-            if vllm is not None:
-                self._engine = served_by(vllm, base, str(options["dtype"]), lora, self._peft, trainer, self._seeds)
+            self._begin_others(resolved)
         except BaseException:
             self.close()
             raise
 
-    def capabilities(self) -> Mapping[str, Any]:
-        """Return what holds for this model on this machine.
+    def _begin_others(self, resolved: ResolvedOptions[LocalOptions]) -> None:
+        """Begin the other ranks, and servers that sample."""
+        policy, engine = self._policy, resolved.engine
+        if resolved.processes is not None:
+            if self._ranks is None:
+                given = resolved.options.device
+                self._ranks = resolved.processes.open(policy.options.for_ranks(), self.base.device, given)
+            self._ranks.begin(policy.trainer, policy.scheduler, policy.bare, optimizer=resolved.resumes)
+            self._submit = self._ranks.submit
+        if isinstance(engine, SamplingEngine):
+            self._engine = engine
+        elif engine is not None:
+            self._engine = engine.open(policy.trained)
+
+    def capabilities(self) -> Mapping[str, object]:
+        """Return the abilities of this model on this machine.
 
         Returns:
             "models": {its name: its longest context}. "batch_invariant": whether a sample is the same to the bit
-            whatever is decoded beside it, with this processor and number of threads: never with experts, nor where
+            whatever is decoded with it, with this processor and number of threads: never with experts, nor where
             the library's own cache or ``sampler=`` decodes; for others it is tried now, on a few tokens.
-            "sampling_options": those of ``SamplingParams``; not with ``sampler=``, whose engine decides.
+            "sampling_options": those of ``SamplingParams``; not with ``sampler=``, where the engine decides.
         """
         invariant = (
             self._engine is None
-            and self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._empty)).result()
+            and self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
         )
         offers = {} if self._engine is not None else {"sampling_options": (*DRAWN_WITH, "stop")}
         return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant, **offers}
@@ -240,12 +263,12 @@ class LocalBackend(InProcessBackend):
         """Finish what was submitted, and free the model and the sampling engine. May be called twice."""
         super().close()
         if not self._worker.forked:  # they are those of the process that opened it
-            for beside in (self._weights, self._ranks, self._engine):
+            for beside in (self._ranks, self._engine):
                 if beside is not None:
                     beside.close()
 
     def _run(
-        self, data: Sequence[Datum], loss: Any, want: Sequence[str], *, backward: bool
+        self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
         trainer = self._ranks or self._trainer
         outputs, parts = yield from trainer.run(data, loss, want, backward=backward)
@@ -253,11 +276,17 @@ class LocalBackend(InProcessBackend):
         return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
     def _optimize(self, params: Adam) -> Job[Mapping[str, float]]:
-        self._check_ranks()  # behind a rank that was lost no gradient is accumulated, which is not what is to be said
+        self._check_ranks()  # once a rank is lost no gradient is accumulated, but that is not the error to raise
         return super()._optimize(params)
 
     def _step(self, params: Adam) -> Mapping[str, float]:
         return (self._ranks or self._trainer).step(params)
+
+    def _facts(self) -> dict[str, object]:
+        return {**self._settings, "device": str(self.base.device), "lora": self._policy.lora, **super()._facts()}
+
+    def _mark(self) -> Mark | None:
+        return super()._mark() if self._ranks is None else None  # other processes may have begun: that cannot be undone
 
     def _drop(self) -> None:
         (self._ranks or self._trainer).clear()
@@ -267,16 +296,16 @@ class LocalBackend(InProcessBackend):
         if self._engine is not None:
             engine_sampler = self._engine.sampler(self.version)
             if engine_sampler is None:
-                self._engine.load_adapter(trained_adapter(self._peft), self.version)
+                self._engine.load_adapter(trained_adapter(self._policy.peft), self.version)
                 engine_sampler = self._engine.sampler(self.version)
-            return checked_sampler(f"sampler({self.version})", engine_sampler)
+            return check_sampler(f"sampler({self.version})", engine_sampler)
         return LocalSampler(self, self._newest(), self._seeds, self._submit)
 
     def _newest(self) -> Snapshot:
         """Return a snapshot of the policy as it is: one for each step, which the samplers in between share."""
         snapshot = self._latest() if self._latest is not None else None
         if snapshot is None or snapshot.version != self.version:
-            snapshot = take_snapshot(self._peft, self.version, self._lora.alpha / self._lora.rank)
+            snapshot = self._policy.snapshot(self.version)
             self._latest = weakref.ref(snapshot)
             if self._ranks is not None:
                 self._ranks.take(snapshot)
@@ -299,17 +328,17 @@ class LocalBackend(InProcessBackend):
 
     def _base(self) -> Sampler:
         if self._engine is not None:
-            return checked_sampler("base_sampler()", self._engine.base_sampler())
-        return LocalSampler(self, self._empty, self._seeds, self._submit)
+            return check_sampler("base_sampler()", self._engine.base_sampler())
+        return LocalSampler(self, self._policy.bare, self._seeds, self._submit)
 
     def _check_ranks(self) -> None:
         if self._ranks is not None:
             self._ranks.check()
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
-        """Open a sampler of a saved state; beside the base it costs the adapter. See ``SavedSamplers``."""
+        """Open a sampler of a saved state, which costs the memory of the adapter alone. See ``SavedSamplers``."""
         if self._engine is not None:
-            raise UnsupportedError("saved_sampler: this backend samples with sampler=; open one with rlkit.sampler")
+            raise UnsupportedError("saved_sampler: this backend samples with sampler=; use rlkit.sampler for a save")
 
         def job() -> LocalSampler:
             folder, state = saves.read(path, backend="local")
@@ -321,25 +350,14 @@ class LocalBackend(InProcessBackend):
 
         return self._queue.submit("saved_sampler", job)
 
-    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, Any]:
-        write_adapter(folder, self._peft)
+    def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
+        write_adapter(folder, self._policy.peft)
         if optimizer:
             write_optimizer(folder, self._trainer.parameters, self._trainer.optimizer)
         seeds = {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
         return {
-            "lora": attrs.asdict(self._lora),
+            "lora": attrs.asdict(self._policy.lora),
             "optimizer": "adamw-fused" if optimizer else None,
             **seeds,
             **self._settings,
         }
-
-    def _load(self, folder: Path, state: Mapping[str, Any], *, optimizer: bool) -> int:
-        read_adapter(folder, self._trainer.parameters)
-        if not optimizer:
-            return 0
-        read_optimizer(folder, self._trainer.parameters, self._trainer.optimizer)
-        try:
-            self._seeds = SeedStream(int(state["seed"]), int(state["requests"]))
-            return int(state["version"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder}: its state lacks the version or the sampling seeds: {error}") from error

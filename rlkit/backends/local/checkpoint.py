@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -12,6 +12,9 @@ import torch
 from rlkit.backends.engine import ADAPTER, LoraAdapter
 from rlkit.errors import CheckpointError, ConfigError
 from rlkit.types import Lora
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 __all__ = [
     "ADAPTER",
@@ -34,17 +37,17 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError where one is not finite: such a state is never saved."""
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"save: {name} is not finite; nothing was saved, and earlier saves are as they were")
+            raise CheckpointError(f"save: {name} is not finite; nothing was saved, and earlier saves are unchanged")
 
 
-def write_adapter(folder: Path, model: Any) -> None:
-    """``adapter_model.safetensors`` and ``adapter_config.json``, as ``PeftModel.from_pretrained`` reads them."""
+def write_adapter(folder: Path, model: PeftModel) -> None:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as ``PeftModel.from_pretrained`` reads them."""
     adapter = trained_adapter(model)
     check_finite(adapter.tensors)
     adapter.save(folder)
 
 
-def trained_adapter(model: Any) -> LoraAdapter:
+def trained_adapter(model: PeftModel) -> LoraAdapter:
     """Return a copy of a peft model's adapter as it is."""
     tensors = {
         name.replace(".default.", "."): p.detach().to("cpu", copy=True).contiguous()
@@ -68,7 +71,7 @@ def read_adapter(folder: Path, parameters: Mapping[str, torch.nn.Parameter]) -> 
     names = {name: name.replace(".default.", ".") for name in parameters}
     if set(names.values()) != tensors.keys():
         odd = min(set(names.values()) ^ tensors.keys())
-        raise CheckpointError(f"{folder} holds the adapter of another model or other modules; they differ at {odd!r}")
+        raise CheckpointError(f"{folder} holds an adapter for another model or other modules; {odd!r} differs")
     for name, parameter in parameters.items():
         _copy(parameter.data, tensors[names[name]], f"{folder}: {name}")
 
@@ -84,7 +87,7 @@ def adapter_in(
     from safetensors.torch import load_file
 
     tensors = load_file(folder / ADAPTER, device=str(device))
-    modules: dict[str, Any] = dict(model.named_modules())
+    modules: dict[str, torch.nn.Module] = dict(model.named_modules())
     adapter = {}
     for key in tensors:
         name, _, part = key.removeprefix(_IN_PEFT).partition(".lora_")
@@ -92,9 +95,7 @@ def adapter_in(
             continue
         module, halves = modules.get(name), (f"{_IN_PEFT}{name}.lora_A.weight", f"{_IN_PEFT}{name}.lora_B.weight")
         if not part or module is None or not all(half in tensors for half in halves):
-            raise CheckpointError(
-                f"{folder} holds the adapter of another model or other modules; they differ at {key!r}"
-            )
+            raise CheckpointError(f"{folder} holds an adapter for another model or other modules; {key!r} differs")
         a, b = (tensors[half] for half in halves)
         sizes = sorted(module.weight.shape)  # some libraries' modules keep [in, out]
         if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or sorted((a.shape[1], len(b))) != sizes:
@@ -110,7 +111,7 @@ def adapter_in(
 def write_optimizer(
     folder: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """AdamW's moments and step count for each parameter; nothing before the first step."""
+    """Write AdamW's moments and step count for each parameter; nothing before the first step."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -154,7 +155,9 @@ def lora_of(state: Mapping[str, Any], lora: Lora | None) -> Lora:
         fields = dict(state["lora"])
         saved = Lora(**{**fields, "target_modules": fields["target_modules"] and tuple(fields["target_modules"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the saved state does not say its LoRA: {error}") from error
+        raise CheckpointError(f"the saved state has no valid LoRA settings: {error}") from error
+    if lora is not None and lora.train_unembed is None:
+        lora = attrs.evolve(lora, train_unembed=saved.train_unembed)
     if lora is not None and attrs.evolve(lora, seed=None) != attrs.evolve(saved, seed=None):
         raise ConfigError(f"lora={lora} contradicts the saved adapter, which is {saved}; leave lora out")
     return saved

@@ -1,155 +1,162 @@
-"""The checks of ``LocalBackend``'s options, before any work."""
+"""What the options of the local backend come to, before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
 
 import attrs
 
 from rlkit import _check
 from rlkit.backends import saves
-from rlkit.backends.checking import Start
-from rlkit.backends.engine import SamplingEngine
+from rlkit.backends.early import device_of, no_model
+from rlkit.backends.engine import OpensEngine, SamplingEngine
 from rlkit.backends.local.checkpoint import lora_of
-from rlkit.backends.local.distributed.settings import Processes, processes_of
-from rlkit.backends.local.model.base import check_dtype
-from rlkit.backends.local.model.defaults import default_dtype
-from rlkit.backends.local.model.device import device_of
-from rlkit.backends.local.training.rows import existing_folder
+from rlkit.backends.local.model.hub import announces_tied, located
+from rlkit.backends.local.model.memory import default_dtype
+from rlkit.backends.options import LocalKwargs, LocalOptions, ModelOptions, takes
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import entropy_of
-from rlkit.backends.vllm.settings import Vllm, check_served, vllm_of
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checked", "check_options", "checked_sampler"]
+    from rlkit.backends.local.distributed.settings import Processes
+
+__all__ = ["ResolvedOptions", "check_options", "check_sampler", "read_processes", "resolve_local", "resolve_model"]
+
+AnyOptions = TypeVar("AnyOptions", bound=ModelOptions)
+
+_OWN_SAMPLING = ("merge", "merged_copies", "max_rows", "prefix_mb", "cuda_graphs")
 
 
-@attrs.frozen(eq=False)
-class Checked:
-    """What the options of ``LocalBackend`` come to, before anything is loaded.
+@attrs.frozen(eq=False, kw_only=True)
+class ResolvedOptions(Generic[AnyOptions]):
+    """The options as resolved before anything is loaded.
 
     Attributes:
-        start: the saved state that it starts from.
-        saved: its folder and what stands in it; None: it starts from anew.
-        resumed: what stands in it, of a run that is resumed.
-        model, lora: what is asked for, or what was saved.
+        options: with what is known of the next three, and what a resumed run keeps.
+        model, lora, dtype: what is asked for, or what was saved.
+        device: where the base is computed.
         entropy: ``seed``, or a fresh one.
-        dtype, device: in which the base is computed, and where.
-        rows_in: ``offload_folder``.
-        vllm: what samples, where vLLM does.
+        saved: the folder of the saved state and what is in it; None: it starts anew.
+        resumes: with the optimizer, too.
+        engine: what samples instead of this process, or the settings that open it.
+        processes: that train and sample together; None: this one alone.
     """
 
-    start: Start
-    saved: tuple[Path, dict[str, Any]] | None
-    resumed: Mapping[str, Any]
+    options: AnyOptions
     model: str
     lora: Lora
-    entropy: int
     dtype: str
     device: torch.device
-    rows_in: Path | None
-    vllm: Vllm | None
+    entropy: int
+    saved: tuple[Path, dict[str, Any]] | None
+    resumes: bool
+    engine: OpensEngine | SamplingEngine | None = None
+    processes: Processes | None = None
 
 
-def check_options(
-    *,
-    model: str | None = None,
-    lora: Lora | None = None,
-    seed: int | None = None,
-    folder: str | Path | None = None,
-    resume_from: str | None = None,
-    init_from: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    merge: bool | Literal["auto"] = "auto",
-    micro_batch_tokens: int | None = None,
-    offload_folder: str | Path | None = None,
-    max_rows: int | None = None,
-    prefix_mb: int = 512,
-    cuda_graphs: bool | None = None,
-    sampler: SamplingEngine | Vllm | str | Sequence[str] | None = None,
-    processes: int | Processes | None = None,
-    shard: bool = False,
-) -> Checked:
-    """Check the options of ``LocalBackend``, which has the same, as far as that needs neither model nor server.
+@takes(LocalOptions)
+def check_options(**options: Unpack[LocalKwargs]) -> ResolvedOptions[LocalOptions]:
+    """Check the options of ``connect("local")``, as far as that needs neither model nor server.
 
     Raises:
         ConfigError, CheckpointError: as ``LocalBackend`` does.
     """
-    start = Start.of("connect", model, lora, folder, resume_from, init_from)
-    _check_computing(merge, micro_batch_tokens, max_rows, prefix_mb, cuda_graphs)
-    rows_in = existing_folder(offload_folder)
-    vllm = _checked_engine(sampler, (merge, max_rows, prefix_mb, cuda_graphs))
-    _check_shard(shard, processes_of(processes), merge, cuda_graphs)
-    saved = saves.read(start.path, backend="local") if start.path is not None else None
-    model = _model_of(model, saved[1] if saved is not None else {})
-    lora = lora_of(saved[1], lora) if saved is not None else lora or Lora()
-    check_served(lora, vllm, sampler)
-    place, resumed = device_of(device), saved[1] if saved is not None and start.resumes else {}
-    if dtype is None:
-        dtype = str(resumed.get("dtype") or default_dtype(place))
-    check_dtype(dtype)
-    return Checked(start, saved, resumed, model, lora, entropy_of(seed), dtype, place, rows_in, vllm)
+    return resolve_local(LocalOptions(**options))
 
 
-def _check_computing(
-    merge: object, micro_batch_tokens: object, max_rows: object, prefix_mb: object, cuda_graphs: object
-) -> None:
-    """Raise ConfigError where one is out of range."""
-    for name, value in (("micro_batch_tokens", micro_batch_tokens), ("max_rows", max_rows)):
-        if value is not None:
-            _check.integer(name, value, low=1)
-    _check.integer("prefix_mb", prefix_mb, low=0)
-    if cuda_graphs is not None:
-        _check.flag("cuda_graphs", cuda_graphs)
-    if merge not in (True, False, "auto") or (isinstance(merge, int) and not isinstance(merge, bool)):
-        raise ConfigError(_check.problem("merge", f"got {_check.shown(merge)}", "True, False or 'auto'"))
+def resolve_local(options: LocalOptions) -> ResolvedOptions[LocalOptions]:
+    """Return what the options come to. See ``check_options``."""
+    engine, processes = _read_engine(options), read_processes(options)
+    _check_shard(options, processes)
+    resolved = resolve_model(options, "local")
+    if isinstance(engine, OpensEngine):
+        lora = resolved.lora
+        untied = lora.train_unembed is None and announces_tied(resolved.model) is False
+        engine.check(attrs.evolve(lora, train_unembed=True) if untied else lora, options.sampler)
+    return attrs.evolve(resolved, engine=engine, processes=processes)
 
 
-def _check_shard(shard: object, processes: Processes | None, merge: object, cuda_graphs: object) -> None:
-    """Raise ConfigError where weights cannot be shared out, or what is asked for beside it needs them whole."""
-    if not _check.flag("shard", shard):
+def resolve_model(options: AnyOptions, backend: str) -> ResolvedOptions[AnyOptions]:
+    """Return what the options that name a model and a saved state come to.
+
+    Args:
+        options: of the user.
+        backend: the name that its saved states have.
+    """
+    start = options.start()
+    saved = saves.read(start.path, backend=backend) if start.path is not None else None
+    state = saved[1] if saved is not None else {}
+    name = state.get("model") if options.model is None else options.model
+    if name is None:
+        raise no_model()
+    lora = lora_of(state, options.lora) if saved is not None else options.lora or Lora()
+    if start.resumes:
+        options = options.resumed(state)
+    place, model = device_of(options.device), located(name)
+    dtype = options.dtype or default_dtype(place)
+    return ResolvedOptions(
+        options=attrs.evolve(options, model=model, lora=lora, dtype=dtype),
+        model=model,
+        lora=lora,
+        dtype=dtype,
+        device=place,
+        entropy=entropy_of(options.seed),
+        saved=saved,
+        resumes=start.resumes,
+    )
+
+
+# The short forms of two options, ``processes=2`` and ``sampler="vllm"``, are turned into objects that are told to open
+# by functions which are found by name: what one process needs imports neither several processes nor vLLM's client.
+
+
+def read_processes(options: LocalOptions) -> Processes | None:
+    """Return what ``processes=`` asks for; None: this process alone."""
+    read = resolve_name("rlkit.backends.local.distributed.settings:read_processes")
+    return cast("Processes | None", read(options.processes))
+
+
+def _read_engine(options: LocalOptions) -> OpensEngine | SamplingEngine | None:
+    """Return what ``sampler=`` asks for, once it is one; options of this process's own sampling do nothing then."""
+    engine = options.sampler
+    if isinstance(engine, (str, list, tuple)):
+        engine = resolve_name("rlkit.backends.vllm.settings:read_sampler")(engine)
+    if engine is None:
+        return None
+    if isinstance(engine, type) or not isinstance(engine, OpensEngine):
+        _check.members("connect(sampler)", engine, SamplingEngine, "or 'vllm', a URL, or several")
+    fields = attrs.fields_dict(LocalOptions)
+    if any(getattr(options, name) != fields[name].default for name in _OWN_SAMPLING):
+        named = f"{', '.join(_OWN_SAMPLING[:-1])} and {_OWN_SAMPLING[-1]}"
+        raise ConfigError(f"connect: {named} have no effect with sampler=; omit them")
+    return cast("OpensEngine | SamplingEngine", engine)
+
+
+def _check_shard(options: LocalOptions, processes: Processes | None) -> None:
+    """Raise ConfigError where weights cannot be shared out, or another option needs them whole."""
+    if not options.shard:
         return
     if processes is None:
         raise ConfigError(
-            "shard", "got True on one process", "several to share the weights", "give processes=2 or more"
+            "shard", "got True with one process", "several, which share the weights", "give processes=2 or more"
         )
-    if merge is True:
+    if options.merge is True:
         raise ConfigError(
-            "merge", "got True with shard=True", "False or 'auto'", "a merged copy is as large as the weights"
+            "merge", "got True with shard=True", "False or 'auto'", "merging needs a full copy of the weights"
         )
-    if cuda_graphs:
+    if options.cuda_graphs:
         raise ConfigError(
-            "cuda_graphs", "got True with shard=True", "None or False", "graphs know the place of weights that stay"
+            "cuda_graphs", "got True with shard=True", "None or False", "a CUDA graph needs weights that stay in place"
         )
 
 
-def _checked_engine(sampler: object, own: tuple[object, ...]) -> Vllm | None:
-    """Return what ``sampler=`` says about vLLM, if it does, after it was checked beside what is of own sampling."""
-    vllm = vllm_of(sampler)
-    if sampler is not None:
-        if vllm is None:
-            _check.members("connect(sampler)", sampler, SamplingEngine, "or 'vllm', a URL, or several")
-        if own != ("auto", None, 512, None):
-            raise ConfigError("connect: merge, max_rows, prefix_mb and cuda_graphs do nothing with sampler=")
-    return vllm
-
-
-def checked_sampler(call: str, sampler: Sampler | None) -> Sampler:
+def check_sampler(call: str, sampler: Sampler | None) -> Sampler:
     """Return what an engine gave, once it has the methods of a sampler."""
     _check.members(f"the sampling engine's {call}", sampler, Sampler, "from a SamplingEngine")
     return cast("Sampler", sampler)
-
-
-def _model_of(model: str | None, state: Mapping[str, Any]) -> str:
-    """Return the model, or the one that a saved state names."""
-    name = state.get("model") if model is None else model
-    if name is None:
-        raise ConfigError("model: give a directory, a hub id, or 'smollm2-135m-instruct'")
-    return cast("str", name)

@@ -1,26 +1,86 @@
-"""A saved adapter merged into its base, as a model directory that needs neither rlkit nor peft."""
+"""A saved policy for other libraries: its adapter in peft's format, or merged into its base."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from rlkit.backends import saves
+from rlkit.backends.early import SMOLLM2
+from rlkit.backends.engine import ADAPTER
 from rlkit.backends.local import LocalBackend
 from rlkit.backends.local.model.forward import merged_weight
+from rlkit.backends.local.model.hub import announces_tied, public_name
 from rlkit.errors import CheckpointError
 
-__all__ = ["save_merged"]
+if TYPE_CHECKING:
+    from rlkit.backends.local.sampling.sampler import LocalSampler
+
+__all__ = ["save_adapter", "save_merged"]
+
+_CONFIG = "adapter_config.json"
+
+
+def save_adapter(path: str, folder: str) -> list[str]:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which peft's ``from_pretrained`` reads.
+
+    The base is named by its hub id where that is known, so that the adapter loads on other machines.
+
+    Args:
+        path: what ``save`` returned.
+        folder: a folder that is not there yet.
+
+    Returns:
+        What others must know to use it, a line each.
+
+    Raises:
+        CheckpointError: ``path`` is not a saved state, or ``folder`` exists or cannot be written.
+    """
+    from safetensors import safe_open
+
+    target = _new_folder("save_adapter", folder)
+    source, state = saves.read(path, backend="local")
+    model = str(state["model"])
+    base = public_name(model)
+    try:
+        config = json.loads((source / _CONFIG).read_text("utf-8"))
+        config["base_model_name_or_path"] = base
+        with safe_open(source / ADAPTER, framework="numpy") as tensors:
+            names = list(tensors.keys())
+        target.mkdir(parents=True)
+        shutil.copyfile(source / ADAPTER, target / ADAPTER)
+        (target / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
+    except OSError as error:
+        raise CheckpointError(f"save_adapter: could not write {target}: {error}") from error
+    notes = []
+    on_head = any(not any(part.isdigit() for part in name.split(".")) for name in names)  # outside of all layers
+    if on_head and announces_tied(model) is not False:
+        notes.append("it has an adapter on a tied output head: merge with --merged; vLLM cannot serve it")
+    if Path(base).is_absolute():
+        notes.append(f"its base is {base}, a folder on this machine: edit base_model_name_or_path to use it on another")
+    elif base != model:
+        note = f"its base is {base}"
+        quantised = ", whose weights differ slightly from the quantised weights used here" if SMOLLM2 in model else ""
+        notes.append(f"{note}{quantised}")
+    return notes
+
+
+def _new_folder(call: str, folder: str) -> Path:
+    if (target := Path(folder)).exists():
+        raise CheckpointError(f"{call}: {target} exists already; name a new folder")
+    return target
 
 
 @torch.no_grad()
 def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
     """Write the base with the saved adapter in its weights, and the tokenizer, to ``folder``.
 
-    A head that the base ties to its embedding gets weights of its own, since the adapter is on the head alone;
+    A head that the base ties to its embedding gets its own weights, since the adapter is on the head alone;
     ``tie_word_embeddings`` is then False in the new config.
 
     Args:
@@ -32,16 +92,13 @@ def save_merged(path: str, folder: str, *, model: str | None = None) -> str:
         ``folder``.
 
     Raises:
-        CheckpointError: ``path`` is no saved state, or ``folder`` exists or cannot be written.
+        CheckpointError: ``path`` is not a saved state, or ``folder`` exists or cannot be written.
     """
-    target = Path(folder)
-    if target.exists():
-        raise CheckpointError(f"save_merged: {target} exists already; name a new folder")
+    target = _new_folder("save_merged", folder)
     _, state = saves.read(path, backend="local")
     with LocalBackend(model=model or state["model"], dtype=state["dtype"], init_from=path, device="cpu") as policy:
-        sampler: Any = policy.sampler().result()
-        snapshot, base = sampler.snapshot, policy.base
-        tree: Any = base.tree()
+        snapshot, base = cast("LocalSampler", policy.sampler().result()).snapshot, policy.base
+        tree = base.tree()
         head = tree.get_output_embeddings()
         modules = dict(tree.named_modules())
         for name, (a, b) in snapshot.adapter.items():

@@ -1,4 +1,4 @@
-"""``TinkerBackend``: the hosted Tinker service, or any server of its API, behind the protocol.
+"""``TinkerBackend``: the hosted Tinker service, or any server of its API, as a backend.
 
 Calls are sent as they are made and read in order (``calls``); a loss takes the cheapest way that is exact (``routes``,
 ``custom``); what the SDK raises comes back in rlkit's terms (``faults``).
@@ -8,28 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import attrs
 
 from rlkit import _check
-from rlkit._calls import hinted
-from rlkit._drawn import DRAWN_WITH, NEW_OPTIONS
-from rlkit.backends.base import BaseTrainer
+from rlkit._check import hinted
 from rlkit.backends.checking import Checked, Remote, Start, check_adam
-from rlkit.backends.live import SuccessiveSampler
+from rlkit.backends.engine import SuccessiveSampler
+from rlkit.backends.inprocess import BaseTrainer
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
 from rlkit.backends.queue import CallQueue, Inner, Job, Sent
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.tinker import connection, paths
-from rlkit.backends.tinker.calls import SendAndTake
-from rlkit.backends.tinker.custom import ServerLosses, ServerLossPolicy
-from rlkit.backends.tinker.sampler import OffTemperature, TinkerSampler
-from rlkit.backends.tinker.sending import Sending
+from rlkit.backends.tinker import connection
+from rlkit.backends.tinker._requests import SendAndTake
+from rlkit.backends.tinker._routes import ServerLosses, ServerLossPolicy
+from rlkit.backends.tinker._sampler import OffTemperature, TinkerSampler
+from rlkit.backends.tinker._sending import Sending
+from rlkit.backends.tinker.connection import Saved, check_label, name_of, notes
 from rlkit.backends.tinker.session import Session, open_sampler
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.futures import Future
-from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
+from rlkit.metrics.names import with_ending
+from rlkit.types import DRAWN_WITH, NEW_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient, types
@@ -73,7 +74,7 @@ class TinkerBackend(BaseTrainer):
         optimizer: an optimizer of the SDK instead of AdamW, such as ``tinker.DimuonOptimizerConfig()``; its own
             parameters then go to ``optim_step``.
 
-    A training call that fails, or has no answer within the deadline, ends the policy: what was sent behind it may have
+    A training call that fails, or has no answer within the deadline, ends the policy: what was sent after it may have
     been carried out. Connect anew with ``resume_from=``. A mistake in a loss that runs here is found before anything
     is sent and changes nothing; once its error is read, calls are accepted again.
 
@@ -140,16 +141,12 @@ class TinkerBackend(BaseTrainer):
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
         self._snapshot: tuple[int, Inner[SamplingClient]] | None = None
-        self._seconds = seconds
         executor = SendAndTake(seconds, session.link)
         losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
         self._sending = Sending(self.training_client, losses, executor, weighs=weighs)
         self._queue = CallQueue("tinker", executor)
 
-    @classmethod
-    def open_sampler(cls, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
-        """Open a sampler without a trainer. See ``rlkit.sampler``."""
-        return open_sampler(model=model, path=path, **options)
+    open_sampler = staticmethod(open_sampler)
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
@@ -170,7 +167,7 @@ class TinkerBackend(BaseTrainer):
         )
 
     def _sampled(self, made: Callable[[Sampler], T]) -> Sent[T]:
-        """Have the service keep the weights as they are now, and make something of their sampler."""
+        """Make the service keep the present weights, and make something of their sampler."""
         steps = self._steps
         if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
             self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
@@ -208,7 +205,7 @@ class TinkerBackend(BaseTrainer):
         return self._session.delete(path)
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
-        """Have a saved state removed in ``seconds``, an hour or more. See ``Storage``."""
+        """Schedule the removal of a saved state in ``seconds``, an hour or more. See ``Storage``."""
         return self._session.expire(path, seconds)
 
     def capabilities(self) -> Mapping[str, object]:
@@ -231,7 +228,7 @@ class TinkerBackend(BaseTrainer):
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Sent[ForwardBackwardOutput]:
-        del want  # there is nothing beside logprobs
+        del want  # there is nothing but logprobs
         if loss is None or not backward:
             return self._sending.forward(data, loss)
         return self._sending.forward_backward(data, loss)
@@ -248,19 +245,19 @@ class TinkerBackend(BaseTrainer):
 
             def finish(results: list[types.OptimStepResponse]) -> Mapping[str, float]:
                 self.version += 1
-                return {_metric(k): float(v) for k, v in (results[0].metrics or {}).items()}
+                return {with_ending(k): float(v) for k, v in (results[0].metrics or {}).items()}
 
             return Sent([sent], finish)
 
         return send
 
     def _save(self, name: str, *, optimizer: bool, sampler: bool) -> Job[str]:
-        paths.check_label(name)
+        check_label(name)
         requests = self._seeds.count
 
         def send() -> Sent[str]:
-            unique = paths.name_of(name, self._steps, optimizer=optimizer)
-            noted = {**self._metadata, **paths.notes(paths.Saved(seed=self._seeds.entropy, requests=requests))}
+            unique = name_of(name, self._steps, optimizer=optimizer)
+            noted = {**self._metadata, **notes(Saved(seed=self._seeds.entropy, requests=requests))}
             client, ttl = self.training_client, self._ttl
             sent = [client.save_state(unique, ttl_seconds=ttl, user_metadata=noted).future()]
             if sampler:
@@ -281,16 +278,16 @@ class TinkerBackend(BaseTrainer):
     ) -> Checked:
         if loss == "stable_reinforce":
             raise UnsupportedError(
-                "the loss 'stable_reinforce' needs provenance spans, which a Datum has not; send it with "
+                "the loss 'stable_reinforce' needs provenance spans, which a Datum does not have; send it with "
                 "policy.training_client, or use 'importance_sampling' with rlkit.corrections"
             )
-        remote = self._sending.why_not_hosted if backward else lambda *_: "forward gives its value"
+        remote = self._sending.why_not_hosted if backward else lambda *_: "compute its value with forward"
         checked = super()._checked(data, loss, config, want, backward=backward, remote=remote)
         if self._off_temperature == "raise":
             for i, datum in enumerate(checked[0]):
                 if datum.temperature not in (0.0, 1.0):
                     raise UnsupportedError(
-                        f"data[{i}] was sampled at temperature {datum.temperature}, and the service trains at 1 alone; "
+                        f"data[{i}] was sampled at temperature {datum.temperature}, but the service trains only at 1; "
                         "sample at 1, or connect with off_temperature='rescore' (untempered logprobs) or 'keep'"
                     )
         if backward and checked[1] is not None:
@@ -304,10 +301,8 @@ class TinkerBackend(BaseTrainer):
             tokenizer=self.tokenizer,
             max_length=self.max_length,
             version=version,
-            seconds=self._seconds,
+            session=self._session,
             off_temperature=self._off_temperature,
-            link=self._session.link,
-            names_stops=not self._session.hosted,
         )
 
 
@@ -319,10 +314,6 @@ def _adam(params: Adam | types.OptimParams) -> types.OptimParams:
     return types.AdamParams(**attrs.asdict(params))
 
 
-def _metric(key: str) -> str:
-    return key if key.endswith((":sum", ":mean")) else f"{key}:mean"
-
-
 def _broken(future: Inner[SamplingClient]) -> bool:
-    """Whether a shared snapshot failed, so that it is asked for anew."""
+    """Return whether a shared snapshot failed, so that it is asked for anew."""
     return bool(future.done() and (future.cancelled() or future.exception() is not None))

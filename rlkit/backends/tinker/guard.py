@@ -1,4 +1,4 @@
-"""What stands between the SDK and the network, for the connections that rlkit makes and for no others.
+"""A guard between the SDK and the network, for the connections that rlkit makes and no others.
 
 The SDK follows redirects with the key attached, asks again at once when a result cannot be fetched for a fault of the
 server, and sends a training call again whose answer was lost, which a server that does not recognise repeated requests
@@ -9,19 +9,153 @@ arrived is sent again only where that is safe.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
+import logging
 import threading
 import time
+import traceback
 import uuid
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
-from rlkit.backends.tinker import secrets
+from rlkit._secrets import MASK, hide, redact
 from rlkit.errors import UnsupportedError
 
-__all__ = ["DEDUPLICATES", "HEADER", "LOST", "Link", "Trouble", "install"]
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = [
+    "DEDUPLICATES",
+    "HEADER",
+    "LOST",
+    "Link",
+    "Trouble",
+    "clean",
+    "hide",
+    "install",
+    "last_warning",
+    "redact",
+    "watch_logs",
+]
+
+_LOGGERS = ("tinker", "httpx", "httpcore")
+_HEADERS = ("x-api-key", "authorization", "cf-access-client-secret")
+_warned: tuple[float, str] | None = None
+
+T = TypeVar("T")
+
+
+def clean(error: BaseException) -> None:
+    """Mask keys in a foreign error and all that are attached to it, in place: texts, requests and answers."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        current = left.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        left += [current.__cause__, current.__context__]
+        if current.args != (args := _masked(current.args)):
+            current.args = args
+        for name in ("message", "body"):
+            value = getattr(current, name, None)
+            if value is not None and (masked := _masked(value)) != value:
+                with contextlib.suppress(AttributeError):
+                    setattr(current, name, masked)
+        response = getattr(current, "response", None)
+        _clean_headers(current)
+        _clean_headers(response)
+        if response is not None:
+            _clean_content(response)
+
+
+def _clean_content(response: httpx.Response) -> None:
+    """Mask keys in an answer that was read, and in the request that a redirect would have led to."""
+    if getattr(response, "next_request", None) is not None:
+        response.next_request = None
+    content = getattr(response, "_content", None)
+    if isinstance(content, bytes) and (masked := _masked(content)) != content:
+        response._content = masked  # noqa: SLF001  # it cannot be set otherwise
+        vars(response).pop("_text", None)
+
+
+def _masked(value: T) -> T:
+    """Return ``value`` with every text in it redacted."""
+    masked: object = value
+    if isinstance(value, str):
+        masked = redact(value)
+    elif isinstance(value, bytes):
+        masked = redact(value.decode("latin-1")).encode("latin-1")  # which any bytes survive unchanged
+    elif isinstance(value, dict):
+        masked = {_masked(k): _masked(v) for k, v in value.items()}
+    elif isinstance(value, (list, tuple)) and type(value) in (list, tuple):  # a named tuple takes other arguments
+        masked = type(value)(_masked(x) for x in value)
+    return cast("T", masked)
+
+
+def _clean_headers(owner: object) -> None:
+    """Mask the headers of an error's or an answer's request, which is not sent again."""
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # it has none
+        headers = attrgetter("request.headers")(owner)
+        for name in [name for name, value in headers.items() if name in _HEADERS or redact(value) != value]:
+            headers[name] = MASK
+
+
+class _Redact(logging.Filter):
+    """Masks keys in a record's message, arguments and traceback, and remembers the SDK's last warning."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  # a badly formatted record is shown by logging itself, without its arguments
+            text, record.args = str(record.msg), ()
+        masked = redact(text)
+        if masked != text:
+            record.msg, record.args = masked, ()
+        if record.exc_info and record.exc_info[1] is not None:
+            clean(record.exc_info[1])
+            record.exc_text = redact("".join(traceback.format_exception(*record.exc_info))).rstrip()
+        if record.levelno >= logging.WARNING and record.name.partition(".")[0] == "tinker":
+            global _warned  # noqa: PLW0603  # one for the process, as the SDK's loggers are
+            _warned = (time.monotonic(), masked)
+        return True
+
+
+_filter = _Redact()
+
+
+def watch_logs() -> None:
+    """Mask keys in what the SDK and its HTTP client log, from now on; may be called again.
+
+    Their loggers get a filter; those that are made later are met where records are made.
+    """
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOGGERS]
+    for name in {*_LOGGERS, *names}:
+        logging.getLogger(name).addFilter(_filter)  # which does nothing where the logger has it
+    make = logging.getLogRecordFactory()
+    if getattr(make, "rlkit_redacts", False):
+        return
+
+    def masking(*args: object, **options: object) -> logging.LogRecord:
+        record = make(*args, **options)
+        if record.name.partition(".")[0] in _LOGGERS:
+            _filter.filter(record)
+        return record
+
+    masking.rlkit_redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(masking)
+
+
+def last_warning(seconds: float) -> str | None:
+    """Return what the SDK last warned of, such as a pause for capacity, unless that is longer ago than ``seconds``."""
+    warning = _warned
+    return warning[1] if warning is not None and time.monotonic() - warning[0] <= seconds else None
+
 
 HEADER = "X-Rlkit-Connection"
 DEDUPLICATES = "X-Rlkit-Deduplicates"  # of an answer of rlkit's own server: repeated requests are recognised
@@ -39,6 +173,17 @@ class Trouble(NamedTuple):
     time: float
     status: int | None
     text: str
+
+
+class Client(Protocol):
+    """What is used of an ``httpx.AsyncClient``, or replaced in it."""
+
+    follow_redirects: bool
+    _transport: object  # httpx's own, or the SDK's around pyqwest
+    send: Callable[..., Awaitable[httpx.Response]]
+
+    async def aclose(self) -> None:
+        """Close its connections."""
 
 
 class Link:
@@ -59,23 +204,22 @@ class Link:
         self.closed = False
         self.trouble: Trouble | None = None
         self._resend = resend
-        self._clients: list[Any] = []
+        self._clients: list[Client] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0
         self._next = 0.0
         _links[self.name] = self
 
-    def guard(self, http: Any) -> None:
-        """Have an ``httpx.AsyncClient`` send by way of this."""
+    def guard(self, http: Client) -> None:
+        """Make an ``httpx.AsyncClient`` send through this guard."""
         self._clients.append(http)
         http.follow_redirects = False
-        transport: Any = getattr(http, "_transport", None)
-        if type(transport).__name__ == "AsyncPyqwestTransport":  # it follows redirects itself
+        transport = getattr(http, "_transport", None)
+        if transport is not None and type(transport).__name__ == "AsyncPyqwestTransport":  # it follows redirects itself
             pyqwest = importlib.import_module("pyqwest")
             made = pyqwest.HTTPTransport(tls_include_system_certs=True, follow_redirects=False)
             http._transport = type(transport)(made)  # noqa: SLF001  # there is no other way to it
-        send = http.send
-        http.send = lambda request, **options: self.send(send, request, **options)
+        http.send = partial(self.send, http.send)
 
     def close(self) -> None:
         """Send nothing any more, and close what is open; the SDK does not where connecting failed."""
@@ -89,17 +233,14 @@ class Link:
 
         asyncio.run_coroutine_threadsafe(close(), loop)
 
-    async def send(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+    async def send(
+        self, send: Callable[..., Awaitable[httpx.Response]], request: httpx.Request, **options: object
+    ) -> httpx.Response:
         """Return the answer to ``request``, by an HTTP client's own ``send``."""
         self._loop = asyncio.get_running_loop()
         if request.url.path.endswith("/telemetry"):  # the SDK reports the headers of requests that failed
             request = _redacted(request)
-        while self._failures >= _PATIENCE and not self.closed:
-            now = time.monotonic()
-            if now >= self._next:
-                self._next = now + _INTERVAL
-                break
-            await asyncio.sleep(self._next - now)
+        await self._wait_for_turn()
         if self.closed:
             return _answer(request, "the connection is closed")
         started = time.monotonic()
@@ -113,26 +254,39 @@ class Link:
             raise
         status = response.status_code
         trouble = status >= 500 or status in (409, 429)
-        self._failures = self._failures + 1 if trouble else 0
-        if trouble or _repeated(response):
-            self.trouble = Trouble(time.monotonic(), status, await _detail(response))
-        if self._resend is None and response.headers.get(DEDUPLICATES) == "1":
-            self._resend = True
+        lost = trouble or _repeated(response)  # a 429, too: a proxy may answer so for a request that it passed on
+        await self._note(response, trouble=trouble, lost=lost)
         if status == 408 or (trouble and request.url.path.endswith("/retrieve_future")):
             await asyncio.sleep(max(0.0, _INTERVAL - (time.monotonic() - started)))
-        lost = (trouble and status != 429) or _repeated(response)  # by a 429 a server says that it did nothing
         if lost and self._once(request):
             said = f": {self.trouble.text}" if self.trouble is not None and self.trouble.text else ""
             return _answer(request, f"the service answered {status}{said}, and {_WHY}")
         return response
 
-    def _once(self, request: Any) -> bool:
+    async def _note(self, response: httpx.Response, *, trouble: bool, lost: bool) -> None:
+        """Keep what an answer tells of the service."""
+        self._failures = self._failures + 1 if trouble else 0
+        if lost:
+            self.trouble = Trouble(time.monotonic(), response.status_code, await _detail(response))
+        if self._resend is None and response.headers.get(DEDUPLICATES) == "1":
+            self._resend = True
+
+    async def _wait_for_turn(self) -> None:
+        """After several failures let one request through an interval, and the others wait."""
+        while self._failures >= _PATIENCE and not self.closed:
+            now = time.monotonic()
+            if now >= self._next:
+                self._next = now + _INTERVAL
+                return
+            await asyncio.sleep(self._next - now)
+
+    def _once(self, request: httpx.Request) -> bool:
         return not self._resend and _trains(request)
 
 
 _WHY = (
-    "the call is not sent again, as it may have been carried out; connect with resend=True to a service that "
-    "recognises repeated requests"
+    "the call may have been carried out, so it is not sent again; connect with resend=True if the service recognises "
+    "repeated requests"
 )
 
 
@@ -151,10 +305,10 @@ def install() -> None:
             setattr(module, name, _guarding(make))
 
 
-def _guarding(make: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(**options: Any) -> Any:
+def _guarding(make: Callable[..., T]) -> Callable[..., T]:
+    def guarded(**options: object) -> T:
         client = make(**options)
-        name = (options.get("default_headers") or {}).get(HEADER)
+        name = cast("Mapping[str, str]", options.get("default_headers") or {}).get(HEADER)
         if name is not None:
             http = getattr(client, "_client", None)
             if http is None:
@@ -169,17 +323,18 @@ def _guarding(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _arrived(error: Exception) -> bool:
     """Return whether the request may have reached the server although there is no answer."""
-    httpx = importlib.import_module("httpx")
+    import httpx
+
     return not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
 
 
-def _repeated(response: Any) -> bool:
+def _repeated(response: httpx.Response) -> bool:
     """Return whether the SDK takes the answer, no failure of the server's, as a reason to send the call again."""
     empty = response.status_code == 400 and response.headers.get("content-length", "0") == "0"
     return response.status_code in (402, 408) or empty
 
 
-def _trains(request: Any) -> bool:
+def _trains(request: httpx.Request) -> bool:
     """Return whether the request is an optimizer step or adds a gradient."""
     path = request.url.path
     if path.endswith("/optim_step"):
@@ -196,25 +351,27 @@ def _trains(request: Any) -> bool:
         return True
 
 
-def _answer(request: Any, detail: str) -> Any:
-    httpx = importlib.import_module("httpx")
+def _answer(request: httpx.Request, detail: str) -> httpx.Response:
+    import httpx
+
     return httpx.Response(LOST, headers={"x-should-retry": "false"}, json={"detail": detail}, request=request)
 
 
-def _redacted(request: Any) -> Any:
+def _redacted(request: httpx.Request) -> httpx.Request:
     """Return the request with keys masked in its JSON body."""
+    import httpx
+
     text = request.content.decode("utf-8", "replace")
-    masked = secrets.redact(text)
+    masked = redact(text)
     if masked == text:
         return request
-    httpx = importlib.import_module("httpx")
     headers = {name: value for name, value in request.headers.items() if name != "content-length"}
     return httpx.Request(
         request.method, request.url, headers=headers, content=masked.encode(), extensions=request.extensions
     )
 
 
-async def _detail(response: Any) -> str:
+async def _detail(response: httpx.Response) -> str:
     """Return what the answer says of itself; "" for nothing."""
     try:
         body = json.loads(await response.aread())

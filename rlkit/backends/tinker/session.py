@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rlkit import _check
@@ -12,8 +13,10 @@ from rlkit.backends.checking import Start
 from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.queue import Inner
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.tinker import connection, faults, guard, paths, requests, secrets
-from rlkit.backends.tinker.sampler import TinkerSampler
+from rlkit.backends.tinker import _requests, connection, guard
+from rlkit.backends.tinker._sampler import TinkerSampler
+from rlkit.backends.tinker.connection import Saved, checked_path, late, not_offered, read, run_of, status_of, translate
+from rlkit.backends.tinker.guard import clean, hide, watch_logs
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Lora
@@ -42,13 +45,14 @@ class Session:
     Attributes:
         service: the ``tinker.ServiceClient``.
         link: the guard of its connections; None for the user's own.
+        seconds: that a call may take.
         models: longest context (or None) by name; empty where the service does not say.
     """
 
     def __init__(self, service: ServiceClient, *, link: guard.Link | None, seconds: float, until: float) -> None:
         self.service = service
         self.link = link  # None: the client is the user's, and so are its connections
-        self._seconds = seconds
+        self.seconds = seconds
         self._until = until  # connecting may take until then
         self.models: dict[str, int | None] = {}
 
@@ -62,12 +66,12 @@ class Session:
             return cls(made, link=link, seconds=seconds, until=until).ready()
         options = ("base_url", "api_key", "project", "resend")
         if misplaced := [name for name in options if getattr(address, name) is not None]:
-            raise ConfigError(f"{misplaced[0]}: goes with a connection of rlkit's own; client= has one already")
+            raise ConfigError(f"{misplaced[0]} cannot be combined with client=, which already has a connection")
         _check.require(hasattr(client, "create_lora_training_client"), "client", client, "a tinker.ServiceClient")
         connection.sdk()
-        secrets.hide(os.environ.get("TINKER_API_KEY"))
-        secrets.hide(getattr(client, "_api_key", None))
-        secrets.watch_logs()
+        hide(os.environ.get("TINKER_API_KEY"))
+        hide(getattr(client, "_api_key", None))
+        watch_logs()
         return cls(client, link=None, seconds=seconds, until=until).ready()
 
     def training(
@@ -78,7 +82,7 @@ class Session:
         *,
         seed: int | None,
         optimizer: types.OptimizerConfig | None,
-    ) -> tuple[TrainingClient, paths.Saved]:
+    ) -> tuple[TrainingClient, Saved]:
         """Open a training client, new or from a saved state, and what is known of that state."""
         path = start.path
         if path is None:
@@ -87,20 +91,21 @@ class Session:
                 raise ConfigError(f"model: got {_check.shown(model)}; expected a model of the service{known}")
             connection.check_model(model, self.models)
             client: TrainingClient = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
-            return client, paths.Saved()
+            return client, Saved()
         where = "resume_from" if start.resumes else "init_from"
-        paths.checked_path(where, path)
-        saved = paths.read(path, self._metadata(path))
+        checked_path(where, path)
+        saved = read(path, self._metadata(path))
+        service = self.service
         if not start.resumes:
-            client = self._client(where, lambda: self._from_state(path, optimizer), path)
-            saved = paths.Saved()
+            saved = Saved()
+            make = partial(service.create_training_client_from_state, path, optimizer=optimizer)
+        elif saved.optimizer:
+            make = partial(service.create_training_client_from_state_with_optimizer, path, user_metadata=None)
         else:
-            if not saved.optimizer:
-                raise CheckpointError(
-                    f"resume_from: {path} was saved without its optimizer; use init_from= for the weights alone"
-                )
-            make = self.service.create_training_client_from_state_with_optimizer
-            client = self._client(where, lambda: make(path, user_metadata=None), path)
+            raise CheckpointError(
+                f"resume_from: {path} was saved without its optimizer; use init_from= for the weights alone"
+            )
+        client = self._client(where, make, path)
         _check_same(client.get_info(), model, lora)
         return client, saved
 
@@ -121,7 +126,7 @@ class Session:
 
     @property
     def hosted(self) -> bool:
-        """Whether it is the service that the SDK is made for."""
+        """Return whether it is the service that the SDK is made for."""
         return connection.hosted(getattr(self.service.holder, "_base_url", None))
 
     def offers_losses(self) -> bool:
@@ -133,22 +138,19 @@ class Session:
 
     def saved(self, run: str) -> Future[list[str]]:
         """Return the paths of a run's saved states, oldest first."""
-        asked = self._rest().list_checkpoints(run).future()
-
-        def paths_of(response: types.CheckpointsListResponse) -> list[str]:
-            return [c.tinker_path for c in sorted(response.checkpoints, key=lambda c: c.time)]
-
-        return self._future("saved", asked, paths_of)
+        asked: Inner[types.CheckpointsListResponse] = self._rest().list_checkpoints(run).future()
+        return self._future(
+            "saved", asked, lambda found: [c.tinker_path for c in sorted(found.checkpoints, key=lambda c: c.time)]
+        )
 
     def delete(self, path: str) -> Future[None]:
         """Remove a saved state."""
         _checked_any("delete", path)
-        return self._future(
-            "delete", self._rest().delete_checkpoint_from_tinker_path(path).future(), _nothing, path=path
-        )
+        asked = self._rest().delete_checkpoint_from_tinker_path(path).future()
+        return self._future("delete", asked, _nothing, path=path)
 
     def expire(self, path: str, seconds: int | None) -> Future[None]:
-        """Have a saved state removed in ``seconds``."""
+        """Schedule the removal of a saved state in ``seconds``."""
         _checked_any("expire", path)
         _check.optional(_check.integer, "expire(seconds)", seconds, low=3600, why="an hour or more")
         asked = self._rest().set_checkpoint_ttl_from_tinker_path(path, seconds).future()
@@ -170,9 +172,9 @@ class Session:
             closing[0].result()
 
         try:
-            connection.bounded(finish, min(self._seconds, 30.0))
-        except Exception as error:  # noqa: BLE001  # the service ends sessions that are silent by itself
-            secrets.clean(error)
+            connection.bounded(finish, min(self.seconds, 30.0))
+        except Exception as error:  # noqa: BLE001  # the service ends silent sessions anyway
+            clean(error)
             for future in closing:
                 future.future().cancel()  # ends the SDK's own tries, and closes its connections
         self.link.close()
@@ -183,10 +185,10 @@ class Session:
         lora = Lora() if lora is None else lora
         if lora.alpha != 32.0:
             raise UnsupportedError(
-                f"lora.alpha: got {lora.alpha}; the service's is 32, scale the learning rate instead"
+                f"lora.alpha: got {lora.alpha}; the service fixes it at 32; scale the learning rate instead"
             )
         if lora.target_modules is not None:
-            raise UnsupportedError("lora.target_modules: the service takes train_mlp, train_attn and train_unembed")
+            raise UnsupportedError("lora.target_modules: the service takes only train_mlp, train_attn, train_unembed")
         start = lora.seed if lora.seed is not None else seed
         if start is not None and start >= 2**31:
             start = SeedStream(start).next() % 2**31
@@ -196,23 +198,20 @@ class Session:
             seed=start,
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
-            train_unembed=lora.train_unembed,
+            train_unembed=lora.train_unembed is not False,
             optimizer=optimizer,
         )
-
-    def _from_state(self, path: str, optimizer: types.OptimizerConfig | None) -> APIFuture[TrainingClient]:
-        return self.service.create_training_client_from_state(path, optimizer=optimizer)
 
     def _client(self, call: str, make: Callable[[], Answer[T]], path: str | None = None) -> T:
         """Return the client that a future of the SDK's gives."""
         try:
             return connection.bounded(lambda: make().result(), self._left())
         except BackendTimeout as error:
-            raise faults.late(call, self._seconds, link=self.link) from error
+            raise late(call, self.seconds, link=self.link) from error
         except RlkitError:
             raise
         except Exception as error:
-            translated = faults.translate(call, error, path=path)
+            translated = translate(call, error, path=path)
             if path is None and isinstance(translated, BackendError) and _refused(error):
                 raise ConfigError(f"{translated}") from error
             raise translated from error
@@ -229,25 +228,25 @@ class Session:
         return self
 
     def _metadata(self, path: str) -> Mapping[str, str] | None:
-        """Return what is kept beside a saved state; None where the service does not keep such."""
-        listed = self._asked("resume_from", lambda: self._rest().list_checkpoints(paths.run_of(path)))
+        """Return the metadata of a saved state; None where the service keeps none."""
+        listed = self._asked("resume_from", lambda: self._rest().list_checkpoints(run_of(path)))
         return next((c.user_metadata for c in listed.checkpoints if c.tinker_path == path), None) if listed else None
 
     def _asked(self, call: str, ask: Callable[[], Answer[T]]) -> T | None:
         """Return the answer to a question that some servers do not know; None from those.
 
         Raises:
-            BackendError: the service is in trouble: what it would say is not guessed.
+            BackendError: the service is in trouble: its answer is not guessed.
         """
         try:
             return connection.bounded(lambda: ask().result(), self._left())
         except BackendTimeout as error:
-            raise faults.late(call, self._seconds, link=self.link) from error
+            raise late(call, self.seconds, link=self.link) from error
         except Exception as error:
-            if isinstance(error, UnsupportedError) or faults.not_offered(error):
-                secrets.clean(error)
+            if isinstance(error, UnsupportedError) or not_offered(error):
+                clean(error)
                 return None
-            raise faults.translate(call, error) from error
+            raise translate(call, error) from error
 
     def _left(self) -> float:
         """Return the seconds that connecting may still take."""
@@ -261,7 +260,7 @@ class Session:
         return make()
 
     def _future(self, call: str, inner: Inner[T], finish: Callable[[T], U], path: str | None = None) -> Future[U]:
-        return Future.wrap(requests.within(self._seconds, call, inner, finish, path=path, link=self.link))
+        return Future.wrap(_requests.within(self.seconds, call, inner, finish, path=path, link=self.link))
 
 
 def open_sampler(
@@ -287,7 +286,7 @@ def open_sampler(
     """
     seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
     if path is not None:
-        path = paths.checked_path("path", path.replace("/weights/", "/sampler_weights/"), kind="sampler_weights")
+        path = checked_path("path", path.replace("/weights/", "/sampler_weights/"), kind="sampler_weights")
     elif not isinstance(model, str) or not model:
         raise ConfigError("rlkit.sampler: give model= or path=")
     session = Session.open(client, connection.Address(base_url, api_key, project), seconds)
@@ -303,11 +302,9 @@ def open_sampler(
         SeedStream(entropy_of(seed)),
         tokenizer=connection.tokenizer_of(tokenizer, sampling, seconds),
         max_length=session.max_length(model, max_length),
-        version=0 if path is None else paths.read(path, None).version,
-        seconds=seconds,
+        version=0 if path is None else read(path, None).version,
+        session=session,
         off_temperature="raise",
-        link=session.link,
-        names_stops=not session.hosted,
     )
 
 
@@ -317,19 +314,19 @@ def _nothing(_: object) -> None:
 
 def _checked_any(where: str, path: object) -> None:
     kind = "sampler_weights" if isinstance(path, str) and "/sampler_weights/" in path else "weights"
-    paths.checked_path(where, path, kind=kind)
+    checked_path(where, path, kind=kind)
 
 
 def _refused(error: BaseException) -> bool:
     """Return whether the service looked at the request and found it wrong."""
     category = str(getattr(error, "category", "")).lower()
-    return faults.status_of(error) in (400, 404, 422) or category.endswith("user")
+    return status_of(error) in (400, 404, 422) or category.endswith("user")
 
 
 def _check_same(info: types.GetInfoResponse, model: str | None, lora: Lora | None) -> None:
     """Raise ConfigError where the options contradict the saved state, from which model and adapter come."""
     name = info.model_data.model_name
     if model is not None and name is not None and model != name:
-        raise ConfigError(f"model: got {model!r}, but the saved state is of {name!r}")
+        raise ConfigError(f"model: got {model!r}, but the saved state belongs to {name!r}")
     if lora is not None and info.lora_rank is not None and lora.rank != info.lora_rank:
         raise ConfigError(f"lora.rank: got {lora.rank}, but the saved state has rank {info.lora_rank}")

@@ -17,11 +17,8 @@ from rlkit.backends.checking import Start
 from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
-from rlkit.backends.toy.adamw import AdamState, Weights
-from rlkit.backends.toy.live import LiveToySampler, Policy, RunningRequests
-from rlkit.backends.toy.model import Distributions, Features, base_weights
-from rlkit.backends.toy.sampler import ToySampler
-from rlkit.backends.toy.tokenizer import ByteTokenizer
+from rlkit.backends.toy._sampler import LiveToySampler, Policy, RunningRequests, ToySampler
+from rlkit.backends.toy.model import AdamState, ByteTokenizer, Distributions, Features, Weights, base_weights
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
@@ -86,8 +83,8 @@ class ToyBackend(InProcessBackend):
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        from rlkit._lazy import torch
-        from rlkit.backends.outputs import output
+        from rlkit._packages import torch
+        from rlkit.backends.checking import output
 
         yield from ()
         rows = [self._forward(datum) for datum in data]
@@ -155,11 +152,8 @@ class ToyBackend(InProcessBackend):
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
         state = self._weights.write(folder / "toy.npz", optimizer=optimizer)
-        return state | {
-            "max_length": self.max_length,
-            "seed": str(self._seeds.entropy),
-            "requests": self._seeds.count,
-        }
+        seeds = {"seed": str(self._seeds.entropy), "requests": self._seeds.count}
+        return {**state, "max_length": self.max_length, **seeds}
 
     def _load(self, path: str | None, *, optimizer: bool) -> tuple[int, int]:
         """Return the version, and the longest sequence."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlkit.backends.vllm.client import VllmClient
-from rlkit.backends.vllm.opening import open_sampler
-from rlkit.backends.vllm.sampler import VllmSampler
+from rlkit.backends.vllm._client import VllmClient
+from rlkit.backends.vllm._opening import open_sampler
+from rlkit.backends.vllm._sampler import VllmSampler
 from rlkit.backends.vllm.settings import Vllm
 
 __all__ = ["Vllm", "VllmClient", "VllmSampler", "open_sampler"]

@@ -1,4 +1,4 @@
-"""A process between rlkit and a server, which ends the server when rlkit is gone; it is run as a file, by itself.
+"""A process between rlkit and a server, which ends the server when rlkit is gone; it is run as a file, without rlkit.
 
     python keeper.py COMMAND...
 

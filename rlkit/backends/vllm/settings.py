@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 import attrs
 
 from rlkit import _check
-from rlkit.backends.vllm.build import build_options, check_build
+from rlkit.backends.engine import TrainedPolicy
+from rlkit.backends.vllm._client import check_url
+from rlkit.backends.vllm._server import RANKS, build_options, check_build, server_options
 from rlkit.errors import ConfigError
 from rlkit.types import Lora
 
-__all__ = ["Vllm", "check_served", "check_url", "server_options", "vllm_of"]
+if TYPE_CHECKING:
+    from rlkit.backends.vllm._engine import VllmEngine
+
+__all__ = ["Vllm", "read_sampler"]
 
 _PYTHON = "RLKIT_VLLM_PYTHON"
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
+_DEVICES = re.compile(r"[\w-]+(,[\w-]+)*")
 
 
 @attrs.frozen(kw_only=True)
@@ -26,8 +32,11 @@ class Vllm:
     Args:
         python: the interpreter of an environment that has vllm; None is the one that RLKIT_VLLM_PYTHON names.
         arguments: further ones of the server's command line, which may replace those that are given.
-        environment: variables of the server, beside this process's.
-        urls: of servers that are there already, so that none is started. They need ``--enable-lora
+        environment: variables of the server, besides this process's.
+        memory: the share of each GPU's whole memory that a server started here may take, in (0, 1]. None: on the
+            trainer's GPU half of what is free there at connect, and vLLM's default on others.
+        devices: the GPUs of a server started here, as in CUDA_VISIBLE_DEVICES ("1", "2,3"); None: the trainer's.
+        urls: of servers that already run, so that none is started. They need ``--enable-lora
             --enable-scale-out --logprobs-mode processed_logprobs`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, the same
             base model, and sight of ``folder``.
         key: the API key of such servers.
@@ -47,6 +56,8 @@ class Vllm:
     python: str | None = None
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = attrs.field(factory=dict, repr=False)
+    memory: float | None = None
+    devices: str | None = None
     urls: Sequence[str] = ()
     key: str | None = attrs.field(default=None, repr=False)
     folder: str | None = None
@@ -62,14 +73,59 @@ class Vllm:
             _check.require(texts, f"Vllm({name})", value, "a list of strings")
         for i, url in enumerate(self.urls):
             check_url(f"Vllm(urls)[{i}]", url)
+        if self.memory is not None:
+            _check.real("Vllm(memory)", self.memory, above=0.0, high=1.0, why="a share of the GPU's memory")
+        if self.devices is not None:
+            listed = isinstance(self.devices, str) and bool(_DEVICES.fullmatch(self.devices))
+            _check.require(listed, "Vllm(devices)", self.devices, "GPUs as in CUDA_VISIBLE_DEVICES, such as '1'")
+        for name in ("memory", "devices") if self.urls else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"Vllm({name}) cannot be combined with urls=: it places a server that rlkit starts")
         _check.optional(_check.real, "Vllm(start)", self.start, above=0.0, why="seconds")
         _check.real("Vllm(deadline)", self.deadline, above=0.0, why="seconds")
         _check.integer("Vllm(restarts)", self.restarts, low=0)
         if self.tolerance is not None:
             _check.real("Vllm(tolerance)", self.tolerance, above=0.0)
 
+    def check(self, lora: Lora, given: object) -> None:
+        """Check that vLLM is there and can serve such an adapter. See ``OpensEngine``.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if lora.train_unembed and lora.target_modules is None:
+            rank = lora.rank
+            named = "Vllm(...)" if isinstance(given, Vllm) else repr(given)
+            raise ConfigError(
+                f"sampler={named}: vLLM does not support adapters on the output head, which Lora(rank={rank}) has on "
+                f"this model; give lora=Lora(rank={rank}, train_unembed=False), in a recipe "
+                f"model.lora_configs=[{{lora_rank: {rank}, train_unembed: false}}], or leave sampler out"
+            )
+        if lora.rank > RANKS[-1]:
+            raise ConfigError(_check.problem("lora.rank", f"is {lora.rank}", f"at most {RANKS[-1]}", "vLLM's largest"))
+        if not self.urls:
+            self.interpreter()
+
+    def open(self, policy: TrainedPolicy) -> VllmEngine:
+        """Return servers that sample the policy. See ``OpensEngine``.
+
+        Raises:
+            ConfigError: vLLM cannot serve such a policy, or a server serves another model.
+            BackendError: a server does not answer, or samples something else than the policy.
+        """
+        from rlkit.backends.vllm._engine import open_engine
+
+        return open_engine(self, policy)
+
     def command(
-        self, model: str, dtype: str, lora: Lora, modules: Sequence[str], max_length: int, name: str
+        self,
+        model: str,
+        dtype: str,
+        lora: Lora,
+        modules: Sequence[str],
+        max_length: int,
+        name: str,
+        placement: Sequence[str] = (),
     ) -> list[str]:
         """Return the command of a server, but for its address.
 
@@ -80,6 +136,7 @@ class Vllm:
             modules: last parts of the names of those that have adapters.
             max_length: tokens of a sequence at most.
             name: what requests call the base model.
+            placement: options for the GPU.
 
         Raises:
             ConfigError: as ``interpreter`` does.
@@ -90,6 +147,7 @@ class Vllm:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name),
             *server_options(dtype, lora, modules, max_length),
             *options,
+            *placement,
             *self.arguments,
         ]
 
@@ -102,88 +160,25 @@ class Vllm:
         python = self.python or os.environ.get(_PYTHON)
         if not python:
             raise ConfigError(
-                f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; it wants an "
-                "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
+                f"sampler='vllm': which Python has vllm? Give sampler=Vllm(python=...), or set {_PYTHON}; vLLM needs "
+                "a separate environment: python -m venv vllm && vllm/bin/pip install vllm"
             )
         return python, build_options(*check_build(python))
 
 
-def server_options(dtype: str, lora: Lora, modules: Sequence[str], max_length: int) -> list[str]:
-    """Return what every server has to be started with; see ``Vllm.command``."""
-    rank = next((rank for rank in _RANKS if rank >= lora.rank), lora.rank)
-    return [
-        *("--dtype", dtype, "--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"),
-        # Without it the head is prepared for adapters, too, and vLLM for CPUs (0.32) dies of two prompts at once
-        # whose logprobs are asked for.
-        *("--lora-target-modules", *sorted(modules)),
-        # One token is sampled behind every text that is scored.
-        *("--max-cpu-loras", "4", "--max-model-len", str(max_length + 1), "--enable-scale-out"),
-        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"),
-    ]
-
-
-def vllm_of(sampler: object) -> Vllm | None:
-    """Return what ``connect(sampler=)`` says about vLLM; None: it is something else.
+def read_sampler(sampler: str | Sequence[str]) -> Vllm:
+    """Return the settings of the short forms of ``connect(sampler=)``: "vllm", a URL, or several.
 
     Raises:
-        ConfigError: a string that is neither "vllm" nor a URL, or a list of other things than URLs, or of none.
+        ConfigError: another text, or a list of other things than URLs, or of none.
     """
     where = "connect(sampler)"
-    if isinstance(sampler, Vllm):
-        return sampler
     if isinstance(sampler, str):
         if sampler == "vllm":
             return Vllm()
         check_url(where, sampler, "'vllm', a URL, or several")
         return Vllm(urls=[sampler])
-    if isinstance(sampler, (list, tuple)):
-        _check.require(sampler, where, sampler, "at least one URL", "'vllm' starts a server")
-        for i, url in enumerate(sampler):
-            check_url(f"{where}[{i}]", url)
-        return Vllm(urls=sampler)
-    return None
-
-
-def check_url(where: str, url: object, expected: str = "a URL") -> None:
-    """Check that a URL names a server.
-
-    Raises:
-        ConfigError: it does not.
-
-    >>> check_url("connect(sampler)", "https://")
-    Traceback (most recent call last):
-    rlkit.errors.ConfigError: connect(sampler): got 'https://' (str); expected a URL (such as http://127.0.0.1:8000)
-    """
-    try:
-        parts = urlsplit(url) if isinstance(url, str) else None
-        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, brackets that do not close
-        good = False
-    spaced = isinstance(url, str) and any(char.isspace() for char in url)
-    _check.require(good and not spaced, where, url, expected, "such as http://127.0.0.1:8000")
-
-
-def check_served(lora: Lora, vllm: Vllm | None, sampler: object) -> None:
-    """Check that vLLM is there and can serve such an adapter, where it is to, before anything is loaded or started.
-
-    Args:
-        lora: the adapters' shape.
-        vllm: what ``vllm_of`` made of ``sampler``.
-        sampler: what the user gave.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if vllm is None:
-        return
-    if lora.train_unembed and lora.target_modules is None:
-        named = "Vllm(...)" if isinstance(sampler, Vllm) else repr(sampler)
-        raise ConfigError(
-            f"sampler={named}: vLLM serves no adapter on the output head, which Lora(rank={lora.rank}) has; give "
-            f"lora=Lora(rank={lora.rank}, train_unembed=False), in a recipe model.lora_configs=[{{lora_rank: "
-            f"{lora.rank}, train_unembed: false}}], or leave sampler out"
-        )
-    if lora.rank > _RANKS[-1]:
-        raise ConfigError(_check.problem("lora.rank", f"is {lora.rank}", f"at most {_RANKS[-1]}", "vLLM's largest"))
-    if not vllm.urls:
-        vllm.interpreter()
+    _check.require(sampler, where, sampler, "at least one URL", "'vllm' starts a server")
+    for i, url in enumerate(sampler):
+        check_url(f"{where}[{i}]", url)
+    return Vllm(urls=sampler)

@@ -1,1 +1,1 @@
-"""What clients write on the wire, one module for each API."""
+"""The clients' wire formats, one module for each API."""

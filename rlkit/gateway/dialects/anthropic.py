@@ -3,24 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import attrs
 
 from rlkit._interaction import Message
 from rlkit.gateway.dialects import openai
-from rlkit.gateway.dialects.blocks import block_messages, system_messages
-from rlkit.gateway.dialects.body import Body, refuse, wrong
-from rlkit.gateway.dialects.call import Call, Event, Json, count
-from rlkit.gateway.dialects.drawing import draw
-from rlkit.gateway.dialects.messages import unended
-from rlkit.gateway.dialects.spelling import matched_stop, parts
-from rlkit.gateway.types import Answerer, Choice, GatewayError, Reply, Request
+from rlkit.gateway.dialects._logprobs import matched_stop, parts
+from rlkit.gateway.dialects.body import Body, Call, Event, Json, asks_for_json, count, draw, refuse, wrong
+from rlkit.gateway.dialects.chat import assistant_call, text_of, unended
+from rlkit.gateway.types import Choice, GatewayError, Reply, Request
 
-__all__ = ["MessagesCall", "count_tokens", "error"]
+if TYPE_CHECKING:
+    from rlkit.gateway._session import Session
 
-_UNSUPPORTED: Final = {"container": (), "mcp_servers": (), "output_format": ()}
-_NO_THREADS: Final = "thread_unsupported_request"  # by which the SDK knows that it has to send all messages
+__all__ = ["MessagesCall", "block_messages", "count_tokens", "error", "system_messages"]
+
+_ROLES: Final = ("user", "assistant", "system")
+
+
+def system_messages(body: Body) -> list[Message]:
+    """Return ``system`` as a message, if it is given."""
+    text = text_of(body, "system", optional=True)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def block_messages(body: Body) -> list[Message]:
+    """Return ``messages`` in the chat form: results of tools become messages of their own, in their order."""
+    messages: list[Message] = []
+    for each in body.objects("messages"):
+        role = each.require_choice("role", _ROLES)
+        if role == "assistant":
+            messages.append(_assistant(each))
+        elif role == "system" or isinstance(each.get("content"), str):
+            messages.append({"role": role, "content": text_of(each, "content")})
+        else:
+            messages += _user(each)
+    if not messages:
+        raise GatewayError(400, "messages: at least one message is required", param="messages")
+    return messages
+
+
+def _user(body: Body) -> list[Message]:
+    """Return the results of tools and the texts between them."""
+    messages: list[Json] = []
+    if body.get("content") is None:
+        raise body.missing("content")
+    for block in body.parts("content"):
+        if block.get("type") not in ("text", "tool_result"):
+            raise wrong(block.path("type"), block.get("type"), "text or tool_result", "this policy reads only text")
+        if block.get("type") == "tool_result":
+            identifier = block.require_text("tool_use_id")
+            content = text_of(block, "content", optional=True)
+            messages.append({"role": "tool", "tool_call_id": identifier, "content": content})
+            continue
+        text = block.require_text("text")
+        if messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] = f"{messages[-1]['content']}\n{text}"
+        else:
+            messages.append({"role": "user", "content": text})
+    return list(messages or [{"role": "user", "content": ""}])
+
+
+def _assistant(body: Body) -> Message:
+    content = body.get("content")
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for block in body.parts("content"):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block.require_text("text"))
+        elif kind == "thinking":
+            thoughts.append(block.text("thinking") or "")
+        elif kind == "tool_use":
+            about = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append(assistant_call(Body(about, block.where), block.text("id") or ""))
+        elif kind != "redacted_thinking":
+            raise wrong(block.path("type"), kind, "text, thinking or tool_use")
+    message: Json = {"role": "assistant", "content": "".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+_UNSUPPORTED: Final = {"container": (), "mcp_servers": ()}
+_NO_THREADS: Final = "thread_unsupported_request"  # tells the SDK that it has to send all messages
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none", "tool": ""}
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES: Final = {
@@ -39,15 +111,17 @@ class MessagesCall(Call):
     """One call of ``POST /v1/messages``."""
 
     @classmethod
-    def parse(cls, value: Mapping[str, object], answerer: Answerer) -> Self:
+    def parse(cls, value: Mapping[str, object], session: Session) -> Self:
         """Read a request. Raises GatewayError."""
         body = Body(value)
         max_tokens = body.integer("max_tokens", low=1)
         if max_tokens is None:
-            raise GatewayError(400, "max_tokens: is missing", param="max_tokens")
-        how = attrs.evolve(draw(body, answerer, max_tokens), stop=body.texts("stop_sequences"))
+            raise body.missing("max_tokens")
+        output = body.body("output_config") or Body({})
+        asked = asks_for_json(output, "format") or asks_for_json(body, "output_format")  # as it was called before
+        how = attrs.evolve(draw(body, session, max_tokens), stop=body.texts("stop_sequences"), json_field=asked)
         request = attrs.evolve(_request(body), draw=how)
-        return cls(answerer=answerer, requests=[request], stream=body.flag("stream"))
+        return cls(session=session, requests=[request], stream=body.flag("stream"))
 
     def body(self, replies: Sequence[Reply]) -> Json:
         (choice,) = replies[0].choices
@@ -67,7 +141,7 @@ class MessagesCall(Call):
         )
         yield _event("ping")
         index, open_block = -1, ("", 0)
-        for part in parts(choice, self.answerer.tokenizer, [openai.arguments(call) for call in choice.calls]):
+        for part in parts(choice, self.session.tokenizer, [openai.arguments(call) for call in choice.calls]):
             if (part.kind, part.call) != open_block:
                 if index >= 0:
                     yield from _closed(index, open_block[0])
@@ -90,7 +164,7 @@ class MessagesCall(Call):
     def _end(self, choice: Choice) -> Json:
         stop = None
         if choice.finish == "stop":
-            stop = matched_stop(choice, self.answerer.tokenizer, self.requests[0].draw.stop)
+            stop = matched_stop(choice, self.session.tokenizer, self.requests[0].draw.stop)
         reason = _STOP_REASONS[choice.finish] if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
@@ -102,9 +176,9 @@ _DELTAS: Final = {
 }
 
 
-async def count_tokens(value: Mapping[str, object], answerer: Answerer) -> Json:
+async def count_tokens(value: Mapping[str, object], session: Session) -> Json:
     """Answer ``POST /v1/messages/count_tokens``. Raises GatewayError."""
-    return {"input_tokens": int((await answerer.render(_request(Body(value)))).size)}
+    return {"input_tokens": int((await session.render(_request(Body(value)))).size)}
 
 
 def error(problem: GatewayError) -> Json:
@@ -123,11 +197,8 @@ def _request(body: Body) -> Request:
     """Return the conversation and the tools."""
     refuse(body, _UNSUPPORTED)
     if body.get("thread") is not None:
-        what = "thread: conversations are not kept here; send all messages"
+        what = "thread: the gateway does not store conversations; send all messages"
         raise GatewayError(400, what, param="thread", code=_NO_THREADS)
-    output = body.body("output_config")
-    if output is not None:
-        refuse(output, {"format": ()})
     messages = [*system_messages(body), *block_messages(body)]
     tools = openai.distinct([_tool(each) for each in body.objects("tools")], "tools")
     return Request(
@@ -140,7 +211,7 @@ def _request(body: Body) -> Request:
 
 def _tool(body: Body) -> Message:
     if body.get("type") not in (None, "custom"):
-        raise wrong(body.path("type"), body.get("type"), "'custom'", "the policy knows no tools but those described")
+        raise wrong(body.path("type"), body.get("type"), "'custom'", "the policy knows only tools with a schema")
     schema = body.body("input_schema")
     about = {name: body.get(name) for name in ("name", "description")}
     return openai.function_tool(Body({**about, "parameters": None if schema is None else schema.value}, body.where))
@@ -150,11 +221,11 @@ def _tool_choice(body: Body, tools: Sequence[Message]) -> str:
     choice = body.body("tool_choice")
     if choice is None:
         return "auto"
-    kind = choice.required("type", choice.choice("type", _CHOICES))
+    kind = choice.require_choice("type", _CHOICES)
     if kind == "tool":
-        return openai.known_tool(choice.required("name", choice.text("name")), tools, choice.path("name"))
+        return openai.known_tool(choice, tools)
     if kind == "any" and not tools:
-        raise wrong(choice.path("type"), kind, "tools to choose from")
+        raise wrong(choice.path("type"), kind, "a non-empty tools list")
     return _CHOICES[kind]
 
 
@@ -178,6 +249,6 @@ def _event(name: str, **data: object) -> Event:
 
 
 def _closed(index: int, kind: str) -> Iterator[Event]:
-    if kind == "reasoning":  # readers want a signature; nobody checks this one
+    if kind == "reasoning":  # clients require a signature; they do not check this one
         yield _event("content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""})
     yield _event("content_block_stop", index=index)

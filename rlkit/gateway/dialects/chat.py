@@ -1,23 +1,125 @@
-"""Chat completions: OpenAI's API, with what vLLM adds to it."""
+"""Chat completions: OpenAI's API, with vLLM's additions."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import attrs
 
 from rlkit._interaction import Message
 from rlkit.gateway.dialects import openai
-from rlkit.gateway.dialects.body import Body, refuse, wrong
-from rlkit.gateway.dialects.call import Call, Event, Json
-from rlkit.gateway.dialects.drawing import draw
-from rlkit.gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
-from rlkit.gateway.dialects.messages import conversation
-from rlkit.gateway.dialects.spelling import matched_stop, parts
-from rlkit.gateway.types import Answerer, Choice, Reply, Request
+from rlkit.gateway.dialects._logprobs import chat_logprobs, parts, prompt_logprobs
+from rlkit.gateway.dialects.body import Body, Event, Json, draw, refuse, wrong
+from rlkit.gateway.types import Choice, Reply, Request
 
-__all__ = ["ChatCall", "chat_request"]
+if TYPE_CHECKING:
+    from rlkit.gateway._session import Session
+
+__all__ = ["ChatCall", "assistant_call", "chat_request", "conversation", "text_of", "unended"]
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def conversation(body: Body) -> list[Message]:
+    """Return ``messages``: roles known, contents as text, calls complete.
+
+    ``developer`` becomes ``system``; ``function`` and ``function_call``, the older form of tools, become ``tool`` and
+    ``tool_calls``.
+    """
+    messages = [_message(each) for each in body.objects("messages")]
+    if not messages:
+        raise body.missing("messages", " or empty; expected at least one message")
+    _name_legacy_calls(messages)
+    return list(unended(messages, body.path("messages")))
+
+
+def unended(messages: Sequence[Message], where: str) -> Sequence[Message]:
+    """Return the messages, the last of which must not be the assistant's: it would have to be continued."""
+    if messages[-1]["role"] == "assistant":
+        expected = "a last message of the user, the system or a tool"
+        raise wrong(f"{where}[-1].role", "assistant", expected, "the gateway does not continue an answer")
+    return messages
+
+
+def _message(body: Body) -> Json:
+    role = body.require_choice("role", _ROLES)
+    message: Json = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    message["content"] = text_of(
+        body, "content", optional=role in ("assistant", "function"), between="" if role == "assistant" else "\n"
+    )
+    name = body.text("name")
+    if name is not None:
+        message["name"] = name
+    if role == "tool":
+        identifier = body.text("tool_call_id")
+        if identifier is not None:
+            message["tool_call_id"] = identifier
+    if role == "assistant":
+        reasoning = body.text("reasoning_content") or body.text("reasoning")
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        calls = [_call(each) for each in body.objects("tool_calls")]
+        legacy = body.body("function_call")
+        if legacy is not None:
+            calls.append(assistant_call(legacy, ""))
+        if calls:
+            message["tool_calls"] = calls
+    return message
+
+
+def _call(body: Body) -> Json:
+    if body.get("type") not in (None, "function"):
+        raise wrong(body.path("type"), body.get("type"), "'function'")
+    function = body.body("function")
+    if function is None:
+        raise body.missing("function")
+    return assistant_call(function, body.text("id") or "")
+
+
+def assistant_call(function: Body, identifier: str) -> Json:
+    """Return one of an assistant's ``tool_calls``, from an object with ``name`` and ``arguments``."""
+    name = function.require_text("name")
+    value = function.get("arguments")
+    if value is None or isinstance(value, dict):
+        value = json.dumps(value or {}, ensure_ascii=False)
+    if not isinstance(value, str):
+        raise wrong(function.path("arguments"), value, "a JSON text")
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": value or "{}"}}
+
+
+def text_of(body: Body, name: str, *, optional: bool = False, between: str = "\n") -> str:
+    """Return a content as text; ``between`` separates the texts of several parts."""
+    value = body.get(name)
+    if isinstance(value, str):
+        return value
+    if value is None and optional:
+        return ""
+    if value is None:
+        raise body.missing(name)
+    texts = []
+    for part in body.parts(name):
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in _PARTS:
+            raise wrong(part.path("type"), kind, "text", "this policy reads only text")
+        texts.append(part.require_text(_PARTS[kind]))
+    return between.join(texts)
+
+
+def _name_legacy_calls(messages: Sequence[Json]) -> None:
+    """Assign ids to calls without one, and the same ids to their results."""
+    number, waiting = 0, ""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if not call["id"]:
+                call["id"] = waiting = f"call{number:05d}"
+                number += 1
+        if message["role"] == "tool" and "tool_call_id" not in message and waiting:
+            message["tool_call_id"] = waiting
+
 
 _UNSUPPORTED: Final = {
     "audio": (),
@@ -34,41 +136,35 @@ _NO_SETTINGS: Final = ("messages", "tools", "head", "add_generation_prompt", "se
 
 
 @attrs.frozen(eq=False)
-class ChatCall(Call):
+class ChatCall(openai.CompletionsCall):
     """One call of ``POST /v1/chat/completions``."""
 
     logprobs: bool = False
     legacy: bool = False  # the client wrote `functions`, and reads `function_call`
-    include_usage: bool = False
-    token_ids: bool = False  # return_token_ids
-    as_ids: bool = False  # return_tokens_as_token_ids
 
     @classmethod
-    def parse(cls, value: Mapping[str, object], answerer: Answerer) -> Self:
+    def parse(cls, value: Mapping[str, object], session: Session) -> Self:
         """Read a request. Raises GatewayError."""
         body = Body(value)
         refuse(body, _UNSUPPORTED)
         logprobs = body.flag("logprobs")
         top = body.integer("top_logprobs", low=0, high=20)
         if top and not logprobs:
-            raise wrong("top_logprobs", top, "logprobs to be true with it")
+            raise wrong("top_logprobs", top, "logprobs=true together with it")
         limits = [body.integer(name, low=1) for name in ("max_completion_tokens", "max_tokens")]
         request = attrs.evolve(
             chat_request(body),
-            draw=draw(body, answerer, min((x for x in limits if x is not None), default=None)),
+            draw=draw(body, session, min((x for x in limits if x is not None), default=None)),
             n=body.integer("n", low=1, high=128) or 1,
             top_logprobs=(top or 0) if logprobs else None,
             prompt_logprobs=body.integer("prompt_logprobs", low=0, high=20),
         )
-        options = body.body("stream_options")
         return cls(
-            answerer=answerer,
+            session=session,
             requests=[request],
-            stream=body.flag("stream"),
+            **openai.read_stream_options(body),
             logprobs=logprobs,
             legacy=body.get("functions") is not None and body.get("tools") is None,
-            include_usage=options is not None and options.flag("include_usage"),
-            token_ids=body.flag("return_token_ids"),
             as_ids=body.flag("return_tokens_as_token_ids"),
         )
 
@@ -80,7 +176,7 @@ class ChatCall(Call):
         if self.token_ids:
             answer["prompt_token_ids"] = reply.prompt.tolist()
         if reply.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(reply, self.answerer.tokenizer)
+            answer["prompt_logprobs"] = prompt_logprobs(reply, self.session.tokenizer)
         return answer
 
     def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
@@ -94,9 +190,7 @@ class ChatCall(Call):
             yield None, {**head, "choices": [first], **whole}
             for delta in self._deltas(choice):
                 yield None, {**head, "choices": [{"index": index, **delta}]}
-        if self.include_usage:
-            yield None, {**head, "choices": [], "usage": openai.usage(replies)}
-        yield None, "[DONE]"
+        yield from self.finish_stream(head, replies)
 
     def _head(self, reply: Reply, kind: str) -> Json:
         return {
@@ -130,11 +224,11 @@ class ChatCall(Call):
         }
 
     def _deltas(self, choice: Choice) -> Iterator[Json]:
-        """Yield what is added to a choice, and at the end why it ended."""
+        """Yield the additions to a choice, and at the end its finish reason."""
         entries = self._logprobs(choice) if self.logprobs else []
         begun: set[int] = set()
         texts = [openai.arguments(call) for call in choice.calls]
-        for part in parts(choice, self.answerer.tokenizer, texts):
+        for part in parts(choice, self.session.tokenizer, texts):
             delta: Json
             if part.kind != "call":
                 delta = {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
@@ -157,15 +251,13 @@ class ChatCall(Call):
         yield {"delta": {}, "logprobs": None, **self._end(choice)}
 
     def _end(self, choice: Choice) -> Json:
-        reason = "function_call" if self.legacy and choice.finish == "tool_calls" else choice.finish
-        stops = self.requests[0].draw.stop
-        return {"finish_reason": reason, "stop_reason": matched_stop(choice, self.answerer.tokenizer, stops)}
+        return self.write_end(choice, "function_call" if self.legacy else "tool_calls")
 
     def _function(self, choice: Choice, index: int) -> Json:
         return {"name": choice.calls[index].name, "arguments": openai.arguments(choice.calls[index])}
 
     def _logprobs(self, choice: Choice) -> list[Json]:
-        return chat_logprobs(choice, self.answerer.tokenizer, as_ids=self.as_ids)
+        return chat_logprobs(choice, self.session.tokenizer, as_ids=self.as_ids)
 
 
 def chat_request(body: Body) -> Request:
@@ -174,7 +266,7 @@ def chat_request(body: Body) -> Request:
     template = body.body("chat_template_kwargs")
     for name in _NO_SETTINGS:
         if template is not None and name in template.value:
-            raise wrong(template.path(name), template.get(name), "settings of the template alone")
+            raise wrong(template.path(name), template.get(name), "only variables of the template")
     return Request(
         messages=conversation(body),
         tools=tools,
@@ -189,26 +281,13 @@ def _tools(body: Body) -> tuple[Message, ...]:
     for each in body.objects("tools"):
         function = each.body("function")
         if each.get("type") not in (None, "function") or function is None:
-            raise wrong(each.path("type"), each.get("type"), "'function', and the function", "no other tool is known")
+            raise wrong(each.path("type"), each.get("type"), "'function', and the function", "the only supported kind")
         tools.append(openai.function_tool(function))
     where = "tools" if tools else "functions"
     return openai.distinct(tools or [openai.function_tool(each) for each in body.objects("functions")], where)
 
 
 def _tool_choice(body: Body, tools: Sequence[Message]) -> str:
-    name = "tool_choice" if body.get("tool_choice") is not None else "function_call"
-    value = body.get(name)
-    if value is None:
-        return "auto"
-    if isinstance(value, str):
-        word = body.required(name, body.choice(name, ("auto", "none", "required")))
-        if word == "required" and not tools:
-            raise wrong(name, word, "tools to choose from")
-        return word
-    choice = Body(value, name)
-    if name == "tool_choice":
-        if choice.get("type") != "function":
-            raise wrong(choice.path("type"), choice.get("type"), "'function'")
-        choice = choice.body("function") or Body(None, choice.path("function"))
-    chosen = choice.required("name", choice.text("name"))
-    return openai.known_tool(chosen, tools, choice.path("name"))
+    if body.get("tool_choice") is None:
+        return openai.read_tool_choice(body, "function_call", tools)
+    return openai.read_tool_choice(body, "tool_choice", tools, typed=True, inside="function")

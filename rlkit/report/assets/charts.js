@@ -29,6 +29,15 @@ const aligned = (curves) => {
 // Width of the numbers beside a chart: what the longest needs, such as -1.00e-8.
 const room = (_, labels) => Math.max(52, ...(labels || []).map((label) => 12 + 7 * label.length));
 
+// Ticks with as many digits as tell them apart: of a curve between 1 and 1.00002 three would make all of them 1.
+const ticked = (ticks, format) => {
+  for (let digits = 3; digits < 12; digits++) {
+    const labels = ticks.map((tick) => format(tick, digits));
+    if (new Set(labels).size === labels.length) return labels;
+  }
+  return ticks.map((tick) => format(tick));
+};
+
 const stacked = (columns) => {
   const below = new Array(columns[0].length).fill(0);
   return columns.map((column) => column.map((value, i) => (below[i] += value || 0)));
@@ -61,7 +70,7 @@ class Chart {
     const shown = stack ? stacked(smoothed) : smoothed;
     const order = shown.map((_, i) => i);
     if (stack) order.reverse(); // the highest is filled first, the others over it
-    const format = unitOf[panel.unit] || ((value) => number(value));
+    const format = unitOf[panel.unit] || number;
     const line = css("--line");
     const ink = css("--muted");
     const font = "11px system-ui, sans-serif";
@@ -103,7 +112,7 @@ class Chart {
         hooks: { draw: [(plot) => intervals(plot, panel.curves)] },
         axes: [
           { ...axis, size: 26, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick) : "")) },
-          { ...axis, size: room, values: (_, ticks) => ticks.map((tick) => format(tick)) },
+          { ...axis, size: room, values: (_, ticks) => ticked(ticks, format) },
         ],
       },
       data,
@@ -127,7 +136,7 @@ const lastOf = (values) => {
 const span = (low, high, floor) => {
   if (low === null || high === null || low === undefined) return [0, 1];
   if (floor) low = Math.min(0, low);
-  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
+  if (high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high))) {
     // A flat curve, but for rounding: ticks that fine cannot be told apart, and uPlot would make them without end.
     const around = Math.abs(low) * 0.1 || (floor ? 0.1 : 0.5);
     return floor ? [low, high + around] : [low - around, high + around];

@@ -18,12 +18,13 @@ const fill = (node, ...children) => node.replaceChildren(...children.flat(9).fil
 const number = (value, digits = 3) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.max(digits, 3) - 1);
+  if (value === 0) return "0"; // -0, too
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size >= 1000 && digits < 5) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(digits)));
 };
-const percent = (value) => (value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(3))} %`);
+const percent = (value, digits = 3) => (value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(digits))} %`);
 const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : /(s|sh|ch|x)$/.test(word) ? "es" : word.endsWith("y") ? "" : "s"}`;
 const duration = (time) => {
   const [seconds, minutes] = [Math.round(time), Math.round(time / 60)];

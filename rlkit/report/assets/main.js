@@ -26,7 +26,7 @@ const countersTable = (about) => {
   if (!entries.length) return h("p", { class: "hint" }, "This run counted nothing.");
   const bad = (name) => /^(failed|timed_out|truncated|cut|empty|retried|refilled|abandoned|dropped|close_failed|errors|refused|mixed)/.test(name);
   return entries.map(([env, counts]) =>
-    h("article", { class: "card counters" }, h("h3", {}, env.replace(/^env\//, ""), h("span", {}, env.startsWith("env/") ? "environment; counts over the run, means as of the last step" : "over the run")),
+    h("article", { class: "card counters" }, h("h3", {}, env.replace(/^env\//, ""), h("span", {}, env.startsWith("env/") ? "environment; counts and extremes over the run, means as of the last step" : "counts and extremes over the run, means as of the last step")),
       h("dl", {}, Object.entries(counts).map(([name, value]) => h("div", { class: bad(name) && value ? "marked" : "" }, h("dt", {}, name), h("dd", {}, number(value)))))));
 };
 
@@ -48,7 +48,9 @@ const settingsTable = (about) => {
     const rows = flat(given).filter(([path]) => path);
     return rows.length && h("table", { class: "settings" }, h("tbody", {}, rows.map(([path, value]) => h("tr", {}, h("th", { scope: "row" }, path), h("td", {}, typeof value === "string" ? value : JSON.stringify(value))))));
   };
-  return [listed(about.config) || h("p", { class: "hint" }, "This run kept no settings (config.json)."),
+  return [listed(about.config),
+    Object.keys(about.settings).length > 0 && h("h2", { class: "part" }, "What it trained"), listed(about.settings),
+    !Object.keys({ ...about.config, ...about.settings }).length && h("p", { class: "hint" }, "This run kept no settings (config.json, settings.json)."),
     Object.keys(about.surroundings).length > 0 && h("h2", { class: "part" }, "What it ran on"), listed(about.surroundings), h("p", { class: "hint" }, `Written by rlkit ${about.rlkit}. Keys and passwords are left out.`)];
 };
 
@@ -71,19 +73,22 @@ const themed = (gallery) => {
   apply();
 };
 
-// Of several steps and the same number at each.
-const flatPanel = (panel) => panel.unit !== "stack" && panel.title !== "Reward" && panel.curves.every((curve) => !curve.low && !curve.bad && curve.y.length > 2 && curve.y.every((y) => y === curve.y[0]));
+// What differs from zero, or from one, by less than single precision holds is as good as that.
+const levelOf = (panel) => {
+  const value = panel.curves[0].y[0];
+  return panel.same === 0 && value !== 0 && Math.abs(value) < 1e-6 ? "under 1e-6" : (unitOf[panel.unit] || number)(value);
+};
 
 const curvesPart = (about, gallery) => {
   fill(byId("tiles"), tiles(about));
   fill(byId("benchmarks"), benchmarksTable(about.benchmarks));
   const known = about.panels.filter((panel) => panel.standard);
-  const [standard, level] = [known.filter((panel) => !flatPanel(panel)), known.filter(flatPanel)];
+  const [standard, level] = [known.filter((panel) => !panel.flat), known.filter((panel) => panel.flat)];
   const others = about.panels.filter((panel) => !panel.standard);
   for (const panel of standard) gallery.add(panel, byId("standard"));
   for (const panel of level) gallery.add(panel, byId("level-grid"));
   byId("level").hidden = !level.length;
-  byId("level-names").textContent = level.map((panel) => `${panel.title.toLowerCase()} ${(unitOf[panel.unit] || number)(panel.curves[0].y[0])}`).join(" · ");
+  byId("level-names").textContent = level.map((panel) => `${panel.title.toLowerCase()} ${levelOf(panel)}`).join(" · ");
   if (!known.length && !others.length) fill(byId("standard"), h("p", { class: "hint" }, "This run has no metrics."));
   byId("others").hidden = !others.length;
   byId("others").open = !known.length;

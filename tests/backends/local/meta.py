@@ -7,12 +7,12 @@ import copy
 import attrs
 import torch
 
-from rlkit._selfcheck.launches import Launches
-from rlkit.backends.local.cache import kv_attention
-from rlkit.backends.local.model import fused_layer
+from rlkit._selfcheck.speed import Launches
+from rlkit.backends.local.cache import kv_cache
+from rlkit.backends.local.model import llama
 from rlkit.backends.local.model.base import load_base
 from rlkit.backends.local.model.llama import fuse_layers
-from rlkit.backends.local.training import flex_attention
+from rlkit.backends.local.training import _flex_attention
 
 META = torch.device("meta")
 WAITS = frozenset({"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"})  # for what the device computed
@@ -71,14 +71,14 @@ def _kernel(q, k, v, attn_mask, scale):
 
 def with_fused_norms(monkeypatch):
     """Torch's fused norms, which are one kernel on a GPU alone, as operations that other devices have as well."""
-    monkeypatch.setattr(fused_layer, "fused_norm", torch.ops.rlkit_tests.norm)
-    monkeypatch.setattr(fused_layer, "fused_norm_backward", torch.ops.rlkit_tests.norm_backward)
+    monkeypatch.setattr(llama, "fused_norm", torch.ops.rlkit_tests.norm)
+    monkeypatch.setattr(llama, "fused_norm_backward", torch.ops.rlkit_tests.norm_backward)
 
 
 def with_kernels(monkeypatch):
     """All that is one kernel on a GPU, for counting on "meta"."""
     with_fused_norms(monkeypatch)
-    for module in (kv_attention, flex_attention):
+    for module in (kv_cache, _flex_attention):
         monkeypatch.setattr(module, "scaled_dot_product_attention", _kernel)
 
 

@@ -21,6 +21,7 @@ import pytest
 import rlkit
 
 pytest.importorskip("peft")
+from rlkit.backends.early import SMOLLM2
 from rlkit.backends.local.export import save_merged
 from rlkit.backends.local.model import forward, output_head
 from tests.backends.local import white_box
@@ -35,7 +36,7 @@ def test_an_adapter_names_a_base_that_other_libraries_load(tiny, tmp_path, monke
     folder = shutil.copytree(tiny("qwen2"), tmp_path / "qwen2")
     monkeypatch.setattr("rlkit.backends.local.model.base.model_path", lambda model: "qwen2")
     monkeypatch.chdir(tmp_path)
-    with rlkit.connect("local", model="some-model", lora=rlkit.Lora(rank=2), device="cpu", folder=tmp_path) as policy:
+    with rlkit.connect("local", model=SMOLLM2, lora=rlkit.Lora(rank=2), device="cpu", folder=tmp_path) as policy:
         path = policy.save("a").result()
     said = json.loads((Path(path) / "adapter_config.json").read_text("utf-8"))
     assert said["base_model_name_or_path"] == str(folder)
@@ -51,7 +52,8 @@ def connect(tiny, tmp_path):
     made = []
 
     def make(kind="llama", **options):
-        options = {"seed": 0, "lora": rlkit.Lora(rank=4), "device": "cpu", "folder": tmp_path, **options}
+        lora = rlkit.Lora(rank=4, train_unembed=True)  # a tied head too, which is the harder case
+        options = {"seed": 0, "lora": lora, "device": "cpu", "folder": tmp_path, **options}
         if {"resume_from", "init_from"} & options.keys():
             options.pop("lora")
         made.append(rlkit.connect("local", model=tiny(kind), **options))
@@ -105,6 +107,38 @@ def test_saved_adapter_is_pefts_own(connect, kind):
     expected = policy.forward(data).result().logprobs
     for datum, lp in zip(data, expected, strict=True):
         assert np.abs(score(model, datum.tokens) - lp[1:])[datum.mask[1:]].max() < 1e-5
+
+
+@pytest.mark.filterwarnings("error:Model has .tie_word_embeddings:UserWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_the_default_adapter_is_one_that_peft_merges(connect):
+    """``merge_and_unload`` gives the policy's logprobs, with a tied head (llama, gpt2, gemma2) and an own (qwen3)."""
+    for kind, head in (("llama", False), ("gpt2", False), ("gemma2", False), ("qwen3", True)):
+        policy = connect(kind, lora=rlkit.Lora(rank=4))
+        data = train(policy)
+        path = policy.save("adapter").result()
+        base = transformers.AutoModelForCausalLM.from_pretrained(policy.base.path, attn_implementation="eager")
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().eval()
+        for datum, lp in zip(data, policy.forward(data).result().logprobs, strict=True):
+            assert np.abs(score(model, datum.tokens) - lp[1:])[datum.mask[1:]].max() < 1e-4, kind
+        state = json.loads((Path(path) / "state.json").read_text("utf-8"))
+        config = json.loads((Path(path) / "adapter_config.json").read_text("utf-8"))
+        assert state["lora"]["train_unembed"] is head, kind
+        assert ("lm_head" in config["target_modules"]) is head, kind
+        assert (" on attention + MLP + output head," in repr(policy)) is head, repr(policy)
+
+
+def test_a_saved_adapter_keeps_its_head(connect, tiny, tmp_path):
+    """Whatever the default means on the model; a contradiction is refused."""
+    options = {"device": "cpu", "folder": tmp_path, "model": tiny("llama")}
+    for head, other in ((True, False), (False, True)):
+        path = connect(lora=rlkit.Lora(rank=4, train_unembed=head)).save("x").result()
+        for lora in (None, rlkit.Lora(rank=4), rlkit.Lora(rank=4, train_unembed=head)):
+            with rlkit.connect("local", resume_from=path, lora=lora, **options) as policy:
+                assert any("lm_head" in name for name in policy._trainer.parameters) is head
+        with pytest.raises(rlkit.ConfigError, match="contradicts the saved adapter"):
+            rlkit.connect("local", resume_from=path, lora=rlkit.Lora(rank=4, train_unembed=other), **options)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
@@ -197,7 +231,7 @@ def test_weights_that_were_replaced_are_noticed(tiny, tmp_path, change):
     else:
         projection = model.model.layers[1].self_attn.k_proj
         projection.weight = torch.nn.Parameter(projection.weight.clone(), requires_grad=False)
-    with pytest.raises(rlkit.BackendError, match="no longer where it was"):
+    with pytest.raises(rlkit.BackendError, match="was moved after the model was loaded"):
         policy.sampler().result().sample([5, 6], PARAMS).result()
     policy.close()
 
@@ -212,11 +246,18 @@ def test_lora_options_choose_modules(connect):
         return [n for n in policy._trainer.parameters if "lora_A" in n]
 
     attention, mlp, head = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}, {"lm_head"}
-    assert targets() == attention | mlp | head
+    assert targets() == attention | mlp  # its head is tied
+    assert targets(train_unembed=True) == attention | mlp | head
     assert targets(train_mlp=False, train_unembed=False) == attention
     assert targets(train_attn=False, train_unembed=False) == mlp
-    assert targets(train_attn=False, train_mlp=False) == head
+    assert targets(train_attn=False, train_mlp=False, train_unembed=True) == head
+    with pytest.raises(rlkit.ConfigError, match="ties to its embedding; expected train_unembed=True"):
+        targets(train_attn=False, train_mlp=False)
     assert targets(target_modules=("q_proj",)) == {"q_proj"}
+    assert targets(target_modules="all-linear") == attention | mlp
+    assert targets(target_modules="all-linear", train_unembed=True) == attention | mlp | head
+    with pytest.raises(rlkit.ConfigError, match=r"lora.rank: is 1000000000; expected at most \d+ "):
+        connect(lora=rlkit.Lora(rank=10**9, train_unembed=True))
     for unknown, close in (("q_prj", "q_proj"), ("nothing", "it has"), ("model.layers.0.mlp", "LlamaMLP")):
         with pytest.raises(rlkit.ConfigError, match=close):
             connect(lora=rlkit.Lora(target_modules=("v_proj", unknown)))  # no name is dropped beside one that exists
@@ -363,7 +404,7 @@ def test_tokens_between_the_layers_of_a_micro_batch(connect, kind, monkeypatch):
     monkeypatch.setattr(decoder, "step", counted)
     monkeypatch.setattr(trainer, "_outputs", watched(outputs))
     monkeypatch.setattr(trainer, "_backward", watched(backward))
-    monkeypatch.setattr("rlkit.backends.worker.time", Slow())
+    monkeypatch.setattr("rlkit.backends.queue.time", Slow())
     for name in ("QUIET", "PATIENCE"):
         monkeypatch.setattr(f"rlkit.backends.local.sampling.scheduler.{name}", 0.0)
     data = train(policy, 1)
@@ -414,21 +455,20 @@ def test_bases_are_shared_and_freed(connect):
 def test_forgotten_backend_ends_its_thread(tiny, tmp_path):
     """A backend that nobody holds ends its worker; so does close()."""
 
-    def workers():
-        return [t for t in threading.enumerate() if t.name == "rlkit-local"]
-
-    before = len(workers())
+    before = set(threading.enumerate())
     policy = rlkit.connect("local", model=tiny("llama"), lora=rlkit.Lora(rank=2), device="cpu")
     sampler = policy.sampler().result()
     del policy
     gc.collect()
     assert len(sampler.sample([5], PARAMS).result()) == 1  # a sampler keeps its backend alive
+    workers = [t for t in set(threading.enumerate()) - before if t.name == "rlkit-local"]
+    assert workers
     del sampler
-    deadline = time.monotonic() + 5
-    while len(workers()) > before and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while any(t.is_alive() for t in workers) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert len(workers()) == before
+    assert not any(t.is_alive() for t in workers)
 
 
 def test_close_fails_what_was_not_sampled(connect):
@@ -642,7 +682,7 @@ def test_chunked_head(connect, kind, monkeypatch):
     assert (one - other).norm() < 1e-5 * one.norm()
     for name in ("logprobs", "entropy"):
         pair = [out.logprobs if name == "logprobs" else out.outputs[name] for out in (a, b)]
-        assert max(np.abs(x - y).max() for x, y in zip(*pair, strict=True)) < 1e-5
+        assert max(np.abs(x - y).max() for x, y in zip(*pair, strict=True)) < 2e-5
 
 
 def test_adapters_made_at_once(tiny):

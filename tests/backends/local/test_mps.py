@@ -12,13 +12,13 @@ pytest.importorskip("peft")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from rlkit._selfcheck import launches, models  # noqa: E402
-from rlkit.backends import drawing  # noqa: E402
+from rlkit._selfcheck import numbers, speed  # noqa: E402
+from rlkit.backends import _drawing  # noqa: E402
 from rlkit.backends.local.model import llama  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
-from rlkit.backends.local.model.decoder_layer import Layer  # noqa: E402
+from rlkit.backends.local.model.llama import Layer  # noqa: E402
 from rlkit.backends.local.model.probe import logits_at  # noqa: E402
-from rlkit.backends.local.training import flex_attention  # noqa: E402
+from rlkit.backends.local.training import _flex_attention  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import meta  # noqa: E402
 
@@ -60,11 +60,11 @@ def test_layers_are_computed_without_float64(tmp_path, monkeypatch, merge):
     """Decoding and training through the path of devices other than CPUs, with the layer that such a device gets."""
     monkeypatch.setattr(llama, "layer_class", lambda *_: Layer)
     meta.with_kernels(monkeypatch)
-    monkeypatch.setattr(flex_attention, "_flex_works", lambda *_: False)
-    base = meta.meta_base(str(models.build("tiny", tmp_path / "model")), "float32")
+    monkeypatch.setattr(_flex_attention, "_flex_works", lambda *_: False)
+    base = meta.meta_base(str(numbers.build("tiny", tmp_path / "model")), "float32")
     with NoFloat64():
-        assert launches.decode(base, meta.Watch(), merge=merge)
-        assert launches.train(base, meta.Watch())
+        assert speed.decode(base, meta.Watch(), merge=merge)
+        assert speed.train(base, meta.Watch())
 
 
 def test_a_step_of_the_optimizer_needs_no_float64(tiny):
@@ -84,8 +84,8 @@ def test_tokens_are_drawn_on_the_cpu():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     params = [rlkit.SamplingParams(max_tokens=1, **x) for x in ({}, {"top_p": 0.5}, {"top_k": 3}, {"temperature": 0})]
     uniforms = np.random.default_rng(0).random(4)
-    expected = drawing.draw(logits, params, uniforms)
-    for found, right in zip(drawing.draw(OnMps(logits), params, uniforms), expected, strict=True):
+    expected = _drawing.draw(logits, params, uniforms)
+    for found, right in zip(_drawing.draw(OnMps(logits), params, uniforms), expected, strict=True):
         assert np.array_equal(found, right)
 
 
@@ -103,8 +103,8 @@ def test_no_compiled_attention_is_tried(monkeypatch):
     def tried(*_):
         raise AssertionError("a compiler was asked")
 
-    monkeypatch.setattr(flex_attention, "_flex_works", tried)
-    monkeypatch.setattr(flex_attention, "to_device", lambda array, _: torch.from_numpy(array))
+    monkeypatch.setattr(_flex_attention, "_flex_works", tried)
+    monkeypatch.setattr(_flex_attention, "to_device", lambda array, _: torch.from_numpy(array))
     (batch,) = pack([rlkit.Datum.supervised([3, 4], [5])], 10)
-    found = flex_attention.gpu_attention(batch.runs, 4, 2, 16, torch.float32, MPS)
-    assert isinstance(found, flex_attention.MaskedAttention)
+    found = _flex_attention.gpu_attention(batch.runs, 4, 2, 16, torch.float32, MPS)
+    assert isinstance(found, _flex_attention.MaskedAttention)

@@ -11,13 +11,13 @@ import rlkit
 from rlkit.backends.engine import SamplingEngine
 from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
 from rlkit.futures import Future
-from rlkit.testing.conformance.sampling import SamplingTests
+from rlkit.testing.conformance._sampling import SamplingTests
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from rlkit.backends.drawing import draw  # noqa: E402
+from rlkit.backends._drawing import draw  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -105,7 +105,7 @@ class Sampler(contextlib.AbstractContextManager):
 @pytest.fixture
 def policy(tiny, tmp_path):
     engine = Engine(tiny("llama"), tmp_path / "engine")
-    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "folder": tmp_path}
+    options = {"lora": rlkit.Lora(rank=4, train_unembed=True), "seed": 0, "device": "cpu", "folder": tmp_path}
     with rlkit.connect("local", model=tiny("llama"), sampler=engine, **options) as policy:
         policy.engine = engine
         yield policy
@@ -135,7 +135,13 @@ class TestSampling(SamplingTests):
     def make(self, folder, **options):
         engine = Engine(self.model, folder / "engine", options.get("seed", 0))
         return rlkit.connect(
-            "local", model=self.model, sampler=engine, lora=rlkit.Lora(rank=4), device="cpu", folder=folder, **options
+            "local",
+            model=self.model,
+            sampler=engine,
+            lora=rlkit.Lora(rank=4, train_unembed=True),
+            device="cpu",
+            folder=folder,
+            **options,
         )
 
 
@@ -185,7 +191,7 @@ def test_an_engine_that_fails_leaves_training_as_it_was(policy, monkeypatch):
 def test_what_belongs_to_own_sampling_is_refused_beside_an_engine(policy, tiny):
     """Options that would do nothing, saved samplers, and what is no engine; the engine is closed with the backend."""
     for option in ({"merge": True}, {"max_rows": 3}, {"prefix_mb": 0}, {"cuda_graphs": False}):
-        with pytest.raises(rlkit.ConfigError, match="do nothing with sampler="):
+        with pytest.raises(rlkit.ConfigError, match="have no effect with sampler="):
             rlkit.connect("local", model=tiny("llama"), sampler=policy.engine, **option)
     with pytest.raises(rlkit.ConfigError, match="has no .*load_adapter.*expected a SamplingEngine"):
         rlkit.connect("local", model=tiny("llama"), sampler=policy.base_sampler().result())

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+from rlkit.backends import options
+from rlkit.backends.local.model import base
+
 
 def decoder(policy):
     """What decodes, of the snapshot that had its turn last; there once something was sampled."""
@@ -43,3 +48,9 @@ def forwards(policy):
         trainer.forward = used
         yield used
     trainer.forward = forward
+
+
+def allow_float64(monkeypatch):
+    """Let ``dtype="float64"`` through, in which errors of rounding vanish."""
+    monkeypatch.setitem(base.DTYPES, "float64", torch.float64)
+    monkeypatch.setattr(options, "DTYPES", (*options.DTYPES, "float64"))

@@ -11,10 +11,10 @@ import pytest
 
 import rlkit
 from rlkit import losses
-from rlkit.backends.tinker import routes
+from rlkit.backends.tinker import _routes
 from rlkit.backends.tinker.session import Session
 from rlkit.losses import with_entropy, with_kl
-from rlkit.server import losses as served
+from rlkit.server import _losses as served
 from rlkit.testing import FakeTinker
 from tests.losses.calls import COMPOSED, NAMES, VARIANTS, example, identity, needs
 
@@ -69,6 +69,10 @@ def episodes(loss, settings=None, *, constant=False):
             tokens = rng.integers(97, 123, n + 7)
             mask = np.zeros(n + 7, bool)
             mask[rng.choice(np.arange(2, n + 6), n, replace=False)] = True
+            if i % 2:  # of a pair the second: after the prompt of the first
+                start = int(data[-1].mask.argmax())
+                tokens[:start], mask[:] = data[-1].tokens[:start], False
+                mask[[start, *rng.choice(np.arange(start + 1, n + 6), n - 1, replace=False)]] = True
             lp = toy.forward([rlkit.Datum(tokens, mask)]).result().selected[0]
             own = {k: v[i] for k, v in inputs.items() if k != "entropy"}
             for name, value in own.items():
@@ -96,7 +100,7 @@ def check_equal(policy, data, loss, settings=None):
     moved = max(np.abs(a - b).max() for a, b in zip(before, expected, strict=True))
     off = max(np.abs(a - b).max() for a, b in zip(after, expected, strict=True))
     assert moved > 1e-6
-    assert off < 1e-4 * moved + 2e-7, (route, off, moved)
+    assert off < 2e-4 * moved + 4e-7, (route, off, moved)
     assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5, abs=1e-5)
     assert {k: ours.metrics[k] for k in theirs.metrics} == pytest.approx(theirs.metrics, rel=1e-4, abs=1e-5)
     for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
@@ -125,7 +129,7 @@ def test_every_loss_without_losses_on_the_service(plain_service, variant):
     name, settings = variant
     route = check_equal(connect(plain_service), episodes(name, settings), name, settings)
     assert (route.kind, route.calls) == ("client", ("forward", "cross_entropy"))
-    assert "does not run losses" in route.why
+    assert "does not run custom losses" in route.why
 
 
 @pytest.fixture
@@ -138,7 +142,7 @@ def dividing_service(monkeypatch):
     entry = served._TABLE["cross_entropy"]
     table = {**served._TABLE, "cross_entropy": attrs.evolve(entry, function=divided, elementwise=False)}
     monkeypatch.setattr(served, "_TABLE", table)
-    monkeypatch.setattr("rlkit.server.sessions._ARCH", "another")
+    monkeypatch.setattr("rlkit.server._sessions._ARCH", "another")
     with FakeTinker(seed=0, config={"custom_loss_server_side": False}) as fake:
         yield fake
 
@@ -169,7 +173,7 @@ def test_a_mask_is_sent_as_a_cross_entropy_anywhere(dividing_service):
 def test_what_takes_the_place_of_a_weighted_cross_entropy():
     """cispo whose ratio is 1, with the weights as advantages; matrices, masks and other losses stay as they are."""
     half, mask, matrix = np.array([0.5, 1.0]), np.array([0.0, 1.0]), np.ones((2, 3)) / 2
-    (part,) = [routes.without_weights(routes.Part("cross_entropy", {}, [{"weights": half}, None, {"weights": mask}]))]
+    (part,) = [_routes.without_weights(_routes.Part("cross_entropy", {}, [{"weights": half}, None, {"weights": mask}]))]
     assert (part.loss, part.config) == ("cispo", {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0})
     assert part.arrays[0]["advantages"].tolist() == [0.5, 1.0]
     assert part.arrays[0]["logprobs"].tolist() == [0.0, 0.0]
@@ -180,8 +184,8 @@ def test_what_takes_the_place_of_a_weighted_cross_entropy():
         ("cross_entropy", [{"weights": half}, {"weights": matrix}]),
         ("ppo", [{"weights": half}]),
     ):
-        same = routes.Part(loss, {}, arrays)
-        assert routes.without_weights(same) is same
+        same = _routes.Part(loss, {}, arrays)
+        assert _routes.without_weights(same) is same
 
 
 def test_a_matrix_of_weights_is_warned_about_once(dividing_service):

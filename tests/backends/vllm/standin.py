@@ -30,7 +30,8 @@ class Standin:
             (to the adapters' folder), "fixed" (started without what changes adapters), "break" (connections, once;
             with "broken" always), "openai" (it has OpenAI's endpoints alone), "unscaled" (started without
             --enable-scale-out), "html" (it answers all with a page), "redirect" (all elsewhere), "locked" (it wants
-            another key), "mute" (about its health).
+            another key), "mute" (about its health), "headless" (it scores
+            prompts by the base model).
         loaded: adapters, by name.
         log: the paths that were asked for.
         aborted: ids of requests that are to end; "deaf" among the faults: there is no such endpoint.
@@ -75,7 +76,7 @@ class Standin:
         how, prompt = body["sampling_params"], body["token_ids"]
         rows = None
         if how.get("prompt_logprobs") is not None:
-            logprobs = self.logits(body["model"], prompt).log_softmax(-1)
+            logprobs = self.logits(self.base if "headless" in self.faults else body["model"], prompt).log_softmax(-1)
             rows = [None]
             rows += [{str(token): {"logprob": float(logprobs[i, token])}} for i, token in enumerate(prompt[1:])]
         choices = []

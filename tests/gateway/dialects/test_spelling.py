@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.backends.toy.tokenizer import ByteTokenizer
-from rlkit.gateway.dialects.spelling import matched_stop, parts, pieces, reasoning_tokens, spell
+from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.gateway.dialects._logprobs import matched_stop, parts, pieces, reasoning_tokens, spell
 from rlkit.gateway.types import Choice
 from rlkit.tools import ToolCall
 from rlkit.types import Sample
+from tests.each import for_each
+from tests.properties import examples
 
 BYTES = ByteTokenizer()
 
@@ -44,7 +45,7 @@ def test_spaces_of_first_tokens_are_not_lost(tokens):
     assert "".join(spell(Words(), np.array(tokens))) == Words().decode(tokens)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.integers(0, 258), max_size=300))
 def test_any_tokens_make_parts_that_are_the_whole(tokens):
     """Also bytes that are no text, in any number: nothing is lost, and each token is in one part."""
@@ -98,7 +99,7 @@ def test_cost_grows_with_the_length():
     assert sum(asked) < 2000 * 40
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tokens", "text", "stops", "expected"),
     [
         (b"one two", "one ", ("x", "two"), "two"),

@@ -9,6 +9,7 @@ import httpx2
 import openai
 import pytest
 
+from tests.each import for_each
 from tests.gateway.dialects.fake import FakeService, Says
 
 
@@ -71,7 +72,7 @@ def test_a_stream_has_every_token_once(http, service, said):
     assert events[-1]["usage"]["completion_tokens"] == len(said.encode()) + 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("param", "change"),
     [
         ("token_ids", {"token_ids": []}),

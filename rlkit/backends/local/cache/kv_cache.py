@@ -1,20 +1,47 @@
-"""The KV cache: keys and values of many rows of different lengths in preallocated slots."""
+"""The KV cache, keys and values of many rows in preallocated slots, and batch-invariant attention over it.
+
+What a token computes depends on the tokens before it alone, bit for bit, on a CPU in float32. Products of weights have
+as many rows as ``invariant_row_multiple`` asks for. Keys past a token's own are masked before the softmax, where they
+add exact zeros. How many queries are multiplied and how many keys are summed at once is measured (``tile_of``), because
+libraries split a sum by its length, each in its own way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
+import attrs
+import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from rlkit.backends.local.cache.attention_tiles import LENGTHS
+from rlkit._fallback import NotSupportedHere
+from rlkit.backends.local.attention.tree import LayerMasks, narrowed
+from rlkit.backends.local.model.llama import Llama
+from rlkit.backends.local.products.lora_linear import upcast
 from rlkit.backends.sampling import rounded_up
 
-__all__ = ["KVCache", "causal_mask"]
+__all__ = [
+    "ATTENTION",
+    "KEYS",
+    "LENGTHS",
+    "CachedAttention",
+    "CachedTokens",
+    "KVCache",
+    "SharedPrefix",
+    "Tile",
+    "causal_mask",
+    "matmul_attention",
+    "sdpa_attention",
+    "tile_of",
+]
 
 
 def causal_mask(positions: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return what is added to the scores of queries at ``positions`` [B, T]: [B, 1, T, keys], lowest behind each."""
+    """Return what is added to the scores of queries at ``positions`` [B, T]: [B, 1, T, keys], lowest after each."""
     hidden = torch.arange(keys, device=positions.device) > positions[:, None, :, None]
     mask = torch.zeros(hidden.shape, device=positions.device)
     return mask.masked_fill_(hidden, torch.finfo(torch.float32).min)
@@ -57,16 +84,16 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(x.numel() * x.element_size() for pair in self.store for x in pair)
+        """Return the bytes of all slots."""
+        return sum(x.nbytes for x in self._tensors())
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._rows, self._length = 0, 0
         self.store = [(self._empty(k), self._empty(v)) for k, v in self.store]
 
     def at(self, first: int, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Say where the next forward's tokens are, and return its mask [B, 1, T, S].
+        """Set where the next forward's tokens are, and return its mask [B, 1, T, S].
 
         Args:
             first: slot of the first row.
@@ -80,36 +107,48 @@ class KVCache(Cache):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where keys and values are; they move when slots grow or are freed."""
-        return (self._rows, self._length, *(x.data_ptr() for pair in self.store for x in pair))
+        """Return where keys and values are; they move when slots grow or are freed."""
+        return (self._rows, self._length, *(x.data_ptr() for x in self._tensors()))
 
     def clear(self) -> None:
         """Zero everything: what is masked is multiplied by zero, which would not make infinities harmless."""
-        for pair in self.store:
-            for x in pair:
-                x.zero_()
+        for x in self._tensors():
+            x.zero_()
 
     def copy(self, source: int, first: int, last: int, length: int) -> None:
         """Copy the first ``length`` tokens of slot ``source`` to slots first..last-1."""
-        for keys, values in self.store:
-            for x in (keys, values):
-                x[first:last, :, :length] = x[source : source + 1, :, :length].clone()
+        for x in self._tensors():
+            x[first:last, :, :length] = x[source : source + 1, :, :length].clone()
 
-    def read_block(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """Return a copy of the keys and values of all layers at start..end-1 of a slot, in one dimension."""
-        return torch.cat([x[slot, :, start:end].reshape(-1) for pair in self.store for x in pair])
+    def block_bytes(self, length: int) -> int:
+        """Return the bytes of the keys and values of all layers for ``length`` tokens of a row."""
+        return sum(x.shape[1] * length * x.shape[3] * x.element_size() for x in self._tensors())
+
+    def read_blocks(self, places: Sequence[tuple[int, int]], length: int) -> list[torch.Tensor]:
+        """Return copies of the keys and values of all layers, in one dimension for each place.
+
+        Two kernels for each tensor of a layer, however many blocks there are.
+
+        Args:
+            places: (slot, first token) of each block.
+            length: tokens of a block.
+        """
+        if not places:
+            return []
+        like = self.store[0][0]
+        slots, starts = torch.tensor(places, device=like.device).T
+        tokens = starts[:, None] + torch.arange(length, device=like.device)
+        both = like.new_empty(len(places), self.block_bytes(length) // like.element_size())
+        for x, part in self._parts(both, length):
+            part.copy_(x[slots[:, None], :, tokens].transpose(1, 2))
+        return [block.clone() for block in both]  # each frees its memory by itself
 
     def write_blocks(self, slot: int, blocks: Sequence[torch.Tensor]) -> None:
         """Put ``blocks`` of equal lengths, one after the other, at the beginning of a slot."""
         both = torch.stack(list(blocks))
-        per_token = sum(x.shape[1] * x.shape[3] for pair in self.store for x in pair)
-        length, first = both.shape[1] // per_token, 0
-        for pair in self.store:
-            for x in pair:
-                last = first + x.shape[1] * length * x.shape[3]
-                part = both[:, first:last].view(len(blocks), x.shape[1], length, x.shape[3])
-                x[slot, :, : len(blocks) * length] = part.transpose(0, 1).flatten(1, 2)
-                first = last
+        length = both.shape[1] // sum(x.shape[1] * x.shape[3] for x in self._tensors())
+        for x, part in self._parts(both, length):
+            x[slot, :, : len(blocks) * length] = part.transpose(0, 1).flatten(1, 2)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -125,9 +164,19 @@ class KVCache(Cache):
         return out[0], out[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: rows differ in it, and positions are always given. A model that reads it is found out by the probe."""
+        """Return 0: rows differ in it, and positions are always given. The probe detects a model that reads it."""
         del layer_idx
         return 0
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [x for pair in self.store for x in pair]
+
+    def _parts(self, blocks: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor of ``store``, and its part [n, H, length, D] of ``blocks`` [n, numbers]."""
+        tensors = self._tensors()
+        parts = blocks.split([x.shape[1] * length * x.shape[3] for x in tensors], dim=1)
+        for x, part in zip(tensors, parts, strict=True):
+            yield x, part.view(len(blocks), x.shape[1], length, x.shape[3])
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
@@ -143,3 +192,356 @@ class KVCache(Cache):
         rows, length = min(x.shape[0], self._rows), min(x.shape[2], self._length)
         grown[:rows, :, :length] = x[:rows, :, :length]
         return grown
+
+
+LENGTHS = 16  # the number of keys looked at is a multiple of it
+KEYS = 256  # summed at once at most; beyond some hundreds more gain nothing
+QUERIES = 64  # a unit of that size is the largest that is tried
+
+_tiles: dict[tuple[int, int, int, int], Tile] = {}
+
+
+@attrs.frozen
+class Tile:
+    """The tiling of one attention.
+
+    Attributes:
+        queries: their number is padded to a multiple of it.
+        keys: summed at once; a divisor of ``KEYS`` and a multiple of ``LENGTHS``.
+    """
+
+    queries: int = 4
+    keys: int = KEYS
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Tile], torch.Tensor]
+
+
+@torch.no_grad()
+def tile_of(attend: Attend, heads: int, width: int, value_width: int) -> Tile:
+    """Return the cheapest tiling with which a token has the same bits in any batch; measured once in a process.
+
+    A library chooses by shapes, processor and number of threads how a product is summed: for few queries otherwise
+    than for many, and a long sum in parts whose size follows from its length, so that masked keys at its end move
+    them. With ``LENGTHS`` keys at once there is no such choice.
+
+    Args:
+        attend: from queries [B, H, C, D], keys, values [B, H, S, D] and a mask [B, 1, C, S] that is added, to
+            [B, H, C, D], tiled as said; the same function for all calls.
+        heads: H of keys and values; fewer products than threads are divided among these.
+        width: D of queries and keys.
+        value_width: D of values.
+    """
+    threads = torch.get_num_threads()
+    heads = min(heads, max(threads, 4))  # more are more of the same, and take longer to try
+    key = (heads, width, value_width, threads)
+    if key not in _tiles:
+        trials = _Trials(attend, heads, width, value_width)
+        queries, keys = 1, KEYS
+        while queries < QUERIES and not trials.invariant(Tile(queries, LENGTHS)):
+            queries *= 2
+        while keys > LENGTHS and not trials.invariant(Tile(queries, keys)):
+            keys //= 2
+        _tiles[key] = Tile(queries, keys)
+    return _tiles[key]
+
+
+class _Trials:
+    """One sequence, whose tokens are computed all at once, and some of them alone and in other company."""
+
+    SIZE = 2 * KEYS + 112
+    # (first token, how many): near and between the edges, few queries and many
+    PARTS = (
+        *((place, 1) for place in (0, 17, 63, 106, 130, 199, 255, 300, 510, 610)),
+        *((0, 2), (101, 3), (4, 4), (180, 6), (250, 9), (290, 16), (100, 33), (150, 96), (310, 200)),
+    )
+
+    def __init__(self, attend: Attend, heads: int, width: int, value_width: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(rows: int, size: int) -> torch.Tensor:
+            return torch.rand(rows, heads, self.SIZE, size, generator=generator) - 0.5
+
+        self._attend = attend
+        self._queries = random(1, width) * (8 * width**-0.5)  # scores of some units, as models have them
+        self._keys, self._values = random(5, width), random(5, value_width)
+
+    def invariant(self, tile: Tile) -> bool:
+        """Return whether every token comes out the same however many keys, queries and rows there are."""
+        whole = self._compute(tile, 0, self.SIZE, self.SIZE, 1)
+        for first, count in self.PARTS:
+            least = rounded_up(first + count, LENGTHS)
+            for longest, rows in ((least, 1), (least + 3 * LENGTHS, 5), (self.SIZE, 2)):
+                part = self._compute(tile, first, count, min(longest, self.SIZE), rows)
+                if not torch.equal(part, whole[:, first : first + count]):
+                    return False
+        return True
+
+    def _compute(self, tile: Tile, first: int, count: int, longest: int, rows: int) -> torch.Tensor:
+        """Compute ``count`` tokens from ``first`` on, in ``rows`` rows with ``longest`` keys; return the first row."""
+        hidden = torch.arange(longest) > torch.arange(first, first + count)[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+        query = self._queries[:, :, first : first + count].expand(rows, -1, -1, -1)
+        return self._attend(query, self._keys[:rows, :, :longest], self._values[:rows, :, :longest], mask, tile)[0]
+
+
+ATTENTION = "rlkit_matmul"
+CAST = 2**17  # numbers of keys in float32 at once, 512 kB: they stay in a core's second cache, new memory costs more
+
+
+@attrs.frozen
+class SharedPrefix:
+    """Rows that begin with the same tokens.
+
+    Attributes:
+        length: of what they share, a multiple of ``KEYS``, so that sums are cut as for a row that is alone.
+        groups: indices of the rows, every row in one of them.
+    """
+
+    length: int
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, beginnings: Sequence[np.ndarray], versions: Sequence[int]) -> SharedPrefix | None:
+        """Return what rows that begin so have in common; None where that is not worth it.
+
+        Args:
+            beginnings: tokens of each row.
+            versions: of the weights that computed their keys and values.
+
+        >>> a, b = np.arange(600), np.append(np.arange(300), np.zeros(9))
+        >>> SharedPrefix.of([a, b, a, b], [0] * 4)
+        SharedPrefix(length=256, groups=[[0, 1, 2, 3]])
+        >>> SharedPrefix.of([a, b, a, b], [0, 0, 1, 1])
+        SharedPrefix(length=256, groups=[[0, 1], [2, 3]])
+        >>> SharedPrefix.of([a, b, a[:40]], [0] * 3)
+        """
+        length = min(x.size for x in beginnings) // KEYS * KEYS
+        groups: dict[tuple[bytes, int], list[int]] = {}
+        for i, x in enumerate(beginnings if length else ()):
+            groups.setdefault((x[:length].astype(np.int64).tobytes(), versions[i]), []).append(i)
+        return cls(length, list(groups.values())) if 0 < 2 * len(groups) <= len(beginnings) else None
+
+
+def matmul_attention(
+    _: object,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    shared: SharedPrefix | None = None,
+    **__: object,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention by two matrix products; queries that share a key head are stacked, so that no key is copied.
+
+    Args:
+        query: [P, H, T, D]; the rows after the first B are padding.
+        key, value: [B, H / G, S, D].
+        attention_mask: added to the scores, [B, 1, T, S].
+        scaling: of the scores; None is D ** -0.5.
+        softcap: c tanh(scores / c), for the architectures that have it.
+        s_aux: the scores [H] of attention sinks, which take their share of each softmax and have no value (gpt-oss).
+        shared: which rows begin with the same keys and values; each of those is then read once.
+
+    Returns:
+        [P, T, H, D], and no weights.
+    """
+    padded, heads, length, width = query.shape
+    rows, key_heads = key.shape[:2]
+    stacked = query[:rows].reshape(rows, key_heads, heads // key_heads * length, width)
+    scaling = width**-0.5 if scaling is None else scaling
+    each = attention_mask
+    if each is not None and each.shape[1] > 1:
+        raise NotSupportedHere("the attention mask differs between heads")
+    if each is not None and length > 1:
+        each = each.repeat(1, 1, heads // key_heads, 1)
+    tile = Tile(queries=1)
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        tile = tile_of(_attend, key_heads, width, value.shape[-1])
+    sinks = None if s_aux is None else s_aux.view(key_heads, -1, 1).expand(-1, -1, length).reshape(key_heads, -1, 1)
+    out = _attend(stacked, key, value, each, tile, scaling=scaling, softcap=softcap, sinks=sinks, shared=shared)
+    out = out.reshape(rows, heads, length, value.shape[-1]).transpose(1, 2)
+    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 0, 0, padded - rows)).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    tile: Tile,
+    *,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    shared: SharedPrefix | None = None,
+) -> torch.Tensor:
+    """Attend from [B, H, C, D] to keys and values [B, H, S, D]; mask [B, 1, 1 or C, S], sinks [H, C, 1]."""
+    count = query.shape[2]
+    missing = -count % tile.queries  # a library may sum few rows otherwise than many
+    stacked = torch.nn.functional.pad(query, (0, 0, 0, missing)) if missing else query
+    scores = _scores(upcast(stacked), key, shared).mul_(scaling)  # scores of 20 have two digits in bfloat16
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores[:, :, :count] += mask
+    if sinks is not None:  # as many keys as leave the others where sums are cut
+        before = scores.new_full((*scores.shape[:3], LENGTHS), torch.finfo(scores.dtype).min)
+        before[:, :, :count, :1] = sinks
+        scores = torch.cat([before, scores], dim=-1)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)[..., 0 if sinks is None else LENGTHS :]
+    # Not one product over all keys: libraries cut a long sum by its length. Tiles begin at the same keys in any batch
+    # and are added in order, so that a longer one in the batch only appends tiles of exact zeros.
+    out = _weighted(weights, value, 0, tile.keys, shared)
+    for start in range(tile.keys, value.shape[2], tile.keys):
+        out += _weighted(weights, value, start, tile.keys, shared)
+    return out[:, :, :count]
+
+
+def sdpa_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute attention by torch's kernel; queries that share a key head are rows of it, so that no key is copied.
+
+    Args:
+        query: [B, H, T, D], already scaled.
+        key, value: [B, H / G, S, D].
+        mask: added to the scores, [B, 1, T, S], in the dtype of the queries, to which torch would convert it each time.
+
+    Returns:
+        [B, T, H, D].
+    """
+    rows, heads, length, width = query.shape
+    group = heads // key.shape[1]
+    stacked = query.reshape(rows, key.shape[1], group * length, width)
+    each = mask if length == 1 else mask.repeat(1, 1, group, 1)
+    out = scaled_dot_product_attention(stacked, key, value, attn_mask=each, scale=1.0)
+    return out.reshape(rows, heads, length, width).transpose(1, 2)
+
+
+def _scores(queries: torch.Tensor, key: torch.Tensor, shared: SharedPrefix | None) -> torch.Tensor:
+    """Multiply [B, H, C, D] by [B, H, S, D]: [B, H, C, S]."""
+    if shared is None:
+        return _product(queries, key)
+    scores = queries.new_empty(*queries.shape[:3], key.shape[2])
+    for rows in shared.groups:
+        same = key[rows[0], :, : shared.length].to(queries.dtype).transpose(-1, -2)
+        scores[rows, ..., : shared.length] = _apart(_together(queries[rows]) @ same, len(rows))
+    scores[..., shared.length :] = _product(queries, key[:, :, shared.length :])
+    return scores
+
+
+def _product(queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Multiply [B, H, C, D] by [B, H, S, D]: [B, H, C, S]. Keys of another dtype are cast some rows at a time."""
+    if key.dtype == queries.dtype:
+        return queries @ key.transpose(-1, -2)
+    rows, heads, keys, width = key.shape
+    step = max(1, CAST // max(1, heads * keys * width))
+    cast = queries.new_empty(min(step, rows), heads, keys, width)
+    scores = queries.new_empty(rows, heads, queries.shape[2], keys)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        some = cast[: min(step, rows - start)].copy_(key[part]).flatten(0, 1)
+        torch.bmm(queries[part].flatten(0, 1), some.transpose(-1, -2), out=scores[part].flatten(0, 1))
+    return scores
+
+
+def _weighted(
+    weights: torch.Tensor, value: torch.Tensor, start: int, keys: int, shared: SharedPrefix | None
+) -> torch.Tensor:
+    """Return the part [B, H, C, D] of the sum over keys that is about ``keys`` of them from ``start`` on."""
+    weights, value = weights[..., start : start + keys], value[..., start : start + keys, :]
+    if shared is None or start >= shared.length:
+        return weights @ value
+    out = weights.new_empty(*weights.shape[:3], value.shape[3])
+    for rows in shared.groups:
+        out[rows] = _apart(_together(weights[rows]) @ value[rows[0]], len(rows))
+    return out
+
+
+def _together(x: torch.Tensor) -> torch.Tensor:
+    """Map [n, H, C, K] to [H, n C, K]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Map [H, n C, K] to [n, H, C, K]."""
+    return x.unflatten(1, (n, -1)).transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION, matmul_attention)
+
+
+class CachedAttention:
+    """Attention of tokens [B, T] over the KV cache in one layer, as ``Llama`` calls it.
+
+    Args:
+        kv_cache: told by ``KVCache.at`` where these tokens are.
+        layer: its number.
+        mask: [B, 1, T, S], added to the scores: by matrix products on a CPU, by torch's kernel elsewhere.
+        shape: (B, T), padding included.
+        shared: which of the B rows begin alike.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, layer: int, mask: torch.Tensor, shape: Sequence[int], shared: SharedPrefix | None
+    ) -> None:
+        self._kv_cache, self._layer, self._mask, self._shape, self._shared = kv_cache, layer, mask, shape, shared
+        self._matmul = mask.device.type == "cpu"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
+        """Map q [B T, H, D], already scaled, k and v [B T, H / G, D] to [B T, H D]."""
+        q, k, v = (x.view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        keys, values = self._kv_cache.update(k, v, self._layer)
+        if self._matmul:
+            out, _ = matmul_attention(None, q, keys, values, self._mask, scaling=1.0, shared=self._shared)
+        else:
+            out = sdpa_attention(q, keys, values, self._mask)
+        return out.flatten(0, 1).flatten(1), ()
+
+    def backward(self, *_: object) -> NoReturn:
+        """Raise an error, since samples have no gradient."""
+        raise NotImplementedError("attention over the KV cache has no backward pass; use it for sampling only")
+
+
+@attrs.frozen(eq=False)
+class CachedTokens:
+    """Tokens whose keys and values go to the KV cache, as inputs of a ``Forward``.
+
+    Attributes:
+        tokens, positions: [B, T], padding included.
+        mask: what ``KVCache.at`` returned for them.
+        index: [n], flat places of the tokens that need logits.
+        shared: which of the B rows begin alike; the library's modules do not make use of it.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    kv_cache: KVCache
+    index: torch.Tensor
+    shared: SharedPrefix | None = None
+
+    def for_llama(self, llama: Llama) -> tuple[torch.Tensor, torch.Tensor, Sequence[CachedAttention], torch.Tensor]:
+        """See ``Inputs.for_llama``."""
+        mask, queries = self.mask, self.positions[: self.mask.shape[0]]
+        mask = mask if mask.device.type == "cpu" else mask.to(llama.dtype)  # as torch's kernel wants it
+        masks = {window: narrowed(mask, window, queries) for window in set(llama.windows)}
+        attentions = [
+            CachedAttention(self.kv_cache, layer, masks[window], self.tokens.shape, self.shared)
+            for layer, window in enumerate(llama.windows)
+        ]
+        return self.tokens.flatten(), self.positions.flatten(), attentions, self.index
+
+    def for_library(
+        self,
+        device: torch.device,  # noqa: ARG002
+        masks: LayerMasks,
+        *,
+        trees: bool,  # noqa: ARG002
+    ) -> tuple[dict[str, object], torch.Tensor]:
+        """See ``Inputs.for_library``."""
+        mask = masks.of(self.mask, self.positions[: self.mask.shape[0]])
+        arguments = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
+        return {**arguments, "past_key_values": self.kv_cache, "use_cache": True}, self.index

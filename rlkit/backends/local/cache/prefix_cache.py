@@ -1,18 +1,108 @@
-"""The prefix cache: keys and values of earlier sequences, so that a turn of an episode does not compute them again."""
+"""The prefix cache: what earlier sequences computed, so that a turn of an episode does not compute it again.
+
+``PrefixCache`` keeps blocks of keys and values, shared by all sequences that begin with the same tokens.
+``SequenceCache`` is for layers whose state is known at a sequence's end alone: a recurrent state at token t cannot be
+taken back to an earlier one. So what is kept is the cache at the end of each prompt, and at the end of each completion,
+with which the next turn of an episode begins.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
+import attrs
 import numpy as np
 import torch
 
 from rlkit.backends.local.cache.kv_cache import KVCache
-from rlkit.backends.local.cache.shared_lru import SharedLru
+from rlkit.backends.local.cache.library_cache import RowCache
 
-__all__ = ["BLOCK", "PrefixCache", "block_names"]
+__all__ = ["BLOCK", "CachedSequence", "PrefixCache", "SequenceCache", "SharedLru", "Together", "block_names"]
+
+
+class _Sized(Protocol):
+    """Something that takes memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return its size."""
+
+
+T = TypeVar("T", bound=_Sized)
+
+
+class SharedLru(Generic[T]):
+    """Entries of one snapshot by name; the least recently used go first.
+
+    Args:
+        limit: bytes kept at most.
+        together: the caches of all snapshots that share the limit and have entries, the one that is written to least
+            recently first; its entries go first.
+        snapshot: what the entries were computed with; they are freed once its last sampler is closed.
+
+    Attributes:
+        limit: bytes kept at most.
+        entries: the least recently used first.
+        size: of the entries, in bytes.
+    """
+
+    def __init__(self, limit: int, together: Together | None = None, snapshot: object = None) -> None:
+        self.limit = limit
+        self.entries: OrderedDict[bytes, T] = OrderedDict()
+        self.size = 0
+        self._together = [] if together is None else together
+        self._on_forgotten = None if snapshot is None else weakref.finalize(snapshot, self.clear)
+        if self._on_forgotten is not None:
+            self._on_forgotten.atexit = False
+
+    def renew(self, snapshot: object) -> Self:
+        """Return an empty cache for another snapshot, in place of this one."""
+        if self._on_forgotten is not None:
+            self._on_forgotten.detach()
+        self.clear()
+        # Not this one again: a finalizer may be clearing it in another thread.
+        return type(self)(self.limit, self._together, snapshot)
+
+    def keep(self, name: bytes, entry: T) -> bool:
+        """Keep an entry in place of any of that name, and drop others; False where it is larger than the limit."""
+        if entry.nbytes > self.limit:
+            return False
+        if self._together[-1:] != [self]:
+            self._together[:] = [*(cache for cache in self._together if cache.entries and cache is not self), self]
+        if name in self.entries:
+            self.size -= self.entries.pop(name).nbytes
+        self.entries[name] = entry
+        self.size += entry.nbytes
+        self._shrink()
+        return True
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Take note that these entries are used, the last one first."""
+        for name in reversed(names):
+            self.entries.move_to_end(name)
+
+    def clear(self) -> None:
+        """Free the memory; from any thread, once its snapshot is no longer in use."""
+        self.entries.clear()
+        self.size = 0
+
+    def _shrink(self) -> None:
+        while sum(cache.size for cache in self._together) > self.limit:
+            oldest = next((cache for cache in self._together if cache.entries), self)
+            try:
+                oldest.size -= oldest.entries.popitem(last=False)[1].nbytes
+            except KeyError:  # its snapshot's last sampler was closed in another thread meanwhile
+                return
+
+
+Together: TypeAlias = list[SharedLru[Any]]  # of whatever decoders keep
 
 BLOCK = 16  # tokens kept, found and dropped together
+_AT_ONCE = 128  # blocks read at once, of which there are two copies for a moment
 
 
 def block_names(tokens: np.ndarray) -> list[bytes]:
@@ -43,11 +133,70 @@ class PrefixCache(SharedLru[torch.Tensor]):
             kv_cache.write_blocks(slot, [self.entries[name] for name in names])
         self.touch(names)
 
-    def store(self, names: list[bytes], kv_cache: KVCache, slot: int) -> None:
-        """Store the blocks that are not here yet from a slot that begins with all of ``names``."""
-        # A block is of no use without those before it, so these come last and are dropped later.
-        for i, name in reversed(list(enumerate(names))):
-            if name in self.entries:
+    def store(self, rows: Sequence[tuple[list[bytes], int]], kv_cache: KVCache) -> None:
+        """Store the blocks that are not here yet from slots that begin with all of their names.
+
+        Only blocks that the limit leaves here in the end are read, and many at once: one by one they would take
+        thousands of kernels.
+
+        Args:
+            rows: (names, slot); the last row's blocks are dropped last.
+            kv_cache: where the slots are.
+        """
+        # A block is useless without those before it, so these come last and are dropped later.
+        used: dict[bytes, tuple[int, int]] = {}  # the least recently used first
+        for names, slot in rows:
+            for i, name in reversed(list(enumerate(names))):
+                used.pop(name, None)
+                used[name] = (slot, i * BLOCK)
+        room = self.limit // max(1, kv_cache.block_bytes(BLOCK))
+        kept = list(used)[max(0, len(used) - room) :]
+        for first in range(0, len(kept), _AT_ONCE):
+            names = kept[first : first + _AT_ONCE]
+            blocks = {name: self.entries[name] for name in names if name in self.entries}  # a later one may drop it
+            missing = [name for name in names if name not in blocks]
+            read = kv_cache.read_blocks([used[name] for name in missing], BLOCK)
+            blocks.update(zip(missing, read, strict=True))
+            for name in names:
+                if name in self.entries:
+                    self.touch([name])
+                else:
+                    self.keep(name, blocks[name])
+
+
+@attrs.frozen(eq=False)
+class CachedSequence:
+    """A sequence that was computed.
+
+    Attributes:
+        length: how many tokens it has.
+        cache: of one row.
+        logits: [1, V] after its last token, where they are known.
+    """
+
+    length: int
+    cache: RowCache
+    logits: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of its tensors."""
+        return self.cache.nbytes + (0 if self.logits is None else self.logits.nbytes)
+
+
+class SequenceCache(SharedLru[CachedSequence]):
+    """Sequences of one snapshot."""
+
+    def find(self, tokens: np.ndarray) -> CachedSequence | None:
+        """Return the longest one that ``tokens`` begin with, of their own length only if its logits are known."""
+        for length in sorted({x.length for x in self.entries.values()}, reverse=True):
+            name = tokens[:length].tobytes()
+            sequence = self.entries.get(name)
+            if sequence is not None and (length < tokens.size or sequence.logits is not None):
                 self.touch([name])
-            elif not self.keep(name, kv_cache.read_block(slot, i * BLOCK, (i + 1) * BLOCK)):
-                return
+                return sequence
+        return None
+
+    def store(self, tokens: np.ndarray, cache: RowCache, logits: torch.Tensor | None = None) -> None:
+        """Keep the cache of ``tokens``, a row."""
+        self.keep(tokens.tobytes(), CachedSequence(tokens.size, cache, logits))

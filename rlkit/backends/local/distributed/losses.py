@@ -10,17 +10,16 @@ import concurrent.futures
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.distributed.peer import Peer
-from rlkit.backends.local.distributed.wire import Message
-from rlkit.backends.worker import Worker
+from rlkit.backends.local.distributed.wire import Message, Peer
+from rlkit.backends.queue import Worker
 from rlkit.losses.base import Level
-from rlkit.losses.prepare import LossGradient
+from rlkit.losses.prepare import Driver, LossGradient
 from rlkit.types import Datum
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["AskedLoss", "Losses", "RemoteLoss", "gradient_message", "question"]
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-Driver: TypeAlias = Literal["logprobs", "target_logprobs", "values"]
 Answer: TypeAlias = "concurrent.futures.Future[LossGradient]"
 
 
@@ -68,7 +66,7 @@ class Losses:
 
     @property
     def parts(self) -> list[LossGradient]:
-        """What was computed, in the order of ranks."""
+        """Return what was computed, in the order of ranks."""
         return [part for parts in self._parts for part in parts]
 
     def ask(self, rank: int, places: Sequence[int], driver: Tensors, entropy: Tensors | None) -> Answer:
@@ -85,7 +83,7 @@ class Losses:
         return question.answer
 
     def abort(self, error: BaseException) -> None:
-        """Refuse what was asked and is not answered, also where its loss is being computed, and what will be asked."""
+        """Refuse all unanswered requests, also those being computed, and all later ones."""
         with self._lock:
             if self.error is None:
                 self.error = error

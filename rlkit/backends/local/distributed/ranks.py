@@ -4,35 +4,171 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from rlkit.backends.local.distributed._world import leave_world, share_world
 from rlkit.backends.local.distributed.losses import AskedLoss, Losses, gradient_message, question
-from rlkit.backends.local.distributed.peer import RemoteError, Reply
-from rlkit.backends.local.distributed.rendezvous import SLACK
-from rlkit.backends.local.distributed.replicas import Replicas
 from rlkit.backends.local.distributed.sampling import Request, SpreadSampling
-from rlkit.backends.local.distributed.settings import Processes
+from rlkit.backends.local.distributed.server import SLACK
 from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.split import shares_of
-from rlkit.backends.local.distributed.wire import Message, packed_data
-from rlkit.backends.local.distributed.world import leave_world, share_world
-from rlkit.backends.local.sampling.live import Updated
-from rlkit.backends.local.sampling.snapshots import Snapshot
+from rlkit.backends.local.distributed.wire import Message, RemoteError, Reply, packed_data
+from rlkit.backends.local.sampling.sampler import Snapshot, Updated
+from rlkit.backends.local.training.micro_batches import Costs, cut_units, tree_costs
 from rlkit.backends.local.training.trainer import LocalTrainer, Outputs
-from rlkit.backends.worker import Worker
+from rlkit.backends.queue import Worker
 from rlkit.errors import BackendError, ConfigError, RankLost
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
+    from rlkit.backends.local.distributed.settings import Processes
     from rlkit.losses.prepare import LossGradient, PreparedLoss
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "Replicas", "shares_of"]
+
+
+def shares_of(data: Sequence[Datum], ranks: int, *, pairs: bool, share: int) -> list[list[int]]:
+    """Return the indices of each rank's datums, so that the rank that computes the most tokens computes the fewest.
+
+    In sorted order, in which those that begin alike are adjacent, each rank gets a stretch. A prompt that several
+    datums have in common counts once for a rank, so that a group is only cut where that pays for computing it twice.
+
+    Args:
+        data: the datums; those without a masked-in token, of which nothing is computed, are rank 0's.
+        ranks: how many there are.
+        pairs: datums 2k and 2k + 1 stay together.
+        share: blocks in which what datums begin with is computed once, 0 for not at all.
+
+    >>> data = [Datum([1, 2, 3, k], [0, 0, 0, 1]) for k in (5, 6)] + [Datum([4, 5, 6, 7, 8], [0, 0, 0, 0, 1])]
+    >>> shares_of(data, 2, pairs=False, share=1)
+    [[0, 1], [2]]
+    """
+    units, read = cut_units(data, pairs=pairs)
+    scored = {unit: [read[i] for i in unit if i in read] for unit in units}
+    chosen = sorted((unit for unit in units if scored[unit]), key=lambda unit: scored[unit][0].tobytes())
+    firsts = np.cumsum([0, *(len(scored[unit]) for unit in chosen)])
+    flat = [tokens for unit in chosen for tokens in scored[unit]]
+    costs = tree_costs(flat, firsts, share) if share else _sums(flat, firsts)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for rank, stretch in enumerate(_stretches(len(chosen), costs, ranks)):
+        shares[rank] = sorted(itertools.chain(*chosen[stretch]))
+    shares[0] = sorted(itertools.chain(shares[0], *(unit for unit in units if not scored[unit])))
+    return shares
+
+
+def _stretches(units: int, costs: Costs, ranks: int) -> list[slice]:
+    """Return at most ``ranks`` slices of units whose largest cost is the smallest, found by bisection."""
+    if units == 0:
+        return []
+    most = 1 << 62
+    low, high = 1, int(costs(0, most)[units - 1])
+    best = [slice(0, units)]
+    while low < high:
+        middle = (low + high) // 2
+        cut = _filled(units, costs, middle, ranks)
+        if cut is None:
+            low = middle + 1
+        else:
+            high, best = middle, cut
+    return best
+
+
+def _filled(units: int, costs: Costs, budget: int, ranks: int) -> list[slice] | None:
+    """Return slices of at most ``budget`` tokens, or None where those are more than ``ranks``."""
+    slices: list[slice] = []
+    begin = 0
+    while begin < units:
+        cost = costs(begin, budget)
+        count = int(np.searchsorted(cost, budget, "right"))
+        if count == 0 or len(slices) == ranks:
+            return None
+        slices.append(slice(begin, begin + count))
+        begin += count
+    return slices
+
+
+def _sums(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
+    before = np.concatenate([[0], np.cumsum([x.size for x in members], dtype=int)])[firsts]
+
+    def costs(unit: int, budget: int) -> np.ndarray:
+        del budget
+        tokens: np.ndarray = before[unit + 1 :] - before[unit]
+        return tokens
+
+    return costs
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@attrs.frozen(eq=False)
+class Replicas:
+    """One trainer of several that are the same.
+
+    Attributes:
+        trainer: this rank's.
+        group: of the ranks.
+        device: where what travels lies: a CPU for gloo, this rank's GPU for NCCL.
+    """
+
+    trainer: LocalTrainer
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def step(self, params: Adam) -> Mapping[str, float]:
+        """Sum the gradient over ranks, and make one step with it; where that raises, all is as it was."""
+        parameters = list(self.trainer.parameters.values())
+        own = [p.grad for p in parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = _flat(gradients).to(self.device)
+        dist.all_reduce(flat, group=self.group)  # adds in an order that the number of ranks alone decides
+        for p, summed in zip(parameters, _pieces(flat, gradients), strict=True):
+            p.grad = summed
+        try:
+            return self.trainer.step(params)
+        except BaseException:
+            for p, gradient in zip(parameters, own, strict=True):
+                p.grad = gradient
+            raise
+
+    def share(self, *, optimizer: bool) -> None:
+        """Send rank 0's adapter, with its optimizer's state, to all; called on every rank."""
+        parameters = list(self.trainer.parameters.values())
+        targets = [p.data for p in parameters]
+        states = self.trainer.optimizer.state
+        if optimizer:
+            for p in parameters:
+                if p not in states:
+                    step = torch.zeros((), dtype=torch.float32, device=p.device)
+                    states[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p), "step": step}
+            targets += [states[p][name] for p in parameters for name in _MOMENTS]
+        flat = _flat(targets).to(self.device)
+        dist.broadcast(flat, 0, group=self.group)
+        for target, piece in zip(targets, _pieces(flat, targets), strict=True):
+            target.copy_(piece)
+
+    @property
+    def checksum(self) -> int:
+        """Return a number that two adapters have in common only if they are the same, as good as always."""
+        bits = [p.detach().view(torch.int32).sum(dtype=torch.int64) for p in self.trainer.parameters.values()]
+        return sum(k * int(x) for k, x in enumerate(torch.stack(bits).tolist(), 1)) % 2**63
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.detach().reshape(-1).float() for x in tensors])
+
+
+def _pieces(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [x.numel() for x in like])
+    return [part.view(x.shape).to(x.device) for part, x in zip(parts, like, strict=True)]
+
 
 T = TypeVar("T")
 
@@ -59,8 +195,8 @@ class Ranks:
     def __init__(self, settings: Processes, options: Mapping[str, Any], place: torch.device, named: str | None) -> None:
         gpus = place.type == "cuda" and named in (None, "cuda")  # one for each
         if gpus and settings.ray is None and settings.count > torch.cuda.device_count():
-            what = f"got {settings.count}, and there are {torch.cuda.device_count()} GPUs"
-            raise ConfigError("processes", what, "at most as many", "or device='cuda:0', which all would share")
+            what = f"got {settings.count}, but this machine has {torch.cuda.device_count()} GPUs"
+            raise ConfigError("processes", what, "at most one per GPU", "or device='cuda:0', which all of them share")
         if options.get("shard") and place.type != "cpu" and not gpus:
             raise ConfigError("shard", f"got True on {place}", "a GPU for each process, or a CPU")
         self._world = share_world(settings, "cuda" if gpus else "cpu")
@@ -72,17 +208,19 @@ class Ranks:
         self._sampling: SpreadSampling | None = None
         self._device = place if gpus else torch.device("cpu")
         self._closed = False
+        self.weights: ShardedWeights | None = None
         fields = {"backend": self._backend, "options": dict(options), "device": "cuda" if gpus else str(place)}
         try:
             self._opened, self._group, shares = self._world.open(fields)
         except BaseException:
             self.close()
             raise
-        self.weights = None if shares is None else ShardedWeights(place, *shares, settings.deadline + SLACK)
+        if shares is not None:
+            self.weights = ShardedWeights(place, *shares, settings.deadline + SLACK)
 
     @property
     def size(self) -> int:
-        """How many, this one included."""
+        """Return the number of ranks, this one included."""
         return self._world.size
 
     def begin(self, trainer: LocalTrainer, here: Updated, base: Snapshot, *, optimizer: bool) -> None:
@@ -100,8 +238,7 @@ class Ranks:
         self._together(lambda: replicas.share(optimizer=optimizer))
         self._same(self._collect(replies, "connect"))
         self._here = here
-        self._sampling = SpreadSampling(self._world, self._backend, here.submit)
-        self._sampling.base(base)
+        self._sampling = SpreadSampling(self._world, self._backend, here.submit, base)
         self._world.ticks.append(self._sampling.tick)
 
     def check(self) -> None:
@@ -118,27 +255,22 @@ class Ranks:
         trainer = self._trainer
         pairs = loss is not None and loss.level == "pair"
         shares = shares_of(data, self.size, pairs=pairs, share=trainer.forward.shares)
-        losses = None if loss is None else Losses(loss, data, shares, self._computes_losses)
+        losses = described = None
+        if loss is not None:
+            losses = Losses(loss, data, shares, self._computes_losses)
+            described = [loss.level, loss.driver, loss.entropy]
         self._losses = losses
         earlier = [p.grad for p in trainer.parameters.values()]
-        call, calls = "forward_backward" if backward else "forward", {}
-        for rank, share in enumerate(shares):
-            if rank and share:
-                fields, arrays = packed_data([data[i] for i in share])
-                described = None if loss is None else [loss.level, loss.driver, loss.entropy]
-                fields |= {"backend": self._backend, "loss": described, "names": list(names), "backward": backward}
-                calls[rank] = self._world.call(rank, "run", fields, arrays)
-                if losses is not None:  # which others wait for, and rank 0
-                    calls[rank].add_done_callback(partial(_abort, losses, rank, call))
+        call = "forward_backward" if backward else "forward"
+        fields = {"backend": self._backend, "loss": described, "names": list(names), "backward": backward}
+        calls = self._send_shares(data, shares, fields, losses, call)
         kept = ("logprobs", *names)
         outputs: Outputs = {name: [torch.zeros(0)] * len(data) for name in kept}
         try:
             own = [data[i] for i in shares[0]]
             asked = None if losses is None else AskedLoss(losses, len(own))
             computed, _ = yield from trainer.run(own, asked, names, backward=backward)
-            while not all(reply.done() for reply in calls.values()):
-                concurrent.futures.wait(calls.values(), _LOOK)
-                yield
+            yield from _wait_for(calls.values())
             if losses is not None and losses.error is not None:
                 raise losses.error
             replies = self._collect(calls, call)
@@ -149,10 +281,26 @@ class Ranks:
             self._losses = None
         _put(outputs, shares[0], {name: computed[name] for name in kept})
         for rank, reply in replies.items():
-            sizes = [int(data[i].mask.sum()) for i in shares[rank]]
-            flat = [torch.from_numpy(np.asarray(array)) for array in reply.arrays]
-            _put(outputs, shares[rank], {n: torch.split(x, sizes) for n, x in zip(kept, flat, strict=True)})
+            _put(outputs, shares[rank], _cut_reply(reply, [data[i] for i in shares[rank]], kept))
         return outputs, [] if losses is None else losses.parts
+
+    def _send_shares(
+        self,
+        data: Sequence[Datum],
+        shares: Sequence[Sequence[int]],
+        fields: Mapping[str, object],
+        losses: Losses | None,
+        call: str,
+    ) -> dict[int, Reply]:
+        """Ask the other ranks for their shares."""
+        calls = {}
+        for rank, share in enumerate(shares):
+            if rank and share:
+                described, arrays = packed_data([data[i] for i in share])
+                calls[rank] = self._world.call(rank, "run", {**described, **fields}, arrays)
+                if losses is not None:  # which others wait for, and rank 0
+                    calls[rank].add_done_callback(partial(_abort, losses, rank, call))
+        return calls
 
     def step(self, params: Adam) -> Mapping[str, float]:
         """See ``LocalTrainer.step``: the sum of all ranks' gradients, and the same step on each.
@@ -188,7 +336,7 @@ class Ranks:
         self._sampling.submit(request)
 
     def take(self, snapshot: Snapshot) -> None:
-        """Have all ranks take this snapshot, too."""
+        """Send this snapshot to all other ranks."""
         self._world.check()
         assert self._sampling is not None  # noqa: S101  # begun
         self._sampling.take(snapshot)
@@ -196,7 +344,7 @@ class Ranks:
     def update(
         self, snapshot: Snapshot, newer: Snapshot, *, recompute: bool, done: Callable[[], None] | None = None
     ) -> None:
-        """Have a live sampler's snapshot become ``newer`` on all ranks, this one last. See ``Scheduler.update``.
+        """Update a live sampler's snapshot to ``newer`` on all ranks, this one last. See ``Scheduler.update``.
 
         Raises:
             RankLost: also where some ranks have ``newer``, and one raised: they are not the same any more.
@@ -220,6 +368,8 @@ class Ranks:
         if self._closed:
             return
         self._closed = True
+        if self.weights is not None:
+            self.weights.close()
         self._world.forget(self._backend)
         if self._sampling is not None:
             self._world.ticks.remove(self._sampling.tick)
@@ -238,10 +388,10 @@ class Ranks:
         return self._whole.trainer
 
     def _asked(self, message: Message) -> Reply:
-        """Have a loss computed for another rank."""
+        """Ask for a loss to be computed for another rank."""
         losses = self._losses
         if losses is None:
-            raise BackendError("no call wants a loss")
+            raise BackendError("rank 0 has no call that computes a loss")
         rank, reply = int(message.fields["rank"]), concurrent.futures.Future[Message]()
 
         def answer(done: concurrent.futures.Future[LossGradient]) -> None:
@@ -254,7 +404,7 @@ class Ranks:
         losses.ask(rank, *question(message)).add_done_callback(answer)
         return reply
 
-    def _tell_all(self, kind: str, **fields: Any) -> dict[int, Reply]:
+    def _tell_all(self, kind: str, **fields: object) -> dict[int, Reply]:
         fields = {"backend": self._backend, **fields}
         return {rank: self._world.call(rank, kind, fields) for rank in range(1, self.size)}
 
@@ -279,13 +429,13 @@ class Ranks:
         except BackendError:
             raise
         except RuntimeError as error:  # of torch.distributed
-            raise self._world.fail(f"what ranks do together failed on rank 0: {error}") from error
+            raise self._world.fail(f"a collective operation failed on rank 0: {error}") from error
 
     def _same(self, replies: Mapping[int, Message]) -> None:
         own = self._whole.checksum
         for rank, reply in replies.items():
             if int(reply.fields["checksum"]) != own:
-                raise self._world.fail(f"the adapter of rank {rank} is not that of rank 0 any more")
+                raise self._world.fail(f"the adapter of rank {rank} no longer equals that of rank 0")
 
     def _break_off(
         self,
@@ -313,10 +463,23 @@ def _named(error: BaseException, rank: int, call: str) -> BaseException:
 
 
 def _abort(losses: Losses, rank: int, call: str, reply: Reply) -> None:
-    """Let nobody wait for a rank that asks no more."""
+    """Release all ranks that wait for a rank that has stopped asking."""
     error = reply.exception()
     if error is not None:
         losses.abort(_named(error, rank, call))
+
+
+def _wait_for(replies: Collection[Reply]) -> Iterator[None]:
+    while not all(reply.done() for reply in replies):
+        concurrent.futures.wait(replies, _LOOK)
+        yield
+
+
+def _cut_reply(reply: Message, data: Sequence[Datum], names: Sequence[str]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return each output of a rank, cut into a tensor per datum."""
+    sizes = [int(datum.mask.sum()) for datum in data]
+    flat = [torch.from_numpy(np.asarray(array)) for array in reply.arrays]
+    return {name: torch.split(x, sizes) for name, x in zip(names, flat, strict=True)}
 
 
 def _put(outputs: Outputs, share: Sequence[int], values: Mapping[str, Sequence[torch.Tensor]]) -> None:

@@ -18,11 +18,9 @@ from typing import Any, TypeAlias
 import attrs
 import numpy as np
 
-from rlkit.backends.local.distributed.peer import Reply
-from rlkit.backends.local.distributed.wire import Message
-from rlkit.backends.local.distributed.world import World
-from rlkit.backends.local.sampling.requests import SampleRequest, ScoreRequest
-from rlkit.backends.local.sampling.snapshots import Snapshot
+from rlkit.backends.local.distributed._world import World
+from rlkit.backends.local.distributed.wire import Message, Reply
+from rlkit.backends.local.sampling.sampler import SampleRequest, ScoreRequest, Snapshot
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import Stop, streams
 from rlkit.errors import BackendError, RankLost, RequestCancelled
@@ -53,25 +51,22 @@ class SpreadSampling:
         world: the ranks.
         backend: the number of the backend.
         here: decodes on this rank.
+        base: the snapshot without an adapter, which every rank has from the start.
     """
 
-    def __init__(self, world: World, backend: int, here: Callable[[Request], None]) -> None:
+    def __init__(self, world: World, backend: int, here: Callable[[Request], None], base: Snapshot) -> None:
         self._world, self._backend, self._here = world, backend, here
         self._numbers = itertools.count(BASE + 1)
         self._requests = itertools.count(1)
-        self._snapshots: weakref.WeakKeyDictionary[Snapshot, int] = weakref.WeakKeyDictionary()
-        self._dead: deque[int] = deque()  # numbers of snapshots that are no more; a collector of garbage locks nothing
+        self._snapshots: weakref.WeakKeyDictionary[Snapshot, int] = weakref.WeakKeyDictionary({base: BASE})
+        self._dead: deque[int] = deque()  # freed snapshots; the garbage collector must not take locks
         self._load = [0] * world.size  # tokens that each has to draw or to score
         self._sent: dict[int, _Sent] = {}
-        self._held: dict[Snapshot, list[_Sent]] = {}  # what is done, of a live sampler that is being updated
+        self._held: dict[Snapshot, list[_Sent]] = {}  # completed requests of a live sampler that is being updated
         self._lock = threading.Lock()
 
-    def base(self, snapshot: Snapshot) -> None:
-        """Take note of the snapshot that every rank has from the start."""
-        self._snapshots[snapshot] = BASE
-
     def take(self, snapshot: Snapshot) -> None:
-        """Have every rank take the same snapshot of its adapter, which nothing changes meanwhile."""
+        """Make every rank take the same snapshot of its adapter, which does not change meanwhile."""
         number = next(self._numbers)
         for rank in range(1, self._world.size):
             self._world.tell(rank, "take", self._fields(snapshot=number, version=snapshot.version))
@@ -83,7 +78,7 @@ class SpreadSampling:
         return self._snapshots[snapshot]
 
     def submit(self, request: Request) -> None:
-        """Give a request to the rank that has least to do; from any thread.
+        """Send a request to the rank that has least to do; from any thread.
 
         Raises:
             RankLost: a rank is gone.
@@ -99,15 +94,15 @@ class SpreadSampling:
             self._here(request)
             return
         key = next(self._requests)
-        fields, arrays = _packed(request)
-        reply = self._world.call(rank, fields.pop("kind"), self._fields(**fields, snapshot=number, request=key), arrays)
+        kind, fields, arrays = _packed(request)
+        reply = self._world.call(rank, kind, self._fields(**fields, snapshot=number, request=key), arrays)
         with self._lock:
             self._sent[key] = _Sent(request, reply, rank, key, size)
         reply.add_done_callback(partial(self._arrived, key))
 
     @contextlib.contextmanager
     def holding(self, snapshot: Snapshot) -> Iterator[None]:
-        """Give out nothing that other ranks draw for ``snapshot``, until the end: it becomes another there first.
+        """Hold back what other ranks draw for ``snapshot`` until the end: they change to the newer one first.
 
         An answer would have the newer version before the live sampler does, whose ``version`` cannot be raised earlier
         either: a request that is made now may begin under the older one.
@@ -123,7 +118,7 @@ class SpreadSampling:
                 _settle(sent, self._world.broken)
 
     def tick(self) -> None:
-        """Have ranks drop what nobody waits for any more."""
+        """Make ranks drop requests that no one waits for any more."""
         while self._dead:
             number = self._dead.popleft()
             for rank in range(1, self._world.size):
@@ -147,19 +142,19 @@ class SpreadSampling:
         with self._lock:
             self._load[rank] -= size
 
-    def _fields(self, **fields: object) -> dict[str, Any]:
+    def _fields(self, **fields: object) -> dict[str, object]:
         return {"backend": self._backend, **fields}
 
 
 def _settle(sent: _Sent, lost: RankLost | None) -> None:
-    """Give a request what its rank has replied, or why that is lost."""
+    """Settle a request with its rank's reply, or with the reason why that is lost."""
     future, reply = sent.request.future, sent.reply
     with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
         error = lost or reply.exception()
         if error is None:
             future.set_result(_unpacked(sent.request, reply.result()))
         elif sent.request.dropped:
-            what = "nobody waited for this any more, so it was given up; ask for it again"
+            what = "no caller waits for this request any more, so it was cancelled; send it again"
             future.set_exception(RequestCancelled(what))
         elif isinstance(error, BackendError):
             future.set_exception(error)
@@ -174,12 +169,12 @@ def _size(request: Request) -> int:
     return int(request.tokens.size)
 
 
-def _packed(request: Request) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _packed(request: Request) -> tuple[str, dict[str, object], list[np.ndarray]]:
+    """Return the kind, fields and arrays of the message that ``request_of`` reads."""
     if isinstance(request, SampleRequest):
-        fields = {"kind": "sample", "seed": request.seed, "n": len(request.rngs), "limit": request.limit}
-        return {**fields, "params": attrs.asdict(request.params)}, [request.prompt]
-    fields = {"kind": "score", "temperature": request.temperature, "top": request.top}
-    return fields, [request.tokens, request.ids]
+        fields = {"seed": request.seed, "n": len(request.rngs), "limit": request.limit}
+        return "sample", {**fields, "params": attrs.asdict(request.params)}, [request.prompt]
+    return "score", {"temperature": request.temperature, "top": request.top}, [request.tokens, request.ids]
 
 
 def _unpacked(request: Request, reply: Message) -> Any:

@@ -3,23 +3,190 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import hmac
+import json
 import os
+import secrets
+import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rlkit.backends.local.distributed.gather_orders import ShardGroups, shard_groups
-from rlkit.backends.local.distributed.peer import Peer, Reply
-from rlkit.backends.local.distributed.rendezvous import SLACK, check_free, join_group, knock
-from rlkit.backends.local.distributed.sharding import ShardedWeights
-from rlkit.backends.local.distributed.wire import Message
-from rlkit.errors import BackendError
+from rlkit.backends.local.distributed._launch import LOOPBACK
+from rlkit.backends.local.distributed.sharding import ShardedWeights, ShardGroups, shard_groups
+from rlkit.backends.local.distributed.wire import Connection, Message, Peer, Reply
+from rlkit.errors import BackendError, ConfigError
 
-__all__ = ["Opener", "Served", "Server"]
+__all__ = [
+    "Listener",
+    "Opener",
+    "Served",
+    "Server",
+    "check_free",
+    "join_group",
+    "knock",
+    "on_one_node",
+    "open_groups",
+    "open_store",
+    "torchrun_size",
+    "torchrun_store",
+]
+
+SLACK = 30.0  # seconds that collectives wait longer than for signs of life
+_ADDRESS = "rlkit/address"
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
+
+
+def check_free() -> None:
+    """Raise ConfigError where this process is in a process group of somebody else's."""
+    if not dist.is_available():
+        raise ConfigError("processes: this build of torch has no torch.distributed; leave processes= out")
+    if dist.is_initialized():
+        raise ConfigError(
+            "processes: torch.distributed is initialised in this process already; leave that to rlkit.connect, or call "
+            "torch.distributed.destroy_process_group() before"
+        )
+
+
+def open_store(host: str, start: float) -> dist.TCPStore:
+    """Return a store that listens on one address of this machine alone.
+
+    torch would take every address, whatever its host, and anybody who reaches its port reads and writes.
+    """
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=start),
+        master_listen_fd=listening.detach(),  # which closes it
+    )
+
+
+def torchrun_size() -> int | None:
+    """Return how many processes torchrun started, or None where it did not start this one."""
+    if not all(os.environ.get(name) for name in _TORCHRUN):
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def torchrun_store(start: float) -> tuple[dist.Store, int, int]:
+    """Return the store that torchrun's ranks share, this one's rank, and how many there are."""
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=start))))
+    return dist.PrefixStore("rlkit", store), rank, size
+
+
+def on_one_node() -> bool:
+    """Return whether all ranks that torchrun has started are on this machine."""
+    here, everywhere = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return here is not None and here == everywhere
+
+
+def join_group(store: dist.Store, rank: int, size: int, device: str, deadline: float, *, loopback: bool) -> None:
+    """Join the process group: gloo for what is on a CPU, NCCL for what is on a GPU of CUDA."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"
+    timeout = timedelta(seconds=deadline + SLACK)
+    with _on_loopback() if loopback else contextlib.nullcontext():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Make gloo listen on this machine alone."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = before or LOOPBACK
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+class Listener:
+    """Where rank 0 waits for the others.
+
+    Args:
+        host: a name of this machine by which others reach it, if it is one.
+    """
+
+    def __init__(self, host: str) -> None:
+        try:
+            self._socket = socket.create_server((host, 0))  # a port that is free, and taken at once
+        except OSError:  # torchrun's store is on another machine
+            host = socket.gethostname()
+            self._socket = socket.create_server((host, 0))
+        self._host = host
+        self.token = secrets.token_hex(16)
+
+    @property
+    def address(self) -> dict[str, str | int]:
+        """Return its address, and the token that it expects."""
+        return {"host": self._host, "port": self._socket.getsockname()[1], "token": self.token}
+
+    def announce(self, store: dist.Store) -> None:
+        """Put the address into the store, for ranks that have no other way to know it."""
+        store.set(_ADDRESS, json.dumps(self.address))
+
+    def accept(self, size: int, start: float, check: Callable[[], None]) -> list[Connection]:
+        """Return the connections of ranks 1 to ``size`` - 1.
+
+        Args:
+            size: of the world.
+            start: seconds until all must be there.
+            check: called in between, raises where one of them cannot come any more.
+
+        Raises:
+            BackendError: they did not come in time.
+        """
+        end = time.monotonic() + start
+        connections: dict[int, Connection] = {}
+        self._socket.settimeout(0.2)
+        while len(connections) < size - 1:
+            check()
+            if time.monotonic() > end:
+                missing = [rank for rank in range(1, size) if rank not in connections]
+                raise BackendError(f"processes: ranks {missing} did not connect in {start:g} s; see Processes(start=)")
+            try:
+                link, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            connection = Connection(link)
+            with contextlib.suppress(OSError, EOFError, ValueError, KeyError):
+                link.settimeout(10.0)
+                hello = connection.receive()
+                link.settimeout(None)
+                if hmac.compare_digest(str(hello.fields["token"]), self.token):
+                    connections[int(hello.fields["rank"])] = connection
+                    continue
+            connection.close()
+        return [connections[rank] for rank in range(1, size)]
+
+    def close(self) -> None:
+        """Stop accepting connections."""
+        self._socket.close()
+
+
+def open_groups(deadline: float, *, shard: object) -> tuple[dist.ProcessGroup, ShardGroups | None]:
+    """Return groups for a backend's gradients and, with ``shard``, its weights; called by all ranks in one order."""
+    timeout = timedelta(seconds=deadline + SLACK)
+    return dist.new_group(timeout=timeout), shard_groups(timeout) if shard else None
+
+
+def knock(store: dist.Store, rank: int, address: Mapping[str, Any] | None) -> Connection:
+    """Return the connection of a rank to rank 0, once that listens; without its address, where the store says."""
+    address = address or json.loads(store.get(_ADDRESS))
+    connection = Connection(socket.create_connection((address["host"], address["port"]), timeout=60.0))
+    connection.send(Message("hello", {"rank": rank, "token": address["token"]}))
+    return connection
 
 
 class Served(Protocol):
@@ -45,7 +212,7 @@ class Opener(Protocol):
         rank: int,
         weights: ShardedWeights | None,
     ) -> Served:
-        """See ``rlkit.backends.local.replica.Replica``."""
+        """See ``rlkit.backends.local._serve.Replica``."""
 
 
 class Server:
@@ -56,7 +223,7 @@ class Server:
         store: of all ranks.
         rank: this one's number.
         size: how many there are.
-        token: what rank 0 knows it by; None where the store has it.
+        address: of rank 0's ``Listener``; None where the store has it.
         lost: called where rank 0 is gone without a word.
         loopback: all ranks are on this machine.
     """
@@ -67,7 +234,7 @@ class Server:
         store: dist.Store,
         rank: int,
         size: int,
-        token: str | None,
+        address: Mapping[str, Any] | None,
         lost: Callable[[], None],
         *,
         loopback: bool,
@@ -77,7 +244,7 @@ class Server:
         self._backends: dict[int, Served] = {}
         self._left = threading.Event()
         self._loader = concurrent.futures.ThreadPoolExecutor(1, "rlkit-load")
-        connection = knock(store, rank, token)
+        connection = knock(store, rank, address)
         join = connection.receive()
         self._deadline = float(join.fields["deadline"])
         join_group(store, rank, size, str(join.fields["device"]), self._deadline, loopback=loopback)
@@ -101,13 +268,11 @@ class Server:
             return None
         number = int(message.fields["backend"])
         if message.kind == "open":
-            timeout = timedelta(seconds=self._deadline + SLACK)
-            group = dist.new_group(timeout=timeout)  # in rank 0's order
-            shares = shard_groups(timeout) if message.fields["options"].get("shard") else None
-            return self._loader.submit(self._open, number, message, group, shares)
+            groups = open_groups(self._deadline, shard=message.fields["options"].get("shard"))  # in rank 0's order
+            return self._loader.submit(self._open, number, message, *groups)
         backend = self._backends.get(number)
         if backend is None:
-            raise BackendError("no such backend is open here")
+            raise BackendError("this rank has no such open backend")
         if message.kind == "close":
             del self._backends[number]
             return self._loader.submit(_close, backend)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rlkit import _check, _ray_cluster
+from rlkit.backends.local.distributed._launch import PROGRAM
+from rlkit.backends.local.distributed.server import torchrun_size
 from rlkit.errors import ConfigError
 
-__all__ = ["Processes", "processes_of", "serves", "torchrun_size"]
+if TYPE_CHECKING:
+    import torch
+
+    from rlkit.backends.local.distributed.ranks import Ranks
+
+__all__ = ["Processes", "read_processes"]
 
 RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "placement_group")
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set
 
 
 @attrs.frozen
@@ -51,16 +58,20 @@ class Processes:
             _check.require(isinstance(self.ray, Mapping), "Processes(ray)", self.ray, "a dict")
             _ray_cluster.check(self.ray, "Processes(ray)", RAY_OPTIONS, "Processes(ray=)")
 
+    def serve(self) -> None:
+        """Serve the first process, then end the program, if torchrun started this process with it."""
+        if torchrun_size() is not None and os.environ["RANK"] != "0":
+            resolve_name(f"{PROGRAM}:serve_torchrun")(self.start)
 
-def torchrun_size() -> int | None:
-    """Return how many processes torchrun started, or None where it did not start this one."""
-    if not all(os.environ.get(name) for name in _TORCHRUN):
-        return None
-    return int(os.environ["WORLD_SIZE"])
+    def open(self, options: Mapping[str, object], place: torch.device, named: str | None) -> Ranks:
+        """Open the same backend in the other processes. See ``Ranks``."""
+        from rlkit.backends.local.distributed.ranks import Ranks
+
+        return Ranks(self, options, place, named)
 
 
-def processes_of(processes: object) -> Processes | None:
-    """Return what ``processes=`` asks for, or None for this process alone.
+def read_processes(processes: object) -> Processes | None:
+    """Return what ``connect(processes=)`` asks for, or None for this process alone.
 
     Args:
         processes: a number, ``Processes``, or None: all that torchrun started, else one.
@@ -76,13 +87,8 @@ def processes_of(processes: object) -> Processes | None:
     if processes.count == 1:
         return None
     if started is not None and processes.ray is not None:
-        raise ConfigError("Processes(ray)", "is given, and torchrun started these processes", "one of the two")
+        raise ConfigError("Processes(ray)", "is given, but torchrun started these processes", "only one of the two")
     if started is not None and started != processes.count:
-        what = f"got {processes.count}, and torchrun started {started}"
-        raise ConfigError("processes", what, f"{started}, None for as many, or 1 for this process alone")
+        what = f"got {processes.count}, but torchrun started {started}"
+        raise ConfigError("processes", what, f"{started}, None for the same number, or 1 for this process alone")
     return processes
-
-
-def serves(processes: Processes | None) -> TypeGuard[Processes]:
-    """Return whether this process serves the first one, as torchrun's others do."""
-    return processes is not None and torchrun_size() is not None and os.environ["RANK"] != "0"

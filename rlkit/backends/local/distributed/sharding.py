@@ -1,39 +1,156 @@
 """Base weights that do not fit: each rank holds a shard of every layer, and gathers one layer at a time.
 
 Fully sharded data parallelism (ZeRO-3, arXiv 1910.02054; FSDP, arXiv 2304.11277) of weights that are frozen: a layer's
-matrices lie behind one another in one flat buffer, of which rank r keeps the r-th of equal parts. Before the layer is
+matrices lie one after another in one flat buffer, of which rank r keeps the r-th of equal parts. Before the layer is
 computed, forward or backward, ``all_gather_into_tensor`` puts the parts together where the model's tensors are views;
-behind it the memory is given back. The adapters are small, have gradients, and stay whole on each rank, as norms and
+then the memory is given back. The adapters are small, have gradients, and stay whole on each rank, as norms and
 biases do.
 
 torch's ``fully_shard`` gathers in the thread that computes, so that all ranks must compute the same layers in the same
-order; ranks that wait for the user's loss between forward and backward, or sample, would wait for one another for ever.
-So a thread of its own gathers here, see ``gather_orders.py``. What a rank did not ask for is gathered beside those who
+order; ranks with different numbers of micro-batches, or that sample, would wait for one another, or get one another's
+layers (docs/sharding.md). So gathering has its own thread here. What a rank did not ask for is gathered with those who
 did, and stays until the next order, since ranks that train together come to it a little later. Of W bytes of weights in
-units of u bytes at most, W / ranks + 2 u are in memory: what is computed with, and that.
+units of u bytes at most, W / ranks + 2 u are in memory: what is computed with, and that. gloo adds one to receive.
+
+In which order the ranks gather: rank 0 says so, and all follow.
+
+A collective needs every rank, in one order. But ranks do not compute in step: a rank waits for the user's loss between
+its forward and its backward pass, samples what it is asked for, or has more tokens than another. So whoever needs
+something tells rank 0, which gives all ranks the next order, and a thread of each rank carries orders out one after the
+other, whatever that rank is computing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import queue
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlkit.backends.local.distributed.gather_orders import GatherOrders
-from rlkit.backends.local.distributed.shard_reader import ShardReader, is_sharded
-from rlkit.backends.local.model.gathering import gather_around
+from rlkit.backends.local.distributed._shard_reader import ShardReader, is_sharded
+from rlkit.backends.local.model.memory import gather_around
 from rlkit.errors import ConfigError, RankLost
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ShardedWeights", "Unit"]
+__all__ = ["GatherOrders", "ShardGroups", "ShardedWeights", "Unit", "shard_groups"]
+
+ShardGroups: TypeAlias = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+_WAIT = timedelta(days=365)  # for the next order; that a rank is gone is seen at once
+_END = -1
+
+
+def shard_groups(timeout: timedelta) -> ShardGroups:
+    """Return a group that gathers, and one for its orders. Made by all ranks together.
+
+    Args:
+        timeout: of one gather.
+    """
+    return dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=_WAIT)
+
+
+class GatherOrders:
+    """The orders as one rank sees them. Made by all ranks together.
+
+    Args:
+        group: of gloo, used for nothing else.
+        carry_out: called with each order in turn, in a thread.
+        failed: called once if the ranks lost one another.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, carry_out: Callable[[int], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self.rank, self._size, self._group = dist.get_rank(group), dist.get_world_size(group), group
+        self._carry_out, self._failed = carry_out, failed
+        self._orders: queue.SimpleQueue[int] = queue.SimpleQueue()  # of rank 0 to itself
+        self._outbox: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._last: dict[int, int] = {}  # number of the last order for each
+        self._count = 0
+        self._closing = False
+        runs = [self._follow, self._send, self._listen] if self.rank == 0 else [self._follow, self._send]
+        self._threads = [threading.Thread(target=self._run, args=(run,), daemon=True) for run in runs]
+        for thread in self._threads:
+            thread.start()
+
+    def wish(self, what: int, after: int) -> None:
+        """Request an order of ``what``, unless one of the orders after the first ``after`` has it."""
+        if self.rank == 0:
+            self._take(what, after)
+        else:
+            self._outbox.put((0, torch.tensor([what, after])))
+
+    def close(self) -> None:
+        """End the threads of all ranks; called by rank 0 once no one computes any more, and by others then."""
+        with self._lock:
+            if self.rank == 0 and not self._closing:
+                self._order(_END)
+            self._closing = True
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    def _take(self, what: int, after: int) -> None:
+        with self._lock:
+            if self._last.get(what, 0) <= after:
+                self._order(what)
+                self._last[what] = self._count
+
+    def _order(self, what: int) -> None:
+        self._count += 1
+        for rank in range(1, self._size):
+            self._outbox.put((rank, torch.tensor([what])))
+        self._orders.put(what)
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as error:  # noqa: BLE001  # whoever waits for an order is told
+            if not self._closing:
+                self._failed(error)
+
+    def _follow(self) -> None:
+        order = torch.zeros(1, dtype=torch.int64)
+        while True:
+            if self.rank == 0:
+                what = self._orders.get()
+            else:
+                dist.recv(order, 0, group=self._group)
+                what = int(order)
+            if what == _END:
+                self._closing = True
+                if self.rank:
+                    self._outbox.put((0, torch.tensor([_END, 0])))
+                self._outbox.put(None)
+                self._failed(RuntimeError("the backend is closed"))
+                return
+            self._carry_out(what)
+
+    def _send(self) -> None:
+        while (message := self._outbox.get()) is not None:  # a send waits until the other end receives
+            rank, tensor = message
+            dist.send(tensor, rank, group=self._group)
+
+    def _listen(self) -> None:
+        wish, left = torch.zeros(2, dtype=torch.int64), self._size - 1
+        while left:
+            dist.recv(wish, group=self._group)
+            what, after = wish.tolist()
+            if what == _END:
+                left -= 1
+            else:
+                self._take(what, after)
+
 
 _ALIGNED = 64  # bytes
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.13
@@ -58,7 +175,7 @@ class Unit:
         self.there, self.uses, self.wanted = True, 0, False
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.there = False
         self.buffer.untyped_storage().resize_(0)
 
@@ -117,7 +234,7 @@ class ShardedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that always are in this rank's memory."""
+        """Return the bytes of weights that always are in this rank's memory."""
         return self._whole + sum(int(unit.shard.numel()) for unit in self.units)
 
     def reader(self) -> ShardReader:
@@ -147,7 +264,7 @@ class ShardedWeights:
         self._orders = GatherOrders(self._orders_group, self._carry_out, self._fail)
 
     def gather(self, unit: Unit) -> None:
-        """Have a unit in memory until ``release``.
+        """Keep a unit in memory until ``release``.
 
         Raises:
             RankLost: another rank is gone, or does not answer.
@@ -160,7 +277,7 @@ class ShardedWeights:
                 self._spare = None
 
     def release(self, unit: Unit) -> None:
-        """Give its memory back if nothing else needs it."""
+        """Free its memory if nothing else needs it."""
         with self._changed:
             unit.uses -= 1
             if unit.uses == 0 and unit.there:
@@ -192,14 +309,14 @@ class ShardedWeights:
     def _check(self) -> None:
         if self._error is not None:
             raise RankLost(
-                f"shard: a process that holds a part of the weights is gone: {self._error}; "
-                "connect anew with resume_from= and the last saved path"
+                f"shard: a process that held a part of the weights was lost: {self._error}; connect anew with "
+                "resume_from= and the last saved path"
             ) from self._error
 
     def _carry_out(self, index: int) -> None:
         unit = self.units[index]
         with self._changed:
-            if self._spare is not None and self._spare is not unit:  # nobody came for it
+            if self._spare is not None and self._spare is not unit:  # no one came for it
                 self._free(self._spare)
             keep = unit.uses == 0
             if keep and unit.there:
@@ -230,7 +347,7 @@ class ShardedWeights:
     def _unit(
         self, weights: list[nn.Parameter], reader: ShardReader, owners: dict[int, list[tuple[nn.Module, str]]]
     ) -> Unit:
-        """Lay the weights out behind one another, those of one dtype without a gap: products read several as one."""
+        """Lay the weights out one after another, those of one dtype without a gap: products read several as one."""
         starts, end = [], 0
         for i, weight in enumerate(weights):
             if i and weight.dtype != weights[i - 1].dtype:
@@ -261,13 +378,13 @@ class ShardedWeights:
         return unit
 
     def _joined(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' pieces behind one another."""
+        """Return all ranks' pieces one after another."""
         piece = piece.to(self._device)
         out = piece.new_empty(self.size * piece.numel())
         try:
             _all_gather(out, piece, group=self._group)
         except RuntimeError as error:
-            raise RankLost(f"shard: a process was lost while the weights were shared out: {error}") from error
+            raise RankLost(f"shard: a process was lost while the weights were distributed: {error}") from error
         return out
 
     def _place_the_rest(self, model: nn.Module) -> None:
@@ -304,6 +421,6 @@ def _gathered_modules(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Par
 
 
 def _trim() -> None:
-    """Have malloc give back what it keeps of the pieces, as far as it can be asked to."""
+    """Ask malloc to return the memory of freed pieces, where it can be asked."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -7,41 +7,73 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import numpy as np
 import torch
-from torch import nn
 
-from rlkit.backends.local.gemm import mixed
-from rlkit.backends.local.gemm.lora_linear import upcast
-from rlkit.backends.local.gemm.prepacked import PrepackedCopies, Weight
-from rlkit.backends.local.model.device import device_of, to_device
-from rlkit.backends.local.model.gathering import Upcast, Weights, weights_of
-from rlkit.backends.local.model.hub import located, model_path
-from rlkit.backends.local.model.kv_account import KVAccount
-from rlkit.backends.local.model.lengths import context
+from rlkit._fallback import REFUSALS, Outcome, try_path
+from rlkit._warn import warn
+from rlkit.backends.early import device_of
+from rlkit.backends.hub import hub_source
+from rlkit.backends.local.attention.tree import Segment, TreeAttention, announced, context, layer_windows, shorten
+from rlkit.backends.local.model.hub import hub_id, located, model_path
 from rlkit.backends.local.model.llama import Llama, fuse_layers, is_llama
+from rlkit.backends.local.model.memory import KVAccount, Upcast, Weights, to_device, weights_of
 from rlkit.backends.local.model.output_head import Unembedding
-from rlkit.backends.local.model.probe import FAILURES, SLOTS, Probe, causal, logits_at, probe_of, trainable_linears
-from rlkit.backends.local.model.tree_attention import Segment, TreeAttention
-from rlkit.backends.local.model.windows import layer_windows, shorten
-from rlkit.backends.transformers_tokenizer import LocalTokenizer
+from rlkit.backends.local.model.probe import (
+    SLOTS,
+    WHOLE,
+    Passed,
+    Probe,
+    causal,
+    key_of,
+    logits_at,
+    probe_of,
+    trainable_linears,
+)
+from rlkit.backends.local.products import prepacked
+from rlkit.backends.local.products.lora_linear import upcast
+from rlkit.backends.local.products.prepacked import PrepackedCopies, Weight
+from rlkit.backends.tokenizers import BRINGS_CODE, LocalTokenizer, reason_of
 from rlkit.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
     from rlkit.backends.local.distributed.sharding import ShardedWeights
 
-__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "check_dtype", "load_base", "use_attention"]
+__all__ = ["COPIED_UNDER", "PROCESS_WIDE", "Base", "Known", "check_dtype", "load_base", "use_attention"]
 
 READ_FROM = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}  # config, weights, tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPIED_UNDER = 2 * 10**9  # bytes of a model that has a second copy for sampling; beyond, it takes longer than it saves
 PROCESS_WIDE = threading.RLock()  # filters of warnings, and the random state
+
+
+@attrs.define
+class Known:
+    """What was found out about a base; None: not asked for yet.
+
+    Attributes:
+        decoding: how the library's modules are decoded: in "slots"; with the library's "cache"; with that, one
+            "request" at a time; or "whole" for each token.
+        continues: whether that cache goes on after a prompt that was computed before.
+        cache: its class.
+        trees: whether a micro-batch is computed as a tree.
+        parts: whether one is computed in parts.
+    """
+
+    decoding: Literal["slots", "cache", "request", "whole"] | None = None
+    continues: bool | None = None
+    cache: type[DynamicCache] | None = None
+    trees: bool | None = None
+    parts: bool | None = None
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
@@ -53,52 +85,69 @@ class Base:
         probe: tokens that ways to compute it are compared on.
         llama: whether ``Llama`` computes what the library does.
         linear: names of the linear modules that an adapter on has its effect.
-        known: what was found out about it once, by whoever asked first.
+        known: what was found out about the library's modules of it.
+        passed: checks that need not be made.
         kv_account: who holds keys and values of it.
         shards: of its weights, where ranks share them out.
         copies: of weights that sampling multiplies by; see ``packed``.
     """
 
     path: str
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: LocalTokenizer
     max_length: int
     device: torch.device
     probe: Probe
     llama: bool
     linear: frozenset[str]
-    known: dict[str, Any] = attrs.field(factory=dict)
+    known: Known = attrs.field(factory=Known)
+    passed: Passed = attrs.field(factory=Passed)
     kv_account: KVAccount = attrs.field(factory=KVAccount)
     shards: ShardedWeights | None = None
     copies: PrepackedCopies = attrs.field(factory=PrepackedCopies)
 
-    def tree(self, attention: str | None = None) -> nn.Module:
-        """Return a copy of the module tree whose tensors are the base's own, so that it costs no memory.
+    def tree(self, attention: str | None = None) -> PreTrainedModel:
+        """Return a copy of the module tree that shares the base's tensors, so that it costs no memory.
 
         Args:
             attention: name of the attention implementation that its forward uses; None is the library's choice.
         """
         shared = {id(x): x for x in [*self.model.parameters(), *self.model.buffers()]}
-        tree = copy.deepcopy(self.model, shared)
+        tree: PreTrainedModel = copy.deepcopy(self.model, shared)
         if attention is not None:
             use_attention(tree, attention)
         return tree.eval()
 
-    def trial(self, attention: str | None = None) -> nn.Module:
-        """Return a ``tree`` for comparisons on the probe, whose windows are not longer than that says."""
-        tree: Any = self.tree(attention)
+    def trial(self, attention: str | None = None) -> PreTrainedModel:
+        """Return a ``tree`` for comparisons on the probe, with windows no longer than the probe's."""
+        tree = self.tree(attention)
         if self.probe.window is not None:
             shorten(tree.config.get_text_config(), self.probe.window)
-        return cast("nn.Module", tree)
+        return tree
+
+    def tries(self, path: str, trial: Callable[[Base], Outcome], slower: str, *, eligible: bool = True) -> bool:
+        """Return whether a faster path passes its trial, or passed it before on this machine; see ``try_path``.
+
+        Args:
+            path, trial, slower: see there.
+            eligible: whether the trial would show a difference.
+        """
+        named = f"{path} ({self.kind})"
+        if not eligible:
+            reason = "this model's lengths cannot be tried, or its dtype hides differences (see families.toml)"
+            return try_path(named, lambda: Outcome(False, reason), slower)
+        # Where modules keep attention or states to themselves, they fail anywhere at what other modules take.
+        refusals = REFUSALS if self.model.is_backend_compatible() and self.kind not in WHOLE else (Exception,)
+        return self.passed(path, lambda: try_path(named, lambda: trial(self), slower, refusals=refusals))
 
     @property
     def head(self) -> torch.Tensor:
-        """The output embedding, see ``output_embedding``; made once, as a copy takes as long as 100 rows' logits."""
+        """Return the output embedding (``output_embedding``); made once: a copy takes as long as 100 rows' logits."""
         return self._head[0]
 
     @property
     def head_weights(self) -> Weights | None:
-        """What gathers ``head``."""
+        """Return the weights that ``head`` gathers."""
         return self._head[1]
 
     @cached_property
@@ -107,7 +156,7 @@ class Base:
 
     @property
     def small(self) -> bool:
-        """Whether there is a second copy of its weights for sampling, see ``packed``."""
+        """Return whether there is a second copy of its weights for sampling, see ``packed``."""
         return self.shards is None and self.nbytes < COPIED_UNDER
 
     def packed(self, weight: torch.Tensor) -> Weight:
@@ -115,32 +164,35 @@ class Base:
         return self.copies.of(weight) if self.small else weight
 
     @property
+    def kind(self) -> str:
+        """Name of the architecture that reads text, as transformers has it."""
+        return str(self.model.config.get_text_config().model_type)
+
+    @property
     def plain(self) -> bool:
-        """Whether it may do as a mask and positions say: nothing speaks against it, and whatever may can be tried."""
-        model: Any = self.model
-        config = model.config.get_text_config()
-        tried = self.probe.beyond and (self.probe.exact or config.model_type in SLOTS)
-        return tried and layer_windows(config) is not None
+        """Return whether it may follow a mask and positions: nothing known forbids it, and the rest can be tried."""
+        tried = self.probe.beyond and (self.probe.exact or self.kind in SLOTS)
+        return tried and layer_windows(self.model.config.get_text_config()) is not None
 
     @property
     def nbytes(self) -> int:
-        """Size of the weights, each counted once."""
+        """Return the size of the weights, each counted once."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
 
-def use_attention(model: Any, attention: str) -> None:
-    """Let a model that nobody shares compute by this attention implementation."""
+def use_attention(model: PreTrainedModel, attention: str) -> None:
+    """Make a model that is not shared compute with this attention implementation."""
     model.config._attn_implementation = attention  # noqa: SLF001  # no public switch for one tree
 
 
-def output_embedding(model: Any) -> tuple[torch.Tensor, Weights | None]:
+def output_embedding(model: PreTrainedModel) -> tuple[torch.Tensor, Weights | None]:
     """Return [V, hidden] in float32 at least, or the model's own in bfloat16 where products with it are in float32.
 
-    And what gathers it, where it is not always there.
+    Also return its gathered weights, where it is not always in memory.
     """
     module = model.get_output_embeddings()
     weight, weights = module.weight.detach(), weights_of(module)
-    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and mixed.works(weight.device)):
+    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and prepacked.works(weight.device)):
         return weight, weights
     if weights is None:
         return upcast(weight), None
@@ -167,7 +219,8 @@ def load_base(model: str, dtype: str, device: str | torch.device | None, shards:
         ConfigError: it cannot be loaded, or computes something else than a causal language model does.
     """
     check_dtype(dtype)
-    path, place = model_path(model), device_of(None if device is None else str(device))
+    place = device_of(None if device is None else str(device))
+    path = hub_source(model_path(model), "model", "config.json")
     with _loading:
         if shards is not None:
             return _load(model, path, dtype, place, shards)
@@ -179,7 +232,7 @@ def load_base(model: str, dtype: str, device: str | torch.device | None, shards:
 
 
 def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-    """Return what identifies the model behind ``path``: the directory, and size and time of its files."""
+    """Return what identifies the model at ``path``: the directory, and size and time of its files."""
     folder = Path(path)
     if not folder.is_dir():
         return path, ()
@@ -188,7 +241,7 @@ def _on_disk(path: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[Any]:
+def quiet() -> Iterator[ModuleType]:
     """Import transformers, with no progress bar while it loads and no warning of missing notebook widgets."""
     with PROCESS_WIDE, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
@@ -209,43 +262,67 @@ def _load(name: str, path: str, dtype: str, device: torch.device, shards: Sharde
         with quiet() as transformers, contextlib.nullcontext() if reader is None else reader.reading():
             # Read straight to where it stays, but for weights that are shared out.
             place = {} if device.type == "cpu" or shards is not None else {"device_map": {"": device}}
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **place)
-            hf = transformers.AutoTokenizer.from_pretrained(path)
-        model.name_or_path = located(path)  # which adapters name as their base: what other libraries can load
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            _check_attention(config)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, config=config, trust_remote_code=False, dtype=DTYPES[dtype], **place
+            )
+            hf = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model.name_or_path = hub_id(located(path))  # which adapters name as their base: what other libraries can load
         model = model.eval().requires_grad_(False)
         size = model.get_input_embeddings().num_embeddings
         tokenizer = LocalTokenizer(hf, vocab_size=size, eos_ids=_eos_ids(model, hf))
         max_length = context(model.config.get_text_config())
     except Exception as error:  # libraries raise whatever they like
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason}") from error
+        raise ConfigError(f"model {name!r} cannot be loaded as a causal language model: {reason_of(error)}") from error
+    whole = announced(model.config.get_text_config())
+    if whole is not None and max_length < whole:
+        why = "beyond that, a token's logprob would depend on later tokens (longrope positions, sparse attention)"
+        warn(f"model {name!r}: its context is limited to {max_length} tokens instead of {whole}; {why}")
     if shards is not None and reader is not None:
         shards.shard(model, reader)
     probe = probe_of(model, set(hf.added_tokens_decoder) | set(hf.all_special_ids), max_length)
+    passed = Passed(None if shards is not None else key_of(model, _on_disk(path)[1], dtype, device))
     try:
-        linear = trainable_linears(model, probe)
-        right = causal(model, probe)
-    except FAILURES as error:
+        found = passed.names("linear", [module for module, _ in model.named_modules()])
+        linear = trainable_linears(model, probe) if found is None else found
+        right = passed("causal", lambda: bool(causal(model, probe)))
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model {name!r} cannot compute a text of {probe.tokens.size} tokens: {reason}") from error
     if not right:
         raise ConfigError(
-            f"model {name!r} ({model.config.model_type}): what it computes for a token depends on the tokens behind "
-            "it, or on other rows beside; expected a causal model, or a sampled token has no logprob to train on"
+            f"model {name!r} ({model.config.model_type}): its output for a token depends on later tokens or on other "
+            "rows of the batch; expected a causal model, or a sampled token has no logprob to train on"
         )
-    base = Base(path, model, tokenizer, max_length, device, probe, False, linear, shards=shards)
+    if found is None:
+        passed.note("linear", sorted(linear))
+    base = Base(path, model, tokenizer, max_length, device, probe, False, linear, passed=passed, shards=shards)
     return attrs.evolve(base, llama=is_llama(model) and _llama_agrees(base))
 
 
-@torch.no_grad()
+def _check_attention(config: PreTrainedConfig) -> None:
+    """Raise ValueError where the model's files name a kernel on a hub, which is code, as their attention."""
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if "/" in str(getattr(each, "_attn_implementation", None)):
+            raise ValueError(f"{BRINGS_CODE}: attn_implementation {each._attn_implementation!r}")  # noqa: SLF001
+
+
 def _llama_agrees(base: Base) -> bool:
     """Return whether ``Llama`` gives the logits that the model's own forward gives."""
-    windows, probe = layer_windows(base.model.config), base.probe
-    if windows is None or (any(windows) and not probe.beyond):
+    windows = layer_windows(base.model.config)
+    if windows is None or (any(windows) and not base.probe.beyond):
         return False
     if base.shards is None:  # which has them so already
         fuse_layers(base.model)
-    model: Any = base.trial()
+    slower = "the library's forward computes it: sampling and training are slower"
+    return base.tries("rlkit's own forward", _same_logits, slower)
+
+
+@torch.no_grad()
+def _same_logits(base: Base) -> Outcome:
+    probe = base.probe
+    model = base.trial()
     expected = logits_at(model, probe.tokens[None], probe.places)
     llama = Llama(model, {}, 0.0)
     n = probe.tokens.size
@@ -258,7 +335,7 @@ def _llama_agrees(base: Base) -> bool:
     return probe.agrees(logits, expected, slack=1 if probe.exact else 2)  # it rounds less often than the library does
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ends: list[int] = []
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)

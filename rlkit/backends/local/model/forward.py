@@ -7,25 +7,29 @@ and a step over the KV cache; each gives its tokens in the form that either forw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlkit.backends.local.gemm.lora_linear import Adapter
-from rlkit.backends.local.gemm.packed_linear import PackedLinear
-from rlkit.backends.local.gemm.prepacked import Prepacked, Weight
+from rlkit.backends.local.attention.tree import LayerMasks
 from rlkit.backends.local.model.base import Base
-from rlkit.backends.local.model.decoder_layer import Attention
-from rlkit.backends.local.model.gathering import shape_of, weights_of
-from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.model.logits_to_keep import hidden_to_keep, logits_to_keep
-from rlkit.backends.local.model.output_head import CHUNK, KEPT, Unembedding, read_in_chunks, read_logits
-from rlkit.backends.local.model.query_scales import scale_queries_by_position
-from rlkit.backends.local.model.windows import LayerMasks
+from rlkit.backends.local.model.llama import Attention, Llama
+from rlkit.backends.local.model.memory import shape_of, weights_of
+from rlkit.backends.local.model.output_head import (
+    CHUNK,
+    KEPT,
+    Unembedding,
+    hidden_to_keep,
+    logits_to_keep,
+    read_in_chunks,
+    read_logits,
+)
+from rlkit.backends.local.products.lora_linear import Adapter
+from rlkit.backends.local.products.prepacked import PackedLinear, Prepacked, Weight
 
 __all__ = ["Forward", "Inputs", "LibraryForward", "LlamaForward", "merged_weight", "read_values"]
 
@@ -47,20 +51,20 @@ class Forward(Protocol):
 
     @property
     def shares(self) -> int:
-        """Of how many tokens blocks are that sequences of a micro-batch may share at their beginning; 0 for none."""
+        """Return the size in tokens of the blocks that sequences of a micro-batch may share at their start; 0: none."""
 
     @property
     def chunked(self) -> bool:
-        """Whether a micro-batch of more tokens than the budget is computed in parts."""
+        """Return whether a micro-batch of more tokens than the budget is computed in parts."""
 
     def prepare(self) -> None:
         """Read the trained adapter as it is now."""
 
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        """Take another adapter for sampling, merged into copies of the weights or beside them."""
+        """Take another adapter for sampling, merged into copies of the weights or separate from them."""
 
     def weights(self) -> tuple[list[Weight], list[Weight]]:
-        """[out, in] of every product of the layers, and of the output embedding; ``shape_of`` gathered ones."""
+        """Return [out, in] of every product of the layers, and of the output embedding; ``shape_of`` gathered ones."""
 
     def values(self, inputs: Inputs, head: nn.Module) -> torch.Tensor:
         """Return what a value head, [hidden] -> 1, reads off the last hidden states, float32 [n]."""
@@ -105,7 +109,7 @@ class LlamaForward:
         self._llama.attach(adapter, scale)
         packed, in_place = self._base.packed(self._base.head), self._base.device.type != "cpu"
         self._head.load(adapter.get("lm_head"), scale, packed, merge=merge, in_place=in_place)
-        if merge:
+        if merge and (adapter or not isinstance(packed, Prepacked)):  # all who sample the base share its packed weights
             self._llama.merge()
         else:
             self._llama.prepare(self._base.packed)
@@ -146,7 +150,7 @@ class LibraryForward:
 
     For sampling its modules hold one adapter at a time. Merged, they get the weight W + scale B A, one copy, computed
     in float32 and cast, and prepacked on a CPU; unmerged, the adapter is added to each module's output. The base's own
-    tensors are never written, and a tied head is untied by having a weight of its own.
+    tensors are never written, and a tied head is untied by its own weight.
 
     Args:
         model: a causal language model: peft's, which trains its adapter, or a tree of modules for ``load`` alone.
@@ -157,17 +161,15 @@ class LibraryForward:
     chunked = False
 
     def __init__(
-        self, model: Any, *, trees: bool = False, packed: Callable[[torch.Tensor], Weight] | None = None
+        self, model: PreTrainedModel, *, trees: bool = False, packed: Callable[[torch.Tensor], Weight] | None = None
     ) -> None:
         self.model, self.trees, self._prepack = model, trees, packed
         scale_queries_by_position(model)
         self._config = model.config.get_text_config()
         self._masks = LayerMasks(self._config, model.dtype)
         self.splits: bool | None = None
-        self._base_weights: dict[str, nn.Parameter] = {}
         self._packed: dict[str, PackedLinear] = {}
-        self._merged: list[str] = []  # of those, what has another weight than the base's
-        self._hooks: list[RemovableHandle] = []
+        self._undo: list[Callable[[], object]] = []  # takes the adapter out of a module
         self._low_rank: list[torch.Tensor] = []  # what the hooks multiply by
 
     @property
@@ -179,31 +181,30 @@ class LibraryForward:
 
     @torch.no_grad()
     def load(self, adapter: Adapter, scale: float, *, merge: bool) -> None:
-        for name, weight in self._base_weights.items():
-            self.model.get_submodule(name).weight = weight
-        for name in self._merged:
-            self._packed.pop(name).remove()
-        for hook in self._hooks:
-            hook.remove()
-        for state in (self._base_weights, self._merged, self._hooks, self._low_rank):
-            state.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._low_rank.clear()
         for name, (a, b) in adapter.items():
-            module: Any = self.model.get_submodule(name)
+            module = self.model.get_submodule(name)
             if not merge:
-                self._hooks.append(module.register_forward_hook(_add_lora(a, b, scale), prepend=True))
+                self._undo.append(module.register_forward_hook(_add_lora(a, b, scale), prepend=True).remove)
                 self._low_rank += [a, b]
             elif self._packs(module):
                 if name in self._packed:
-                    self._packed.pop(name).remove()
+                    self._unpack(name)
                 self._packed[name] = PackedLinear(module, merged_weight(module, a, b, scale))
-                self._merged.append(name)
+                self._undo.append(partial(self._unpack, name))
             else:
-                self._base_weights[name] = module.weight
+                self._undo.append(partial(setattr, module, "weight", module.weight))
                 module.weight = nn.Parameter(merged_weight(module, a, b, scale), requires_grad=False)
         if self._prepack is not None:  # the others, which stay so from adapter to adapter
             for name, module in self.model.named_modules():
                 if name not in self._packed and self._packs(module):
                     self._packed[name] = PackedLinear(module, prepack_own=self._prepack)
+
+    def _unpack(self, name: str) -> None:
+        self._packed.pop(name).remove()
 
     def _packs(self, module: nn.Module) -> bool:
         return type(module) is nn.Linear and self._device.type == "cpu"
@@ -254,19 +255,19 @@ class LibraryForward:
         device: torch.device = self.model.get_output_embeddings().weight.device
         return device
 
-    def hidden_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+    def hidden_at(self, arguments: Mapping[str, object], index: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states [n, hidden] at the flat ``index`` of the model's tokens."""
         with hidden_to_keep(self.model, index) as kept:
             self.model(**arguments)
         return kept[0]
 
-    def _logits_at(self, arguments: Mapping[str, Any], index: torch.Tensor) -> torch.Tensor:
+    def _logits_at(self, arguments: Mapping[str, object], index: torch.Tensor) -> torch.Tensor:
         with logits_to_keep(self.model, index):
             logits: torch.Tensor = self.model(**arguments).logits[0]
         return logits
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, V], with the scale or cap that some architectures apply."""
+        """Map [n, hidden] to [n, V], with the scale or cap that some architectures apply."""
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         scale = getattr(self._config, "logit_scale", None)
         divisor = getattr(self._config, "logits_scaling", None)
@@ -296,7 +297,7 @@ def read_values(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
     return values
 
 
-def merged_weight(module: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def merged_weight(module: nn.Module, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return a new tensor W + scale B A, computed in float32 and cast to the dtype of the module's weight."""
     delta = (b.float() @ a.float()) * scale
     if not isinstance(module, nn.Linear):  # transformers' Conv1D keeps [in, out]
@@ -313,3 +314,42 @@ def _add_lora(
         return (output + (low @ b.T) * scale).to(output.dtype)  # rounded once, as in training
 
     return hook
+
+
+def scale_queries_by_position(model: nn.Module) -> None:
+    """Make the layers of ``model`` that scale queries use the positions that they are given.
+
+    In Llama 4's layers without rotary embeddings, a query at position t is multiplied by
+    1 + a ln(1 + floor((t + 1) / f)) (arXiv 2501.19399). The library takes for t the columns that its cache has, which
+    are positions only where a row is alone and begins in the first of them. Here t is the position that the forward
+    pass is given, and so rows of unequal lengths and packed sequences are right.
+
+    The modules are this model's own. Adapters of queries are in them already, or are hooks that run first.
+    """
+    for layer in model.modules():
+        attention = getattr(layer, "self_attn", None)
+        if (
+            attention is None
+            or not getattr(attention, "attn_temperature_tuning", False)
+            or getattr(attention, "use_rope", True)
+        ):
+            continue
+        attention.attn_temperature_tuning = False  # which is the library's way
+        scale = _Scale(float(attention.floor_scale), float(attention.attn_scale))
+        layer.register_forward_pre_hook(scale.take_positions, with_kwargs=True)
+        attention.q_proj.register_forward_hook(scale.multiply)
+
+
+class _Scale:
+    def __init__(self, floor: float, factor: float) -> None:
+        self._floor, self._factor = floor, factor
+        self._scale = torch.ones(1)
+
+    def take_positions(self, _: nn.Module, __: tuple[object, ...], arguments: Mapping[str, torch.Tensor]) -> None:
+        """Compute the scales [B, T, 1] of a layer's tokens, at the ``position_ids`` [B, T] among its arguments."""
+        steps = torch.floor((arguments["position_ids"].float() + 1.0) / self._floor)
+        self._scale = (torch.log1p(steps) * self._factor + 1.0)[..., None]
+
+    def multiply(self, _: nn.Module, __: tuple[object, ...], queries: torch.Tensor) -> torch.Tensor:
+        """Return the scaled queries [B, T, H D]."""
+        return (queries * self._scale).to(queries.dtype)

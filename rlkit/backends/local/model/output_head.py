@@ -7,20 +7,66 @@ the backward pass. Logprobs alone are cheaper: see ``Unembedding.logprobs``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.backends.local.gemm.lora_linear import LoraPair, keep_address, upcast
-from rlkit.backends.local.gemm.plain import plain_matmul
-from rlkit.backends.local.gemm.prepacked import Weight, matmul, prepack
-from rlkit.backends.local.model.gathering import Weights, call_gathered, gathered
-from rlkit.backends.worker import breathe
+from rlkit.backends.local.model.memory import Weights, call_gathered, gathered
+from rlkit.backends.local.products.lora_linear import LoraPair, keep_address, upcast
+from rlkit.backends.local.products.prepacked import Weight, matmul, plain_matmul, prepack
+from rlkit.backends.queue import breathe
 
-__all__ = ["CHUNK", "KEPT", "Unembedding", "read_in_chunks", "read_logits"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CHUNK", "KEPT", "Unembedding", "hidden_to_keep", "logits_to_keep", "read_in_chunks", "read_logits"]
+
+
+@contextmanager
+def _before_head(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Change the hidden states that the output embedding reads, while open."""
+
+    def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (change(args[0]), *args[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def logits_to_keep(model: PreTrainedModel, index: torch.Tensor) -> AbstractContextManager[None]:
+    """Make the model compute logits only at the flat positions ``index`` [n] of its [B, T] input, while open.
+
+    The output embedding sees [1, n, H] instead of [B, T, H]; whatever the architecture does to logits afterwards is
+    kept.
+    """
+    return _before_head(model, lambda hidden: _at(hidden, index)[None])
+
+
+@contextmanager
+def hidden_to_keep(model: PreTrainedModel, index: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Make a forward append the hidden states [n, H] at ``index`` to the list and compute one row of logits."""
+    kept: list[torch.Tensor] = []
+
+    def take(hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(_at(hidden, index))
+        return kept[-1][:1][None].detach()
+
+    with _before_head(model, take):
+        yield kept
+
+
+def _at(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return hidden.reshape(-1, hidden.shape[-1])[index]
+
 
 CHUNK = 256  # rows of logits at once
 KEPT = 2**26  # numbers [n, V] that are simply kept: 256 MB in float32, cheaper than computing them twice
@@ -49,7 +95,7 @@ class Unembedding:
 
     @property
     def weights(self) -> list[Weight]:
-        """Every [out, in] that ``logits`` multiplies by."""
+        """Return every [out, in] that ``logits`` multiplies by."""
         return [x for x in (self._packed, self.a, self.b) if x is not None]
 
     @torch.no_grad()
@@ -72,7 +118,7 @@ class Unembedding:
             self.a, self.b = (keep_address(new.clone(), old) for new, old in zip(pair, before, strict=True))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, V]."""
+        """Map [n, hidden] to [n, V]."""
         if self._packed is not self.weight:
             return self._logits(hidden)
         return call_gathered(self._weights, self._logits, hidden)
@@ -111,7 +157,7 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         hidden: torch.Tensor,
         a: torch.Tensor | None,
         b: torch.Tensor | None,
@@ -145,7 +191,7 @@ class _Logprobs(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, a, b, weight, ids, temperatures, slope, low_slope = ctx.saved_tensors
         g = (grad if temperatures is None else grad / temperatures)[:, None]
         if a is None:
@@ -198,7 +244,7 @@ def read_in_chunks(
     wanted: Mapping[str, torch.Tensor | None],
     temperatures: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """``read_logits`` of ``logits(hidden)``, ``CHUNK`` rows at a time."""
+    """Apply ``read_logits`` to ``logits(hidden)``, ``CHUNK`` rows at a time."""
     parts = []
     for part in _chunks(hidden.shape[0]):
         ids, warm = {name: _part(x, part) for name, x in wanted.items()}, _part(temperatures, part)
@@ -244,7 +290,7 @@ def read_logits(
 
 
 def _read(name: str, logprobs: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """[n] or [n, K] from all logprobs [n, V]."""
+    """Read [n] or [n, K] from all logprobs [n, V]."""
     if ids is not None and ids.ndim == 1:
         return logprobs.gather(1, ids[:, None])[:, 0]
     if ids is not None:

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlkit.backends.local.gemm.lora_linear import Adapter
+from rlkit._fallback import Outcome
+from rlkit.backends.local.attention.tree import RECOMPUTED
+from rlkit.backends.local.cache.rows import Storage
 from rlkit.backends.local.model.base import Base, use_attention
 from rlkit.backends.local.model.forward import Forward, Inputs, LibraryForward, LlamaForward, read_values
-from rlkit.backends.local.model.lora import adapter_of
-from rlkit.backends.local.model.probe import FAILURES
-from rlkit.backends.local.training.chunked_attention import ChunkedAttention
-from rlkit.backends.local.training.long_micro_batch import LongMicroBatch, Read, outputs_in_chunks
+from rlkit.backends.local.model.probe import BATCHED, NOT_IN_PARTS, SLOTS
+from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
+from rlkit.backends.local.training._chunked_attention import ChunkedAttention
+from rlkit.backends.local.training._long_micro_batch import LongMicroBatch, Read, outputs_in_chunks
+from rlkit.backends.local.training._parts_forward import PartsForward, parts_agree
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
-from rlkit.backends.local.training.parts_forward import PartsForward, parts_agree
-from rlkit.backends.local.training.recomputed_attention import RECOMPUTED
-from rlkit.backends.local.training.rows import Storage
-from rlkit.backends.worker import breathe
+from rlkit.backends.local.training.trainer import LocalTrainer
+from rlkit.backends.queue import breathe
 from rlkit.errors import ConfigError
-from rlkit.types import Datum
+from rlkit.types import Datum, Lora
 
-__all__ = ["ChunkedLlamaForward", "RecomputingForward", "training_forward"]
+__all__ = ["ChunkedLlamaForward", "OwnLogprobs", "RecomputingForward", "loud", "training_forward"]
 
 # Micro-batches' worth of inputs of layers that stay on the device: a micro-batch that is computed at once keeps about
-# ten times as much of a token and layer (see decoder_layer.py), so up to here it is that one which takes most memory.
+# ten times as much of a token and layer (see llama.py), so up to here it is that one which takes most memory.
 STAY = 8
 
 
@@ -53,20 +56,31 @@ def training_forward(model: Any, base: Base, scale: float, budget: int, folder: 
     """
     if base.llama:
         return ChunkedLlamaForward(base, adapter_of(model), scale, budget, folder)
-    if "trees" not in base.known:
-        base.known["trees"] = base.plain and _trees_agree(base)
-        base.known["parts"] = parts_agree(base)
-    if folder is not None and not base.known["parts"]:
+    trees, parts = _computed_together(base)
+    if folder is not None and not parts:
         kind = base.model.config.model_type
         raise ConfigError(
-            "offload_folder", f"got {str(folder)!r}", "None", f"{kind} computes a datum at once, or gives other numbers"
+            "offload_folder", f"got {str(folder)!r}", "None", f"computing a datum in parts by {kind} is not exact"
         )
-    if base.known["trees"] and _recomputes(model, base):
+    if trees and _recomputes(model, base):
         use_attention(model, RECOMPUTED)
     _breathe_between_layers(model)
-    if base.known["parts"]:
-        return PartsForward(model, budget, STAY * budget, folder, trees=base.known["trees"])
-    return RecomputingForward(model, budget, trees=base.known["trees"])
+    if parts:
+        return PartsForward(model, budget, STAY * budget, folder, trees=trees)
+    return RecomputingForward(model, budget, trees=trees)
+
+
+def _computed_together(base: Base) -> tuple[bool, bool]:
+    """Return whether the library's modules compute a micro-batch as a tree, and whether they compute one in parts."""
+    known = base.known
+    if known.trees is None:
+        slower = "a prefix that sequences share is computed once for each of them"
+        known.trees = base.tries("a tree of sequences", _trees_agree, slower, eligible=base.plain)
+    if known.parts is None:
+        slower = "long datums are computed as a whole, with more memory"
+        eligible = base.probe.exact or base.kind in (SLOTS | BATCHED) - NOT_IN_PARTS
+        known.parts = base.tries("training in parts", parts_agree, slower, eligible=eligible)
+    return known.trees, known.parts
 
 
 def _breathe_between_layers(model: object) -> None:
@@ -182,7 +196,7 @@ class RecomputingForward(LibraryForward):
 
 
 @torch.no_grad()
-def _trees_agree(base: Base) -> bool:
+def _trees_agree(base: Base) -> Outcome:
     """Return whether sequences that share tokens get the logits that each gets alone."""
     tokens, places = base.probe.tokens, base.probe.places
     half = tokens.size // 2
@@ -194,9 +208,57 @@ def _trees_agree(base: Base) -> bool:
     trained = base.trial(RECOMPUTED) if _recomputes(library, base) else library
     forward = LibraryForward(library)
     (batch,) = pack(data, 4 * tokens.size)
-    try:
-        together = LibraryForward(trained, trees=True).logits(batch)
-        alone = [forward.logits(*pack([data[i]], tokens.size)) for i in batch.members]
-    except FAILURES:
-        return False
+    together = LibraryForward(trained, trees=True).logits(batch)
+    alone = [forward.logits(*pack([data[i]], tokens.size)) for i in batch.members]
     return base.probe.agrees(together, torch.cat(alone))
+
+
+@attrs.frozen(eq=False)
+class OwnLogprobs:
+    """The trainer's own logprobs, to compare a sampling engine with. Called in its thread, between its calls."""
+
+    trainer: LocalTrainer
+
+    @torch.no_grad()
+    def __call__(self, tokens: np.ndarray, temperature: float = 1.0, scale: float = 1.0) -> np.ndarray:
+        """Return float32 [T] of tokens int64 [T], entry 0 is 0; the adapter is multiplied by ``scale``."""
+        with _restored(self.trainer if scale != 1.0 else None) as halves:
+            for p in halves:
+                p.data.mul_(scale)
+            return self._logprobs(Datum(tokens, np.arange(len(tokens)) > 0, temperature=temperature))
+
+    def _logprobs(self, datum: Datum) -> np.ndarray:
+        run = self.trainer.run([datum], None, (), backward=False)
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                outputs: dict[str, Sequence[torch.Tensor]] = end.value[0]
+                return datum.expand(outputs["logprobs"][0].numpy())
+
+
+@contextlib.contextmanager
+def loud(trainer: LocalTrainer, lora: Lora, strength: float) -> Iterator[None]:
+    """Make the adapter change every module's output by about that share while the context is open.
+
+    Inputs of unit size give A x of variance 1/3, so B's deviation is strength * sqrt(3 / rank) over the scale.
+    """
+    deviation = strength * (3.0 / lora.rank) ** 0.5 / (lora.alpha / lora.rank)
+    generator = torch.Generator().manual_seed(0)
+    with _restored(trainer) as halves:
+        for p in halves:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * deviation)
+        yield
+
+
+@contextlib.contextmanager
+def _restored(trainer: LocalTrainer | None) -> Iterator[Sequence[torch.nn.Parameter]]:
+    """Yield the adapter's B matrices, which are afterwards what they were, to the bit."""
+    named = trainer.parameters.items() if trainer is not None else ()
+    halves = [p for name, p in named if "lora_B" in name]
+    saved = [p.detach().clone() for p in halves]
+    try:
+        yield halves
+    finally:
+        for p, before in zip(halves, saved, strict=True):
+            p.data.copy_(before)

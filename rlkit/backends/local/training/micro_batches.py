@@ -1,30 +1,112 @@
-"""Micro-batches: which datums are computed together, with what they have in common computed once.
+"""Micro-batches: datums that are computed together, with their common beginnings computed once.
 
 The tokens of a micro-batch lie one after the other. A datum that begins as another one of the batch does adds only what
-comes after, a run, which sees its own sequence alone and stands at the positions that it has there; so a group reads
+comes after, a run, which sees its own sequence alone and has its positions there; so a group reads
 its prompt once, and so do the turns of an episode what they share. Batches are cut where least is computed twice.
 Tokens after the last one that is scored are left out: nothing depends on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 import torch
 
-from rlkit.backends.local.model.decoder_layer import Attention
-from rlkit.backends.local.model.device import to_device
-from rlkit.backends.local.model.llama import Llama
-from rlkit.backends.local.model.tree_attention import Segment, positions, visible
-from rlkit.backends.local.model.windows import LayerMasks
-from rlkit.backends.local.training.flex_attention import tree_attention
-from rlkit.backends.local.training.partition import LOOK_BACK, cuts, in_common, row_costs, tree_costs
+from rlkit.backends.local.attention.tree import LayerMasks, Segment, positions, visible
+from rlkit.backends.local.model.llama import Attention, Llama
+from rlkit.backends.local.model.memory import to_device
+from rlkit.backends.local.training._flex_attention import tree_attention
 from rlkit.types import Datum
 
-__all__ = ["MicroBatch", "pack"]
+__all__ = ["LOOK_BACK", "MicroBatch", "cuts", "in_common", "pack", "row_costs", "tree_costs"]
+
+BATCHES = 32  # one more batch is worth it where it saves a 32nd of the budget
+LOOK_BACK = 4  # in sorted order a datum has most in common with the one before it; pairs break the order
+
+Costs: TypeAlias = Callable[[int, int], np.ndarray]  # first unit, budget -> tokens with one unit, two, ...; enough
+
+
+def cuts(units: int, costs: Costs, budget: int, longer: float = 1.0) -> list[slice]:
+    """Return where to begin a new batch, so that the fewest tokens are computed in all.
+
+    Args:
+        units: of datums, in an order that is kept.
+        costs: of batches that begin with a unit.
+        budget: tokens of a batch, if it is more than one unit.
+        longer: a batch whose first unit alone has more tokens may have this many times that unit's.
+
+    >>> cuts(4, lambda first, _: np.array([6, 11, 16, 21])[: 4 - first], 16)
+    [slice(0, 1, None), slice(1, 4, None)]
+    """
+    best = np.full(units + 1, np.inf)
+    best[0] = 0
+    come_from = np.zeros(units + 1, int)
+    for i in range(units):
+        cost = costs(i, budget)
+        limit = int(longer * cost[0]) if longer > 1.0 and cost[0] > budget else budget
+        cost = costs(i, limit) if limit > budget else cost
+        cost = cost[: max(1, np.searchsorted(cost, limit, "right"))]
+        ends = np.arange(i + 1, i + 1 + cost.size)
+        total = best[i] + cost + budget / BATCHES
+        better = ends[total < best[ends]]
+        best[better], come_from[better] = total[better - i - 1], i
+    slices, end = [], units
+    while end:
+        slices.append(slice(int(come_from[end]), end))
+        end = int(come_from[end])
+    return slices[::-1]
+
+
+def tree_costs(members: Sequence[np.ndarray], firsts: np.ndarray, block: int = 1) -> Costs:
+    """Return the costs of prefix trees: what one of the ``LOOK_BACK`` members before has as well is computed once."""
+    common = np.zeros((len(members), LOOK_BACK + 1), int)  # at most with so many members before in the batch
+    for m in range(len(members)):
+        for d in range(1, LOOK_BACK + 1):
+            here = in_common(members[m], members[m - d], block) if m >= d else 0
+            common[m, d] = max(common[m, d - 1], here)
+    added = np.array([x.size for x in members], int) - common[:, -1]
+    before = np.concatenate([[0], np.cumsum(added)])
+
+    def costs(unit: int, budget: int) -> np.ndarray:
+        first = int(firsts[unit])
+        few = np.arange(min(LOOK_BACK, len(members) - first))
+        more = np.cumsum(common[first + few, -1] - common[first + few, few])  # the first ones have less before them
+        last = np.searchsorted(before, before[first] + budget, "right")
+        ends = firsts[unit + 1 : np.searchsorted(firsts, last, "right") + 1]
+        tokens: np.ndarray = before[ends] - before[first] + more[np.minimum(ends - first, few.size) - 1]
+        return tokens
+
+    return costs
+
+
+def row_costs(members: Sequence[np.ndarray], firsts: np.ndarray) -> Costs:
+    """Return the costs of rows that are padded to the longest, which is the last."""
+    sizes = np.array([x.size for x in members], int)
+
+    def costs(unit: int, budget: int) -> np.ndarray:
+        first = int(firsts[unit])
+        rows = firsts[unit + 1 : unit + 2 + budget // int(sizes[first])] - first
+        tokens: np.ndarray = rows * np.maximum.accumulate(sizes[first : first + rows[-1]])[rows - 1]
+        return tokens
+
+    return costs
+
+
+def in_common(a: np.ndarray, b: np.ndarray, block: int = 1) -> int:
+    """Return how many tokens both begin with, in whole blocks.
+
+    >>> in_common(np.arange(9), np.array([0, 1, 2, 3, 5])), in_common(np.arange(9), np.arange(9), 4)
+    (4, 8)
+    """
+    n = min(a.size, b.size)
+    differ = np.flatnonzero(a[:n] != b[:n])
+    n = int(differ[0]) if differ.size else n
+    return n - n % block
+
 
 LONGER = 2.0  # a prompt is computed again for each further batch of its group: at most about half of the work then
 
@@ -38,7 +120,7 @@ class MicroBatch:
         tokens: int64 [N].
         positions: int64 [N], of each token in its own sequence.
         runs: which tokens see which.
-        index: int64 [n], the places whose logits predict the members' masked-in tokens, in order.
+        index: int64 [n], the places that predict the members' masked-in tokens, in order.
     """
 
     members: list[int]
@@ -69,12 +151,12 @@ class MicroBatch:
 
     @property
     def padded(self) -> int:
-        """Tokens of ``rows`` with their padding."""
+        """Return the tokens of ``rows`` with their padding."""
         return len(self.runs) * max(run.end - run.begin for run in self.runs)
 
     @property
     def shares(self) -> bool:
-        """Whether some tokens are of several sequences."""
+        """Return whether some tokens are of several sequences."""
         return any(run.before for run in self.runs)
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,12 +175,12 @@ def pack(
 
     Args:
         data: the datums.
-        budget: a unit (a datum, or a pair of them) longer than that is a batch by itself.
+        budget: a unit (a datum, or a pair of them) longer than that is a batch alone.
         pairs: datums 2k and 2k + 1 stay in one batch, in that order.
         share: compute once what sequences begin with, in blocks of so many tokens. With 0 every datum is a run by
             itself, and the padding of ``MicroBatch.rows`` counts; so it does where blocks are of several tokens and
             save less than that.
-        chunked: a batch of more than the budget is computed in parts. So a unit longer than that may have others beside
+        chunked: a batch of more than the budget is computed in parts. So a unit longer than that may have others with
             it, with which it shares tokens: ``LONGER`` times its own at most, since some is kept of every token.
     """
     if share > 1:
@@ -109,10 +191,15 @@ def pack(
     return _packed(data, budget, pairs=pairs, share=share, chunked=chunked)
 
 
-def _packed(data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chunked: bool) -> list[MicroBatch]:
+def cut_units(data: Sequence[Datum], *, pairs: bool) -> tuple[list[range], dict[int, np.ndarray]]:
+    """Return the indices of datums that stay together, and what is read of each that has a masked-in token."""
     width = 2 if pairs else 1
     units = [range(k, min(k + width, len(data))) for k in range(0, len(data), width)]
-    read = {i: datum.tokens[: np.flatnonzero(datum.mask)[-1]] for i, datum in enumerate(data) if datum.mask.any()}
+    return units, {i: d.tokens[: np.flatnonzero(d.mask)[-1]] for i, d in enumerate(data) if d.mask.any()}
+
+
+def _packed(data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chunked: bool) -> list[MicroBatch]:
+    units, read = cut_units(data, pairs=pairs)
     chosen = [scored for unit in units if (scored := [i for i in unit if i in read])]
     if share:
         chosen.sort(key=lambda unit: read[unit[0]].tobytes())
@@ -124,7 +211,7 @@ def _packed(data: Sequence[Datum], budget: int, *, pairs: bool, share: int, chun
     batches = []
     for part in cuts(len(chosen), costs, budget, LONGER if chunked else 1.0):
         batch = _Filling(share)
-        for i in (i for unit in chosen[part] for i in unit):
+        for i in itertools.chain(*chosen[part]):
             batch.take(i, read)
         batches.append(batch.done(data))
     return batches
@@ -162,6 +249,6 @@ class _Filling:
 
 
 def _slices(places: np.ndarray) -> tuple[slice, ...]:
-    """Ascending places as slices."""
+    """Return ascending places as slices."""
     cuts = np.flatnonzero(np.diff(places) != 1) + 1
     return tuple(slice(int(p[0]), int(p[-1]) + 1) for p in np.split(places, cuts) if p.size)

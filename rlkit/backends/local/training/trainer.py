@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from rlkit.backends._memory import telling
 from rlkit.backends.checking import OF_DISTRIBUTION
-from rlkit.backends.local.model.device import to_device
 from rlkit.backends.local.model.forward import Forward
+from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
-from rlkit.backends.memory import telling
-from rlkit.backends.worker import breathing
+from rlkit.backends.queue import breathing
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
@@ -35,7 +35,7 @@ class Loss(Protocol):
 
     @property
     def level(self) -> Level:
-        """What it is called for."""
+        """Return the level of the call."""
 
     @property
     def driver(self) -> Driver:
@@ -43,7 +43,7 @@ class Loss(Protocol):
 
     @property
     def entropy(self) -> bool:
-        """Whether it wants entropies, too."""
+        """Return whether it wants entropies, too."""
 
     def gradient(
         self,
@@ -111,7 +111,7 @@ class LocalTrainer:
         norm = get_total_norm(gradients)
         if not torch.isfinite(norm):
             raise BackendError(
-                f"optim_step: the gradient's norm is {float(norm)}; nothing was changed, discard() drops it"
+                f"optim_step: the gradient's norm is {float(norm)}; nothing was changed; discard() drops it"
             )
         if params.grad_clip_norm > 0:
             clip_grads_with_norm_(self.parameters.values(), params.grad_clip_norm, norm)
@@ -159,10 +159,7 @@ class LocalTrainer:
             if loss is not None:
                 part = whole
                 if part is None:
-                    members = [data[i] for i in batch.members]
-                    entropy = [outputs["entropy"][i] for i in batch.members] if loss.entropy else None
-                    driver = [outputs[loss.driver][i] for i in batch.members]
-                    part = loss.gradient(driver, members, entropy=entropy, places=batch.members)
+                    part = _compute_gradient(loss, data, outputs, batch.members)
                     parts.append(part)
                 if backward:
                     places = range(len(batch.members)) if whole is None else batch.members
@@ -173,7 +170,7 @@ class LocalTrainer:
         return outputs, parts
 
     def _describe(self, batches: Sequence[MicroBatch], batch: MicroBatch) -> str:
-        """Say what a micro-batch is made of, and what to do where it does not fit."""
+        """Describe a micro-batch, and what to do where it does not fit."""
         number = next(i for i, other in enumerate(batches, 1) if other is batch)
         size = f"{batch.tokens.size} tokens computed, {batch.index.size} of them trained on"
         datums = batch.members
@@ -182,7 +179,7 @@ class LocalTrainer:
         if batch.tokens.size > self._budget and self.forward.chunked:
             remedy += ", give offload_folder=, or shorten the longest datum"
         elif len(datums) == 1 and not self.forward.chunked:
-            remedy = "a datum of this architecture cannot be cut: shorten it, or use bfloat16 or a smaller model"
+            remedy = "this architecture cannot split a datum: shorten it, or use bfloat16 or a smaller model"
         return f"micro-batch {number} of {len(batches)}, {size}, {whose}; nothing was changed; {remedy}"
 
     def _backward(
@@ -196,7 +193,7 @@ class LocalTrainer:
             torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
 
     def _breathing(self) -> contextlib.AbstractContextManager[None]:
-        """Let samples be decoded between the layers of a micro-batch, which takes seconds on a CPU."""
+        """Allow samples to be decoded between the layers of a micro-batch, which takes seconds on a CPU."""
         return breathing() if self._device.type == "cpu" else contextlib.nullcontext()
 
     def _store(
@@ -212,7 +209,7 @@ class LocalTrainer:
     def _outputs(
         self, data: Sequence[Datum], batch: MicroBatch, names: Sequence[str], *, gradient: bool
     ) -> dict[str, torch.Tensor]:
-        """Flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
+        """Return flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
         with torch.set_grad_enabled(gradient), self._breathing():
             if self._value_head is not None:
                 return {"values": self.forward.values(batch, self._value_head)}
@@ -230,6 +227,13 @@ class LocalTrainer:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return to_device(np.ascontiguousarray(array), self._device)
+
+
+def _compute_gradient(loss: Loss, data: Sequence[Datum], outputs: Outputs, members: Sequence[int]) -> LossGradient:
+    """Return the gradient of a loss over a micro-batch with respect to what the model computed."""
+    entropy = [outputs["entropy"][i] for i in members] if loss.entropy else None
+    driver = [outputs[loss.driver][i] for i in members]
+    return loss.gradient(driver, [data[i] for i in members], entropy=entropy, places=members)
 
 
 def _needs(loss: Loss | None) -> list[str]:

@@ -7,18 +7,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local.cache import attention_tiles as tiles  # noqa: E402
-from rlkit.backends.local.cache import kv_attention  # noqa: E402
-from rlkit.backends.local.cache import kv_attention as attention  # noqa: E402
-from rlkit.backends.local.cache.attention_tiles import KEYS, LENGTHS, Tile, tile_of  # noqa: E402
-from rlkit.backends.local.cache.kv_attention import SharedPrefix, matmul_attention  # noqa: E402
-from rlkit.backends.local.model.windows import Window, narrowed  # noqa: E402
+from rlkit.backends.local.attention.tree import Window, narrowed  # noqa: E402
+from rlkit.backends.local.cache import kv_cache  # noqa: E402
+from rlkit.backends.local.cache.kv_cache import KEYS, LENGTHS, SharedPrefix, Tile, matmul_attention, tile_of  # noqa: E402
 
 
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing was measured yet."""
-    monkeypatch.setattr(tiles, "_tiles", {})
+    monkeypatch.setattr(kv_cache, "_tiles", {})
 
 
 @pytest.fixture(params=[1, 2])
@@ -61,7 +58,7 @@ def library(longest, few):
 @pytest.mark.usefixtures("fresh")
 def test_the_cheapest_cut_that_is_alike_is_found(longest, few, expected, monkeypatch):
     """For libraries that are known: the longest sum that is not split, the fewest queries that are many."""
-    monkeypatch.setattr(tiles._Trials, "PARTS", ((0, 1), (17, 1), (106, 1), (300, 1), (101, 3), (250, 9)))
+    monkeypatch.setattr(kv_cache._Trials, "PARTS", ((0, 1), (17, 1), (106, 1), (300, 1), (101, 3), (250, 9)))
     assert tile_of(library(longest, few), 2, 4, 4) == expected
 
 
@@ -69,13 +66,13 @@ def test_the_cheapest_cut_that_is_alike_is_found(longest, few, expected, monkeyp
 def test_it_is_measured_once_for_each_number_of_threads(monkeypatch):
     """And again for another width or number of heads."""
     tried = []
-    monkeypatch.setattr(tiles._Trials, "invariant", lambda _, tile: tried.append(tile) or True)
+    monkeypatch.setattr(kv_cache._Trials, "invariant", lambda _, tile: tried.append(tile) or True)
     for width in (4, 4, 8):
-        assert tile_of(attention._attend, 2, width, width) == Tile(1, KEYS)
+        assert tile_of(kv_cache._attend, 2, width, width) == Tile(1, KEYS)
     assert len(tried) == 4
-    tile_of(attention._attend, 1, 4, 4)
+    tile_of(kv_cache._attend, 1, 4, 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    tile_of(attention._attend, 2, 4, 4)
+    tile_of(kv_cache._attend, 2, 4, 4)
     assert len(tried) == 8
 
 
@@ -132,7 +129,7 @@ def test_sinks_take_their_share():
 @pytest.mark.parametrize("cast", [2**17, 300])
 def test_keys_in_bfloat16_are_cast_some_rows_at_a_time(cast, monkeypatch):
     """However many; scores are in float32, so that the result is rounded like its factors."""
-    monkeypatch.setattr(kv_attention, "CAST", cast)
+    monkeypatch.setattr(kv_cache, "CAST", cast)
     generator = torch.Generator().manual_seed(0)
     shapes = ((6, 1), (2, 32), (2, 32))
     q, k, v = (torch.randn(5, h, n, 8, generator=generator).to(torch.bfloat16) for h, n in shapes)

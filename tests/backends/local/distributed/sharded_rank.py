@@ -9,45 +9,36 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import rlkit
 from rlkit.backends import local
-from rlkit.backends.inprocess import InProcessBackend
-from rlkit.backends.local.distributed.gather_orders import shard_groups
-from rlkit.backends.local.distributed.sharding import ShardedWeights
+from rlkit.backends.local import load_policy
+from rlkit.backends.local.distributed.sharding import ShardedWeights, shard_groups
 from rlkit.backends.local.model.base import load_base
 
 PARAMS = rlkit.SamplingParams(max_tokens=10, stop=())
 
 
-class Sharing(local.LocalBackend):
-    """A backend whose weights are ``shards``'s, as a ``Replica``'s are."""
-
-    def __init__(self, shards, **options):
-        self._weights = shards
-        super().__init__(**options)
-
-    def close(self):
-        InProcessBackend.close(self)  # ``main`` closes the shards
-
-
 def connect(settings, shards=None):
-    """Return a policy with an adapter that changes its numbers."""
-    policy = Sharing(
-        shards,
-        model=settings["model"],
-        dtype=settings["dtype"],
-        lora=rlkit.Lora(rank=4),
-        seed=0,
-        device="cpu",
-        micro_batch_tokens=100,
-        merge=False,
-        folder=settings["folder"],
-    )
+    """Return a policy with an adapter that changes its numbers, whose weights are ``shards``'s, as a replica's are."""
+    with mock.patch.object(local, "load_policy", lambda checked, _: load_policy(checked, shards)):
+        policy = rlkit.connect(
+            "local",
+            model=settings["model"],
+            dtype=settings["dtype"],
+            lora=rlkit.Lora(rank=4, train_unembed=True),
+            seed=0,
+            device="cpu",
+            micro_batch_tokens=100,
+            merge=False,
+            folder=settings["folder"],
+        )
     rng = np.random.default_rng(7)
     for name, parameter in policy._trainer.parameters.items():
         if "lora_B" in name:
@@ -94,9 +85,11 @@ def compare(settings, rank, shards):
         "gradient": scale,
         "same_tokens": [s.tokens.tolist() for s in drawn[0]] == [s.tokens.tolist() for s in drawn[1]],
         "sampled": max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(*drawn, strict=True)),
+        "largest": max(float(np.abs(sample.logprobs).max()) for sample in drawn[0]),
+        "layers": whole.model.config.num_hidden_layers,
         "same_saves": bodies[0] == bodies[1],
-        "same_path": (whole.llama, whole.known.get("trees"), whole.known.get("parts"), whole.known.get("way"))
-        == (sharded.llama, sharded.known.get("trees"), sharded.known.get("parts"), sharded.known.get("way")),
+        "same_path": (whole.llama, attrs.evolve(whole.known, cache=None))
+        == (sharded.llama, attrs.evolve(sharded.known, cache=None)),
         "held": shards.nbytes / sharded.nbytes,
         "peak": shards.peak / sharded.nbytes,
     }

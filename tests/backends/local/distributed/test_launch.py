@@ -11,7 +11,8 @@ import pytest
 
 import rlkit
 from rlkit.backends.local.distributed import Processes
-from rlkit.backends.local.distributed.settings import processes_of
+from rlkit.backends.local.distributed.settings import read_processes
+from tests.sockets import PROC, listening, open_to_others
 
 pytest.importorskip("peft")
 
@@ -33,6 +34,13 @@ again.close()
 print("done")
 """
 
+# torchrun's own store listens on every address; see tests/test_sockets.py.
+LISTENING = """
+import os
+from tests.sockets import open_to_others
+print("listening", [each for each in open_to_others(os.getppid()) if "torch.distributed.run" not in each[2]])
+"""
+
 
 def environment():
     return os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -41,7 +49,7 @@ def environment():
 def test_torchrun(tiny, tmp_path):
     """Both processes run the script until connect; then one goes on, and the other leaves with status 0."""
     script = tmp_path / "loop.py"
-    script.write_text(LOOP)
+    script.write_text(LOOP.replace("output =", LISTENING + "output =", 1))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
         [*command, tiny("llama"), str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=250
@@ -51,7 +59,16 @@ def test_torchrun(tiny, tmp_path):
     assert done.stdout.count("began") == 2  # on one line perhaps: both write there, unbuffered the end of a line later
     assert (lines.count("only here"), lines.count("done")) == (1, 1)
     assert "1 8.0" in lines
+    assert "listening []" in lines
     assert len(list(tmp_path.glob("x-*"))) == 2
+
+
+@pytest.mark.skipif(not PROC.exists(), reason="no Linux")
+def test_they_listen_on_loopback_alone(connect):
+    """torch's store, gloo and rank 0."""
+    connect(2)
+    assert len(listening(os.getpid())) >= 3
+    assert open_to_others(os.getpid()) == []
 
 
 def test_from_a_prompt(tiny, tmp_path):
@@ -79,7 +96,9 @@ def test_errors_are_shown_as_on_one_process(tiny, tmp_path):
 def test_what_is_cheap_is_checked_before_ranks_are_started(tiny, tmp_path, monkeypatch):
     """Such as the interpreter that has vLLM."""
     monkeypatch.delenv("RLKIT_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr("rlkit.backends.local.start_ranks", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "rlkit.backends.local.distributed.settings.Processes.open", lambda *arguments: pytest.fail("ranks were started")
+    )
     options = {"device": "cpu", "folder": tmp_path, "lora": rlkit.Lora(rank=2, train_unembed=False), "processes": 2}
     for shard in (False, True):
         with pytest.raises(rlkit.ConfigError, match="which Python has vllm"):
@@ -87,17 +106,17 @@ def test_what_is_cheap_is_checked_before_ranks_are_started(tiny, tmp_path, monke
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, Processes])
-def test_refused(value):
+def test_refused(value, tiny):
     """What is no number of processes is refused in the call."""
     with pytest.raises(rlkit.ConfigError, match="processes"):
-        rlkit.connect("local", model="x/y", processes=value)
+        rlkit.connect("local", model=tiny("llama"), processes=value)
 
 
 def test_settings():
     """A number, or ``Processes``; one is this process alone."""
-    assert processes_of(None) is None
-    assert processes_of(1) is None
-    assert processes_of(3) == Processes(3)
+    assert read_processes(None) is None
+    assert read_processes(1) is None
+    assert read_processes(3) == Processes(3)
     for option in ({"deadline": 0}, {"start": -1.0}, {"threads": 0}):
         with pytest.raises(rlkit.ConfigError, match=r"Processes\("):
             Processes(2, **option)
@@ -107,10 +126,10 @@ def test_another_number_than_torchruns(monkeypatch):
     """Under torchrun a number is torchrun's, or 1."""
     for name, text in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, text)
-    assert processes_of(None) == Processes(4)
-    assert processes_of(1) is None
+    assert read_processes(None) == Processes(4)
+    assert read_processes(1) is None
     with pytest.raises(rlkit.ConfigError, match="torchrun started 4"):
-        processes_of(2)
+        read_processes(2)
 
 
 def test_other_backends_share_the_processes(connect):

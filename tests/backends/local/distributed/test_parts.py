@@ -10,10 +10,9 @@ import pytest
 
 import rlkit
 from rlkit.backends.local.distributed.losses import Losses
-from rlkit.backends.local.distributed.peer import Peer, RemoteError
-from rlkit.backends.local.distributed.split import shares_of
-from rlkit.backends.local.distributed.wire import Connection, Message, packed_data, unpacked_data
-from rlkit.backends.worker import Worker
+from rlkit.backends.local.distributed.ranks import shares_of
+from rlkit.backends.local.distributed.wire import Connection, Message, Peer, RemoteError, packed_data, unpacked_data
+from rlkit.backends.queue import Worker
 from rlkit.losses.prepare import prepare
 
 

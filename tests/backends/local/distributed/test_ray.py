@@ -11,7 +11,7 @@ import pytest
 
 from rlkit import ConfigError
 from rlkit.backends.local.distributed import Processes
-from rlkit.backends.local.distributed.settings import processes_of
+from rlkit.backends.local.distributed.settings import read_processes
 
 pytest.importorskip("peft")
 
@@ -49,7 +49,7 @@ def serving():
             above = Path("/proc", parent, "cmdline").read_bytes()
         except OSError:
             continue
-        if b"rlkit.backends.local.serve" in words and b"ray::" in above:
+        if b"rlkit.backends.local._serve" in words and b"ray::" in above:
             found.append(int(place.name))
     return found
 
@@ -105,4 +105,4 @@ def test_options_are_checked(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="torchrun"):
-        processes_of(Processes(2, ray={}))
+        read_processes(Processes(2, ray={}))

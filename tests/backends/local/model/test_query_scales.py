@@ -12,7 +12,7 @@ from tests.models.family import build
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 from rlkit.backends.local.model.base import load_base  # noqa: E402
-from rlkit.backends.local.model.query_scales import scale_queries_by_position  # noqa: E402
+from rlkit.backends.local.model.forward import scale_queries_by_position  # noqa: E402
 
 
 @pytest.fixture(scope="module")

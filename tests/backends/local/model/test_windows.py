@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from rlkit.backends.local.model import probe, windows  # noqa: E402
-from rlkit.backends.local.model.windows import Window, layer_windows  # noqa: E402
+from rlkit.backends.local.attention import tree  # noqa: E402
+from rlkit.backends.local.attention.tree import Window, layer_windows  # noqa: E402
+from rlkit.backends.local.model import probe  # noqa: E402
 
 LIBRARY = ["gemma3_text", "phi3, window"]
 OWN = ["mistral, window", "qwen3, window"]
@@ -35,7 +36,7 @@ def connect(name, folder):
 def path_of(policy):
     """The way that it is decoded, and whether it is trained in trees."""
     policy.sampler().result().sample([5, 6], rlkit.SamplingParams(max_tokens=1)).result()
-    return ("own", True) if policy.base.llama else (policy.base.known["way"], policy.base.known["trees"])
+    return ("own", True) if policy.base.llama else (policy.base.known.decoding, policy.base.known.trees)
 
 
 @pytest.mark.parametrize("name", [*OWN, *LIBRARY])
@@ -72,7 +73,7 @@ def test_a_wrong_window_is_seen(name, wrong, tmp_path, monkeypatch):
         "chunks": lambda window, positions: positions // window.size * window.size,
         "none": lambda window, positions: positions * 0,
     }
-    monkeypatch.setattr(windows.Window, "first", change[wrong])
+    monkeypatch.setattr(tree.Window, "first", change[wrong])
     with connect(name, tmp_path) as policy:
         assert path_of(policy) == ("cache", False)
 

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rlkit.backends.local.cache.kv_cache import KVCache  # noqa: E402
-from rlkit.backends.local.model import defaults  # noqa: E402
-from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching  # noqa: E402
+from rlkit.backends.local.model import memory as device_memory  # noqa: E402
+from rlkit.backends.local.sampling._batching import ContinuousBatching  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
 PARAMS = rlkit.SamplingParams(max_tokens=10, stop=())
@@ -22,7 +22,9 @@ PARAMS = rlkit.SamplingParams(max_tokens=10, stop=())
 
 @pytest.fixture
 def policy(tiny):
-    with rlkit.connect("local", model=tiny("llama"), lora=rlkit.Lora(rank=2), seed=0, device="cpu") as made:
+    with rlkit.connect(
+        "local", model=tiny("llama"), lora=rlkit.Lora(rank=2, train_unembed=True), seed=0, device="cpu"
+    ) as made:
         yield made
 
 
@@ -37,15 +39,15 @@ def memory(policy, monkeypatch):
         step(self)
 
     def room(tokens):
-        each = defaults.kv_bytes(policy.base)
+        each = device_memory.kv_bytes(policy.base)
         seen.clear()
 
         def free(_):
             decoders = policy._scheduler.decoders
             held = sum(decoder.held for decoder in decoders)
-            return int(tokens * each / defaults.KV_SHARE) - held
+            return int(tokens * each / device_memory.KV_SHARE) - held
 
-        monkeypatch.setattr(defaults, "free_bytes", free)
+        monkeypatch.setattr(device_memory, "free_bytes", free)
         return seen
 
     monkeypatch.setattr(ContinuousBatching, "step", noted)
@@ -87,13 +89,15 @@ def test_one_row_is_tried_in_any_case(policy, memory):
 
 def test_the_librarys_caches_are_counted_too(tiny, monkeypatch):
     """State-space models and whatever else is decoded through them: by the keys and values that they would have."""
-    with rlkit.connect("local", model=tiny("mamba"), lora=rlkit.Lora(rank=2), seed=0, device="cpu") as policy:
+    with rlkit.connect(
+        "local", model=tiny("mamba"), lora=rlkit.Lora(rank=2, train_unembed=True), seed=0, device="cpu"
+    ) as policy:
         expected = sampled(policy, ([5, 6, 7], 5))
         decoder, seen = white_box.decoder(policy), []
         step = decoder.step
         decoder.step = lambda: (seen.append(len(decoder.rows)), step())
-        room = int(2 * 13 * defaults.kv_bytes(policy.base) / defaults.KV_SHARE)
-        monkeypatch.setattr(defaults, "free_bytes", lambda _: room)
+        room = int(2 * 13 * device_memory.kv_bytes(policy.base) / device_memory.KV_SHARE)
+        monkeypatch.setattr(device_memory, "free_bytes", lambda _: room)
         found = sampled(policy, ([5, 6, 7], 5))
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert max(seen) == 2
@@ -143,25 +147,25 @@ class Holder:
 
 def test_what_fits_is_counted(policy):
     """Half of the free memory and of what is held, in whole rows; any number where nobody knows."""
-    each = defaults.kv_bytes(policy.base)
+    each = device_memory.kv_bytes(policy.base)
     assert each == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, 8 numbers of 4 bytes
     asking = Holder(10 * each)
-    assert defaults.rows_that_fit(policy.base, 10, asking, free=50 * each) == 3
-    assert defaults.rows_that_fit(policy.base, 10**9, asking) > 10**9
+    assert device_memory.rows_that_fit(policy.base, 10, asking, free=50 * each) == 3
+    assert device_memory.rows_that_fit(policy.base, 10**9, asking) > 10**9
 
 
 def test_all_decoders_of_a_base_share_one_account(policy):
     """What others hold is counted once, as theirs, and what their rows will take is, too; also another backend's."""
-    each = defaults.kv_bytes(policy.base)
+    each = device_memory.kv_bytes(policy.base)
     asking, other = Holder(10 * each), Holder(20 * each, 30 * each)
     for holder in (asking, other):
         policy.base.kv_account.add(holder)
-    assert defaults.rows_that_fit(policy.base, 10, asking, free=70 * each) == 2  # half of 100, less 30
-    assert defaults.rows_that_fit(policy.base, 10, other, free=70 * each) == 4
-    assert defaults.rows_that_fit(policy.base, 10, asking, free=0) == 0  # and never less
+    assert device_memory.rows_that_fit(policy.base, 10, asking, free=70 * each) == 2  # half of 100, less 30
+    assert device_memory.rows_that_fit(policy.base, 10, other, free=70 * each) == 4
+    assert device_memory.rows_that_fit(policy.base, 10, asking, free=0) == 0  # and never less
     del other, holder
     gc.collect()
-    assert defaults.rows_that_fit(policy.base, 10, asking, free=90 * each) == 5
+    assert device_memory.rows_that_fit(policy.base, 10, asking, free=90 * each) == 5
 
 
 def test_snapshots_that_take_turns_share_the_memory(policy, memory):

@@ -11,16 +11,18 @@ import rlkit
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local.cache.kv_attention import matmul_attention, sdpa_attention  # noqa: E402
-from rlkit.backends.local.cache.kv_cache import KVCache  # noqa: E402
-from rlkit.backends.local.gemm import lora_linear as linear  # noqa: E402
-from rlkit.backends.local.gemm.prepacked import PrepackedCopies  # noqa: E402
+from rlkit.backends.local.cache.kv_cache import (  # noqa: E402
+    KVCache,
+    matmul_attention,
+    sdpa_attention,
+)
 from rlkit.backends.local.model import output_head  # noqa: E402
 from rlkit.backends.local.model.forward import LlamaForward  # noqa: E402
-from rlkit.backends.local.sampling import cuda_graphs as graphs  # noqa: E402
-from rlkit.backends.local.sampling.continuous_batching import ContinuousBatching  # noqa: E402
-from rlkit.backends.local.sampling.cuda_graphs import CudaGraphs  # noqa: E402
-from rlkit.backends.local.sampling.snapshots import take_snapshot  # noqa: E402
+from rlkit.backends.local.products import lora_linear as linear  # noqa: E402
+from rlkit.backends.local.products.prepacked import PrepackedCopies  # noqa: E402
+from rlkit.backends.local.sampling import _batching as graphs  # noqa: E402
+from rlkit.backends.local.sampling._batching import ContinuousBatching, CudaGraphs  # noqa: E402
+from rlkit.backends.local.sampling.sampler import take_snapshot  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
 
@@ -56,7 +58,7 @@ def recorder(monkeypatch):
 
 
 def connect(folder):
-    return rlkit.connect("local", model=folder, lora=rlkit.Lora(rank=4), seed=0, device="cpu")
+    return rlkit.connect("local", model=folder, lora=rlkit.Lora(rank=4, train_unembed=True), seed=0, device="cpu")
 
 
 def sampled(policy, rng):
@@ -160,7 +162,7 @@ def test_a_graph_that_replays_something_else_is_noticed(tiny, monkeypatch, recor
             return replay
 
         monkeypatch.setattr(type(recorder), "__call__", perturbed)
-        with pytest.warns(UserWarning, match="without CUDA graphs, whose replay"):
+        with pytest.warns(UserWarning, match="without CUDA graphs, because the replay"):
             found = sampler.sample([5, 6, 7], params, n=3, seed=1).result()
         assert not white_box.decoder(policy).graphs.works
         policy.close()
@@ -227,7 +229,7 @@ def test_weights_keep_their_addresses(tiny, monkeypatch, merge):
     policy = connect(tiny("llama"))
     before = [p.clone() for p in policy.base.model.parameters()]
     other = attrs.evolve(policy.base, device=torch.device("cuda"))
-    shapes = {name: (a.shape, b.shape) for name, (a, b) in take_snapshot(policy._peft, 0, 1.0).adapter.items()}
+    shapes = {name: (a.shape, b.shape) for name, (a, b) in take_snapshot(policy._policy.peft, 0, 1.0).adapter.items()}
     model, places = LlamaForward(other), []
     for seed in (None, 1, 2, None, 3):
         generator = torch.Generator().manual_seed(seed or 0)

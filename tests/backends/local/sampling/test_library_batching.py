@@ -12,10 +12,10 @@ from tests.models.family import build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
-from rlkit.backends.local.cache.sequence_cache import SequenceCache  # noqa: E402
+from rlkit.backends.local.cache.prefix_cache import SequenceCache  # noqa: E402
 from rlkit.backends.local.model.base import load_base  # noqa: E402
 from rlkit.backends.local.model.probe import logits_at  # noqa: E402
-from rlkit.backends.local.sampling.library_batching import LibraryBatching  # noqa: E402
+from rlkit.backends.local.sampling._library import LibraryBatching  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its experts get no adapter")
 KINDS = ["qwen3_5_text", "falcon_h1", "lfm2", "mamba", "minimax", "bloom", "recurrent_gemma"]
@@ -151,7 +151,7 @@ def test_memory_of_prefixes(qwen):
 def test_rows_that_come_and_go(kind, folders):
     """Any order of rows that enter and leave gives the logits of transformers' own forward on each sequence."""
     base = load_base(folders(kind), "float32", "cpu")
-    base.known.clear()
+    base.known.cache = None
     rng = np.random.default_rng(0)
     decoder = LibraryBatching(base, 0, merge=False)
     cache, rows, logits, expected = decoder.new_cache(), [], [], []

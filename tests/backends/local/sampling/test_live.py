@@ -38,7 +38,9 @@ def folders(tmp_path_factory):
 
 
 def connected(folder, **options):
-    return rlkit.connect("local", model=folder, lora=rlkit.Lora(rank=4), seed=0, device="cpu", **options)
+    return rlkit.connect(
+        "local", model=folder, lora=rlkit.Lora(rank=4, train_unembed=True), seed=0, device="cpu", **options
+    )
 
 
 def begun(policy, at, *, recompute=False):
@@ -52,9 +54,13 @@ def begun(policy, at, *, recompute=False):
 
 
 def wide(folder, snapshot):
-    """The library's own model in float64, with the snapshot's adapter in its weights; experts compute in float32."""
+    """The library's own model in float64, with the snapshot's adapter in its weights.
+
+    Experts compute in float32. So does RecurrentGemma: its recurrence takes sqrt(1 - a^2) of an a close to 1, which
+    loses digits, and the library's own logprobs in float32 and in float64 are up to 3e-3 apart.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if not any("expert" in name for name, _ in model.named_modules()):
+    if model.config.model_type != "recurrent_gemma" and not any("expert" in name for name, _ in model.named_modules()):
         model = model.double()
     for name, (a, b) in snapshot.adapter.items():
         module = model.get_submodule(name)
@@ -92,7 +98,7 @@ def anew(models, sample):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", WAYS)
 def test_tokens_and_their_versions(folders, kind, recompute):
-    """Two updates in one request: in float64 each token has the logprob of the weights, and the cache, that drew it.
+    """Two updates in one request: each token has the logprob of the weights, and the cache, that drew it.
 
     With ``recompute`` these are the version's own; a cache that is kept holds what older weights computed.
     """
@@ -111,9 +117,9 @@ def test_tokens_and_their_versions(folders, kind, recompute):
             assert {*sample.token_versions.tolist()} == {1, 2, 4}
             own = anew(models, sample)
             expected = own if recompute or whole else one_cache(models, sample)
-            np.testing.assert_allclose(sample.logprobs, expected, atol=2e-3)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=3e-3)
             if recompute:
-                updating.check(sample, atol=2e-3)
+                updating.check(sample, atol=3e-3)
             elif not whole:
                 assert np.abs(expected - own).max() > 1e-2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import shutil
@@ -10,17 +11,18 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
+from tests.properties import examples
 
 pytest.importorskip("peft")
-from rlkit.backends.local.cache import kv_attention as attention
+from rlkit.backends.local.cache import kv_cache as attention
 from rlkit.backends.local.cache.kv_cache import KVCache
 from rlkit.backends.local.cache.prefix_cache import BLOCK, PrefixCache, block_names
-from rlkit.backends.local.gemm.batch_invariance import padding_unit
-from rlkit.backends.local.sampling import continuous_batching as batching
+from rlkit.backends.local.products.prepacked import padding_unit
+from rlkit.backends.local.sampling import _batching
 from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")
@@ -28,7 +30,9 @@ transformers = pytest.importorskip("transformers")
 
 
 def connect(model, **options):
-    return rlkit.connect("local", model=model, lora=rlkit.Lora(rank=4), seed=0, device="cpu", **options)
+    return rlkit.connect(
+        "local", model=model, lora=rlkit.Lora(rank=4, train_unembed=True), seed=0, device="cpu", **options
+    )
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2", "mistral", "gemma2"])
@@ -64,7 +68,7 @@ def turns(draw):
     return rounds
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(rounds=turns(), blocks=st.sampled_from([1, 3, 8, 1000]))
 def test_reuse_changes_nothing(pair, rounds, blocks):
     """Random trees of turns, with evictions: every sample is that of an engine without a memory, asked one by one."""
@@ -148,7 +152,7 @@ def test_real_widths(wide, monkeypatch):
 def test_adapters_beside_real_widths(wide):
     """An adapter that is not merged has products of its own, narrow ones, which are alike as well."""
     options = {"merge": False, "prefix_mb": 0, "device": "cpu", "seed": 0}
-    policy = rlkit.connect("local", model=wide, lora=rlkit.Lora(rank=32), **options)
+    policy = rlkit.connect("local", model=wide, lora=rlkit.Lora(rank=32, train_unembed=True), **options)
     rng = np.random.default_rng(0)
     for parameter in white_box.parameters(policy).values():
         parameter.data.add_(torch.from_numpy(0.02 * rng.normal(size=parameter.shape)).to(parameter))
@@ -164,7 +168,7 @@ def test_adapters_beside_real_widths(wide):
 def test_shapes_are_tried_ones():
     """Whatever the rows and lengths, the number of tokens is one that was tried, and holds them all."""
     for rows, length, alike in itertools.product(range(1, 20), range(1, 20), (1, 2, 4, 8, 16, 32, 64)):
-        high, wide = batching._padded_shape(rows, length, alike)
+        high, wide = _batching._padded_shape(rows, length, alike)
         assert high >= rows
         assert wide >= length
         assert high * wide % padding_unit(high * wide, alike) == 0
@@ -243,20 +247,68 @@ def test_least_recently_used_goes_first():
     """Two sequences with a common first block, room for three blocks: the tail of the one not used lately is gone."""
     a, b = np.arange(2 * BLOCK), np.append(np.arange(BLOCK), np.arange(BLOCK) + 50)
     slots = filled(2, 3 * BLOCK)
-    prefixes = PrefixCache(3 * slots.read_block(0, 0, BLOCK).nbytes)
+    prefixes = PrefixCache(3 * slots.block_bytes(BLOCK))
     names = [block_names(x) for x in (a, b)]
     for slot in (0, 1):
-        prefixes.store(names[slot], slots, slot)
+        prefixes.store([(names[slot], slot)], slots)
     assert [prefixes.find(x) for x in names] == [2, 2]  # three blocks in all
     prefixes.load(names[0], slots, 1)
-    assert torch.equal(slots.read_block(1, 0, 2 * BLOCK), slots.read_block(0, 0, 2 * BLOCK))
+    assert torch.equal(*slots.read_blocks([(1, 0), (0, 0)], 2 * BLOCK))
     other = block_names(np.arange(BLOCK) + 200)
-    prefixes.store(other, slots, 0)
+    prefixes.store([(other, 0)], slots)
     assert [prefixes.find(x) for x in (*names, other)] == [2, 1, 1]
-    prefixes.store(block_names(np.arange(5 * BLOCK)[: 3 * BLOCK] + 300), slots, 0)
+    prefixes.store([(block_names(np.arange(5 * BLOCK)[: 3 * BLOCK] + 300), 0)], slots)
     assert [prefixes.find(x) for x in (*names, other)] == [0, 0, 0]
     prefixes.clear()
     assert prefixes.find(block_names(np.arange(BLOCK) + 300)) == 0
+
+
+@given(
+    rounds=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=5), max_size=4),
+    room=st.integers(0, 9),
+)
+def test_blocks_stored_together_are_those_stored_one_by_one(rounds, room):
+    """What is here, in which order and with which contents: as if each block had been read by itself."""
+    slots = filled(6, 4 * BLOCK)
+    prefixes = PrefixCache(room * slots.block_bytes(BLOCK))
+    expected = {}  # the least recently used first: where its contents are
+    for rows in rounds:
+        rows = [(block_names(np.arange(count * BLOCK) + 100 * slot), slot) for slot, count in rows]
+        prefixes.store(rows, slots)
+        for names, slot in rows:
+            for i, name in reversed(list(enumerate(names))):
+                expected[name] = expected.pop(name, (slot, i * BLOCK))
+                while len(expected) > room:
+                    expected.pop(next(iter(expected)))
+    assert list(prefixes.entries) == list(expected)
+    for block, (slot, start) in zip(prefixes.entries.values(), expected.values(), strict=True):
+        keys = 100.0 * slot + torch.arange(start, start + BLOCK).repeat_interleave(2)
+        assert torch.equal(block, torch.cat([keys, -keys]))
+
+
+def test_many_blocks_take_few_kernels():
+    """However many rows end at once, with 8 blocks each; and what would be dropped at once is never read."""
+    slots = filled(16, 8 * BLOCK)
+    rows = [(block_names(np.arange(8 * BLOCK) + 1000 * slot), slot) for slot in range(16)]
+    count = {}
+    for room in (0, 8, 128):
+        with Kernels() as kernels:
+            PrefixCache(room * slots.block_bytes(BLOCK)).store(rows, slots)
+        count[room] = sum(kernels.count[name] for name in ("index", "copy_", "cat", "reshape"))
+        assert kernels.count["clone"] == room  # a copy for each block that stays
+    assert count == {0: 0, 8: 4, 128: 4}
+
+
+class Kernels(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often each operation was carried out."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def test_block_names():

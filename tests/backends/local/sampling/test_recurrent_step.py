@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen  # noqa: E402
 
 from rlkit.backends.local.model.base import load_base  # noqa: E402
-from rlkit.backends.local.sampling.library_batching import LibraryBatching  # noqa: E402
-from rlkit.backends.local.sampling.recurrent_step import gated_delta_step  # noqa: E402
+from rlkit.backends.local.sampling._library import LibraryBatching, gated_delta_step  # noqa: E402
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ from tests.backends.local import white_box
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, Snapshot  # noqa: E402
+from rlkit.backends.local.sampling.scheduler import Decoder, Scheduler  # noqa: E402
 
 LONG = rlkit.SamplingParams(max_tokens=10**6, stop=())
 ONE = rlkit.SamplingParams(max_tokens=1, stop=())
@@ -38,7 +40,9 @@ def big(tmp_path_factory):
 def policy(request, big, tiny, tmp_path):
     """A backend with both ways of decoding, on a model whose steps are slowed down where its context is short."""
     kind = big if request.param == "slots" else tiny("bloom")
-    with rlkit.connect("local", model=kind, lora=rlkit.Lora(rank=4), seed=0, device="cpu", folder=tmp_path) as policy:
+    with rlkit.connect(
+        "local", model=kind, lora=rlkit.Lora(rank=4, train_unembed=True), seed=0, device="cpu", folder=tmp_path
+    ) as policy:
         policy.sampler().result().sample([5], ONE).result()
         decoder = white_box.decoder(policy)
         step = decoder.step
@@ -181,7 +185,7 @@ def test_ctrl_c_makes_room_also_while_the_future_is_held(policy):
     finally:
         signal.signal(signal.SIGINT, before)
     assert soon(lambda: rows(policy) == 0)
-    with pytest.raises(BackendError, match="nobody waited for this any more"):
+    with pytest.raises(BackendError, match="no caller waits for this request any more, so it was cancelled"):
         future.result()
     assert policy.sampler().result().sample([5, 6], ONE).result()
 
@@ -323,7 +327,7 @@ def _read_in_child(done, futures):
     assert done.result()[0].tokens.size == 1
     for future in futures:
         for read in (future.result, lambda future=future: asyncio.run(awaited(future))):
-            with pytest.raises(BackendError, match="whose threads did not come along in the fork"):
+            with pytest.raises(BackendError, match="was not done at the fork"):
                 read()
 
 
@@ -345,7 +349,7 @@ def test_ctrl_c_in_many_at_once_makes_room(policy):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert soon(lambda: rows(policy) == 0 and not white_box.waiting(policy))
-    with pytest.raises(BackendError, match="nobody waited for this any more"):
+    with pytest.raises(BackendError, match="no caller waits for this request any more, so it was cancelled"):
         whole.result()
 
 
@@ -358,7 +362,12 @@ def test_training_without_memory_says_which_batch(big, part, monkeypatch):
     """How much it was and what to lower; the gradient before it is kept and the backend goes on."""
     data = [rlkit.Datum.supervised([k, 5, 6], [7, 8]) for k in (3, 4, 5)]
     for budget, told in ((5, r"1 of 3, .* of datum \d alone; .* lower .* \(5\)"), (64, r"1 of 1, .* \(64\)")):
-        options = {"micro_batch_tokens": budget, "lora": rlkit.Lora(rank=4), "device": "cpu", "seed": 0}
+        options = {
+            "micro_batch_tokens": budget,
+            "lora": rlkit.Lora(rank=4, train_unembed=True),
+            "device": "cpu",
+            "seed": 0,
+        }
         with rlkit.connect("local", model=big, **options) as policy:
             policy.forward_backward(data[:1], "cross_entropy").result()
             parameters = white_box.parameters(policy).values()
@@ -455,3 +464,46 @@ def test_a_difference_in_the_last_bit_is_seen(tiny, kind, monkeypatch):
         assert policy.capabilities()["batch_invariant"] is False
         found = policy.sampler().result().sample([5, 6], ONE, seed=0).result()[0]
         assert found.logprobs.tobytes() == expected.logprobs.tobytes()
+
+
+class Scripted(Decoder):
+    """Draws token 7 for every row; weights with ``scale`` 0 cannot be loaded."""
+
+    mixes, reserved = True, 0
+
+    def __init__(self):
+        super().__init__(self, merge=False)  # it is its own model
+
+    def load(self, adapter, scale, *, merge):
+        if scale == 0:
+            raise RuntimeError("damaged weights")
+
+    def start(self, admitted):
+        self.rows += [SampleRow(request, i) for request, count in admitted for i in range(count)]
+
+    def step(self):
+        self.rows = [row for row in self.rows if not row.add(7, -1.0)]
+
+    def abandon(self):
+        rows, self.rows = self.rows, []
+        return rows
+
+    forget = invariant = score = _recompute = None
+
+
+def test_weights_that_cannot_be_loaded_fail_their_own_requests():
+    """Two snapshots asked for in one turn, of which the second is damaged: the first one's requests are answered."""
+    good, damaged = Snapshot(3, 1.0, {}), Snapshot(4, 0.0, {})
+    scheduler = Scheduler(Scripted, max_rows=8, max_decoders=2)
+    requests = [
+        SampleRequest(snapshot, np.array([5]), ONE, lambda tokens: False, [np.random.default_rng(0)], limit=1, seed=0)
+        for snapshot in (good, damaged)
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    for _ in range(2):
+        scheduler.turn()
+    with pytest.raises(RuntimeError, match="damaged weights"):
+        requests[1].future.result(0)
+    (sample,) = requests[0].future.result(0)
+    assert (sample.tokens.tolist(), sample.version) == ([7], 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import numpy as np
@@ -14,15 +15,17 @@ from tests.backends.local import white_box
 pytest.importorskip("peft")
 import torch
 
-from rlkit.backends.local.cache.tree_cache import parts
-from rlkit.backends.local.sampling import scoring
+from rlkit.backends.local.sampling import _batching, _scoring
+from rlkit.backends.local.sampling._scoring import parts
 from rlkit.backends.local.training.micro_batches import pack
 
 KINDS = ["llama", "qwen3", "gpt2", "mistral", "gemma2", "bloom", "mixtral", "mamba"]
 
 
 def connect(model, **options):
-    policy = rlkit.connect("local", model=model, lora=rlkit.Lora(rank=4), seed=0, device="cpu", **options)
+    policy = rlkit.connect(
+        "local", model=model, lora=rlkit.Lora(rank=4, train_unembed=True), seed=0, device="cpu", **options
+    )
     rng = np.random.default_rng(1)
     for parameter in white_box.parameters(policy).values():
         parameter.data.add_(torch.from_numpy(0.1 * rng.normal(size=parameter.shape)).to(parameter))
@@ -69,19 +72,19 @@ def test_texts_together_are_as_alone(tiny, kind, merge, monkeypatch):
         exact = policy.capabilities()["batch_invariant"]
         assert exact is (kind in ("llama", "qwen3", "gpt2", "mistral", "gemma2"))
         for tokens in (4096, 30):
-            monkeypatch.setattr("rlkit.backends.local.sampling.continuous_batching.TREE_TOKENS", tokens)
-            monkeypatch.setattr(scoring, "ROWS", 7)
+            monkeypatch.setattr("rlkit.backends.local.sampling._batching.TREE_TOKENS", tokens)
+            monkeypatch.setattr(_scoring, "ROWS", 7)
             futures = [ask(sampler, *one) for one in asked]
             for future, expected in zip(futures, alone, strict=True):
                 together = numbers(future.result())
-                assert np.abs(together - expected).max() < 3e-5  # of logprobs of -13
+                assert np.abs(together - expected).max() < 1e-4  # of logprobs of -13; 2e-5 were seen
                 if exact:
                     assert np.array_equal(together, expected)
         data = [rlkit.Datum(text, np.arange(text.size) > 0) for text in texts() if text.size > 1]
         trained = policy.forward(data).result().logprobs
         scored = [sampler.logprobs(datum.tokens) for datum in data]
         for future, expected in zip(scored, trained, strict=True):
-            assert np.abs(future.result() - expected).max() < 1e-4
+            assert np.abs(future.result() - expected).max() < 2e-4  # 4e-5 were seen
 
 
 @pytest.mark.parametrize("limit", [1, 3, 16, 1000])
@@ -107,12 +110,24 @@ def test_what_texts_begin_with_is_computed_once(tiny):
         sampler.logprobs([5, 6]).result()
         decoder, seen = white_box.decoder(policy), []
         logits = decoder._logits
-        decoder._logits = lambda tokens, *args, **kw: seen.append(tokens.size) or logits(tokens, *args, **kw)
+        begun, asked = threading.Event(), threading.Event()
+
+        def count(tokens, *args, **kw):
+            begun.set()
+            assert asked.wait(60)
+            seen.append(tokens.size)
+            return logits(tokens, *args, **kw)
+
+        decoder._logits = count
         rng = np.random.default_rng(0)
         prompt = rng.integers(3, 200, 60)
+        first = sampler.logprobs([5, 6])  # the others wait behind it until all are asked for
+        assert begun.wait(60)
         futures = [sampler.logprobs(np.concatenate([prompt, rng.integers(3, 200, 21)])) for _ in range(8)]
+        asked.set()
+        assert first.result().size == 2
         assert all(future.result().size == 81 for future in futures)
-        assert sum(seen) == 60 + 8 * 20  # the last token of a text predicts nothing
+        assert sum(seen[1:]) == 60 + 8 * 20  # the last token of a text predicts nothing
 
 
 def test_a_long_text_is_given_up_between_two_parts(tmp_path):
@@ -143,13 +158,13 @@ def test_a_long_text_is_given_up_between_two_parts(tmp_path):
 def test_logits_are_computed_where_they_are_asked_for(tiny, kind, monkeypatch):
     """Masked logprobs are those of the whole text, 0 elsewhere; a reference is asked for its samples' tokens alone."""
     rows = []
-    read = scoring.ScoreBatch.read
+    read = _scoring.ScoreBatch.read
 
     def counted(batch, logits, places):
         rows.append(len(logits))
         read(batch, logits, places)
 
-    monkeypatch.setattr(scoring.ScoreBatch, "read", counted)
+    monkeypatch.setattr(_scoring.ScoreBatch, "read", counted)
     rng = np.random.default_rng(2)
     with connect(tiny(kind)) as policy:
         sampler = policy.sampler().result()
@@ -161,13 +176,24 @@ def test_logits_are_computed_where_they_are_asked_for(tiny, kind, monkeypatch):
         masked = sampler.masked_logprobs(text, mask).result()
         assert sum(rows) == 3
         assert np.flatnonzero(masked).tolist() == [41, 42, 50]
-        assert np.abs(masked - whole)[mask].max() < 1e-5
+        assert np.abs(masked - whole)[mask].max() < 2e-5
         assert not sampler.masked_logprobs(text, np.zeros(60, bool)).result().any()
         rows.clear()
         datums = [rlkit.Datum(np.append(text, rng.integers(3, 200, 5)), np.arange(65) >= 60) for _ in range(2)]
         for scored, datum in zip(rlkit.reference_logprobs(sampler, datums).result(), datums, strict=True):
-            assert np.abs(scored - sampler.logprobs(datum.tokens).result()[60:]).max() < 1e-5
+            assert np.abs(scored - sampler.logprobs(datum.tokens).result()[60:]).max() < 2e-5
         assert min(rows) <= 10
         for bad in (mask[:-1], np.full(60, 2), np.full(60, 0.5)):
             with pytest.raises(rlkit.DataError, match="masked_logprobs"):
                 sampler.masked_logprobs(text, bad)
+
+
+def test_a_prompt_of_several_parts(tiny, monkeypatch):
+    """One of more tokens than are computed at once: its completions have the trainer's logprobs."""
+    monkeypatch.setattr(_batching, "MAX_ROWS", (16,))
+    with connect(tiny("llama")) as policy, policy.sampler().result() as sampler:
+        prompt = np.random.default_rng(2).integers(3, 200, 70)
+        samples = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=8, stop=()), n=2, seed=0).result()
+        trained = policy.forward([sample.datum(0.0) for sample in samples]).result().selected
+    for sample, logprobs in zip(samples, trained, strict=True):
+        np.testing.assert_allclose(sample.logprobs, logprobs, atol=1e-4)

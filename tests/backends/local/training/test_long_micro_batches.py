@@ -8,23 +8,25 @@ import tempfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
 from rlkit.errors import BackendError, ConfigError
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from rlkit.backends.local.model import tree_attention as tree  # noqa: E402
-from rlkit.backends.local.model.base import DTYPES  # noqa: E402
-from rlkit.backends.local.model.decoder_layer import Layer  # noqa: E402
+from rlkit.backends.local.attention import tree  # noqa: E402
+from rlkit.backends.local.attention.tree import Window, narrowed  # noqa: E402
+from rlkit.backends.local.cache import rows  # noqa: E402
 from rlkit.backends.local.model.forward import LibraryForward  # noqa: E402
-from rlkit.backends.local.model.windows import Window, narrowed  # noqa: E402
-from rlkit.backends.local.training import chunked_attention, forward, rows  # noqa: E402
-from rlkit.backends.local.training.flex_attention import MaskedAttention  # noqa: E402
+from rlkit.backends.local.model.llama import Layer  # noqa: E402
+from rlkit.backends.local.training import _chunked_attention as chunked_attention  # noqa: E402
+from rlkit.backends.local.training import forward  # noqa: E402
+from rlkit.backends.local.training._flex_attention import MaskedAttention  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.backends.local.training.test_micro_batches import batches_of_data, random_tree, relative  # noqa: E402
@@ -35,7 +37,7 @@ WHOLE = 10**6
 @pytest.fixture
 def double(monkeypatch):
     """So that nothing but the order of sums makes a difference."""
-    monkeypatch.setitem(DTYPES, "float64", torch.float64)
+    white_box.allow_float64(monkeypatch)
 
 
 @pytest.fixture
@@ -82,16 +84,34 @@ def long_tree(rng):
     return [data[i] for i in rng.permutation(len(data))]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("data", [long_tree, random_tree])
-@pytest.mark.parametrize("offload", [False, True])
+@rlkit.losses.loss(level="pair")
+def preferred(logprobs, reference_logprobs, weights=(1.0, 1.0)):
+    """DPO of any two datums, of one prompt or not."""
+    return rlkit.losses.dpo(logprobs, reference_logprobs, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "offload"),
+    [
+        ("llama", long_tree, False),
+        ("llama", random_tree, True),
+        ("qwen2", random_tree, False),
+        ("qwen3", long_tree, True),
+        ("mistral", random_tree, False),
+        ("mistral", long_tree, True),
+    ],
+)
 def test_chunks_change_no_number(tiny, kind, data, offload, double, small_tiles, monkeypatch, tmp_path):
     """Outputs, losses over datums and pairs, with the entropy, and gradients: as of one micro-batch of everything."""
     monkeypatch.setattr(forward, "STAY", 0 if offload else 8)
-    options = {"lora": rlkit.Lora(rank=3), "dtype": "float64", "offload_folder": tmp_path if offload else None}
+    options = {
+        "lora": rlkit.Lora(rank=3, train_unembed=True),
+        "dtype": "float64",
+        "offload_folder": tmp_path if offload else None,
+    }
     data = data(np.random.default_rng(4))
     data = [d.with_inputs(reference_logprobs=-1.0) for d in data[: len(data) // 2 * 2]]
-    for loss, want in (("cross_entropy", ()), ("importance_sampling", ("entropy", "sum_p2")), ("dpo", ())):
+    for loss, want in (("cross_entropy", ()), ("importance_sampling", ("entropy", "sum_p2")), (preferred, ())):
         (a, whole), *others = (gradient(p, data, loss, want) for p in policies(tiny(kind), (WHOLE, 7, 23), **options))
         for b, chunked in others:
             for x, y in zip(numbers(a), numbers(b), strict=True):
@@ -159,7 +179,7 @@ def test_values_of_a_critic(tiny, double):
 
 
 @given(st.integers(0, 2**32), st.sampled_from([5, 16, 64]), st.sampled_from([3, 8, 512]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_tiles_are_what_is_visible(seed, chunk, keys):
     """Every pair of a token and one that it sees is in one tile, and no other pair."""
     (batch,) = pack(random_tree(np.random.default_rng(seed)), WHOLE)
@@ -193,7 +213,7 @@ def test_a_group_sees_its_prompt_in_common_tiles():
     st.sampled_from([4, 30]),
     st.sampled_from([None, Window(1), Window(5), Window(17), Window(7, chunks=True)]),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_chunked_attention_is_masked_attention(seed, heads, chunk, window):
     """On random trees, and its gradients; also where the exponentials of scores are beyond numbers."""
     rng = np.random.default_rng(seed)
@@ -223,7 +243,7 @@ def test_chunked_attention_is_masked_attention(seed, heads, chunk, window):
 
 
 @given(batches_of_data(), st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_what_is_longer_than_the_budget_has_company(data, budget):
     """A batch is within the budget, or its first datum is longer and it has at most twice as much."""
     batches = pack(data, budget, chunked=True)
@@ -241,7 +261,7 @@ def test_a_long_prompt_is_computed_once():
 
 
 @given(seed=st.integers(0, 2**32), budget=st.integers(1, 90))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_no_more_than_the_budget_at_once(tiny, seed, budget):
     """Whatever the data: no layer and no head is given more tokens than ``micro_batch_tokens``."""
     sizes, data = [], random_tree(np.random.default_rng(seed)) + long_tree(np.random.default_rng(seed))
@@ -251,7 +271,7 @@ def test_no_more_than_the_budget_at_once(tiny, seed, budget):
         sizes.append(x.shape[0])
         return project(layer, x)
 
-    options = {"lora": rlkit.Lora(rank=2), "seed": 0, "device": "cpu", "micro_batch_tokens": budget}
+    options = {"lora": rlkit.Lora(rank=2, train_unembed=True), "seed": 0, "device": "cpu", "micro_batch_tokens": budget}
     with pytest.MonkeyPatch.context() as patch, rlkit.connect("local", model=tiny("llama"), **options) as policy:
         patch.setattr(Layer, "project", noting)
         policy.forward_backward(data, "cross_entropy").result()
@@ -321,7 +341,9 @@ def test_the_folder_has_to_be_there(tiny, tmp_path):
     for folder in (tmp_path / "none", 3):
         with pytest.raises(ConfigError, match="offload_folder: .*an existing folder"):
             rlkit.connect("local", model=tiny("llama"), offload_folder=folder)
-    with pytest.raises(ConfigError, match="offload_folder: got .* expected None .*bloom computes a datum at once"):
+    with pytest.raises(
+        ConfigError, match="offload_folder: got .* expected None .*a datum in parts by bloom is not exact"
+    ):
         rlkit.connect("local", model=tiny("bloom"), offload_folder=tmp_path)
 
 
@@ -330,7 +352,7 @@ def test_the_librarys_layers_are_computed_again(tiny, kind):
     """Of what is not computed in parts, beyond the budget: the same gradient, with less kept for the backward pass."""
     data = long_tree(np.random.default_rng(3))
     grads, kept = [], []
-    for policy in policies(tiny(kind), [8], lora=rlkit.Lora(rank=2)):
+    for policy in policies(tiny(kind), [8], lora=rlkit.Lora(rank=2, train_unembed=True)):
         trainer = policy._trainer
         for used in (trainer.forward, LibraryForward(trainer.model, trees=trainer.forward.trees)):
             trainer.forward, sizes = used, []

@@ -8,17 +8,17 @@ import shutil
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
-from rlkit.backends.local.model import tree_attention as tree  # noqa: E402
-from rlkit.backends.local.model.base import DTYPES  # noqa: E402
-from rlkit.backends.local.model.windows import Window  # noqa: E402
-from rlkit.backends.local.training import flex_attention as kernels  # noqa: E402
+from rlkit.backends.local.attention import tree  # noqa: E402
+from rlkit.backends.local.attention.tree import Window  # noqa: E402
+from rlkit.backends.local.training import _flex_attention as kernels  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 
@@ -40,7 +40,7 @@ def batches_of_data(draw):
 
 
 @given(batches_of_data(), st.integers(8, 80), st.booleans())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_every_token_sees_its_own_past(data, budget, share):
     """Each scored token is predicted from exactly its own datum's earlier tokens, at their own positions."""
     seen = []
@@ -67,7 +67,7 @@ def test_every_token_sees_its_own_past(data, budget, share):
 
 
 @given(batches_of_data(), st.integers(8, 60))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_pairs_stay_together(data, budget):
     """Datums 2k and 2k + 1 are in one batch, one behind the other."""
     data = [datum for datum in data if datum.mask.any()]
@@ -101,14 +101,20 @@ def test_turns_of_episodes_share_their_history():
 @pytest.fixture
 def double(monkeypatch):
     """In float32 a random Qwen3 is 4e-5 off float64 by itself, whoever computes it."""
-    monkeypatch.setitem(DTYPES, "float64", torch.float64)
+    white_box.allow_float64(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2"])
 def test_shared_prefixes_change_no_number(tiny, kind, double):
     """Outputs, loss and gradient are those of the library's forward on every datum by itself."""
     rng = np.random.default_rng(0)
-    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": 90, "dtype": "float64"}
+    options = {
+        "lora": rlkit.Lora(rank=4, train_unembed=True),
+        "seed": 0,
+        "device": "cpu",
+        "micro_batch_tokens": 90,
+        "dtype": "float64",
+    }
     policy = rlkit.connect("local", model=tiny(kind), **options)
     assert policy.base.llama == (kind not in ("gpt2", "gemma2"))
     trainer = policy._trainer
@@ -126,8 +132,8 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
                 policy.discard().result()
             (a, packed), (b, alone) = found
             numbers = [[*out.logprobs, *out.outputs.get("entropy", [])] for out in (a, b)]
-            assert max(np.abs(x - y).max() for x, y in zip(*numbers, strict=True)) < 1e-5  # of float32 logits
-            assert relative(packed, alone) < 2e-6
+            assert max(np.abs(x - y).max() for x, y in zip(*numbers, strict=True)) < 2e-5  # of float32 logits
+            assert relative(packed, alone) < 4e-6  # 5e-7 were seen
     policy.close()
 
 
@@ -136,7 +142,7 @@ def test_shared_prefixes_change_no_number(tiny, kind, double):
 def test_gradients_in_float32(tiny, kind, budget):
     """Of micro-batches that are shorter than some datums or longer than all: the library's to 1e-5 of its norm."""
     rng = np.random.default_rng(3)
-    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": budget}
+    options = {"lora": rlkit.Lora(rank=4, train_unembed=True), "seed": 0, "device": "cpu", "micro_batch_tokens": budget}
     policy = rlkit.connect("local", model=tiny(kind), **options)
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
@@ -165,7 +171,12 @@ def test_adapters_on_some_modules(tiny, kind, lora, double, monkeypatch):
     """The own backward gives the library's gradients whichever modules have an adapter, and long runs are cut."""
     rng = np.random.default_rng(1)
     monkeypatch.setattr(tree, "SCORES", 50)
-    options = {"lora": rlkit.Lora(rank=3, alpha=7, **lora), "seed": 0, "device": "cpu", "dtype": "float64"}
+    options = {
+        "lora": rlkit.Lora(**{"rank": 3, "alpha": 7, "train_unembed": True, **lora}),
+        "seed": 0,
+        "device": "cpu",
+        "dtype": "float64",
+    }
     policy = rlkit.connect("local", model=tiny(kind), **options)
     trainer = policy._trainer
     for parameter in trainer.parameters.values():
@@ -184,7 +195,7 @@ WINDOWS = st.sampled_from([None, Window(1), Window(3), Window(10), Window(60), W
 
 
 @given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from([200, 3000, 2**22]), WINDOWS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_tree_attention_is_masked_attention(seed, heads, scores, window):
     """On random trees, in blocks of any size: the attention over all pairs with a mask, and its gradients."""
     rng = np.random.default_rng(seed)
@@ -206,7 +217,7 @@ def test_tree_attention_is_masked_attention(seed, heads, scores, window):
 
 
 @given(st.integers(0, 2**32), WINDOWS)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_windows_hold_in_every_sequence(seed, window):
     """Each place of a tree sees those of its own sequence that the window has, from its position there."""
     (batch,) = pack(random_tree(np.random.default_rng(seed)), 10**6)
@@ -219,7 +230,7 @@ def test_windows_hold_in_every_sequence(seed, window):
 
 
 @given(st.integers(0, 2**32), st.sampled_from([(4, 2), (3, 3), (6, 1)]), WINDOWS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_masked_attention_sees(seed, heads, window):
     """On random trees; not compiled, forward alone, which is what a CPU can do."""
@@ -261,12 +272,12 @@ def test_without_a_working_compiler_attention_is_masked(monkeypatch):
     """With a warning, once; the numbers are those of the mask."""
 
     def broken(*_, **__):
-        raise RuntimeError("no compiler")
+        torch._check(False, lambda: "no compiler")  # torch raises a RuntimeError
 
     monkeypatch.setattr(kernels, "FlexAttention", broken)
     kernels._flex_works.cache_clear()
     (batch,) = pack(random_tree(np.random.default_rng(0)), 10**6)
-    with pytest.warns(UserWarning, match="without flex_attention.*no compiler"):
+    with pytest.warns(UserWarning, match="flex_attention is not used.*no compiler"):
         found = kernels.gpu_attention(batch.runs, 4, 2, 16, torch.float32, torch.device("cpu"))
     assert isinstance(found, kernels.MaskedAttention)
     assert isinstance(
@@ -303,7 +314,7 @@ def random_tree(rng):
 
 
 @given(batches_of_data(), st.integers(8, 80))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_other_cut_computes_less(data, budget):
     """Against every way to cut the sorted datums: tokens, and a 32nd of the budget for each batch."""
     order = [i for batch in pack(data, 10**6) for i in batch.members][:9]
@@ -338,7 +349,7 @@ def test_many_datums_are_packed_fast_enough(share):
 
 
 @given(batches_of_data(), st.integers(4, 60))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_rows_of_pairs_stay_within_the_budget(data, budget):
     """Padded rows count, also where the first of a pair is the longer one."""
     data = [datum for datum in data if datum.mask.any()]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import rlkit
+from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local.model.base import DTYPES  # noqa: E402
-from rlkit.backends.local.training import chunked_attention, forward  # noqa: E402
+from rlkit.backends.local.training import (  # noqa: E402
+    _chunked_attention,
+    forward,
+)
+from rlkit.backends.local.training._part_attention import BLOCK, parts_with_states  # noqa: E402
 from rlkit.backends.local.training.micro_batches import pack  # noqa: E402
-from rlkit.backends.local.training.parts import BLOCK, parts_with_states  # noqa: E402
 from tests.backends.local import white_box  # noqa: E402
 from tests.backends.local.training.test_long_micro_batches import (  # noqa: E402
     WHOLE,
@@ -24,6 +27,7 @@ from tests.backends.local.training.test_long_micro_batches import (  # noqa: E40
     long_tree,
     numbers,
     policies,
+    preferred,
 )
 from tests.backends.local.training.test_micro_batches import batches_of_data, relative  # noqa: E402
 from tests.models.families import FAMILIES  # noqa: E402
@@ -35,8 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*get no adapter")
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Blocks of a few keys, of which a few queries are looked at at once."""
-    monkeypatch.setattr(chunked_attention.ChunkedAttention.__init__, "__defaults__", (None, 5, None))
-    monkeypatch.setattr(chunked_attention, "SCORES", {"cpu": 90})
+    monkeypatch.setattr(_chunked_attention.ChunkedAttention.__init__, "__defaults__", (None, 5, None))
+    monkeypatch.setattr(_chunked_attention, "SCORES", {"cpu": 90})
 
 
 WINDOWS = ["gemma2", "gemma3_text", "gemma4_text, shared keys", "gpt_oss"]
@@ -49,16 +53,16 @@ def test_parts_change_no_number(name, small_tiles, monkeypatch, tmp_path):
     """Outputs, losses over datums and pairs, with the entropy, and gradients: as of every datum by itself."""
     offload = name in ("gemma3_text", "gpt_oss", "qwen3_5_text", "zamba2")
     monkeypatch.setattr(forward, "STAY", 0 if offload else 8)
-    monkeypatch.setitem(DTYPES, "float64", torch.float64)
+    white_box.allow_float64(monkeypatch)
     single = name in ("gpt_oss", "nemotron_h", "kimi_linear", *EXPERTS)  # torch multiplies by experts in float32
     options = {"dtype": "float32" if single else "float64", "offload_folder": tmp_path if offload else None}
     model = str(build(FAMILIES[name], tmp_path / "model"))
     data = [d.with_inputs(reference_logprobs=-1.0) for d in long_tree(np.random.default_rng(4))]
-    for policy in policies(model, [30], lora=rlkit.Lora(rank=3), **options):
-        for loss, want in (("importance_sampling", ("entropy", "sum_p2")), ("dpo", ())):
+    for policy in policies(model, [30], lora=rlkit.Lora(rank=3, train_unembed=True), **options):
+        for loss, want in (("importance_sampling", ("entropy", "sum_p2")), (preferred, ())):
             (a, in_parts), (b, alone) = (gradient(policy, data, loss, want) for _ in white_box.forwards(policy))
             for x, y in zip(numbers(a), numbers(b), strict=True):
-                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 if single else 1e-5)
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 if single else 3e-5)  # 7e-6 were seen
             assert relative(in_parts, alone) < (5e-5 if single else 3e-6)  # ratios of probabilities amplify
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -66,10 +70,10 @@ def test_parts_change_no_number(name, small_tiles, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox", "starcoder2, window"])
 def test_parts_in_float64(name, small_tiles, monkeypatch, tmp_path):
     """Where the library computes nothing in float32, the gradient is that of one micro-batch to 1e-12."""
-    monkeypatch.setitem(DTYPES, "float64", torch.float64)
+    white_box.allow_float64(monkeypatch)
     model = str(build(FAMILIES[name], tmp_path))
     rng = np.random.default_rng(0)
-    options = {"lora": rlkit.Lora(rank=3), "dtype": "float64"}
+    options = {"lora": rlkit.Lora(rank=3, train_unembed=True), "dtype": "float64"}
     for policy in policies(model, [9], **options):
         (batch,) = pack([rlkit.Datum.supervised(rng.integers(3, 290, 5), rng.integers(3, 290, 60))], WHOLE)
         gradients = []
@@ -87,9 +91,9 @@ def test_adapters_on_some_modules(name, lora, tmp_path):
     """Also where nothing below has a gradient; a loss over all datums takes two passes."""
     model = str(build(FAMILIES[name], tmp_path))
     data = long_tree(np.random.default_rng(1))
-    for policy in policies(model, [33], lora=rlkit.Lora(rank=3, **lora)):
+    for policy in policies(model, [33], lora=rlkit.Lora(**{"rank": 3, "train_unembed": True, **lora})):
         (_, in_parts), (_, alone) = (gradient(policy, data, over_all) for _ in white_box.forwards(policy))
-        assert relative(in_parts, alone) < 5e-6
+        assert relative(in_parts, alone) < 1.2e-5  # 3e-6 were seen
 
 
 @rlkit.losses.loss(level="batch")
@@ -118,7 +122,7 @@ def test_values_of_a_critic(name, tmp_path):
 
 
 @given(batches_of_data(), st.sampled_from([1, 16, 20, 50]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_parts_with_states_continue_their_sequences(data, size):
     """Each token is in one part; each row begins where the sequence of its first token was left."""
     assume(any(datum.mask.any() for datum in data))
@@ -149,7 +153,7 @@ def test_tokens_at_once(name, tmp_path):
     prompt = rng.integers(3, 290, 48)
     data = [rlkit.Datum.supervised(prompt, rng.integers(3, 290, 9)) for _ in range(6)]
     for budget, most in ((200, 200), (40, 40)):
-        for policy in policies(model, [budget], lora=rlkit.Lora(rank=2)):
+        for policy in policies(model, [budget], lora=rlkit.Lora(rank=2, train_unembed=True)):
             sizes = []
             embedding = policy._trainer.model.get_input_embeddings()
             handle = embedding.register_forward_hook(lambda _, __, out, sizes=sizes: sizes.append(out[..., 0].numel()))

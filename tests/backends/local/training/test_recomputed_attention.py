@@ -13,8 +13,8 @@ from tests.models.family import build
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rlkit.backends.local.model import windows  # noqa: E402
-from rlkit.backends.local.training import recomputed_attention as recomputed  # noqa: E402
+from rlkit.backends.local.attention import tree as recomputed  # noqa: E402
+from rlkit.backends.local.attention.tree import Window, narrowed  # noqa: E402
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -22,7 +22,7 @@ from rlkit.backends.local.training import recomputed_attention as recomputed  # 
 @pytest.mark.parametrize("window", [None, 7, "masked"])
 def test_it_is_the_attention_of_its_definition(softcap, has_sinks, window, monkeypatch):
     """Output and all gradients, in float64, a few queries at a time."""
-    monkeypatch.setattr(recomputed, "QUERIES", 8)
+    monkeypatch.setattr(recomputed, "RECOMPUTED_QUERIES", 8)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -33,7 +33,7 @@ def test_it_is_the_attention_of_its_definition(softcap, has_sinks, window, monke
     seen = (positions <= positions[:, None])[None, None].expand(2, 1, -1, -1)
     mask = None if window is None else seen
     if window == 7:
-        seen = mask = windows.narrowed(seen, windows.Window(7), positions.expand(2, -1))
+        seen = mask = narrowed(seen, Window(7), positions.expand(2, -1))
     given = {"scaling": 0.3, "softcap": softcap, "s_aux": sinks if has_sinks else None}
     found, _ = recomputed.recomputed_attention(None, q, k, v, mask, **given)
 
@@ -53,10 +53,10 @@ def test_it_is_the_attention_of_its_definition(softcap, has_sinks, window, monke
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_trees_of_models_without_a_kernel(name, tmp_path, monkeypatch):
     """The gradient of a group is that of rows by the library's own attention; each block is computed twice."""
-    monkeypatch.setattr(recomputed, "QUERIES", 64)
+    monkeypatch.setattr(recomputed, "RECOMPUTED_QUERIES", 64)
     attend, blocks = recomputed._attend, []
     monkeypatch.setattr(recomputed, "_attend", lambda q, *others: blocks.append(q.shape[2]) or attend(q, *others))
-    options = {"lora": rlkit.Lora(rank=4), "seed": 0, "device": "cpu", "micro_batch_tokens": 1000}
+    options = {"lora": rlkit.Lora(rank=4, train_unembed=True), "seed": 0, "device": "cpu", "micro_batch_tokens": 1000}
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 290, 40)
     data = [rlkit.Datum.supervised(prompt, rng.integers(3, 290, 30)) for _ in range(8)]

@@ -1,0 +1,338 @@
+"""Memory of a device: what it leaves room for, and weights that are there only while they are used.
+
+Options of ``connect("local")`` that the user leaves out follow from the memory of the device: CPUs and GPUs want
+different ones.
+
+A model whose weights are sharded over processes (``distributed/sharding.py``) has tensors as any other, but their
+memory is there only between ``gather`` and ``release``: before a module computes, and before its backward pass. An
+operation that reads them outside raises. Gradients pass through a frozen weight that has none itself, so that nothing
+has to be scattered back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from rlkit.backends.local.model.base import Base
+
+__all__ = [
+    "Holder",
+    "KVAccount",
+    "Upcast",
+    "Weights",
+    "call_gathered",
+    "default_dtype",
+    "default_max_rows",
+    "free_bytes",
+    "gather_around",
+    "gathered",
+    "kv_bytes",
+    "micro_batch_tokens_for",
+    "rows_that_fit",
+    "shape_of",
+    "to_device",
+    "weights_of",
+]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return ``array`` on ``device``; to a GPU from pinned memory, so that nothing waits for the copy."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what can be allocated there now, or None where no one says: on a CPU pages are taken as they are used."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory())
+    return None
+
+
+class Holder(Protocol):
+    """Who holds keys and values."""
+
+    @property
+    def held(self) -> int:
+        """Return the bytes that it holds."""
+
+    @property
+    def reserved(self) -> int:
+        """Return the bytes that it holds or will, when its rows are as long as they may become."""
+
+
+class KVAccount:
+    """Who holds keys and values of a base; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+    def add(self, holder: Holder) -> None:
+        """Count a holder in, as long as it lives."""
+        with self._lock:
+            self._holders.add(holder)
+
+    def available(self, holder: Holder, free: int, share: float) -> int:
+        """Return the bytes that all rows of ``holder`` may take, those that it has included.
+
+        Args:
+            holder: who asks.
+            free: bytes that can be allocated now.
+            share: of what is free and what all hold, which is for the keys and values of all.
+        """
+        with self._lock:
+            others = [other for other in self._holders if other is not holder]
+            held = holder.held + sum(other.held for other in others)
+            return int(share * (free + held)) - sum(other.reserved for other in others)
+
+
+SHARE = 0.4  # of the memory that is free at connect, for the activations of a micro-batch
+KV_SHARE = 0.5  # of the memory that is free when requests come, for their keys and values; micro-batches come between
+TOKENS = (1024, 16384)  # of a micro-batch: on a CPU and at least, and from which on a GPU gains nothing more
+ROWS = {"cuda": 256}  # completions decoded at once; elsewhere 64
+LIBRARY = 4  # times as much is kept of a token by the library's modules as by rlkit's own forward
+
+
+def default_dtype(device: torch.device) -> str:
+    """Return "bfloat16" on a GPU of CUDA that computes it, "float32" elsewhere: MPS has no fast product of the former.
+
+    >>> default_dtype(torch.device("cpu")), default_dtype(torch.device("mps"))
+    ('float32', 'float32')
+    """
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16"
+    return "float32"
+
+
+def default_max_rows(device: torch.device) -> int:
+    """Return how many completions are decoded at once; on a GPU those that have no memory wait.
+
+    >>> default_max_rows(torch.device("cpu")), default_max_rows(torch.device("cuda"))
+    (64, 256)
+    """
+    return ROWS.get(device.type, 64)
+
+
+def micro_batch_tokens_for(base: Base, free: int | None = None) -> int:
+    """Return how many tokens are trained at once: 1,024 on a CPU, as many as ``SHARE`` of the free memory elsewhere.
+
+    Args:
+        base: the model.
+        free: bytes that can be allocated; None asks the device.
+    """
+    low, high = TOKENS
+    free = free_bytes(base.device) if free is None else free
+    if free is None:
+        return low
+    return int(min(max(SHARE * free / activation_bytes(base) // low * low, low), high))
+
+
+def rows_that_fit(base: Base, length: int, holder: Holder, free: int | None = None) -> int:
+    """Return how many rows of ``length`` tokens memory has for keys and values; on a CPU any number.
+
+    Args:
+        base: the model.
+        length: of the longest of them, at its end.
+        holder: who asks; what others on the base hold, or will, is theirs.
+        free: bytes that can be allocated; None asks the device.
+    """
+    free = free_bytes(base.device) if free is None else free
+    if free is None:
+        return sys.maxsize
+    return max(0, base.kv_account.available(holder, free, KV_SHARE) // (length * kv_bytes(base)))
+
+
+def kv_bytes(base: Base) -> int:
+    """Return the bytes of a token's keys and values, in all layers."""
+    config = base.model.config.get_text_config()
+    _, key_heads, head_dim = _head_sizes(config)
+    return int(2 * config.num_hidden_layers * key_heads * head_dim * base.model.dtype.itemsize)
+
+
+def _head_sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the heads of queries, those of keys and values, and the numbers of one."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def activation_bytes(base: Base) -> float:
+    """Return how much is kept of a token between the forward and the backward pass of a micro-batch."""
+    config, width = base.model.config.get_text_config(), base.model.dtype.itemsize
+    hidden, (heads, key_heads, head_dim) = config.hidden_size, _head_sizes(config)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    # The residual stream twice in float32; queries, keys and values before their norms and as they are attended to;
+    # the attention's output; both inputs of the gated product.
+    layer = 8 * hidden + width * (2 * (heads + 2 * key_heads) * head_dim + heads * head_dim + 2 * inner)
+    return float(config.num_hidden_layers * layer * (1 if base.llama else LIBRARY))
+
+
+_NAME = "_rlkit_weights"
+
+
+class Weights(Protocol):
+    """Some tensors of a model. Both calls may be nested."""
+
+    def gather(self) -> None:
+        """Keep them in memory until ``release``."""
+
+    def release(self) -> None:
+        """Allow them to be freed."""
+
+
+class Upcast:
+    """A float32 copy of a weight that is gathered, there while it is used.
+
+    Args:
+        source: the weight.
+        weights: what gathers it.
+
+    Attributes:
+        tensor: the copy.
+    """
+
+    def __init__(self, source: torch.Tensor, weights: Weights) -> None:
+        self._source, self._weights, self._uses = source, weights, 0
+        self.tensor = torch.empty(source.shape, dtype=torch.float32, device=source.device)
+        self.tensor.untyped_storage().resize_(0)
+
+    def gather(self) -> None:
+        """See ``Weights``; the weight itself is released at once."""
+        self._uses += 1
+        if self._uses == 1:
+            with gathered(self._weights):
+                self.tensor.untyped_storage().resize_(4 * self.tensor.numel())
+                self.tensor.data.copy_(self._source)  # past autograd, which may have saved it
+
+    def release(self) -> None:
+        """See ``Weights``."""
+        self._uses -= 1
+        if self._uses == 0:
+            self.tensor.untyped_storage().resize_(0)
+
+
+def weights_of(module: nn.Module) -> Weights | None:
+    """Return what ``gather_around`` attached; None for a module whose weights are always there."""
+    weights: Weights | None = vars(module).get(_NAME)
+    return weights
+
+
+def shape_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the weight's shape, layout and dtype on "meta": the weight may go at any time."""
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+
+
+@contextlib.contextmanager
+def gathered(weights: Weights | None) -> Iterator[None]:
+    """Keep the weights in memory while the context is open."""
+    if weights is None:
+        yield
+        return
+    weights.gather()
+    try:
+        yield
+    finally:
+        weights.release()
+
+
+def call_gathered(
+    weights: Weights | None, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """Return ``function(x)``, which reads the weights, also in the backward pass."""
+    if weights is None:
+        return function(x)
+    with gathered(weights):
+        y = function(x)
+    _gather_for_backward(weights, [x], [y])
+    return y
+
+
+def gather_around(module: nn.Module, weights: Weights) -> None:
+    """Gather the weights whenever the module is called, and for its backward pass. Copies of the module do so too."""
+    vars(module)[_NAME] = weights
+
+    def before(_: nn.Module, __: tuple[object, ...]) -> None:
+        weights.gather()
+
+    def after(_: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], output: object) -> None:
+        weights.release()
+        _gather_for_backward(weights, _tensors([*args, *kwargs.values()]), _tensors([output]))
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+class _Hold:
+    """Weights that are gathered for a backward pass: from the first gradient of an output to the last of an input.
+
+    Args:
+        weights: what is gathered.
+        inputs, outputs: tensors of autograd, of one call.
+    """
+
+    _open: ClassVar[list[_Hold]] = []
+
+    def __init__(self, weights: Weights, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        self._weights = weights
+        self._inputs, self._outputs = ({_place(x) for x in tensors} for tensors in (inputs, outputs))
+        register_multi_grad_hook(outputs, self._begin, mode="any")
+        if inputs:
+            register_multi_grad_hook(inputs, lambda _: self._end(), mode="all")
+
+    def _begin(self, _: torch.Tensor) -> None:
+        if self in self._open:
+            return
+        for other in [hold for hold in self._open if hold._inputs and hold._inputs <= self._outputs]:  # noqa: SLF001
+            other._end()  # noqa: SLF001  # their hooks on the same tensors were registered later, and so run later
+        self._weights.gather()
+        self._open.append(self)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001  # as torch's FSDP does
+
+    def _end(self) -> None:
+        if self in self._open:
+            self._open.remove(self)
+            self._weights.release()
+
+
+def _gather_for_backward(weights: Weights, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    above = [y for y in outputs if y.requires_grad]
+    if above and torch.is_grad_enabled():
+        _Hold(weights, [x for x in inputs if x.requires_grad], above)
+
+
+def _place(x: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor is in the graph of autograd, without keeping that."""
+    node = x.grad_fn
+    return (-id(x), 0) if node is None else (node._sequence_nr(), x.output_nr)  # noqa: SLF001  # no public number
+
+
+def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors among them, also in tuples, lists and mappings."""
+    flat: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            flat.append(value)
+        elif isinstance(value, Mapping):
+            flat += _tensors(value.values())
+        elif isinstance(value, (tuple, list)):
+            flat += _tensors(value)
+    return flat

@@ -1,0 +1,422 @@
+"""``VllmClient``: vLLM's wire format, tokens in and tokens out, which the gateway serves too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit._packages import missing
+from rlkit._rows import HIGHEST
+from rlkit.backends.protocol import Tokenizer
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, UnsupportedError
+from rlkit.types import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = [
+    "Json",
+    "Model",
+    "ServerLost",
+    "Unreachable",
+    "VllmClient",
+    "check_url",
+    "read_samples",
+    "read_scores",
+    "sample_request",
+    "score_request",
+    "seed_of",
+]
+
+Entries: TypeAlias = Mapping[str, Mapping[str, object]]
+
+_HOTTEST = 2.0
+_COLDEST = 0.01  # vLLM takes a lower temperature for this one
+
+
+def seed_of(seed: int) -> int:
+    """Return the number that a server's generator starts from.
+
+    vLLM gives sample i of a request the seed + i, so that requests with seeds 1 and 2 would have all samples but one
+    in common; these numbers are far apart.
+    """
+    word = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+    return word >> 2  # and below 2**63 with every i
+
+
+def sample_request(
+    prompt: np.ndarray, params: SamplingParams, n: int, seed: int, max_tokens: int, tokenizer: Tokenizer
+) -> dict[str, object]:
+    """Return the body of a request for completions.
+
+    Args:
+        prompt: int64 [P].
+        params: how they are drawn.
+        n: how many.
+        seed: of the request.
+        max_tokens: that fit.
+        tokenizer: for the end tokens.
+
+    Raises:
+        UnsupportedError: vLLM would sample otherwise than the params say.
+    """
+    if 0 < params.temperature < _COLDEST:
+        raise UnsupportedError(f"sample(params): temperature={params.temperature}: vLLM supports 0 and >= {_COLDEST}")
+    if params.temperature > _HOTTEST:
+        raise UnsupportedError(f"sample(params): temperature={params.temperature}: vLLM supports at most {_HOTTEST:g}")
+    how: dict[str, object] = {
+        "n": n,
+        "seed": seed_of(seed),
+        "max_tokens": max_tokens,
+        "temperature": params.temperature,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logprobs": 0,  # of the sampled tokens, and no alternatives
+        "skip_special_tokens": False,  # stop texts may have them
+        "ignore_eos": params.stop == (),
+    }
+    if params.truncates:
+        how |= {"top_p": params.top_p, "top_k": max(params.top_k, 0), "min_p": params.min_p}
+    if params.stop != ():
+        ids = [x for x in params.stop or () if isinstance(x, int)]
+        how["stop_token_ids"] = list(dict.fromkeys([*ids, *tokenizer.eos_ids]))
+        how["stop"] = [x for x in params.stop or () if isinstance(x, str)]
+    return {"token_ids": prompt.tolist(), "sampling_params": how}
+
+
+def score_request(tokens: np.ndarray, top: int) -> dict[str, object]:
+    """Return the body of a request for the logprobs of ``tokens`` [T] themselves, and of the ``top`` best."""
+    how = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}  # one token is always sampled
+    return {"token_ids": tokens.tolist(), "sampling_params": how}
+
+
+def _read_logprobs(choice: Json, where: str) -> list[float]:
+    content = (choice.get("logprobs") or {}).get("content")  # type: ignore[attr-defined]
+    return [_logprob(entry, where) for entry in content or ()]
+
+
+def read_samples(
+    answer: Json, where: str, prompt: np.ndarray, params: SamplingParams, n: int, version: int, vocab_size: int
+) -> list[Sample]:
+    """Return the completions that an answer holds.
+
+    Raises:
+        BackendError: it is not the answer to such a request.
+    """
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != n:
+        raise BackendError(f"{where}: {len(choices) if isinstance(choices, list) else 'no'} choices; expected {n}")
+    samples: list[Sample | None] = [None] * n
+    for choice in cast("list[Json]", choices):
+        index = choice.get("index")
+        tokens = integers(choice.get("token_ids"), f"{where}: token_ids")
+        if max(tokens, default=0) >= vocab_size:
+            raise BackendError(f"{where}: token {max(tokens)} of another model; the tokenizer has {vocab_size} tokens")
+        logprobs = _read_logprobs(choice, where)
+        reason = choice.get("finish_reason")
+        if not isinstance(index, int) or not 0 <= index < n or len(logprobs) != len(tokens):
+            raise BackendError(f"{where}: choice {index!r} has {len(tokens)} tokens and {len(logprobs)} logprobs")
+        if reason not in ("stop", "length"):
+            raise BackendError(f"{where}: a completion has the finish reason {reason!r}; expected 'stop' or 'length'")
+        if max(logprobs, default=0.0) > HIGHEST:
+            what = f"choice {index} has the logprob {max(logprobs)}, but a logprob is at most 0"
+            raise BackendError(f"{where}: {what}; start the server with --logprobs-mode processed_logprobs")
+        array = np.minimum(np.array(logprobs, np.float32), 0.0)
+        samples[index] = Sample(prompt, tokens, array, reason, **params.drawn_with, version=version)
+    if any(sample is None for sample in samples):
+        raise BackendError(f"{where}: two choices have the same index")
+    return cast("list[Sample]", samples)
+
+
+def read_scores(answer: Json, where: str, tokens: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return logprobs float32 [T] of the tokens themselves, and ids int64 and logprobs float32 [T, top] of the best.
+
+    Raises:
+        BackendError: it is not the answer to such a request.
+    """
+    rows = answer.get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != tokens.size:
+        raise BackendError(f"{where}: prompt_logprobs do not cover each of {tokens.size} tokens")
+    logprobs, ids = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, top), np.int64)
+    best = np.zeros((tokens.size, top), np.float32)
+    for i, row in enumerate(cast("Sequence[Entries]", rows[1:]), 1):
+        entry = row.get(str(tokens[i]))
+        if entry is None:
+            raise BackendError(f"{where}: prompt_logprobs[{i}] lacks token {tokens[i]} of the prompt")
+        logprobs[i] = _logprob(entry, where)
+        ranked = sorted(((_logprob(entry, where), int(token)) for token, entry in row.items()), key=lambda x: -x[0])
+        if len(ranked) < top:
+            raise BackendError(f"{where}: prompt_logprobs[{i}] has {len(ranked)} alternatives; expected {top}")
+        for k, (value, token) in enumerate(ranked[:top]):
+            best[i, k], ids[i, k] = value, token
+    return logprobs, ids, best
+
+
+def _logprob(entry: object, where: str) -> float:
+    value = entry.get("logprob") if isinstance(entry, Mapping) else None
+    if not isinstance(value, (int, float)):
+        raise BackendError(f"{where}: {str(entry)[:100]} is not a logprob")
+    return float(value)
+
+
+Json: TypeAlias = Mapping[str, object]
+
+_SHORT = 30.0  # seconds that an answer may take which needs no model
+_SHOWN = 600  # characters of a server's refusal
+_KIND = (
+    "expected a server that has vLLM's /inference/v1/generate: vLLM >= 0.32 started with --enable-scale-out (and, "
+    "for adapters, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora), or, to sample without training, "
+    "`rlkit serve --openai`"
+)
+_PLAIN = ("/health", "/v1/models", "/tokenize")  # which are there, or not, whatever is asked for
+_ADAPTERS = {  # what it says of adapters that it does not load, and what helps
+    "No adapter found": "the server cannot read that folder: set Vllm(folder=) to a file system that both machines "
+    "share; vLLM loads adapters from folders only",
+    "max_lora_rank": "start it with --max-lora-rank >= the policy's rank, or train a lower rank",
+    "LoRA is not enabled": "start it with --enable-lora",
+    "target modules": "start it with these modules in --lora-target-modules, or train other modules",
+}
+
+
+class ServerLost(BackendError):
+    """A server cannot be reached, or broke off: whoever knows how may start it again, and ask once more."""
+
+
+class Unreachable(ServerLost):
+    """Nothing listens there, or nothing that speaks HTTP, or the host is unknown."""
+
+
+@attrs.frozen
+class Model:
+    """What a server can be asked for: the base model, or one of its adapters.
+
+    Attributes:
+        name: what requests call it.
+        max_length: tokens at most of a prompt and its completion; None: the server does not say.
+        parent: of an adapter, the name of its base model.
+        root: the folder or hub id that it was read from, as the server says.
+    """
+
+    name: str
+    max_length: int | None
+    parent: str | None
+    root: str | None = None
+
+    @classmethod
+    def read(cls, card: Json) -> Model:
+        """Return the model of a server's card; what has another type than it should counts as not said."""
+        length, parent, root = card.get("max_model_len"), card.get("parent"), card.get("root")
+        texts = (text if isinstance(text, str) else None for text in (parent, root))
+        return cls(str(card.get("id")), length if isinstance(length, int) else None, *texts)
+
+
+class VllmClient:
+    """Asks one server. Its coroutines belong to one event loop; connections are kept between requests.
+
+    Args:
+        url: where the server listens, without "/v1"; a gateway's session is named by its URL, too.
+        key: its API key.
+        deadline: seconds that the answer to a request may take.
+
+    Raises:
+        MissingPackageError: httpx is not installed.
+    """
+
+    def __init__(self, url: str, *, key: str | None = None, deadline: float = 1800.0) -> None:
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise missing("a request to a vLLM server", "httpx", "vllm") from error
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._deadline = deadline
+        self._http: httpx.AsyncClient = httpx.AsyncClient(
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # no proxy in between
+        )
+
+    async def generate(self, body: Json) -> Json:
+        """Return what the server answers to ``POST /inference/v1/generate``. Cancelled, the request is ended there."""
+        return await self._json("POST", "/inference/v1/generate", body, self._deadline)
+
+    async def abort(self, request: str) -> None:
+        """Make it end a request, which is then answered with what was drawn so far; "" for none.
+
+        Raises:
+            UnsupportedError: it has no such endpoint.
+        """
+        ids = [request] if request else []
+        await self._ask("POST", "/inference/v1/abort_requests", {"request_ids": ids}, _SHORT)
+
+    async def models(self) -> list[Model]:
+        """Return what it serves."""
+        answer = await self._json("GET", "/v1/models", None, _SHORT)
+        cards = answer.get("data")
+        if not isinstance(cards, Sequence) or not all(isinstance(card, Mapping) for card in cards):
+            raise BackendError(f"{self.url}/v1/models: no list of models; {_KIND}")
+        return [Model.read(card) for card in cast("Sequence[Json]", cards)]
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text, without those that a tokenizer would add."""
+        answer = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}, _SHORT)
+        return integers(answer.get("tokens"), f"{self.url}/tokenize: tokens")
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Make it load an adapter from a folder that it can read.
+
+        Raises:
+            ConfigError: it cannot read it, or was started for other adapters or none.
+            BackendError: as for all requests.
+        """
+        try:
+            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, self._deadline)
+        except ServerLost:
+            raise
+        except BackendError as error:
+            for words, remedy in _ADAPTERS.items():
+                if words in str(error):
+                    raise ConfigError(f"{error}; {remedy}") from error
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Make it forget an adapter; running requests go on."""
+        await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _SHORT)
+
+    async def check_health(self, within: float = _SHORT) -> None:
+        """Raise unless it answers, and says that it works.
+
+        Raises:
+            Unreachable: it cannot be asked.
+            ServerLost: it says that it does not work, or not yet.
+            BackendTimeout: it is silent.
+            BackendError, UnsupportedError: it is something else, or refuses.
+        """
+        await self._ask("GET", "/health", None, within)
+
+    async def check_kind(self, model: str) -> None:
+        """Make it sample one token, which vLLM and the gateway do by tokens alone.
+
+        Raises:
+            UnsupportedError: it is another kind of server.
+        """
+        how = {"max_tokens": 1, "top_k": 1}
+        answer = await self.generate({"model": model, "token_ids": [0], "sampling_params": how})
+        choices = answer.get("choices")
+        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict) and "token_ids" in choices[0]):
+            raise UnsupportedError(f"{self.url}/inference/v1/generate: answered without token ids; {_KIND}")
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    async def _json(self, method: str, path: str, body: Json | None, within: float) -> Json:
+        text = await self._ask(method, path, body, within)
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise BackendError(f"{self.url}{path}: the answer is not JSON: {text[:100]!r}; {_KIND}") from error
+        if not isinstance(answer, dict):
+            raise BackendError(f"{self.url}{path}: answered {text[:100]!r}; expected a JSON object")
+        return answer
+
+    async def _ask(self, method: str, path: str, body: Json | None, within: float) -> str:
+        import httpx
+
+        where = f"{self.url}{path}"
+        connect = min(_SHORT, 0.8 * within)  # so that it is known what took so long
+        limits = httpx.Timeout(within, connect=connect)
+        try:
+            async with asyncio.timeout(within):
+                response = await self._http.request(method, where, json=body, timeout=limits)
+        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            what = f"{where}: no answer within {within:g} s; the server hangs or is overloaded"
+            raise BackendTimeout(what) from error
+        except httpx.ConnectTimeout as error:
+            what = f"{where}: the server cannot be reached: no connection within {connect:g} s"
+            raise Unreachable(what) from error
+        except (httpx.ConnectError, httpx.ProtocolError, httpx.ReadError) as error:
+            raise Unreachable(f"{where}: the server cannot be reached: {_reason(error)}") from error
+        except httpx.HTTPError as error:
+            raise ServerLost(f"{where}: the server cannot be reached: {type(error).__name__}: {error}") from error
+        if response.is_success:
+            return response.text
+        if response.is_redirect:
+            target = response.headers.get("Location")
+            raise BackendError(f"{where}: redirects to {target}; give the URL of the server itself")
+        raise _refusal(where, path, response.status_code, response.text)
+
+
+def integers(value: object, where: str) -> list[int]:
+    """Return a list of token ids that a server sent.
+
+    Raises:
+        BackendError: it is none.
+    """
+    if not isinstance(value, list) or not all(isinstance(x, int) and x >= 0 for x in value):
+        raise BackendError(f"{where}: is {str(value)[:100]}; expected token ids")
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    """Return why there is no connection, in the system's words, from the end of the chain of errors."""
+    name, last = type(error).__name__, error
+    while (earlier := last.__cause__ or last.__context__) is not None:
+        last = earlier
+    if isinstance(last, BaseExceptionGroup):  # of a host with several addresses
+        last = last.exceptions[0]
+    said = last.strerror if isinstance(last, OSError) and last.strerror else str(last)
+    if isinstance(last, ConnectionRefusedError):
+        said = "connection refused: no server listens there"
+    return f"{name}: {said}"
+
+
+def _message(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    error = value.get("error", value) if isinstance(value, dict) else value
+    return str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+
+
+def _refusal(where: str, path: str, status: int, text: str) -> BackendError | UnsupportedError:
+    """Return the error of an answer that is none: in the server's words, which a JSON object may contain."""
+    said = _message(text)[:_SHOWN] or "with no message"
+    lacks = path in _PLAIN or (path == "/inference/v1/generate" and "does not exist" not in said)
+    lacks = lacks or "no such endpoint" in said or said in ("Not Found", "Method Not Allowed")
+    if (status in (404, 405) and lacks) or (status == 403 and "--enable-scale-out" in said):  # it has it, turned off
+        return UnsupportedError(f"{where}: the server has no such endpoint (status {status}: {said[:100]}); {_KIND}")
+    if status in (401, 403):
+        remedy = "if it requires an API key, give it: sampler=Vllm(urls=..., key=...), or rlkit.sampler(url, key=...)"
+        return BackendError(f"{where}: refused with status {status}: {said}; {remedy}")
+    # vLLM's EngineCore died under its server
+    if status in (502, 503, 504) or (status == 500 and ("Engine" in said or path == "/health")):
+        return ServerLost(f"{where}: answered with status {status}: {said}")
+    return BackendError(f"{where}: refused with status {status}: {said}")
+
+
+def check_url(where: str, url: object, expected: str = "a URL") -> None:
+    """Check that a URL names a server.
+
+    Raises:
+        ConfigError: it does not.
+
+    >>> check_url("connect(sampler)", "https://")
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: connect(sampler): got 'https://' (str); expected a URL (such as http://127.0.0.1:8000)
+    """
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is not a number, brackets that do not close
+        good = False
+    spaced = isinstance(url, str) and any(char.isspace() for char in url)
+    _check.require(good and not spaced, where, url, expected, "such as http://127.0.0.1:8000")

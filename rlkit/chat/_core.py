@@ -1,0 +1,408 @@
+"""How a policy is talked to: one setting for all conversations with it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import attrs
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rlkit import _check
+from rlkit._interaction import Action, Message, Observation
+from rlkit.backends.protocol import Tokenizer
+from rlkit.chat._rendering import RendererPrompts, find_renderer
+from rlkit.chat.templates import ControlText, Template, TemplatePrompts
+from rlkit.errors import ConfigError, DataError
+from rlkit.tools.responses import response_reader
+from rlkit.tools.types import Malformed, Parsed
+from rlkit.types import SamplingParams
+
+__all__ = ["Chat", "Conversation"]
+
+_ROLE = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
+
+
+class Conversation:
+    """A conversation so far, as tokens and as messages. Made by ``Chat.start``.
+
+    The next prompt is the previous prompt, the sampled tokens, what closes the policy's turn if the policy did not
+    close it itself, the new messages, and the head of the next turn. Only the new part is tokenised.
+
+    Attributes:
+        prompt: int64 [P], the sampler's next prompt.
+        extends: whether ``prompt`` begins with the previous prompt and the tokens sampled for it; False at first, and
+            after an earlier turn was rewritten (see ``Chat.history``).
+        messages: everything said, as dicts with ``role`` and ``content``, for logs.
+    """
+
+    def __init__(self, chat: Chat, observation: Observation, tools: Sequence[Message] = ()) -> None:
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise DataError("tools", f"got {_check.shown(tools)}", "a sequence of function schemas")
+        self._chat = chat
+        self.extends = False
+        self.messages: list[Message] = []
+        self._safe: list[Message] = []  # the same, safe to render
+        self._schemas = tools
+        self._prompts = chat.prompts(tools)
+        self._as_tokens = False  # parts of the prompt never were text
+        if isinstance(observation, np.ndarray):
+            self.prompt = _check.frozen(self._tokens(observation))
+            return
+        self._begin(tools, _messages(observation))
+        self.prompt = _check.frozen(self._prompts.first(self._safe))
+
+    def add(self, action: Action, observation: Observation | None) -> None:
+        """Append what was sampled for ``prompt``, as it was sampled, and what the environment answered.
+
+        Args:
+            action: from ``Chat.action``.
+            observation: text, messages or token ids; None ends the conversation, and ``prompt`` stays.
+
+        Raises:
+            DataError: an observation of another form, or messages that cannot be rendered. Nothing is changed.
+        """
+        _check.require(isinstance(action, Action), "action", action, "an Action", "from Chat.action", error=DataError)
+        before = len(self.messages), self._as_tokens
+        try:
+            self._add(action, observation)
+        except Exception:
+            del self.messages[before[0] :], self._safe[before[0] :]
+            self._as_tokens = before[1]
+            raise
+
+    def begin_turn(self, text: str) -> None:
+        """Make the policy's next turn begin with ``text``, which joins the prompt and the turn, as a prefill does.
+
+        The action to ``add`` then is one of a chat with that prefill after its own.
+        """
+        self.prompt = _check.frozen(np.concatenate([self.prompt, self._chat.control.encode(text, first=False)]))
+
+    def fork(self) -> Conversation:
+        """Return another conversation that begins with all of this one; later turns of one are not in the other."""
+        other = copy.copy(self)
+        vars(other).update(messages=list(self.messages), _safe=list(self._safe), _prompts=copy.copy(self._prompts))
+        return other
+
+    def _add(self, action: Action, observation: Observation | None) -> None:
+        if self._chat.history == "none":
+            self._begin_anew(action, observation)
+            return
+        turn = len(self._safe)
+        self.messages.append({"role": "assistant", "content": str(action)})
+        self._safe.append(self._prompts.turn(action))
+        if observation is None:
+            return
+        before = np.concatenate([self.prompt, action.tokens])
+        if isinstance(observation, np.ndarray):
+            prompt = np.concatenate([before, self._tokens(observation)])
+        else:
+            self._append(_messages(observation))
+            keep = self._as_tokens or self._chat.history == "append"
+            prompt = self._prompts.following(self.prompt, action, self._safe, turn, keep=keep)
+        extends = np.array_equal(prompt[: before.size], before)
+        if self._as_tokens and not extends:
+            what = "messages cannot be appended to these tokens, and token ids cannot be rendered again"
+            raise DataError("conversation", what, "text or messages from the start")
+        self.prompt, self.extends = _check.frozen(prompt), extends
+
+    def _begin_anew(self, action: Action, observation: Observation | None) -> None:
+        """Make the next prompt what another conversation would begin with; the log goes on."""
+        said: list[Message] = [{"role": "assistant", "content": str(action)}]
+        if observation is not None:
+            fresh = Conversation(self._chat, observation, self._schemas)
+            said += [message for message in fresh.messages if message["role"] != "system"]
+            self.prompt, self.extends = fresh.prompt, False
+        self.messages += said
+
+    def _begin(self, tools: Sequence[Message], messages: list[Message]) -> None:
+        """Put what the program, the tools and the environment want in the system prompt into one message."""
+        chat, mark = self._chat, self._chat.control.mark
+        parts = [] if chat.system is None else [(chat.system, mark(chat.system, foreign=False))]
+        if tools and not self._prompts.renders_tools:
+            from rlkit.tools import describe
+
+            described = describe(tools, chat.tool_format)
+            parts.append((described, mark(described)))
+        if parts and messages and messages[0]["role"] == "system" and isinstance(messages[0].get("content"), str):
+            text = messages.pop(0)["content"]
+            parts.append((text, mark(text)))
+        if parts:
+            end = "\n\n" if messages and chat.template is None and chat.renderer is None else ""
+            self.messages.append({"role": "system", "content": "\n\n".join(plain for plain, _ in parts)})
+            self._safe.append({"role": "system", "content": "\n\n".join(marked for _, marked in parts) + end})
+        self._append(messages)
+
+    def _append(self, messages: list[Message]) -> None:
+        """Add messages of the environment."""
+        mark = self._chat.control.mark
+        safe = [mark(m, foreign=m["role"] != "assistant", where=f"messages[{i}]") for i, m in enumerate(messages)]
+        self.messages += messages
+        self._safe += safe
+
+    def _tokens(self, observation: np.ndarray) -> np.ndarray:
+        """Return int64: what the environment gave as tokens, and the prefill; the log has its text."""
+        chat = self._chat
+        ids = _check.token_ids("observation", observation, vocab_size=chat.tokenizer.vocab_size)
+        text = chat.tokenizer.decode(ids, skip_special=False)
+        self.messages.append({"role": "user", "content": text})
+        self._safe.append({"role": "user", "content": chat.control.mark(text)})
+        self._as_tokens = True
+        return np.concatenate([ids, chat.control.encode(chat.prefill, first=False)])
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    for name in ("encode", "decode", "eos_ids", "chat_template"):
+        if not hasattr(tokenizer, name):
+            what = f"got {_check.shown(tokenizer)}, which lacks {name}"
+            raise ConfigError("Chat(tokenizer)", what, "the policy's tokenizer, policy.tokenizer")
+
+
+def _read_templates(tokenizer: Tokenizer, template: str | None) -> tuple[Template | None, Template | None]:
+    """Return the chat template, and the one for conversations with tools."""
+    names = dict(getattr(tokenizer, "named_tokens", {}))
+    text = tokenizer.chat_template if template is None else template
+    if isinstance(text, Mapping):  # some models have one for tools besides the usual one
+        usual = Template(text.get("default", ""), names)
+        return usual, Template(text["tool_use"], names) if "tool_use" in text else usual
+    only = None if text is None else Template(text, names)
+    return only, only
+
+
+def _messages(observation: object) -> list[Message]:
+    """Return the observation as messages."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": str(observation)}]
+    if not isinstance(observation, Sequence) or isinstance(observation, (bytes, bytearray)):
+        expected = "text, a list of messages, or an array of token ids"
+        raise DataError("observation", f"got {_check.shown(observation)}", expected)
+    messages: list[Message] = []
+    for i, message in enumerate(observation):
+        where = f"observation[{i}]"
+        _check.require(isinstance(message, Mapping), where, message, "a message: {'role', 'content'}", error=DataError)
+        role = message.get("role")
+        if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
+            raise DataError(f"{where}['role']", f"got {_check.shown(role)}", "a name such as 'user'")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            shown = _check.shown(message["content"])
+            raise DataError(f"{where}['content']", f"got {shown}", "text, a list of parts, or None")
+        messages.append(dict(message))
+    return messages
+
+
+class Chat:
+    """Turn observations into prompts, and sampled tokens into actions.
+
+    Args:
+        tokenizer: the policy's.
+        system: a system prompt of the program's own. An environment's system message is put after it.
+        template: the text of a chat template instead of the model's. A model that has none gets its texts one after
+            the other, and nothing between them.
+        thinking: switches thinking on or off in templates that know ``enable_thinking`` or ``thinking``; None leaves
+            it to the template.
+        prefill: how each of the policy's turns begins; control tokens written in it are control tokens. It belongs to
+            the prompt, is not trained, and is part of the action's text.
+        history: what happens when a template would now write an earlier turn differently from what was sampled (Qwen3
+            leaves earlier thinking out). "template" renders everything anew, as in use after training, and the turn
+            begins a new datum; "append" keeps all tokens as they are, so that an episode is one datum. "none" forgets:
+            every observation is its own prompt, for environments that say each time all that is to be known.
+        tool_format: how tools are described to a model whose template does not render them; a name in
+            ``rlkit.tools.formats``.
+        variables: other variables of the template.
+        renderer: how the model's turns and tool calls are written and read. "auto", where ``template`` is None: written
+            by the package ``renderers`` where it is installed and knows the model by its exact name, otherwise by the
+            chat template; read by the tokenizer's response template where it has one (transformers'
+            ``parse_response``), then by the renderer, then by the environment's tool format. None: written by the chat
+            template, read by the tool format. One of the package's names (``"qwen3"``, ``"Qwen/Qwen3-8B"``), of its
+            configs or of its renderers: by that one.
+
+    Attributes:
+        ends: the ids that end a turn of the policy.
+
+    Raises:
+        ConfigError: an argument of the wrong type, a template that is not valid or lacks the thinking switch, or a
+            renderer that does not fit the tokenizer.
+
+    >>> import rlkit
+    >>> tokenizer = rlkit.connect("toy").tokenizer
+    >>> chat = Chat(tokenizer, system="Be brief.", prefill="= ")
+    >>> conversation = chat.start("1 + 1?")
+    >>> print(tokenizer.decode(conversation.prompt, skip_special=False))
+    <|im_start|>system
+    Be brief.<|im_end|>
+    <|im_start|>user
+    1 + 1?<|im_end|>
+    <|im_start|>assistant
+    =
+    >>> action = chat.action(tokenizer.encode("2<|im_end|>", special=True))  # what the sampler gave
+    >>> action
+    '= 2'
+    >>> conversation.add(action, "And 2 + 2?")
+    >>> conversation.extends
+    True
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        system: str | None = None,
+        template: str | None = None,
+        thinking: bool | None = None,
+        prefill: str = "",
+        history: Literal["template", "append", "none"] = "template",
+        tool_format: str = "hermes",
+        variables: Mapping[str, object] | None = None,
+        renderer: object = "auto",
+    ) -> None:
+        _check.require(system is None or isinstance(system, str), "Chat.system", system, "a string or None")
+        _check.require(isinstance(prefill, str), "Chat.prefill", prefill, "a string")
+        _check.choice("Chat.history", history, ("template", "append", "none"))
+        _check_tokenizer(tokenizer)
+        self._options = {
+            "system": system,
+            "template": template,
+            "thinking": thinking,
+            "prefill": prefill,
+            "history": history,
+            "tool_format": tool_format,
+            "variables": variables,
+            "renderer": renderer,
+        }
+        self.tokenizer = tokenizer
+        self.system = system
+        self.prefill = prefill
+        self.history = history
+        self.tool_format = tool_format
+        self.variables = dict(variables or {})
+        self.template, self.tool_template = _read_templates(tokenizer, template)
+        switch = {} if thinking is None else {"enable_thinking": _check.flag("Chat.thinking", thinking)}
+        choice = None if renderer == "auto" and template is not None else renderer
+        self.renderer = find_renderer(choice, tokenizer, self.variables | switch)
+        self._reader = response_reader(tokenizer) if choice == "auto" else None
+        texts = "".join(t.text for t in (self.template, self.tool_template) if t)
+        self.control = self.renderer.control if self.renderer else ControlText(tokenizer, texts)
+        if thinking is not None and self.renderer is None:
+            self.variables |= self._switch(thinking)
+        self.ends = frozenset(tokenizer.eos_ids) | (self.renderer.ends if self.renderer else frozenset())
+
+    def with_options(self, **changes: object) -> Chat:
+        """Return a chat with the same tokenizer and these arguments of ``Chat`` replaced.
+
+        Raises:
+            ConfigError: as for ``Chat``; there is no such argument.
+
+        >>> import rlkit
+        >>> Chat(rlkit.connect("toy").tokenizer, system="Be brief.").with_options(history="append").history
+        'append'
+        """
+        if changes.keys() != {"prefill"}:
+            return Chat(self.tokenizer, **{**self._options, **changes})  # type: ignore[arg-type]
+        chat = copy.copy(self)  # nothing is compiled again
+        chat.prefill = str(changes["prefill"])
+        chat._options = self._options | changes  # noqa: SLF001
+        return chat
+
+    def start(self, observation: Observation, tools: Sequence[Message] = ()) -> Conversation:
+        """Begin a conversation with what an environment said first.
+
+        Args:
+            observation: text (a user message), messages, or token ids [T], which are sent as they are.
+            tools: function schemas, OpenAI style. The renderer or the template renders them; where it does not, a
+                description in ``tool_format`` is put into the system prompt.
+
+        Raises:
+            DataError: an observation of another form, or messages that the template refuses.
+        """
+        return Conversation(self, observation, tools)
+
+    def message(self, text: str, role: str = "user") -> np.ndarray:
+        """Return the tokens of one message alone, without the head of an answer.
+
+        Text that reads like control tokens stays text. Without a template it is the text and an empty line.
+
+        Raises:
+            DataError: the template refuses a conversation of this message alone.
+
+        >>> import rlkit
+        >>> tokenizer = rlkit.connect("toy").tokenizer
+        >>> print(tokenizer.decode(Chat(tokenizer).message("Hi"), skip_special=False).strip())
+        <|im_start|>user
+        Hi<|im_end|>
+        """
+        marked = self.control.mark({"role": role, "content": text})
+        if self.renderer is not None:
+            return self.renderer.render([marked], (), head=False)
+        if self.template is None:
+            return self.control.encode(f"{marked['content']}\n\n", first=True)
+        rendered = self.template.render([marked], head=False, **{**self.variables, "tools": None})
+        return self.control.encode(rendered, first=True)
+
+    def action(
+        self,
+        tokens: ArrayLike,
+        stop_reason: Literal["stop", "length"] = "stop",
+        *,
+        prompt: ArrayLike = (),
+        tools: Sequence[Message] = (),
+    ) -> Action:
+        """Return what an environment is given for sampled tokens.
+
+        Args:
+            tokens: int [n].
+            stop_reason: whether the policy ended its turn or was cut.
+            prompt: int [P], what they were sampled for; it says whether reasoning had begun.
+            tools: the schemas of the conversation; response templates and renderers read arguments by them.
+        """
+        ids = _check.token_ids("tokens", tokens, vocab_size=self.tokenizer.vocab_size)
+        ended = ids.size > 0 and int(ids[-1]) in self.ends
+        text = self.prefill + self.tokenizer.decode(ids[:-1] if ended else ids)
+        raw = self.prefill + self.tokenizer.decode(ids, skip_special=False)
+        parsed = unread = None
+        if self._reader is not None or self.renderer is not None:
+            before = _check.token_ids("prompt", prompt, vocab_size=self.tokenizer.vocab_size)
+            head = self.control.encode(self.prefill, first=False)
+            said = np.concatenate([head, ids])  # the prefill is part of the turn
+            before = before[: max(before.size - head.size, 0)]
+            parsed, unread = self._read(said, before, tools, raw)
+        return Action(text, tokens=ids, raw=raw, stop_reason=stop_reason, parsed=parsed, unread=unread)
+
+    def _read(
+        self, ids: np.ndarray, prompt: np.ndarray, tools: Sequence[Message], text: str
+    ) -> tuple[Parsed | None, Malformed | None]:
+        """Read a turn by the response template or the renderer; return (what was read, why it was not)."""
+        renderer, unread = self.renderer, None
+        # A renderer tells control tokens from text that reads like them; the template can where one text has one form.
+        exact = renderer is None or np.array_equal(self.tokenizer.encode(text, special=True), ids)
+        if self._reader is not None and exact:
+            read = self._reader.read(text, self.tokenizer.decode(prompt, skip_special=False), tools)
+            if isinstance(read, Malformed):
+                unread = read
+            elif renderer is None or not read.errors:
+                return read, None
+        return (None, unread) if renderer is None else (renderer.parse(ids, prompt, tools, text), None)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Return ``params`` that stop at the renderer's end tokens too, where the tokenizer does not name them."""
+        more: list[int] = sorted(self.ends.difference(self.tokenizer.eos_ids))
+        if not more or params.stop == ():
+            return params
+        if params.stop and isinstance(params.stop[0], str):
+            texts = [self.tokenizer.decode([token], skip_special=False) for token in more]
+            return attrs.evolve(params, stop=tuple(dict.fromkeys([*params.stop, *texts])))
+        return attrs.evolve(params, stop=tuple(dict.fromkeys([*(params.stop or ()), *more])))
+
+    def prompts(self, tools: Sequence[Message]) -> TemplatePrompts | RendererPrompts:
+        """Return what writes the prompts of one conversation."""
+        return RendererPrompts(self, self.renderer, tools) if self.renderer else TemplatePrompts(self, tools)
+
+    def _switch(self, thinking: bool) -> dict[str, bool]:
+        known = [name for name in ("enable_thinking", "thinking") if self.template and name in self.template.names]
+        if not known:
+            what = "the template does not read enable_thinking" if self.template else "the model has no template"
+            expected = "a template that reads it"
+            raise ConfigError("Chat.thinking", what, expected, "prefill can begin the turn instead")
+        return dict.fromkeys(known, thinking)

@@ -1,0 +1,287 @@
+"""Prompts and replies by the package ``renderers``, which knows how families of models write turns and tool calls."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlkit import _check
+from rlkit._interaction import Action, Message
+from rlkit._packages import missing
+from rlkit._warn import warn
+from rlkit.backends.protocol import Tokenizer
+from rlkit.chat.templates import CUT, ControlText
+from rlkit.errors import ConfigError, DataError
+from rlkit.tools.types import Malformed, Parsed, ToolCall
+
+if TYPE_CHECKING:
+    from renderers.base import ParsedToolCall, Renderer
+
+    from rlkit.chat._core import Chat
+
+__all__ = ["ModelRenderer", "RendererPrompts", "find_renderer"]
+
+_MOST = 128  # calls in one turn
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TEXTS = ("text", "input_text", "output_text", "thinking")
+_CANNOT = {
+    "invalid_json": "its JSON is not valid",
+    "unclosed_block": "it is not closed",
+    "missing_name": "it does not name a tool",
+    "malformed_structure": "it does not follow the model's format",
+}
+
+
+class RendererTokenizer:
+    """rlkit's tokenizer as renderers want one. Marked texts stay text; what a renderer writes itself is control."""
+
+    unk_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._asked: set[str] = set()
+        self.control: ControlText | None = None
+        self.name_or_path = name
+        self.chat_template = tokenizer.chat_template
+        self.eos_token_id = next(iter(tokenizer.eos_ids), None)
+
+    def guard(self, renderer: Renderer) -> ControlText:
+        """Keep tokens that the renderer asked for, or that are in its source, out of marked texts from now on."""
+        sources = {inspect.getmodule(kind) for kind in type(renderer).__mro__ if kind is not object}
+        texts = [inspect.getsource(module) for module in sources if module is not None]
+        self.control = ControlText(self._tokenizer, "\n".join([*texts, *self._asked, self.chat_template or ""]))
+        return self.control
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        """Return the ids of a text that a renderer put together of its own and of marked ones."""
+        if self.control is None:
+            self._asked.add(text)
+            ids: list[int] = self._tokenizer.encode(text, special=True).tolist()
+        else:
+            ids = self.control.encode(text.replace(json.dumps(CUT)[1:-1], CUT)).tolist()
+        return ids
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: object) -> str:
+        """Return the text of ids."""
+        return self._tokenizer.decode(np.atleast_1d(np.array(token_ids, np.int64)), skip_special=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str) -> int | None:
+        """Return the id of a text that is one token; None if it is several."""
+        self._asked.add(tokens)
+        ids = self._tokenizer.encode(tokens, special=True)
+        return int(ids[0]) if ids.size == 1 else None
+
+
+class ModelRenderer:
+    """A renderer with rlkit's types and errors; ``ends`` are the ids that end a turn, ``control`` marks texts."""
+
+    def __init__(self, renderer: Renderer, control: ControlText) -> None:
+        self._renderer, self.control = renderer, control
+        self._keeping = copy.copy(renderer)  # the same, which never drops what was thought in earlier turns
+        vars(self._keeping)["effective_thinking_retention"] = "all"
+        self._ordinary = type(renderer).__name__ == "GptOssRenderer"  # Harmony reads no control tokens in texts
+        self.ends = frozenset(map(int, renderer.get_stop_token_ids()))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message], *, head: bool = True) -> np.ndarray:
+        """Render marked messages: int64 [T]. Raises DataError: the renderer refuses them."""
+        try:
+            ids = self._renderer.render_ids(
+                self._ready(messages), tools=self._ready(tools) or None, add_generation_prompt=head
+            )
+        except Exception as error:
+            raise _refused(messages, error) from error
+        return np.array(ids, np.int64)
+
+    def extend(
+        self, prompt: np.ndarray, sampled: np.ndarray, new: Sequence[Message], tools: Sequence[Message], *, keep: bool
+    ) -> np.ndarray | None:
+        """Return ``prompt``, ``sampled``, and the rendered ``new``: int64 [T]; None where that is impossible.
+
+        Raises:
+            DataError: the renderer refuses the messages.
+        """
+        renderer, start = self._keeping if keep else self._renderer, np.concatenate([prompt, sampled])
+        try:
+            bridged = renderer.bridge_to_next_turn(
+                prompt.tolist(), sampled.tolist(), self._ready(new), tools=self._ready(tools) or None
+            )
+        except Exception as error:
+            raise _refused(new, error) from error
+        ids = np.array([] if bridged is None else bridged.token_ids, np.int64)
+        return ids if np.array_equal(ids[: start.size], start) and ids.size > start.size else None
+
+    def parse(self, ids: np.ndarray, prompt: np.ndarray, tools: Sequence[Message], text: str) -> Parsed:
+        """Parse the turn ``ids`` [n] after ``prompt`` [P]; what cannot be read becomes an error in it."""
+        try:
+            message = self._renderer.parse_response(
+                ids.tolist(), tools=[dict(tool) for tool in tools] or None, prompt_ids=prompt.tolist()
+            )
+        except Exception as error:  # noqa: BLE001  # the policy chose the tokens, and is to be told
+            what = f"the turn cannot be read ({type(error).__name__}: {str(error)[:80]})"
+            return Parsed("", errors=(Malformed(what, "text, or calls in the model's own format"),))
+        attempts: list[ToolCall | Malformed] = []
+        for call in message.tool_calls[:_MOST]:
+            behind = attempts[-1].position + 1 if attempts else 0
+            attempts.append(_attempt(call, len(attempts), max(text.find(call.raw, behind), behind)))
+        return Parsed(
+            message.content,
+            tuple(item for item in attempts if isinstance(item, ToolCall)),
+            tuple(item for item in attempts if isinstance(item, Malformed)),
+            message.reasoning_content,
+        )
+
+    def _ready(self, messages: Sequence[Message]) -> list[Message]:
+        for message in messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if not isinstance(part, str) and not _is_text(part):
+                    raise ValueError(f"content has a part {_check.shown(part)}; expected text alone")
+        if self._ordinary:
+            messages = json.loads(json.dumps(messages, ensure_ascii=False).replace(CUT, ""))
+        return list(messages)
+
+
+class RendererPrompts:
+    """The prompts of a conversation by a renderer."""
+
+    renders_tools = True
+
+    def __init__(self, chat: Chat, renderer: ModelRenderer, tools: Sequence[Message]) -> None:
+        self._chat, self._renderer = chat, renderer
+        self._tools = chat.control.mark(list(tools), where="tools")
+
+    def turn(self, action: Action) -> Message:
+        """Return the policy's turn with its reasoning and its calls; those that cannot be read stay text."""
+        mark, parsed = self._chat.control.mark, action.parsed
+        if parsed is None:
+            return {"role": "assistant", "content": mark(str(action), foreign=False)}
+        unread = [error.raw for error in parsed.errors if error.raw]
+        turn: dict[str, object] = {
+            "role": "assistant",
+            "content": "\n".join([parsed.text_outside, *unread]).strip("\n"),
+        }
+        if parsed.reasoning is not None:
+            turn["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            functions = [(c.id, {"name": c.name, "arguments": dict(c.arguments)}) for c in parsed.calls]
+            turn["tool_calls"] = [{"type": "function", "id": i, "function": f} for i, f in functions]
+        return mark(turn, foreign=False)
+
+    def first(self, messages: Sequence[Message]) -> np.ndarray:
+        """Render all messages and the head of the policy's turn: int64 [P]."""
+        return self._prefilled(self._renderer.render(messages, self._tools))
+
+    def following(
+        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
+    ) -> np.ndarray:
+        """Append to ``prompt``, or render all where the renderer writes earlier turns differently now: int64 [P]."""
+        ids = self._renderer.extend(prompt, action.tokens, messages[turn + 1 :], self._tools, keep=keep)
+        if ids is not None:
+            return self._prefilled(ids)
+        anew = self.first(messages)
+        if not keep:  # renderers drop reasoning before each question; where there was none, nothing is rewritten
+            appended = self.following(prompt, action, messages, turn, keep=True)
+            if self._text(appended) == self._text(anew):
+                return appended
+        return anew
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self._chat.tokenizer.decode(ids, skip_special=False)
+
+    def _prefilled(self, ids: np.ndarray) -> np.ndarray:
+        return np.concatenate([ids, self._chat.control.encode(self._chat.prefill, first=False)])
+
+
+def find_renderer(choice: object, tokenizer: Tokenizer, variables: Mapping[str, object]) -> ModelRenderer | None:
+    """Return the renderer of a model; None where its chat template is to be used.
+
+    Args:
+        choice: as in ``Chat``.
+        tokenizer: the policy's.
+        variables: of the chat template; with ``"auto"`` a model is not known if its renderer lacks one of them.
+
+    Raises:
+        ConfigError: the renderer was named, and cannot be made; with ``"auto"`` that is a warning.
+        MissingPackageError: a renderer was named, and the package is not installed.
+    """
+    name = str(getattr(tokenizer, "name", ""))
+    automatic = choice == "auto"
+    if choice is None or (automatic and (_HUB_NAME.fullmatch(name) is None or Path(name).is_dir())):
+        return None
+    try:
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError as error:
+        if automatic:
+            return None
+        raise missing("Chat.renderer", "renderers", "renderers") from error
+    if automatic and name not in MODEL_RENDERER_MAP:
+        return None
+    if choice == "default":
+        raise ConfigError("Chat.renderer", "is 'default'", "a family's renderer", _INSTEAD)
+    try:
+        return _make_renderer(choice, name, tokenizer, variables)
+    except Exception as error:
+        where = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if automatic:  # not asked for: the model's own template is used
+            warn(f"Chat: the renderer of {name!r} cannot be used ({where}); {_INSTEAD}", RuntimeWarning)
+            return None
+        what = f"{choice if isinstance(choice, str) else type(choice).__name__!r} cannot be used ({where})"
+        raise ConfigError("Chat.renderer", what, "a renderer for this model", _INSTEAD) from error
+
+
+def _make_renderer(
+    choice: object, name: str, tokenizer: Tokenizer, variables: Mapping[str, object]
+) -> ModelRenderer | None:
+    """Return the renderer; None where ``"auto"`` finds one that lacks a variable."""
+    import renderers
+    from renderers.base import MODEL_RENDERER_MAP, template_field_names
+
+    if isinstance(choice, str):
+        name = name if choice == "auto" else choice
+        config = renderers.config_from_name(MODEL_RENDERER_MAP.get(name, name))
+    else:
+        config = getattr(choice, "config", choice)  # of a renderer that was made
+    if choice == "auto" and not variables.keys() <= template_field_names(config):
+        return None
+    adapter = RendererTokenizer(tokenizer, name)
+    renderer = renderers.create_renderer(adapter, config, chat_template_kwargs=variables)
+    return ModelRenderer(renderer, adapter.guard(renderer))
+
+
+_INSTEAD = "renderer=None uses the model's chat template"
+
+
+def _attempt(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malformed:
+    """Return what a renderer read as rlkit's type; arguments are checked against schemas later."""
+    id_, name, arguments, status = call.id or f"call{index:05d}", call.name or "", call.arguments, str(call.status)
+    problem = _CANNOT.get(status, status)
+    if name and isinstance(arguments, dict) and status in ("ok", "invalid_json", "unknown_tool"):
+        try:
+            json.dumps(arguments, allow_nan=False)
+            return ToolCall(name, arguments, id_, position)
+        except (ValueError, RecursionError) as error:
+            problem = f"the JSON is not valid: {error}"
+    elif status == "ok":
+        problem = "its arguments are not a JSON object"
+    expected = "a call in the model's own format, with the tool's name and its arguments"
+    return Malformed(problem, expected, position, call.raw[:40], name[:64], id_, call.raw)
+
+
+def _is_text(part: object) -> bool:
+    """Return whether a part of a content is text. For the first image some renderers run the model's own processor."""
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    return kind in _TEXTS if kind is not None else {name for name, value in part.items() if value} <= {"text"}
+
+
+def _refused(messages: Sequence[Message], error: Exception) -> DataError:
+    what = f"the renderer refuses messages with the roles {_check.roles(messages)}"
+    return DataError(f"{what}: {type(error).__name__}: {error}")

@@ -1,0 +1,235 @@
+"""Losses over pairs (chosen, rejected), and KTO over single sequences.
+
+At level "pair" every argument is a tuple (chosen, rejected), and the weight of a pair is the chosen one's. A backend is
+given ``data`` as chosen, rejected, chosen, rejected, ...: both of a pair answer the same prompt. It reports
+``margin:mean``, by how much the chosen one's logprob (less the reference's, where the loss has one) is above the
+rejected one's, summed or, where the loss does so, averaged over tokens, and ``accuracy:mean``, how often it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from rlkit import _check
+from rlkit.errors import ConfigError
+from rlkit.losses.base import Weights, builtin, one_weight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from rlkit._packages import torch
+
+__all__ = ["cpo", "dpo", "kto", "orpo", "simpo"]
+
+Pair: TypeAlias = "tuple[Tensor, Tensor]"
+_FORMS = ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down")
+_NEAREST = -1e-7  # the mean logprob nearest to 0 whose odds are finite in float32
+
+
+@builtin("dpo", level="pair")
+def dpo(
+    logprobs: Pair,
+    reference_logprobs: Pair,
+    weights: Weights = 1.0,
+    *,
+    form: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """-w log sigmoid(beta (c - r)), c and r = sum(lp - ref) of chosen and rejected; other forms of it by ``form``.
+
+    ``data`` of a training call is chosen, rejected, chosen, rejected, ...; both of a pair answer the same prompt.
+
+    - "sigmoid": -(1 - e) log sigmoid(beta (c - r)) - e log sigmoid(-beta (c - r)), e = label_smoothing
+    - "robust": (-(1 - e) log sigmoid(beta (c - r)) + e log sigmoid(-beta (c - r))) / (1 - 2 e)
+    - "hinge": max(0, 1 - beta (c - r))
+    - "ipo": (mean of c - mean of r - 1 / (2 beta))^2, the means over tokens
+    - "apo_zero": 1 - sigmoid(beta c) + sigmoid(beta r)
+    - "apo_down": sigmoid(beta c) + 1 - sigmoid(beta (c - r))
+
+    Args:
+        logprobs, reference_logprobs: (chosen, rejected), [n] each.
+        weights: of the chosen, () or [n] (then its mean), multiplies the pair.
+        beta: > 0, strength of the pull towards the reference.
+        label_smoothing: in [0, 0.5), the share of pairs thought to be swapped; "sigmoid" and "robust" only.
+
+    Raises:
+        ConfigError: an unknown form, or a number out of range.
+
+    >>> import torch
+    >>> lp, ref = (torch.tensor([-1.0]), torch.tensor([-3.0])), (torch.tensor([-2.0]), torch.tensor([-2.0]))
+    >>> dpo(lp, ref, beta=0.5).item()  # ln(1 + 1 / e)
+    0.3132...
+    >>> dpo(lp, ref, beta=0.5, form="ipo")  # (2 - 1)^2
+    tensor(1.)
+
+    Source: arXiv:2305.18290; hinge arXiv:2305.10425, ipo arXiv:2310.12036, robust arXiv:2403.00409, apo
+    arXiv:2408.06266. Peers: TRL takes the same forms and means over pairs; OpenRLHF's ipo does not divide by lengths.
+    """
+    _check.choice("form", form, _FORMS)
+    _check.real("beta", beta, above=0.0)
+    _smoothing(label_smoothing, used=form in ("sigmoid", "robust"))
+    chosen, rejected = (lp - ref for lp, ref in zip(logprobs, reference_logprobs, strict=True))
+    margin = beta * (chosen.sum() - rejected.sum())
+    if form == "sigmoid":
+        value = _smoothed(margin, label_smoothing)
+    elif form == "robust":
+        value = -(1 - label_smoothing) * _logsigmoid(margin) + label_smoothing * _logsigmoid(-margin)
+        value = value / (1 - 2 * label_smoothing)
+    elif form == "hinge":
+        value = (1 - margin).relu()
+    elif form == "ipo":
+        value = (chosen.mean() - rejected.mean() - 1 / (2 * beta)).square()
+    elif form == "apo_zero":  # 1 - sigmoid(x) is sigmoid(-x), without a difference of nearly equal numbers
+        value = (-beta * chosen.sum()).sigmoid() + (beta * rejected.sum()).sigmoid()
+    else:
+        value = (beta * chosen.sum()).sigmoid() + (-margin).sigmoid()
+    return one_weight(weights) * value
+
+
+@builtin("kto")
+def kto(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    desirable: Tensor,
+    weights: Weights = 1.0,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    kl: float = 0.0,
+) -> Tensor:
+    """Return w v (1 - sigmoid(z)), which saturates: z = beta (x - kl) where desirable, else -z; x = sum(lp - ref).
+
+    v is desirable_weight or undesirable_weight; each sequence counts by itself, not in pairs.
+
+    Args:
+        logprobs, reference_logprobs: [n].
+        desirable: (), 1 or 0: whether this sequence was liked.
+        weights: () or [n] (then its mean), multiplies the sequence.
+        beta: > 0, strength of the pull towards the reference.
+        desirable_weight, undesirable_weight: >= 0.
+        kl: >= 0, the batch's estimate of the KL divergence from the reference, a constant: the mean of x over
+            completions that were paired with other prompts, and not below 0.
+
+    Raises:
+        ConfigError: a setting is out of range.
+
+    >>> import torch
+    >>> kto(torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor(1), beta=1.0, kl=1.0)  # 1 - sigmoid(1 - 1)
+    tensor(0.5000)
+
+    Source: arXiv:2402.01306 eq. 8. Peers: TRL estimates ``kl`` itself, over the batch of each process.
+    """
+    _check.real("beta", beta, above=0.0)
+    _check.real("desirable_weight", desirable_weight, low=0.0)
+    _check.real("undesirable_weight", undesirable_weight, low=0.0)
+    _check.real("kl", kl, low=0.0)
+    margin = beta * ((logprobs - reference_logprobs).sum() - kl)  # 1 - sigmoid(z) is sigmoid(-z), for either sign
+    liked, disliked = desirable_weight * (-margin).sigmoid(), undesirable_weight * margin.sigmoid()
+    return one_weight(weights) * liked.where(desirable != 0, disliked)
+
+
+@builtin("orpo", level="pair", per_token=True)
+def orpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
+    """Likelihood and odds, w (-alpha c - beta log sigmoid(log odds(c) - log odds(r))), c and r = mean lp of each.
+
+    odds(x) = e^x / (1 - e^x).
+
+    Args:
+        logprobs: (chosen, rejected), [n] each.
+        weights: of the chosen, () or [n] (then its mean), multiplies the pair.
+        beta: >= 0, weight of the odds ratio.
+        alpha: >= 0, weight of the likelihood of the chosen.
+
+    Raises:
+        ConfigError: a setting is negative or not finite.
+
+    >>> import torch
+    >>> half = torch.tensor([0.5]).log()
+    >>> orpo((half, half)).item()  # ln 2 + 0.1 ln 2
+    0.7624...
+
+    Source: arXiv:2403.07691 eq. 6-7, whose lambda is ``beta``. Peers: TRL has no guard against a mean logprob of 0,
+    here odds stop at that of -1e-7.
+    """
+    _check.real("beta", beta, low=0.0)
+    _check.real("alpha", alpha, low=0.0)
+    chosen, rejected = (lp.mean() for lp in logprobs)
+    odds = _log_odds(chosen) - _log_odds(rejected)
+    return one_weight(weights) * (-alpha * chosen - beta * _logsigmoid(odds))
+
+
+@builtin("cpo", level="pair")
+def cpo(
+    logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0
+) -> Tensor:
+    """DPO without a reference: w (-log sigmoid(beta (c - r)) - alpha mean lp of the chosen), c and r = sum lp of each.
+
+    Args:
+        logprobs: (chosen, rejected), [n] each.
+        weights: of the chosen, () or [n] (then its mean), multiplies the pair.
+        beta: > 0.
+        alpha: >= 0, weight of the likelihood of the chosen.
+        label_smoothing: in [0, 0.5), as in ``dpo``.
+
+    Raises:
+        ConfigError: a setting is out of range.
+
+    >>> import torch
+    >>> cpo((torch.tensor([-1.0, -1.0]), torch.tensor([-2.0]))).item()  # ln 2 + 1
+    1.6931...
+
+    Source: arXiv:2401.08417. Peers: TRL means over pairs, and the likelihood over all tokens of the batch.
+    """
+    _check.real("beta", beta, above=0.0)
+    _check.real("alpha", alpha, low=0.0)
+    _smoothing(label_smoothing, used=True)
+    chosen, rejected = logprobs
+    value = _smoothed(beta * (chosen.sum() - rejected.sum()), label_smoothing)
+    return one_weight(weights) * (value - alpha * chosen.mean())
+
+
+@builtin("simpo", level="pair", per_token=True)
+def simpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 2.0, gamma: float = 0.5) -> Tensor:
+    """-w log sigmoid(beta (c - r) - gamma), c and r = mean lp: a margin between likelihoods per token.
+
+    Args:
+        logprobs: (chosen, rejected), [n] each.
+        weights: of the chosen, () or [n] (then its mean), multiplies the pair.
+        beta: > 0.
+        gamma: >= 0, the margin, taken off after beta.
+
+    Raises:
+        ConfigError: a setting is out of range.
+
+    >>> import torch
+    >>> simpo((torch.tensor([-1.0, -1.0]), torch.tensor([-1.25]))).item()  # beta / 4 - gamma = 0: ln 2
+    0.6931...
+
+    Source: arXiv:2405.14734 eq. 6. Peers: some give the margin as gamma / beta.
+    """
+    _check.real("beta", beta, above=0.0)
+    _check.real("gamma", gamma, low=0.0)
+    chosen, rejected = (lp.mean() for lp in logprobs)
+    return -one_weight(weights) * _logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def _smoothed(margin: Tensor, share: float) -> Tensor:
+    return -(1 - share) * _logsigmoid(margin) - share * _logsigmoid(-margin)
+
+
+def _smoothing(share: float, *, used: bool) -> None:
+    _check.real("label_smoothing", share, low=0.0, below=0.5)
+    if share and not used:
+        raise ConfigError("label_smoothing applies only to the forms 'sigmoid' and 'robust'")
+
+
+def _log_odds(mean: Tensor) -> Tensor:
+    near = mean.clamp(max=_NEAREST)
+    return near - (-near.expm1()).log()  # log e^x - log(1 - e^x)
+
+
+def _logsigmoid(x: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(x)

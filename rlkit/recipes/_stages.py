@@ -1,0 +1,210 @@
+"""Whole runs: one stage or several, training, exploring or evaluating, from settings alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+
+from rlkit import backends, tracking
+from rlkit.backends.protocol import Sampler, Tokenizer
+from rlkit.backends.tokenizers import same_tokenizer
+from rlkit.errors import ConfigError
+from rlkit.recipes import _models
+from rlkit.recipes._loop import evaluate, train
+from rlkit.recipes.job import Job, build_job
+from rlkit.recipes.settings import Monitor, Settings, Teacher
+from rlkit.runs import Record, Retention, Run, beginning, records
+from rlkit.runs import sampler as saved_sampler
+from rlkit.tracking import Tracker
+
+__all__ = ["Outcome", "check", "run"]
+
+Named: TypeAlias = str | Tracker
+logger = logging.getLogger("rlkit.recipes")
+
+
+@attrs.frozen
+class Outcome:
+    """The result of a stage.
+
+    Attributes:
+        stage: its name; "" for a run without stages.
+        folder: of the run: metrics.jsonl, trajectories.jsonl, checkpoints.
+        path: the weights at the end, for ``init_from`` and for ``rlkit.sampler(path=)``; None in mode bench.
+        metrics: the scores of mode bench, of its last checkpoint.
+    """
+
+    stage: str
+    folder: Path
+    path: str | None
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+
+
+def run(settings: Settings, *, trackers: Sequence[Named] = ()) -> list[Outcome]:
+    """Run the settings: each stage in turn, or the only one.
+
+    Every stage's settings are checked before the first begins. An interrupted run resumes where it was; a finished
+    stage is skipped.
+
+    Args:
+        settings: see ``load``.
+        trackers: besides metrics.jsonl and the one that ``monitor`` names; names or objects, as for ``rlkit.Run``.
+
+    Raises:
+        ConfigError, UnknownNameError, DataError: a setting, or a file or name in it, is not valid; nothing was done.
+        BackendError: while connecting, sampling or training.
+
+    >>> import tempfile
+    >>> from rlkit.recipes import load
+    >>> from rlkit.tracking import read_metrics
+    >>> settings = load(overrides=[
+    ...     f"checkpoint_root_dir={tempfile.mkdtemp()}", "backend=toy", "seed=0", "algorithm.algorithm_type=grpo",
+    ...     "buffer.batch_size=2", "buffer.total_steps=2", "buffer.explorer_input.taskset.path=chain_sum",
+    ...     "model.max_response_tokens=4"])
+    >>> (outcome,) = run(settings)
+    >>> [row["step"] for row in read_metrics(outcome.folder)]
+    [0, 1]
+    """
+    paths: dict[str, str] = {}
+    outcomes: list[Outcome] = []
+    for (name, stage), job in zip(_stages(settings), check(settings), strict=True):
+        if settings.stages:
+            logger.info("stage %s: %s", name, stage.algorithm.algorithm_type)
+        start = _models.stage_path("init_from", stage.init_from, paths)
+        if start is None and outcomes:
+            start = outcomes[-1].path
+        outcome = _bench(name, job, start) if job.mode == "bench" else _stage(name, job, start, paths, trackers)
+        outcomes.append(outcome)
+        if outcome.path is not None:
+            paths[name] = outcome.path
+    return outcomes
+
+
+def check(settings: Settings) -> list[Job]:
+    """Return the jobs of all stages, checked; it reads files, but connects and writes nothing.
+
+    Raises:
+        ConfigError, UnknownNameError, DataError: as for ``run``.
+    """
+    return [build_job(each) for _, each in _stages(settings)]
+
+
+def _stages(settings: Settings) -> list[tuple[str, Settings]]:
+    """Return (name, settings) of each stage: its sections replace the run's."""
+    if not settings.stages:
+        _check_paths("", settings, {})
+        return [("", settings)]
+    stages: list[tuple[str, Settings]] = []
+    for i, stage in enumerate(settings.stages):
+        if not stage.stage_name or stage.stage_name in [name for name, _ in stages]:
+            raise ConfigError(f"stages[{i}].stage_name", f"is {stage.stage_name!r}", "a unique name")
+        sections = ("mode", "algorithm", "buffer", "explorer", "trainer", "init_from", "data_processor")
+        changed = {name: getattr(stage, name) for name in sections if getattr(stage, name) is not None}
+        if i and "init_from" not in changed:
+            changed["init_from"] = None
+        name = f"{settings.name}/{stage.stage_name}"
+        stages.append((stage.stage_name, attrs.evolve(settings, stages=(), name=name, **changed)))
+        _check_paths(f"stages[{i}].", stages[-1][1], dict.fromkeys([earlier for earlier, _ in stages[:-1]], ""))
+    return stages
+
+
+def _check_paths(where: str, settings: Settings, earlier: Mapping[str, str]) -> None:
+    """Raise where a path names a stage that does not exist."""
+    _models.stage_path(f"{where}init_from", settings.init_from, earlier)
+    for i, each in enumerate(settings.explorer.auxiliary_models):
+        _models.stage_path(f"{where}explorer.auxiliary_models[{i}].path", each.path, earlier)
+
+
+def _stage(name: str, job: Job, start: str | None, paths: Mapping[str, str], trackers: Sequence[Named]) -> Outcome:
+    """Train, or explore."""
+    folder = job.settings.folder
+    there = records(folder, verify=False) if folder.exists() else []
+    if there and not job.settings.continue_from_checkpoint:
+        raise ConfigError("continue_from_checkpoint", f"is false, but {folder} holds a run", "true, or another name")
+    done = [record for record in records(folder) if record.step >= job.total] if there else []
+    if done:
+        changed = beginning.changes(folder, job.config)
+        if changed:
+            what = f"already finished its {job.total} steps with different settings: {', '.join(changed)}"
+            raise ConfigError(f"{folder} {what}; set another name= to run these")
+        logger.info("%s already finished its %d steps", folder, job.total)
+        return Outcome(name, folder, _final(done[-1]))
+    last = job.settings.trainer.max_checkpoints_to_keep
+    retention = Retention(last=last) if last else Retention(last=1, every=1)
+    with contextlib.ExitStack() as stack:
+        named = _trackers(job.settings.monitor, trackers)
+        run = Run(folder, seed=job.policy.seed, config=job.config, retention=retention, trackers=named)
+        stack.enter_context(run)
+        begin = {} if start is None else {"init_from": start}
+        policy = run.connect(job.policy.backend, **job.policy.options, **begin)
+        reference = teacher = critic = None
+        if job.mode != "explore" and job.method.wants_reference:
+            reference = stack.enter_context(job.policy.reference(policy, start))
+        if job.critic is not None:
+            critic = run.critic(job.critic.name, tokenizer=policy.tokenizer, **job.critic.options)
+        if job.teacher is not None:
+            teacher = stack.enter_context(_open_teacher(job.teacher, job.policy, policy.tokenizer, paths))
+        train(job, run, policy, reference=reference, teacher=teacher, critic=critic)
+    return Outcome(name, folder, _final(records(folder, verify=False)[-1]))
+
+
+def _open_teacher(
+    section: Teacher, policy: _models.PolicyOptions, tokenizer: Tokenizer, stages: Mapping[str, str]
+) -> Sampler:
+    """Open the teacher of a policy with this tokenizer; ``stages`` are earlier ones, for "stage:<name>".
+
+    Raises:
+        ConfigError: it has another tokenizer.
+    """
+    where, name = "explorer.auxiliary_models[0]", section.backend or policy.backend
+    shared = policy.of_sampler if name == policy.backend else {}
+    path = _models.stage_path(f"{where}.path", section.path, stages)
+    model = {} if section.model_path is None else {"model": section.model_path}
+    given = {**shared, **section.options, **model}
+    teacher = backends.sampler(name, **given) if path is None else saved_sampler(path, **given)
+    problem = same_tokenizer(tokenizer, teacher.tokenizer)
+    if problem:
+        teacher.close()
+        text = "the teacher scores the policy's tokens, so both need the same tokenizer"
+        raise ConfigError(where, problem, "the policy's tokenizer", text)
+    return teacher
+
+
+def _final(record: Record) -> str | None:
+    """Return the path of the weights that a run ended with, which samplers can be opened from, too."""
+    path: str | None = record.kept.get("final", {}).get(str(record.step))
+    return path
+
+
+def _bench(name: str, job: Job, start: str | None) -> Outcome:
+    """Evaluate the existing checkpoints, or the initial policy of the run."""
+    folder, scores = job.settings.folder, dict[str, float]()
+    saved = records(folder) if folder.exists() else []
+    if job.settings.explorer.bench_on_latest_checkpoint:
+        saved = saved[-1:]
+    for step, path in [(record.step, record.policy("policy")) for record in saved] or [(0, start)]:
+        more = {} if path is None else {"init_from": path}
+        with (
+            backends.connect(job.policy.backend, **job.policy.options, **more, seed=job.policy.seed) as policy,
+            policy.sampler().result() as sampler,
+        ):
+            scores = evaluate(job, sampler, job.chat.chat(policy.tokenizer))
+        tracker = tracking.Jsonl(folder / "bench")
+        tracker.log(scores, step)
+        tracker.close()
+        logger.info("step %d: %s", step, ", ".join(f"{k} {v:.3g}" for k, v in sorted(scores.items())))
+    return Outcome(name, folder, None, scores)
+
+
+def _trackers(monitor: Monitor, more: Sequence[Named]) -> list[Named]:
+    """Return the trackers: always metrics.jsonl, then that of ``monitor``, then the program's."""
+    trackers: list[Named] = ["jsonl"]
+    if monitor.monitor_type not in (None, "jsonl"):
+        kind, args = str(monitor.monitor_type), monitor.monitor_args
+        trackers.append(kind if args is None else tracking.registry.resolve(kind)(**args))
+    return [*trackers, *more]

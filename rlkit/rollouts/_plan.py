@@ -1,0 +1,339 @@
+"""How episodes are played: everything that ``rollout`` can be told, checked before any work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import numpy as np
+
+from rlkit import _check, _packages
+from rlkit._packages import PACKAGE
+from rlkit.envs.protocol import TaskSettings
+from rlkit.errors import ConfigError, EnvBusy
+from rlkit.trajectory.types import read_only
+from rlkit.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rlkit.chat import Chat
+    from rlkit.envs.protocol import Task
+
+__all__ = ["Plan"]
+
+_ENV, _START, _TURN, _PAUSE = range(4)
+_LIMIT = 2**31 - 2**16  # every backend takes such a seed as it is, so that one plan samples alike on all of them
+
+
+def env_seed(seed: int, step: int, group: int) -> int:
+    """Return what ``reset`` is given, the same for all of a group; in [0, 2^31), which every generator takes."""
+    return _words(seed, _ENV, step, group) >> 33
+
+
+def start_seed(seed: int, step: int, group: int) -> int:
+    """Return the seed of the request that samples the first turns of a whole group; in [0, 2^31)."""
+    return _words(seed, _START, step, group) % _LIMIT
+
+
+def sampling_seed(seed: int, step: int, group: int, member: int, turn: int) -> int:
+    """Return the seed of the request that samples one turn of one member; in [0, 2^31)."""
+    return _words(seed, _TURN, step, group, member, turn) % _LIMIT
+
+
+def pauses(seed: int, step: int, group: int, member: int) -> np.random.Generator:
+    """Return a generator for the lengths of pauses between attempts."""
+    return np.random.default_rng(_words(seed, _PAUSE, step, group, member))
+
+
+def _words(seed: int, *key: int) -> int:
+    """Return 64 bits; the key is spawned from the seed, so that no two places share a stream."""
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
+    return int(state[0])
+
+
+SHORT = 500  # characters of a message that are kept
+
+
+class CannotGoOn(Exception):
+    """The rollout ends with ``error``, which is not the fault of one episode."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Fault(Exception):
+    """Something that is not the policy's doing; ends an attempt."""
+
+    def __init__(self, where: str, error: Exception, *, kind: str | None = None) -> None:
+        super().__init__(str(error))
+        self.where = where
+        self.error = error
+        self.kind = type(error).__name__ if kind is None else kind
+
+
+class Deadline(Exception):
+    """The episode's time is over."""
+
+
+def described(error: BaseException) -> str:
+    """Return the error's text with its notes, which say whose it is, shortened; and its place in the user's code."""
+    text = "; ".join([str(error), *getattr(error, "__notes__", ())])[:SHORT]
+    where = place(error)
+    return f"{text}; {where}" if where else text
+
+
+def place(error: BaseException) -> str:
+    """Return "at FILE:LINE in FUNCTION" of the innermost frame of the user's; else of a package; else "".
+
+    An error of rlkit's own that was made of another is where that one was.
+    """
+    cause: BaseException | None = error
+    packaged = ""
+    for _ in range(8):
+        if cause is None:
+            break
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            whose = _whose(frame.filename)
+            if whose == "user":
+                return f"at {_short(frame.filename)}:{frame.lineno} in {frame.name}"
+            if whose == "package" and not packaged:
+                packaged = f"at {_short(frame.filename)}:{frame.lineno} in {frame.name}"
+        cause = cause.__cause__
+    return packaged
+
+
+@functools.lru_cache(maxsize=1024)
+def _whose(file: str) -> str:
+    """Return whose code a file is: "rlkit", "python", "package" or "user"."""
+    if file.startswith(("<frozen", "<attrs")):
+        return "python"
+    if file.startswith(str(PACKAGE) + os.sep):
+        return "rlkit"
+    if {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return "package"
+    names = ("stdlib", "platstdlib")
+    return "python" if file.startswith(tuple(sysconfig.get_path(name) + os.sep for name in names)) else "user"
+
+
+def _short(file: str) -> str:
+    """Return a path as its user knows it: relative to the working directory, or to the home."""
+    path = Path(file)
+    for folder, before in ((Path.cwd, Path()), (Path.home, Path("~"))):
+        try:
+            return str(before / path.relative_to(folder()))
+        except (ValueError, OSError, RuntimeError):  # not within it, or there is none
+            continue
+    return file
+
+
+EXECUTORS = {"threads": "rlkit.rollouts._plan:Threads", "ray": "rlkit.rollouts._ray:Ray"}
+
+
+class Executor(Protocol):
+    """Where the environments of rollouts run."""
+
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """Check a plan's ``executor_options``.
+
+        Raises:
+            ConfigError: naming the field.
+            MissingPackageError: the executor's package is not installed.
+        """
+
+    def place_tasks(self, plan: Plan, tasks: Iterable[Task]) -> AbstractAsyncContextManager[Iterable[Task]]:
+        """Yield the tasks with environments that live where this executor runs them; at the end leave nothing there.
+
+        Raises:
+            ConfigError: an environment cannot live there.
+        """
+
+    def prepare_task(self, task: Task) -> AbstractAsyncContextManager[Task]:
+        """Yield a placed task whose next environment is made at once: wait before for what has to start.
+
+        Raises:
+            EnvError: the rollout has ended.
+        """
+
+
+class Threads:
+    """Threads of this process: tasks stay as they are."""
+
+    def check_options(self, options: Mapping[str, object]) -> None:
+        """Check that there are no options.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        if options:
+            raise ConfigError("Plan.executor_options", f"is {dict(options)}", "none", 'executor is "threads"')
+
+    def place_tasks(self, plan: Plan, tasks: Iterable[Task]) -> AbstractAsyncContextManager[Iterable[Task]]:
+        """Yield the tasks."""
+        del plan
+        return contextlib.nullcontext(tasks)
+
+    def prepare_task(self, task: Task) -> AbstractAsyncContextManager[Task]:
+        """Yield the task."""
+        return contextlib.nullcontext(task)
+
+
+def find_executor(name: str) -> Executor:
+    """Return the executor of that name.
+
+    Raises:
+        ConfigError: none has it.
+
+    >>> find_executor("threads").check_options({})
+    """
+    executor: Executor = resolve_name(EXECUTORS[_check.choice("Plan.executor", name, tuple(EXECUTORS))])()
+    return executor
+
+
+def _listed(value: object) -> object:
+    return (value,) if isinstance(value, type) else tuple(value) if isinstance(value, list) else value
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """How episodes are played.
+
+    A task's own ``settings`` override what is said here.
+
+    Args:
+        n: episodes per task, >= 1: a group.
+        min_n: a group that lost episodes to failures is kept from this many on, in [1, n]; None: 2, or 1 where n is.
+        params: how each turn is sampled; ``params.max_tokens`` is per turn.
+        chat: how observations become prompts; None: ``rlkit.chat.Chat`` with the sampler's tokenizer.
+        seed: >= 0, of environments and sampling.
+        max_turns: per episode, >= 1; None: as many as there is room for.
+        max_total_tokens: the policy's own tokens in an episode, >= 1; None: what the context holds.
+        max_length: prompt and action together, in tokens, >= 2; None: the sampler's context.
+        reduction: an episode's reward from all that it got: "sum", "mean", "max", "min" or "last".
+        nonterminal_reward: one more reward, after those of its turns, for an episode that did not come to an end of its
+            own; None: none.
+        nonterminal_override: the reward of such an episode instead of all that; None: unchanged.
+        concurrency: episodes played at the same time, >= 1.
+        deadline: seconds from the start of an episode, > 0. An episode that reaches it is truncated, not failed. A
+            sampler's first request, which may load and merge a model, counts; closing comes on top.
+        call_timeout: seconds for one call of an environment, > 0; beyond, the episode has failed. None: half of the
+            deadline.
+        close_timeout: seconds that closing an environment may take, > 0.
+        executor: where environments run: "threads" of this process, or "ray": in worker processes of Ray's, on the
+            cluster that ``ray.init`` connected to, else on this machine. Several environments share a worker.
+        executor_options: of Ray: "workers", how many, >= 1 (None: as many as the CPUs suffice for); and what each is
+            given: "num_cpus", >= 0 (1), "num_gpus", >= 0 (0), "memory" in bytes, which on Linux its environments cannot
+            exceed, "resources" by name; "placement_group", Ray's own or its name: where they run, within what it has
+            set aside.
+        retry: exceptions of environments and samplers after which to try again: ``EnvBusy`` and ``ConnectionError``, of
+            which ``EnvLost`` is one.
+        attempts: how often in all, >= 1, after pauses that double from half a second on. An environment is made anew
+            and its episode begins again, with the same seeds.
+        refill: further episodes that a group may play in place of failed ones, >= 0.
+        share: of all episodes, in (0, 1]: once so many have ended the rest is given up. Below 1 it prefers short
+            episodes, and what is returned depends on timing.
+        shared_start: the first turns of a group are sampled in one request, so that its prompt is computed once; a
+            member then waits for the first turns of all.
+        tags: name -> text, number or bool, given to every trajectory.
+        progress: a progress bar on stderr, and lines where it is not a terminal; needs rich. None: a bar where stderr
+            is a terminal and rich is there.
+
+    Raises:
+        ConfigError: naming the field.
+        MissingPackageError: ``executor`` is "ray", which is not installed.
+
+    >>> Plan(n=4, max_turns=3).settings.n
+    4
+    """
+
+    n: int = 8
+    min_n: int | None = None
+    params: SamplingParams = attrs.field(factory=SamplingParams)
+    chat: Chat | None = None
+    seed: int = 0
+    max_turns: int | None = 16
+    max_total_tokens: int | None = None
+    max_length: int | None = None
+    reduction: str = "sum"
+    nonterminal_reward: float | None = None
+    nonterminal_override: float | None = None
+    concurrency: int = 128
+    deadline: float = 1800.0
+    call_timeout: float | None = None
+    close_timeout: float = 5.0
+    executor: str = "threads"
+    executor_options: Mapping[str, object] = attrs.field(factory=dict, converter=read_only)
+    retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
+    attempts: int = 3
+    refill: int = 0
+    share: float = 1.0
+    shared_start: bool = True
+    tags: Mapping[str, str | float] = attrs.field(factory=dict, converter=read_only)
+    progress: bool | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("n", "concurrency", "attempts"):
+            _check.integer(f"Plan.{name}", getattr(self, name), low=1)
+        _check.integer("Plan.seed", self.seed, low=0)
+        _check.integer("Plan.refill", self.refill, low=0)
+        _check.optional(_check.integer, "Plan.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
+        for name, low in (("max_turns", 1), ("max_total_tokens", 1), ("max_length", 2)):
+            _check.optional(_check.integer, f"Plan.{name}", getattr(self, name), low=low)
+        for name in ("deadline", "close_timeout", "call_timeout"):
+            if name != "call_timeout" or self.call_timeout is not None:
+                _check.real(f"Plan.{name}", getattr(self, name), above=0.0, why="seconds")
+        _check.real("Plan.share", self.share, above=0.0, high=1.0)
+        _check.flag("Plan.shared_start", self.shared_start)
+        _check.optional(_check.flag, "Plan.progress", self.progress)
+        _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
+        if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
+            raise ConfigError("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat")
+        tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
+        if not all(isinstance(name, str) and isinstance(tag, (str, bool, int, float)) for name, tag in tags):
+            raise ConfigError("Plan.tags", f"got {_check.shown(self.tags)}", "names with text, numbers or bools")
+        executor, options = find_executor(self.executor), self.executor_options
+        _check.require(isinstance(options, Mapping), "Plan.executor_options", options, "a dict")
+        executor.check_options(options)
+        self._check_retry()
+        if self.progress and importlib.util.find_spec("rich") is None:
+            raise ConfigError(f"Plan.progress: needs rich, which is not installed: {_packages.command('rollouts')}")
+        _ = self.settings  # the rest is checked there
+
+    def _check_retry(self) -> None:
+        expected = "a tuple of exception classes"
+        _check.require(isinstance(self.retry, tuple), "Plan.retry", self.retry, expected)
+        for i, kind in enumerate(self.retry):
+            _check.require(isinstance(kind, type) and issubclass(kind, Exception), f"Plan.retry[{i}]", kind, expected)
+
+    @property
+    def settings(self) -> TaskSettings:
+        """Return what a task may override, in the form of a task's settings; ``min_n`` depends on the task's n."""
+        return TaskSettings(
+            n=self.n,
+            temperature=self.params.temperature,
+            max_tokens=self.params.max_tokens,
+            max_turns=self.max_turns,
+            max_total_tokens=self.max_total_tokens,
+            deadline=self.deadline,
+            reduction=self.reduction,  # type: ignore[arg-type]
+            nonterminal_reward=self.nonterminal_reward,
+            nonterminal_override=self.nonterminal_override,
+        )
+
+    def with_options(self, **options: Any) -> Plan:
+        """Return a copy with these fields replaced.
+
+        Raises:
+            ConfigError: there is no such field, or as for the class.
+        """
+        _check.options("rollout", Plan, options, kind="Plan")
+        return attrs.evolve(self, **options)

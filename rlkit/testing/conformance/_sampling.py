@@ -1,0 +1,264 @@
+"""Samples, snapshots, seeds, and the logprobs on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from rlkit.backends.protocol import LiveSampler, LiveSampling, Sampler, TrainerBackend
+from rlkit.errors import BackendError, DataError, UnsupportedError
+from rlkit.testing.conformance._harness import Harness, worst
+from rlkit.types import Adam, Sample, SamplingParams
+
+LONG = SamplingParams(max_tokens=12, stop=())
+FAR = Adam(learning_rate=0.05)
+OPTIONS = {"min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+
+
+class SamplingTests(Harness):
+    """A sampler is a frozen policy, and says how likely each of its tokens was."""
+
+    @staticmethod
+    def following(sampler: Sampler, tokens: np.ndarray) -> np.ndarray:
+        """Return float64 [V]: the logprobs of all tokens behind these."""
+        futures = [sampler.logprobs(np.append(tokens, token)) for token in range(sampler.tokenizer.vocab_size)]
+        return np.array([future.result()[-1] for future in futures], np.float64)
+
+    @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.3])
+    def test_sampler_and_trainer_agree(self, policy: TrainerBackend, temperature: float) -> None:
+        """The trainer gives a sampled token the logprob that the sampler reported, at its temperature."""
+        samples = self.samples(policy, temperature=temperature)
+        if temperature != 1.0 and not self.tempered:
+            with pytest.raises(UnsupportedError, match=f"temperature {temperature}"):
+                self.logprobs(policy, [s.datum(0.0) for s in samples])
+            with pytest.raises(UnsupportedError, match="temperature"):
+                policy.sampler().result().logprobs(samples[0].prompt, temperature=temperature)
+            return
+        trained = self.logprobs(policy, [s.datum(0.0) for s in samples])
+        assert worst(trained, [s.logprobs for s in samples]) < self.tolerance
+        first = samples[0]
+        sampler = policy.sampler().result()
+        scored = sampler.logprobs(np.concatenate([first.prompt, first.tokens]), temperature=temperature).result()
+        assert worst([scored[first.prompt.size :]], [first.logprobs]) < self.tolerance
+
+    def test_logprobs_are_a_distribution(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """Over all continuations of a prompt, the probabilities sum to 1: the logprob at i is of token i."""
+        prompt = self.prompt(policy, "ab")
+        assert np.exp(self.following(sampler, prompt)).sum() == pytest.approx(1.0, abs=1e-3)
+        assert sampler.logprobs(prompt).result()[0] == 0.0
+
+    def test_samples_follow_the_logprobs(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """Reported probabilities are those of the draws: the mean of 1/p over distinct first tokens is their number."""
+        params = SamplingParams(max_tokens=1, stop=())
+        samples = sampler.sample(self.prompt(policy), params, n=512, seed=5).result()
+        first = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in samples}
+        counts = {t: sum(int(s.tokens[0]) == t for s in samples) for t in first}
+        top = max(first, key=lambda t: first[t])
+        p = first[top]
+        assert abs(counts[top] / 512 - p) < 5 * np.sqrt(p * (1 - p) / 512) + 1e-9
+
+    def test_seeds_repeat(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """A seed gives the same samples again, and sample i does not depend on how many there are."""
+        once = sampler.sample(self.prompt(policy), LONG, n=4, seed=11).result()
+        again = sampler.sample(self.prompt(policy), LONG, n=2, seed=11).result()
+        for a, b in zip(once, again, strict=False):
+            assert a.tokens.tolist() == b.tokens.tolist()
+
+    def test_samples_of_a_group_differ(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """The samples of one request differ, and so do two requests without a seed."""
+        group = sampler.sample(self.prompt(policy), LONG, n=4, seed=1).result()
+        others = [sampler.sample(self.prompt(policy), LONG).result()[0] for _ in range(2)]
+        assert len({tuple(s.tokens.tolist()) for s in [*group, *others]}) == 6
+
+    def test_seed_of_the_backend_repeats(self, fresh: Callable[..., TrainerBackend]) -> None:
+        """Two backends with one seed sample alike, call by call; another seed samples otherwise."""
+        draws = []
+        for seed in (3, 3, 4):
+            with fresh(seed=seed).sampler().result() as sampler:
+                draws.append([sampler.sample([1, 2], LONG).result()[0].tokens.tolist() for _ in range(2)])
+        assert draws[0] == draws[1]
+        assert draws[0] != draws[2]
+
+    def test_companions_change_nothing(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """A sample is the same, to the bit, alone and among requests of other lengths and settings."""
+        if not self.exact:
+            pytest.skip("this backend does not guarantee it (exact = False)")
+        params = SamplingParams(max_tokens=20, stop=())
+        prompt = self.prompt(policy)
+        alone = sampler.sample(prompt, params, seed=2).result()[0]
+        crowd = [sampler.sample(self.prompt(policy, "x" * k), LONG, n=k % 3 + 1) for k in range(1, 12)]
+        shared = sampler.sample(np.append(prompt, prompt), params, n=2)
+        among = sampler.sample(prompt, params, n=3, seed=2).result()[0]
+        for future in [*crowd, shared]:
+            future.result()
+        assert alone.tokens.tolist() == among.tokens.tolist()
+        assert alone.logprobs.tobytes() == among.logprobs.tobytes()
+
+    def test_greedy_repeats(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """Temperature 0 takes the most probable token and reports its untempered logprob."""
+        params = SamplingParams(max_tokens=4, temperature=0.0, stop=())
+        a, b = (sampler.sample(self.prompt(policy), params, seed=seed).result()[0] for seed in (1, 2))
+        scored = sampler.logprobs(np.concatenate([a.prompt, a.tokens])).result()[a.prompt.size :]
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert worst([scored], [a.logprobs]) < self.tolerance
+
+    def test_truncation_renormalises(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """With top_k = 1 every token is certain; with top_p the reported probabilities are those of what is left."""
+        prompt = self.prompt(policy)
+        greedy = SamplingParams(max_tokens=4, temperature=0.0, stop=())
+        only = sampler.sample(prompt, SamplingParams(max_tokens=4, top_k=1, stop=()), n=2).result()
+        best = sampler.sample(prompt, greedy).result()[0]
+        three = sampler.sample(prompt, SamplingParams(max_tokens=1, top_k=3, stop=()), n=64, seed=0).result()
+        tiny = sampler.sample(prompt, SamplingParams(max_tokens=4, top_p=1e-6, stop=())).result()[0]
+        assert all(s.tokens.tolist() == best.tokens.tolist() for s in [*only, tiny])
+        assert all(np.abs(s.logprobs).max() < 1e-6 for s in [*only, tiny])
+        seen = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in three}
+        assert len(seen) <= 3
+        assert sum(seen.values()) <= 1 + 1e-5
+        assert three[0].datum(1.0).truncated
+
+    @pytest.mark.parametrize(("name", "value"), OPTIONS.items())
+    def test_options_are_there_or_refused(
+        self, policy: TrainerBackend, name: str, value: float, sampler: Sampler
+    ) -> None:
+        """A sampler without an option says so before any work; one that has it records it, and its datum is cut."""
+        params = SamplingParams(max_tokens=3, stop=(), **{name: value})  # type: ignore[arg-type]
+        if name not in self.offers:
+            with pytest.raises(UnsupportedError, match=name):
+                sampler.sample(self.prompt(policy), params)
+            return
+        sample = sampler.sample(self.prompt(policy), params).result()[0]
+        assert sample.drawn_with == params.drawn_with
+        assert sample.datum(1.0).truncated
+        with pytest.raises(DataError, match=r"data\[0\].*penalty"):
+            policy.forward([sample.datum(1.0)], "ppo")
+
+    def test_min_p_renormalises(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """With min_p the reported probabilities are those of what is left, none below its share of the largest."""
+        if "min_p" not in self.offers:
+            pytest.skip("this backend has no min_p")
+        params = SamplingParams(max_tokens=1, min_p=0.5, stop=())
+        samples = sampler.sample(self.prompt(policy), params, n=64, seed=0).result()
+        whole = self.following(sampler, self.prompt(policy))
+        kept = np.exp(np.where(whole >= whole.max() + np.log(0.5), whole, -np.inf))
+        seen = {int(s.tokens[0]): float(np.exp(s.logprobs[0])) for s in samples}
+        assert all(p == pytest.approx(kept[token] / kept.sum(), rel=20 * self.tolerance) for token, p in seen.items())
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_penalties_lower_logprobs(self, policy: TrainerBackend, temperature: float, sampler: Sampler) -> None:
+        """Presence and frequency come off the logits of the completion's tokens, once and by their number.
+
+        The repetition penalty lowers the logits of the prompt's tokens too, and of no others.
+        """
+        if not {"repetition_penalty", "presence_penalty", "frequency_penalty"} <= set(self.offers):
+            pytest.skip("this backend lacks a penalty")
+        both = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+        params = SamplingParams(max_tokens=3, stop=(), temperature=temperature, **both)  # type: ignore[arg-type]
+        repeated = SamplingParams(max_tokens=1, stop=(), temperature=temperature, repetition_penalty=3.0)
+        prompt = self.prompt(policy)
+        sample = sampler.sample(prompt, params, seed=3).result()[0]
+        whole = self.following(sampler, np.append(prompt, sample.tokens[:2]))
+        firsts = sampler.sample(prompt, repeated, n=64, seed=4).result()
+        before = self.following(sampler, prompt)
+        times = np.bincount(sample.tokens[:2], minlength=whole.size)
+        whole = whole - 0.5 * times - 1.5 * (times > 0)
+        whole -= np.log(np.exp(whole).sum())
+        assert sample.logprobs[2] == pytest.approx(whole[sample.tokens[2]], abs=20 * self.tolerance)
+        if temperature == 0.0:
+            assert sample.tokens[2] == whole.argmax()
+        gains = [(int(s.tokens[0]) in prompt, float(s.logprobs[0] - before[s.tokens[0]])) for s in firsts]
+        others = [gain for seen, gain in gains if not seen]  # the mass that the prompt's tokens lost
+        assert np.ptp(others or [0.0]) < 20 * self.tolerance
+        assert all(gain <= max(others, default=np.inf) + self.tolerance for _, gain in gains)
+
+    def test_stops(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """A stop id or string ends a sample and is part of it; () lets nothing end it but max_tokens."""
+        prompt, tokenizer = self.prompt(policy), policy.tokenizer
+        full = sampler.sample(prompt, LONG, seed=9).result()[0]
+        assert (full.stop_reason, full.tokens.size) == ("length", 12)
+        token = int(full.tokens[3])
+        place = full.tokens.tolist().index(token)
+        by_id = sampler.sample(prompt, SamplingParams(max_tokens=12, stop=(token,)), seed=9).result()[0]
+        ends = set(tokenizer.eos_ids)
+        until = next((i for i, t in enumerate(full.tokens.tolist()) if t in ends or i == place), place)
+        assert (by_id.stop_reason, by_id.tokens.tolist()) == ("stop", full.tokens[: until + 1].tolist())
+        text = tokenizer.decode(full.tokens[:until], skip_special=False) if until else ""
+        if text and "\ufffd" not in text:
+            stop = text[-1]
+            by_text = sampler.sample(prompt, SamplingParams(max_tokens=12, stop=(stop,)), seed=9).result()[0]
+            assert by_text.stop_reason == "stop"
+            assert stop in tokenizer.decode(by_text.tokens, skip_special=False)
+            assert stop not in tokenizer.decode(by_text.tokens[:-1], skip_special=False)
+
+    def test_context_ends_a_sample(self, policy: TrainerBackend, sampler: Sampler) -> None:
+        """A completion stops with the reason "length" where the model's context ends."""
+        prompt = np.ones(policy.max_length - 2, np.int64)
+        sample = sampler.sample(prompt, LONG, seed=0).result()[0]
+        assert (sample.tokens.size, sample.stop_reason) == (2, "length")
+
+    def test_snapshots_never_change(self, policy: TrainerBackend) -> None:
+        """An old sampler gives what it gave before the policy was trained; a new one does not."""
+        data = self.data(policy)
+        before = policy.sampler().result()
+        tokens = data[0].tokens
+        first = before.logprobs(tokens).result()
+        self.trained(policy, data, step=FAR).result()
+        after = policy.sampler().result()
+        assert before.logprobs(tokens).result().tobytes() == first.tobytes()
+        assert np.abs(after.logprobs(tokens).result() - first).max() > 1e-3
+        assert (before.version, after.version) == (0, 1)
+        assert after.sample(tokens[:3], LONG).result()[0].version == 1
+        trained = policy.forward(data).result().logprobs[0]
+        scored = after.logprobs(tokens, temperature=data[0].temperature).result()
+        assert worst([trained[data[0].mask]], [scored[data[0].mask]]) < self.tolerance
+
+    def test_base_is_never_written(self, policy: TrainerBackend) -> None:
+        """Training, snapshots and sampling leave the base model as it was, to the bit."""
+        data = self.data(policy)
+        base = policy.base_sampler().result()
+        first = base.logprobs(data[0].tokens).result()
+        for _ in range(3):
+            self.trained(policy, data, step=FAR)
+            with policy.sampler().result() as sampler:
+                sampler.sample(data[0].tokens[:3], LONG).result()
+        assert base.logprobs(data[0].tokens).result().tobytes() == first.tobytes()
+        assert policy.base_sampler().result().logprobs(data[0].tokens).result().tobytes() == first.tobytes()
+
+    def test_closed_sampler_refuses(self, policy: TrainerBackend) -> None:
+        """After close(), and after its context, a sampler raises."""
+        with policy.sampler().result() as sampler:
+            pass
+        with pytest.raises(BackendError, match="closed"):
+            sampler.sample([1], LONG)
+
+    def test_live_samplers(self, policy: TrainerBackend) -> None:
+        """An update is the policy as of its call; before it nothing changes, and tokens say who drew them."""
+        if not isinstance(policy, LiveSampling):
+            pytest.skip("it has no live_sampler")
+        prompt, before = self.prompt(policy), policy.sampler().result()
+        with policy.live_sampler().result() as live:
+            assert isinstance(live, LiveSampler)
+            assert live.switches in ("token", "request")
+            assert live.version == policy.version
+            running = live.sample(prompt, LONG, n=2, seed=1)
+            self.trained(policy, self.data(policy), step=FAR)
+            first, update = live.logprobs(prompt), live.update()
+            newest = policy.sampler().result()
+            assert update.result() == live.version == newest.version == before.version + 1
+            either = [sampler.logprobs(prompt).result() for sampler in (before, newest)]
+            assert min(worst([first.result()], [x]) for x in either) < self.tolerance
+            assert worst([live.logprobs(prompt).result()], [either[1]]) < self.tolerance
+            assert {s.version for s in live.sample(prompt, LONG, n=2, seed=1).result()} == {newest.version}
+            self.check_versions(running.result(), {before.version, newest.version}, live.switches)
+            assert live.update().result() == newest.version
+        with pytest.raises(BackendError):
+            live.update()
+
+    @staticmethod
+    def check_versions(samples: Sequence[Sample], versions: set[int], switches: str) -> None:
+        """Check which policies drew samples during an update."""
+        for sample in samples:
+            assert {*sample.token_versions.tolist()} <= versions
+            assert switches == "token" or sample.versions is None

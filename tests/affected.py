@@ -1,0 +1,82 @@
+"""Print the test files that a change touches: ``python -m tests.affected [BASE]``; ``make affected`` runs them.
+
+A change is what differs from BASE (default HEAD), untracked files included. It touches the test files that import a
+changed module, at any depth and also inside functions; the tests in the mirror of its folder (rlkit/runs/lock.py:
+tests/runs); and, for a file that is not a module (a template, golden values), the tests that name it. This is for the
+minutes in which one works: it does not see what a test reaches by a name that it builds. ``make test-all`` does.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("rlkit", "tests", "examples", "benchmarks", "docs")
+EVERYTHING = {"pyproject.toml", "constraints.txt", "Makefile", "tests/conftest.py", "tests/properties.py"}
+
+
+def read_modules():
+    """Return the path of every module, by dotted name."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def find_imports(name, path, modules):
+    """Return the modules that a module imports; of a test also those that its strings name, which programs import."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    named = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            named |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and name.startswith("tests."):
+            named |= set(re.findall(r"\b(?:rlkit|tests|examples)(?:\.\w+)+", node.value))
+    found = set()
+    for each in named:
+        while each and each not in modules:  # a name of a module stands for the module
+            each = each.rpartition(".")[0]
+        found.add(each)
+    return found - {"", name, "rlkit", "tests"}  # rlkit itself re-exports lazily: it leads to everything
+
+
+def find_affected(changed):
+    """Return the paths that pytest is to run for these changed files."""
+    if EVERYTHING & set(changed):
+        return ["tests", "rlkit"]
+    modules = read_modules()
+    names = {str(path.relative_to(ROOT)): name for name, path in modules.items()}
+    imports = {name: find_imports(name, path, modules) for name, path in modules.items()}
+    reached = {names[each] for each in changed if each in names}
+    for other in map(Path, (each for each in changed if each not in names)):
+        if other.suffix == ".md":
+            reached |= {"tests.test_docs", "tests.test_repository"}
+        else:
+            word = re.compile(rf"\b{re.escape(other.stem)}\b")
+            reached |= {name for name, path in modules.items() if word.search(path.read_text("utf-8"))}
+    while more := {name for name, found in imports.items() if found & reached} - reached:
+        reached |= more
+    tests = {path for name in reached if (path := modules[name]).name.startswith("test_")}
+    for each in map(Path, changed):
+        if each.parts[0] == "rlkit":
+            mirror = ROOT / "tests" / Path(*each.parts[1:-1])
+            tests |= set(mirror.glob("test_*.py")) if len(each.parts) > 2 else set()
+            tests |= {ROOT / each} if each.suffix == ".py" else set()  # its docstrings' examples
+    return sorted(str(path.relative_to(ROOT)) for path in tests if path.exists())
+
+
+def list_changes(base):
+    """Return the paths that differ from ``base``, untracked ones included."""
+    calls = [["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"]]
+    done = [subprocess.run(["git", *call], cwd=ROOT, capture_output=True, text=True, check=True) for call in calls]
+    return sorted(set("\n".join(each.stdout for each in done).split("\n")) - {""})
+
+
+if __name__ == "__main__":
+    print(*find_affected(list_changes(*(sys.argv[1:] or ["HEAD"]))), sep="\n")

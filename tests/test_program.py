@@ -1,0 +1,226 @@
+"""Programs are fed, heard within bounds, and ended with what they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlkit import EnvError
+from rlkit._program import Program
+
+FORK = "import os, time\npid = os.fork()\nif not pid:\n    time.sleep(600)\nprint(pid, flush=True)\n"
+DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nUP\ntime.sleep(600)"
+
+
+def program(code, **options):
+    return Program([sys.executable, "-c", code], environment=dict(os.environ), **options)
+
+
+def gone(pid):
+    """Whether a process has ended, within a generous time; one that nobody has waited for has ended, too."""
+    for _ in range(1000):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def killed_when_heard(code, *, heard, **options):
+    """How a program ended that is killed once it has come to the line UP."""
+    made = program(code.replace("UP", f"open({str(heard)!r}, 'w').close()"), **options)
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(made.run()))
+    thread.start()
+    while not heard.exists():
+        time.sleep(0.01)
+    made.kill()
+    thread.join(60)
+    assert not thread.is_alive()
+    return ends[0]
+
+
+def test_it_is_fed_and_heard():
+    ended = program(
+        "import sys; t = sys.stdin.read(); print(len(t), 'ä'); print('oh', file=sys.stderr)", stdin=b"x" * 10**6
+    ).run()
+    assert (ended.code, ended.stdout, ended.stderr) == (0, "1000000 ä\n", "oh\n")
+
+
+def test_exit_codes():
+    assert program("raise SystemExit(3)").run().code == 3
+    assert program("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").run().code == -11
+
+
+def test_input_that_nobody_reads():
+    assert program("print('no')", stdin=b"x" * 10**7).run().stdout == "no\n"
+
+
+def test_of_much_output_the_end_is_kept():
+    ended = program("import sys; sys.stdout.write('x' * 10**7 + 'end')", most=100).run()
+    assert ended.stdout == "x" * 97 + "end"
+
+
+def test_a_flood_is_ended(tmp_path):
+    ended = killed_when_heard("UP\nwhile True: print('x' * 1000)", heard=tmp_path / "up", most=1000)
+    assert ended.code == -15
+    assert len(ended.stdout) <= 1000
+
+
+def test_one_that_does_not_hear_sigterm(tmp_path):
+    ended = killed_when_heard(DEAF, heard=tmp_path / "up", grace=0.2)
+    assert ended.code == -9
+
+
+def test_children_end_with_it():
+    """When it ends by itself."""
+    ended = program(FORK).run()
+    assert ended.code == 0
+    assert gone(int(ended.stdout))
+
+
+def test_children_are_killed_with_it(tmp_path):
+    """One that does not hear SIGTERM, too."""
+    children = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npid = os.fork()\n"
+    children += "if pid:\n    print(pid, flush=True)\n    UP\ntime.sleep(600)"
+    ended = killed_when_heard(children, heard=tmp_path / "up", grace=0.3)
+    assert ended.code == -9
+    assert gone(int(ended.stdout))
+
+
+def test_a_child_that_leaves_the_group_holds_nothing_up():
+    """Its end of the pipe stays open; a second later nobody waits for it."""
+    code = "import os, time\nleft, leaves = os.pipe()\npid = os.fork()\n"
+    code += "if not pid:\n    os.setsid()\n    os.write(leaves, b'x')\n    time.sleep(600)\n"
+    code += "os.read(left, 1)\nprint(pid, flush=True)\n"
+    began = time.monotonic()
+    ended = program(code).run()
+    assert time.monotonic() - began < 60
+    os.kill(int(ended.stdout), 9)
+
+
+def test_one_that_is_killed_first_is_not_started(tmp_path):
+    made = program(f"open({str(tmp_path / 'up')!r}, 'w')")
+    made.kill()
+    with pytest.raises(EnvError, match="before it started"):
+        made.run()
+    assert not (tmp_path / "up").exists()
+    made.kill()
+
+
+def test_killing_one_that_has_ended():
+    made = program("pass")
+    made.run()
+    made.kill()
+    made.kill(grace=0.0)
+
+
+def test_one_that_cannot_be_started(tmp_path):
+    with pytest.raises(EnvError, match="could not be started"):
+        Program([str(tmp_path / "nothing")], environment={}).run()
+
+
+def test_without_the_system_s_help(monkeypatch):
+    """Where a process cannot be waited for by a descriptor, it is looked at now and then."""
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    ended = program(FORK).run()
+    assert ended.code == 0
+    assert gone(int(ended.stdout))
+
+
+LEAVES = """
+import os, sys, threading, time
+from rlkit import _orphans
+from rlkit._program import Program
+def told(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+code = "import os, signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\\nleads = os.fork()\\n"
+code += "own = sys.argv[1] + str(bool(leads))\\nopen(own + '.part', 'w').write(str(os.getpid()))\\n"
+code += "os.rename(own + '.part', own)\\ntime.sleep(600)"  # so that there is no file that is not whole
+code = "import sys\\n" + code
+ending = [sys.executable, "-c", "import sys; open(sys.argv[1], 'w').close()", sys.argv[1] + "ended"]
+made = Program([sys.executable, "-c", code, sys.argv[1]], environment=dict(os.environ), ending=ending)
+threading.Thread(target=made.run, daemon=True).start()
+told(sys.argv[1] + "True")
+told(sys.argv[1] + "False")
+while not _orphans._watcher._groups:
+    time.sleep(0.01)
+with _orphans._watcher._lock:  # the watcher knows the group
+    pass
+if sys.argv[2] == "fork" and not os.fork():
+    time.sleep(600)  # a child of the program holds nothing up
+print(flush=True)
+time.sleep(0 if sys.argv[2] == "exit" else 600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(0, "exit"), (signal.SIGTERM, "wait"), (signal.SIGKILL, "wait"), (signal.SIGKILL, "fork")],
+)
+def test_none_outlives_the_interpreter(tmp_path, number, how):
+    """However it ends: nothing of a group is left that is deaf to SIGTERM, and the command for a container is run."""
+    names = tmp_path / "pid-"
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVES, str(names), how], stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        assert parent.stdout.readline() == b"\n"
+        if number:
+            parent.send_signal(number)
+        assert parent.wait(60) == -number
+        try:
+            for which in ("True", "False"):
+                assert gone(int(Path(f"{names}{which}").read_text()))
+            for _ in range(1000):
+                if Path(f"{names}ended").exists():
+                    break
+                time.sleep(0.01)
+            assert Path(f"{names}ended").exists()
+        finally:
+            if how == "fork":
+                os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_a_watcher_that_was_killed_is_replaced():
+    """What it watched is watched by the next."""
+    code = """
+import os, signal, subprocess, sys, time
+from rlkit import _orphans
+left = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) for _ in "ab"]
+_orphans.adopt(left[0].pid)
+watcher = _orphans._watcher._process
+watcher.kill()
+watcher.wait()
+_orphans.adopt(left[1].pid)
+print(*(each.pid for each in left), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120).stdout
+    assert all(gone(int(pid)) for pid in said.split())
+
+
+def test_no_descriptor_is_left_open():
+    """Counted in a process of its own, where nothing of earlier tests is closed meanwhile."""
+    code = """
+import os, sys
+from rlkit._program import Program
+counts = []
+for _ in range(6):
+    Program([sys.executable, "-c", "print(1)"], environment=dict(os.environ)).run()
+    counts.append(len(os.listdir("/proc/self/fd")))
+print(*counts)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    first, *others = said.split()  # the first run starts a watcher
+    assert others == [first] * 5

@@ -1,0 +1,113 @@
+"""Where the programs that rlkit starts listen: on loopback alone, unless an address is asked for.
+
+Ranks of ``processes=`` and of torchrun are in tests/backends/local/distributed/test_launch.py, Ray in
+tests/rollouts/test_ray.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import rlkit
+from tests.sockets import PROC, listening, open_to_others
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(not PROC.exists(), reason="no Linux")
+
+# Files of rlkit that listen, or have others listen. Whoever adds one says here what shows where.
+PLACES = {
+    "rlkit/_http.py": "test_servers",
+    "rlkit/_commands/_ranks.py": "test_two_ranks_that_add_up",
+    "rlkit/_ray_cluster.py": "tests/rollouts/test_ray.py",
+    "rlkit/backends/local/distributed/server.py": "tests/backends/local/distributed/test_launch.py",
+    "rlkit/backends/local/_serve.py": "it is a client of the store",
+    "rlkit/backends/vllm/_server.py": "it looks for a free port of loopback",
+    "rlkit/backends/vllm/_engine.py": "vLLM",
+    "rlkit/envs/_openenv_child.py": "test_a_server_of_an_environment",
+}
+LISTENS = (
+    r"create_server\(|\.bind\(\(|\.listen\(|TCPStore\(|start_server\(|uvicorn\.(run|Server)|HTTPServer\(|"
+    r"ray\.init\(|\"--port\", str"
+)
+
+# Programs of others, whose sockets cannot be bound by who starts them: SECURITY.md names them with their ports.
+OTHERS = {
+    "torchrun": "29500",
+    "Ray": "6379",
+    "vLLM": "8000",
+    "NCCL": "NCCL_SOCKET_IFNAME",
+}
+
+
+def test_every_place_is_known():
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("rlkit", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(LISTENS, path.read_text("utf-8"))
+    }
+    assert found == PLACES.keys()
+
+
+def test_what_cannot_be_bound_is_named():
+    text = (ROOT / "SECURITY.md").read_text("utf-8")
+    assert [name for name, port in OTHERS.items() if not re.search(rf"{name}\b[^.]*\b{port}\b", text)] == []
+
+
+def test_servers():
+    """A gateway, `rlkit serve` and `rlkit serve --openai`, which is a gateway."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    from rlkit.gateway import Gateway
+    from rlkit.server import serve
+
+    before = listening(os.getpid())
+    with rlkit.connect("toy") as policy, Gateway(policy.sampler().result()) as gateway, serve("toy") as server:
+        ports = {int(each.url.rpartition(":")[2]) for each in (gateway, server)}
+        found = listening(os.getpid()) - before
+        assert {(address, port) for address, port, _ in found} == {("127.0.0.1", port) for port in ports}
+        with serve("toy", host="0.0.0.0", key="tml-a-long-key-1"):  # noqa: S104  # asked for
+            assert [address for address, _, _ in open_to_others(os.getpid())] == ["0.0.0.0"]  # noqa: S104
+
+
+def test_two_ranks_that_add_up():
+    """As `rlkit doctor` has them."""
+    pytest.importorskip("torch")
+    from rlkit._commands._ranks import add_up
+
+    found, wrong, over = set(), set(), threading.Event()
+
+    def watch():
+        while not over.wait(0.01):
+            found.update(listening(os.getpid()))
+            wrong.update(open_to_others(os.getpid()))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        add_up("gloo")
+    finally:
+        over.set()
+        watching.join()
+    assert found
+    assert wrong == set()
+
+
+def test_a_server_of_an_environment(tmp_path):
+    pytest.importorskip("uvicorn")
+    (tmp_path / "words.py").write_text("async def app(scope, receive, send):\n    pass\n")
+    command = [sys.executable, str(ROOT / "rlkit/envs/_openenv_child.py"), str(tmp_path), "words:app"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        port = int(process.stdout.readline())
+        assert [(address, found) for address, found, _ in listening(process.pid)] == [("127.0.0.1", port)]
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
