@@ -31,7 +31,7 @@ help: ## what there is to make
 demo: $(DEMO) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
 
-test: lint ## lint, types and the quick tests, in at most 4 minutes
+test: lint ## lint, types and the quick tests, in at most 6 minutes
 	+$(MAKE) --no-print-directory -j2 types quick
 
 quick: $(READY) # ARGS="--random-order" tries another order
@@ -43,7 +43,7 @@ test-all: lint types ## lint, types and all tests
 test-slow: $(READY) # what make test leaves out of test-all
 	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
 
-affected: $(READY) ## the quick tests that the changes touch (BASE=main: since there; SLOW=1: the slow ones, too)
+affected: $(READY) ## the quick tests that the changes touch since main (BASE=HEAD: since there; SLOW=1: the slow ones, too)
 	@files=$$($(BIN)/python -m tests.affected $(BASE)) && if [ -z "$$files" ]; then echo "no test is touched"; else \
 	$(PYTEST) $(PARALLEL) $(if $(SLOW),,-m "not slow") $(ARGS) $$files; fi
 

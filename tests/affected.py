@@ -1,14 +1,16 @@
 """Print the test files that a change touches: ``python -m tests.affected [BASE]``; ``make affected`` runs them.
 
-A change is what differs from BASE (default HEAD), untracked files included. It touches the test files that import a
-changed module, at any depth and also inside functions; the tests in the mirror of its folder (rlkit/runs/lock.py:
-tests/runs); and, for a file that is not a module (a template, golden values), the tests that name it. This is for the
-minutes in which one works: it does not see what a test reaches by a name that it builds. ``make test-all`` does.
+A change is what differs from BASE (default: the last commit that main has, too), untracked files included. It touches
+the test files that import a changed module, at any depth, also inside functions, through what ``rlkit`` re-exports
+(``rlkit.Datum``), and by the name of a registry (``connect("toy")``); the tests in the mirror of its folder
+(rlkit/runs/lock.py: tests/runs); and, for a file that is not a module (a template, golden values), the tests that name
+it. It does not see what a test reaches by a name that it builds. ``make test-all`` does.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -25,7 +27,21 @@ def read_modules():
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
-def find_imports(name, path, modules):
+def read_exports(modules):
+    """Return what a name stands for: "rlkit.Datum" for rlkit.types, and "toy" for the module that a registry names."""
+    root = ast.parse(modules["rlkit"].read_text("utf-8"))
+    found = {
+        f"rlkit.{alias.asname or alias.name}": f"{node.module}.{alias.name}"
+        for node in ast.walk(root)
+        if isinstance(node, ast.ImportFrom) and node.module != "rlkit"
+        for alias in node.names
+    }
+    for path in (ROOT / "rlkit").rglob("*.py"):
+        found |= re.findall(r'(\w+)"?[=:] ?"(rlkit(?:\.\w+)+):\w+"', path.read_text("utf-8"))
+    return found
+
+
+def find_imports(name, path, modules, exports):
     """Return the modules that a module imports; of a test also those that its strings name, which programs import."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     named = set()
@@ -36,23 +52,33 @@ def find_imports(name, path, modules):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*base, *([node.module] if node.module else [])])
             named |= {f"{base}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and name.startswith("tests."):
-            named |= set(re.findall(r"\b(?:rlkit|tests|examples)(?:\.\w+)+", node.value))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rlkit":
+            named.add(f"rlkit.{node.attr}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not name.startswith("rlkit"):
+            named |= {node.value, *re.findall(r"\b(?:rlkit|tests|examples)(?:\.\w+)+", node.value)}
     found = set()
     for each in named:
+        each = exports.get(each, each)
         while each and each not in modules:  # a name of a module stands for the module
             each = each.rpartition(".")[0]
         found.add(each)
     return found - {"", name, "rlkit", "tests"}  # rlkit itself re-exports lazily: it leads to everything
 
 
+@functools.cache
+def read_graph():
+    """Return the path of every module, and the modules that it imports."""
+    modules = read_modules()
+    exports = read_exports(modules)
+    return modules, {name: find_imports(name, path, modules, exports) for name, path in modules.items()}
+
+
 def find_affected(changed):
     """Return the paths that pytest is to run for these changed files."""
     if EVERYTHING & set(changed):
         return ["tests", "rlkit"]
-    modules = read_modules()
+    modules, imports = read_graph()
     names = {str(path.relative_to(ROOT)): name for name, path in modules.items()}
-    imports = {name: find_imports(name, path, modules) for name, path in modules.items()}
     reached = {names[each] for each in changed if each in names}
     for other in map(Path, (each for each in changed if each not in names)):
         if other.suffix == ".md":
@@ -71,12 +97,16 @@ def find_affected(changed):
     return sorted(str(path.relative_to(ROOT)) for path in tests if path.exists())
 
 
-def list_changes(base):
+def ask_git(*arguments):
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+
+
+def list_changes(base=None):
     """Return the paths that differ from ``base``, untracked ones included."""
-    calls = [["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"]]
-    done = [subprocess.run(["git", *call], cwd=ROOT, capture_output=True, text=True, check=True) for call in calls]
-    return sorted(set("\n".join(each.stdout for each in done).split("\n")) - {""})
+    base = base or ask_git("merge-base", "main", "HEAD")[0]
+    changed = ask_git("diff", "--name-only", base) + ask_git("ls-files", "--others", "--exclude-standard")
+    return sorted(set(changed) - {""})
 
 
 if __name__ == "__main__":
-    print(*find_affected(list_changes(*(sys.argv[1:] or ["HEAD"]))), sep="\n")
+    print(*find_affected(list_changes(*sys.argv[1:])), sep="\n")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,6 +26,13 @@ collect_ignore_glob = ["agents/clients/*", "envs/openenv_server.py", "envs/verif
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """Make temporary folders in one that is removed at the end; those of ``tmp_path`` stay where pytest has them."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="rlkit-")
+    config.add_cleanup(functools.partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items):

@@ -265,8 +265,18 @@ def pytest_runtest_logreport(report):
         shares.setdefault(report.nodeid, {})["failed"] = math.inf
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take what a worker of pytest-xdist found."""
+    for test, places in node.workeroutput.get("margins", {}).items():
+        shares.setdefault(test, {}).update(places)
+
+
 def pytest_sessionfinish(session):
-    Path(session.config.getoption("--margins")).write_text(json.dumps(shares, indent=1))
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["margins"] = shares
+    else:
+        Path(session.config.getoption("--margins")).write_text(json.dumps(shares, indent=1))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,20 +1,22 @@
-"""Which tests are slow: tests/slow.txt lists them, a measurement writes it.
+"""Which tests are slow, and why: tests/slow.txt lists them, a measurement on an idle machine writes it.
 
-    pytest -p tests.slow                                  # writes durations.json: the seconds of each test
-    python -m tests.slow durations.json [--limit 0.25]     # writes slow.txt from it (--add: keeps what it lists)
+    pytest -p tests.slow                                 # writes durations.json: what each test took and did
+    python -m tests.slow durations.json [--limit 0.2]     # writes slow.txt from it (--add: keeps what it lists)
 
-A line of slow.txt is a test's id, or what several ids begin with: a file, or a test without its parameters. Seconds
-are processor time of the test's process and of the children that it waited for, or a fifth of the wall-clock time where
-that is more, so that a loaded machine gives nearly the list that an idle one gives.
+A line of slow.txt is a test's id, or what several ids begin with: a file, or a test without its parameters. After ``#``
+comes the reason, if it is not the time that the test takes: it starts a program or a server, it waits, or what a person
+wrote there. A measurement keeps the lines whose reason a person wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
-import resource
+import socket
+import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -26,7 +28,18 @@ KEPT = {  # quick at any length: without them most mutants of a file survive the
     "tests/backends/test_queue.py::TestQueueHere::runTest",
     "tests/backends/test_queue.py::TestQueueOfAService::runTest",
 }
-_STARTED = pytest.StashKey()
+PROGRAM, SERVER, WAITS = "starts a program", "starts a server", "waits"
+PATIENCE = 0.1  # seconds without work in which a test waits
+HARMLESS = {"git", "ldconfig", "make", "uname"}  # programs that end at once
+_BEGAN = pytest.StashKey[tuple[float, float]]()
+_did: set[str] = set()  # what was started since the test, or the fixture, began
+_fixtures: dict[tuple[str, str], set[str]] = defaultdict(set)
+
+
+def read_list():
+    """Return why each line of slow.txt is there, "" for the time that it takes."""
+    lines = (line.partition("  # ") for line in LIST.read_text("utf-8").splitlines())
+    return {test: why for test, _, why in lines}
 
 
 def prefixes(nodeid):
@@ -36,43 +49,86 @@ def prefixes(nodeid):
 
 def mark_slow(items):
     """Mark the tests that slow.txt lists."""
-    listed = frozenset(LIST.read_text("utf-8").splitlines())
+    listed = read_list().keys()
     for item in items:
         if not listed.isdisjoint(prefixes(item.nodeid)):
             item.add_marker(pytest.mark.slow)
 
 
-def _used():
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime, time.monotonic()
+def without_case(nodeid):
+    return re.sub(r"\[.*", "", nodeid, flags=re.DOTALL)
 
 
-def _timed(item, when):
-    item.stash.setdefault(_STARTED, {})[when] = _used()
+def watch_starts():
+    """Note the programs and the servers that are started from now on."""
+    start, fork, listen = subprocess.Popen.__init__, os.fork, socket.socket.listen
+
+    @functools.wraps(start)
+    def started(self, args, *others, **options):
+        start(self, args, *others, **options)  # what cannot be started raises here
+        program = args if isinstance(args, str | os.PathLike) else args[0]
+        if Path(os.fsdecode(program)).name not in HARMLESS:
+            _did.add(PROGRAM)
+
+    def forked():
+        _did.add(PROGRAM)
+        return fork()
+
+    def listened(self, *backlog):
+        _did.add(SERVER)
+        return listen(self, *backlog)
+
+    subprocess.Popen.__init__, os.fork, socket.socket.listen = started, forked, listened
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    outer = set(_did)
+    _did.clear()
+    try:
+        return (yield)
+    finally:
+        _fixtures[fixturedef.baseid, fixturedef.argname] |= _did
+        _did.update(outer)
+
+
+def is_of(fixture, item):
+    """Tell whether a test uses a fixture, named by where it is defined and by name."""
+    place, name = fixture
+    return name in getattr(item, "fixturenames", ()) and item.nodeid.startswith(place)
+
+
+def _timed(item):
+    item.stash[_BEGAN] = time.monotonic(), time.process_time()
+    _did.clear()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item):
-    return (yield from _timed(item, "setup"))
+    return (yield from _timed(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item):
-    return (yield from _timed(item, "call"))
+    return (yield from _timed(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item):
-    return (yield from _timed(item, "teardown"))
+    return (yield from _timed(item))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
+def pytest_runtest_makereport(item):
     report = yield
-    if before := item.stash.get(_STARTED, {}).get(call.when):
-        processor, clock = (now - then for now, then in zip(_used(), before, strict=True))
-        report.user_properties = [("seconds", round(max(processor, clock / 5), 3))]
+    if _BEGAN in item.stash:
+        shared = {each for fixture, did in _fixtures.items() if is_of(fixture, item) for each in did}
+        clock, processor = item.stash[_BEGAN]
+        clock, processor = time.monotonic() - clock, time.process_time() - processor
+        waits = {WAITS} if report.when == "call" and clock - processor > PATIENCE else set()
+        report.user_properties = [("seconds", round(clock, 3))]
+        report.user_properties += [("did", each) for each in sorted(_did | shared | waits)]
     return report
 
 
@@ -80,69 +136,72 @@ class Writer:
     """Collects what the reports of every worker say, and writes it at the end."""
 
     def __init__(self):
-        self.seconds = defaultdict(dict)
+        self.measured = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report):
         for name, value in report.user_properties:
+            of_test = self.measured[report.nodeid]
             if name == "seconds":
-                self.seconds[report.nodeid][report.when] = value
+                of_test[report.when] = value
+            elif name == "did":
+                of_test["did"] = sorted({*of_test.get("did", ()), value})
 
     def pytest_sessionfinish(self):
         Path(os.environ.get("RLKIT_DURATIONS", "durations.json")).write_text(
-            json.dumps(self.seconds, indent=0), "utf-8"
+            json.dumps(self.measured, indent=0), "utf-8"
         )
 
 
 def pytest_configure(config):
+    watch_starts()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Writer())
 
 
-def without_case(nodeid):
-    return re.sub(r"\[.*", "", nodeid, flags=re.DOTALL)
+def list_slow(measured, limit):
+    """Return the lines of slow.txt, each with the reason: tests that start something or take more than ``limit``.
 
-
-def list_slow(seconds, limit):
-    """Return the lines of slow.txt: tests that take more than ``limit``, or a test or a file where two thirds of it do.
-
-    Set-up is mostly that of a shared fixture, paid by the test that comes first: the tests of a file that have the same
-    parameters share it. A file whose fixtures take 20 seconds is slow as a whole.
+    Where two thirds of a test's cases, or of a file's tests, are slow, the line is the test or the file. Set-up is
+    mostly that of a shared fixture, paid by the test that comes first: tests of a file with the same parameters share
+    it.
     """
     shared = defaultdict(list)
-    for each, parts in seconds.items():
+    for each, parts in measured.items():
         shared[each.partition("::")[0], each.removeprefix(without_case(each))].append(parts.get("setup", 0))
-    lines, names, files = set(), defaultdict(set), defaultdict(set)
-    for each, parts in seconds.items():
+    lines, names, files = {}, defaultdict(set), defaultdict(set)
+    for each, parts in measured.items():
         setup = shared[each.partition("::")[0], each.removeprefix(without_case(each))]
-        if parts.get("call", 0) + parts.get("teardown", 0) + sum(setup) / len(setup) > limit:
-            lines.add(each)
+        seconds = parts.get("call", 0) + parts.get("teardown", 0) + sum(setup) / len(setup)
+        if parts.get("did") or seconds > limit:
+            lines[each] = ", ".join(parts.get("did", ()))
         names[without_case(each)].add(each)
         files[each.partition("::")[0]].add(each)
-    heavy = {file for file, members in files.items() if sum(seconds[each].get("setup", 0) for each in members) > 20}
     for name, cases in [*names.items(), *files.items()]:
-        if 3 * len(cases & lines) >= 2 * len(cases) or name in heavy:
-            lines = lines - cases | {name}
-            files[name.partition("::")[0]] -= cases
-            files[name.partition("::")[0]] |= {name}
-    return sorted(lines)
+        covered = cases & lines.keys()
+        if len(covered) > 1 and 3 * len(covered) >= 2 * len(cases):
+            reasons = {lines.pop(each) for each in covered}
+            lines[name] = reasons.pop() if len(reasons) == 1 else ""
+            files[name.partition("::")[0]] = files[name.partition("::")[0]] - cases | {name}
+    return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--limit", type=float, default=0.25, help="seconds (default: 0.25)")
+    parser.add_argument("--limit", type=float, default=0.2, help="seconds (default: %(default)s)")
     parser.add_argument("--add", action="store_true", help="keep the lines of slow.txt: the quick tests were measured")
     options = parser.parse_args()
-    seconds = json.loads(options.file.read_text("utf-8"))
-    lines = list_slow(seconds, options.limit)
-    if options.add:
-        lines = sorted({*lines, *LIST.read_text("utf-8").splitlines()})
-    lines = [each for each in lines if each not in KEPT]
-    LIST.write_text("".join(f"{each}\n" for each in lines), "utf-8")
-    listed = set(lines)
-    quick = [sum(parts.values()) for each, parts in seconds.items() if not prefixes(each) & listed]
-    print(f"{len(seconds) - len(quick)} of {len(seconds)} tests are slow ({len(lines)} lines)")
-    print(f"the others take {sum(quick):.0f} s")
+    measured = json.loads(options.file.read_text("utf-8"))
+    before, found = read_list(), list_slow(measured, options.limit)
+    own = {"", PROGRAM, SERVER, WAITS}
+    kept = {test: why for test, why in before.items() if options.add or not set(why.split(", ")) <= own}
+    lines = {test: why for test, why in (found | kept).items() if test not in KEPT}
+    lines = {test: why for test, why in lines.items() if not (prefixes(test) - {test}) & lines.keys()}
+    LIST.write_text("".join(f"{test}  # {lines[test]}".removesuffix("  # ") + "\n" for test in sorted(lines)), "utf-8")
+    quick = [parts for each, parts in measured.items() if not prefixes(each) & lines.keys()]
+    seconds = sum(sum(parts.get(when, 0) for when in ("setup", "call", "teardown")) for parts in quick)
+    print(f"{len(measured) - len(quick)} of {len(measured)} tests are slow ({len(lines)} lines)")
+    print(f"the others take {seconds:.0f} s")
 
 
 if __name__ == "__main__":

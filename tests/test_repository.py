@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import slow
+from tests import affected, slow
 from tests.each import for_each
 
 ROOT = Path(__file__).parents[1]
@@ -220,9 +220,11 @@ def test_pages_and_examples_are_plain():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_what_make_and_ci_name_is_there():
-    """Paths of tests in the Makefile's commands, and agents in those of CI."""
-    targets = ["test-all", "test-server", "test-vllm", "test-processors", "test-install", "test-agents"]
-    targets += ["test-environments"]
+    """Paths of tests in the Makefile's commands, targets of make in those of CI, and agents."""
+    jobs = [ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml")]
+    commands = [line for path in jobs for line in re.findall(r"\bmake [^\n]*", path.read_text("utf-8"))]
+    targets = {line.split()[1] for line in commands}
+    assert {"test", "demo", "test-slow"} <= targets
     said = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = {word.partition("::")[0] for word in said.split() if word.startswith("tests/")}
     assert len(paths) > 8
@@ -230,20 +232,32 @@ def test_what_make_and_ci_name_is_there():
     from tests.agents.cases import CASES
 
     clients = {case.name.partition("/")[0] for case in CASES}
-    (named,) = re.findall(r'make test-agents ARGS="([^"]*)"', (ROOT / ".ci" / "run").read_text("utf-8"))
+    (named,) = re.findall(r'make test-agents ARGS="([^"]*)"', "\n".join(commands))
     assert set(named.split()) <= clients
 
 
 def test_slow_tests_exist():
     """Every line of tests/slow.txt names a file, and a test or a class of tests in it."""
     unknown = []
-    for line in slow.LIST.read_text("utf-8").splitlines():
+    for line in slow.read_list():
         path, _, test = slow.without_case(line).partition("::")
         source = (ROOT / path).read_text("utf-8") if (ROOT / path).is_file() else ""
         name = test.partition("::")[0]  # of a class, whose tests may be inherited
         if not source or not ("." in name or re.search(rf"^ *((async )?def |class )?{name}\b", source, re.MULTILINE)):
             unknown.append(line)
     assert unknown == []
+
+
+def test_a_change_touches_the_tests_that_reach_it():
+    """By an import, by what the package re-exports, and by a name of a registry."""
+    for changed, test in {
+        "rlkit/types.py": "tests/test_types.py",
+        "rlkit/runs/_run.py": "tests/test_quickstart.py",
+        "rlkit/backends/toy/_sampler.py": "tests/rollouts/test_rollout.py",
+        "README.md": "tests/test_docs.py",
+    }.items():
+        assert test in affected.find_affected([changed]), changed
+    assert "tests/backends/local/test_model.py" not in affected.find_affected(["rlkit/tracking/_console.py"])
 
 
 def test_paths_that_programs_and_pages_name_exist():

@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(TrainerFailed, match=f"{call.kind}: refused") as caught:
                 call.future.result()
             assert caught.value.__cause__ is not None
-            assert ("sent" in str(caught.value)) == call.sent
+            assert ("the call was already sent" in str(caught.value)) == call.sent
             assert ("resume_from=" in str(caught.value)) == call.final
         else:
             with pytest.raises((Boom, BackendError)) as caught:

@@ -417,7 +417,10 @@ class ContinuousBatching(Decoder):
         shared: SharedPrefix | None = None,
         kv_cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """Return logits [n, V] at the flat ``index`` of ``tokens`` [B, T], which begin at ``starts`` [B] of slots ``first``.."""
+        """Return logits [n, V] at the flat ``index`` of ``tokens`` [B, T].
+
+        They begin at position ``starts`` [B] of the slots from ``first`` on.
+        """
         kv_cache = self.kv_cache if kv_cache is None else kv_cache
         device = self._base.device
         rows, length = tokens.shape
