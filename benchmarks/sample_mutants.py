@@ -1,4 +1,4 @@
-"""Draw a few mutants for each of ten packages and record which test kills each one.
+"""Draw a few mutants for each of twelve packages and record which test kills each one.
 
     python benchmarks/sample_mutants.py --out all.json                       # every package, all of its tests
     python benchmarks/sample_mutants.py losses credit --out quick.json -- -m "not slow"
@@ -44,6 +44,11 @@ PACKAGES = {  # what is changed in rlkit/, and its tests in tests/
     "losses": (["losses"], ["losses"]),
     "queue": (["backends/queue.py"], ["backends/test_queue.py", "backends/test_worker.py"]),
     "runs": (["runs"], ["runs"]),
+    "trajectory": (["trajectory"], ["test_trajectory.py", "rollouts/test_alignment.py", "test_credit.py"]),
+    "types": (
+        ["types.py"],
+        ["test_types.py", "test_ranges.py", "test_tensors.py", "test_storage.py", "backends/test_toy.py"],
+    ),
     "rollouts": (["rollouts"], ["rollouts"]),
     "gateway": (["gateway"], ["gateway"]),
     "local-sampling": ([f"{LOCAL}/sampling"], [f"{LOCAL}/sampling", f"{LOCAL}/test_sampling_engine.py"]),
