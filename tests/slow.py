@@ -27,6 +27,8 @@ LIST = Path(__file__).with_name("slow.txt")
 KEPT = {  # quick at any length: without them most mutants of a file survive the quick tests
     "tests/backends/test_queue.py::TestQueueHere::runTest",
     "tests/backends/test_queue.py::TestQueueOfAService::runTest",
+    "tests/losses/test_oracle.py::test_losses",
+    "tests/losses/test_settings.py::test_bad_settings",
 }
 PROGRAM, SERVER, WAITS = "starts a program", "starts a server", "waits"
 PATIENCE = 0.1  # seconds without work in which a test waits
