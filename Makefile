@@ -26,7 +26,7 @@ SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 .PHONY: help demo test test-all test-slow test-draws affected margins slow-list families quick test-server test-vllm test-processors test-install test-harnesses test-agents test-environments processor-own processor-avx2 processor-oldest lint types clean
 
 help: ## what there is to make
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 17
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 19
 
 demo: $(DEMO) ## train a real model on this CPU and show what it learned (a few minutes; ARGS="--help")
 	MPLBACKEND=Agg $(BIN)/python examples/quickstart.py $(ARGS)
@@ -40,7 +40,7 @@ quick: $(READY) # ARGS="--random-order" tries another order
 test-all: lint types ## lint, types and all tests
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
-test-slow: $(READY) # what make test leaves out of test-all
+test-slow: $(READY) ## what make test leaves out
 	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
 
 affected: $(READY) ## the quick tests that the changes touch since main (BASE=HEAD: since there; SLOW=1: the slow ones, too)

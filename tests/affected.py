@@ -3,8 +3,8 @@
 A change is what differs from BASE (default: the last commit that main has, too), untracked files included. It touches
 the test files that import a changed module, at any depth, also inside functions, through what ``rlkit`` re-exports
 (``rlkit.Datum``), and by the name of a registry (``connect("toy")``); the tests in the mirror of its folder
-(rlkit/runs/lock.py: tests/runs); and, for a file that is not a module (a template, golden values), the tests that name
-it. It does not see what a test reaches by a name that it builds. ``make test-all`` does.
+(rlkit/runs/lock.py: tests/runs); and, for an example and a file that is not a module (a template, golden values), the
+tests that name it. It does not see what a test reaches by a name that it builds. ``make test-all`` does.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def find_affected(changed):
     modules, imports = read_graph()
     names = {str(path.relative_to(ROOT)): name for name, path in modules.items()}
     reached = {names[each] for each in changed if each in names}
-    for other in map(Path, (each for each in changed if each not in names)):
-        if other.suffix == ".md":
+    for other in map(Path, (each for each in changed if each not in names or each.startswith("examples/"))):
+        if other.suffix in (".md", ".yml") or other.parts[0] == ".ci":
             reached |= {"tests.test_docs", "tests.test_repository"}
         else:
             word = re.compile(rf"\b{re.escape(other.stem)}\b")
@@ -90,6 +90,8 @@ def find_affected(changed):
         reached |= more
     tests = {path for name in reached if (path := modules[name]).name.startswith("test_")}
     for each in map(Path, changed):
+        if each.name == "conftest.py":
+            tests |= set((ROOT / each).parent.rglob("test_*.py"))
         if each.parts[0] == "rlkit":
             mirror = ROOT / "tests" / Path(*each.parts[1:-1])
             tests |= set(mirror.glob("test_*.py")) if len(each.parts) > 2 else set()

@@ -24,11 +24,13 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).with_name("slow.txt")
-KEPT = {  # quick at any length: without them most mutants of a file survive the quick tests
+KEPT = {  # quick at any length: without them most mutants of a file survive the quick tests, or this list is not held
     "tests/backends/test_queue.py::TestQueueHere::runTest",
     "tests/backends/test_queue.py::TestQueueOfAService::runTest",
     "tests/losses/test_oracle.py::test_losses",
     "tests/losses/test_settings.py::test_bad_settings",
+    "tests/test_repository.py::test_a_change_touches_the_tests_that_reach_it",
+    "tests/test_repository.py::test_slow_tests_exist",
 }
 PROGRAM, SERVER, WAITS = "starts a program", "starts a server", "waits"
 PATIENCE = 0.1  # seconds without work in which a test waits

@@ -255,6 +255,9 @@ def test_a_change_touches_the_tests_that_reach_it():
         "rlkit/runs/_run.py": "tests/test_quickstart.py",
         "rlkit/backends/toy/_sampler.py": "tests/rollouts/test_rollout.py",
         "README.md": "tests/test_docs.py",
+        "examples/quickstart.py": "tests/test_quickstart.py",
+        "tests/gateway/dialects/conftest.py": "tests/gateway/dialects/test_chat.py",
+        ".ci/run": "tests/test_repository.py",
     }.items():
         assert test in affected.find_affected([changed]), changed
     assert "tests/backends/local/test_model.py" not in affected.find_affected(["rlkit/tracking/_console.py"])
