@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import attrs
 import numpy as np
@@ -15,6 +15,7 @@ from rlkit import _check
 from rlkit._interaction import Action, Message, Observation
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat._rendering import RendererPrompts, find_renderer
+from rlkit.chat.messages import is_list, read_messages
 from rlkit.chat.templates import ControlText, Template, TemplatePrompts
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.responses import response_reader
@@ -22,8 +23,6 @@ from rlkit.tools.types import Malformed, Parsed
 from rlkit.types import SamplingParams
 
 __all__ = ["Chat", "Conversation"]
-
-_ROLE = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
 
 
 class Conversation:
@@ -49,7 +48,7 @@ class Conversation:
         self._schemas = tools
         self._prompts = chat.prompts(tools)
         self._as_tokens = False  # parts of the prompt never were text
-        if isinstance(observation, np.ndarray):
+        if _holds_tokens(observation):
             self.prompt = _check.frozen(self._tokens(observation))
             return
         self._begin(tools, _messages(observation))
@@ -74,6 +73,34 @@ class Conversation:
             self._as_tokens = before[1]
             raise
 
+    def demonstrate(self, message: Message, observation: Observation | None = None) -> np.ndarray:
+        """Append a given answer in place of a sampled one, and what the environment answered.
+
+        Args:
+            message: the assistant's; its thoughts and tool calls are written as the chat template writes them.
+            observation: as in ``add``.
+
+        Returns:
+            int64 [n]: the answer's tokens after ``prompt``, the last of them the one at which a sampler would stop.
+
+        Raises:
+            DataError: a message of another role, or one that the template does not write after this prompt.
+
+        >>> import rlkit
+        >>> tokenizer = rlkit.connect("toy").tokenizer
+        >>> conversation = Chat(tokenizer).start("1 + 1?")
+        >>> tokens = conversation.demonstrate({"role": "assistant", "content": "2"}, "And 2 + 2?")
+        >>> tokenizer.decode(tokens, skip_special=False)
+        '2<|im_end|>'
+        """
+        (message,) = read_messages([message])
+        if message["role"] != "assistant":
+            raise DataError("message.role", f"is {message['role']!r}", "'assistant'")
+        marked = self._chat.control.mark(message, foreign=False)
+        tokens, said = self._prompts.answer([*self._safe, marked])
+        self._add(Action(message["content"], tokens=tokens), observation, (message, marked, said))
+        return tokens
+
     def begin_turn(self, text: str) -> None:
         """Make the policy's next turn begin with ``text``, which joins the prompt and the turn, as a prefill does.
 
@@ -87,22 +114,29 @@ class Conversation:
         vars(other).update(messages=list(self.messages), _safe=list(self._safe), _prompts=copy.copy(self._prompts))
         return other
 
-    def _add(self, action: Action, observation: Observation | None) -> None:
+    def _add(
+        self,
+        action: Action,
+        observation: Observation | None,
+        given: tuple[Message, Message, str] | None = None,
+    ) -> None:
+        """Add a turn, sampled or ``given``: the message, the same safe to render, and how the template writes it."""
         if self._chat.history == "none":
             self._begin_anew(action, observation)
             return
         turn = len(self._safe)
-        self.messages.append({"role": "assistant", "content": str(action)})
-        self._safe.append(self._prompts.turn(action))
+        message, safe, said = given or ({"role": "assistant", "content": str(action)}, self._prompts.turn(action), None)
+        self.messages.append(message)
+        self._safe.append(safe)
         if observation is None:
             return
         before = np.concatenate([self.prompt, action.tokens])
-        if isinstance(observation, np.ndarray):
+        if _holds_tokens(observation):
             prompt = np.concatenate([before, self._tokens(observation)])
         else:
             self._append(_messages(observation))
             keep = self._as_tokens or self._chat.history == "append"
-            prompt = self._prompts.following(self.prompt, action, self._safe, turn, keep=keep)
+            prompt = self._prompts.following(self.prompt, action, self._safe, turn, keep=keep, said=said)
         extends = np.array_equal(prompt[: before.size], before)
         if self._as_tokens and not extends:
             what = "messages cannot be appended to these tokens, and token ids cannot be rendered again"
@@ -154,6 +188,11 @@ class Conversation:
         return np.concatenate([ids, chat.control.encode(chat.prefill, first=False)])
 
 
+def _holds_tokens(observation: object) -> TypeGuard[np.ndarray]:
+    """Return whether an observation is token ids; an array of objects, as pandas reads them, is messages."""
+    return isinstance(observation, np.ndarray) and observation.dtype != object
+
+
 def _check_tokenizer(tokenizer: object) -> None:
     for name in ("encode", "decode", "eos_ids", "chat_template"):
         if not hasattr(tokenizer, name):
@@ -176,21 +215,10 @@ def _messages(observation: object) -> list[Message]:
     """Return the observation as messages."""
     if isinstance(observation, str):
         return [{"role": "user", "content": str(observation)}]
-    if not isinstance(observation, Sequence) or isinstance(observation, (bytes, bytearray)):
+    if not is_list(observation):
         expected = "text, a list of messages, or an array of token ids"
         raise DataError("observation", f"got {_check.shown(observation)}", expected)
-    messages: list[Message] = []
-    for i, message in enumerate(observation):
-        where = f"observation[{i}]"
-        _check.require(isinstance(message, Mapping), where, message, "a message: {'role', 'content'}", error=DataError)
-        role = message.get("role")
-        if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
-            raise DataError(f"{where}['role']", f"got {_check.shown(role)}", "a name such as 'user'")
-        if not isinstance(message.get("content"), (str, list, type(None))):
-            shown = _check.shown(message["content"])
-            raise DataError(f"{where}['content']", f"got {shown}", "text, a list of parts, or None")
-        messages.append(dict(message))
-    return messages
+    return read_messages(observation, "observation")
 
 
 class Chat:
@@ -384,6 +412,17 @@ class Chat:
             elif renderer is None or not read.errors:
                 return read, None
         return (None, unread) if renderer is None else (renderer.parse(ids, prompt, tools, text), None)
+
+    @functools.cached_property
+    def turn_end(self) -> np.ndarray:
+        """int64 [1]: the end token that the template writes after an answer, else the model's first; [0]: no token."""
+        ends = self.tokenizer.eos_ids
+        if self.template is not None:
+            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            rendered = self.control.encode(self.template.render(said, head=False, **{**self.variables, "tools": None}))
+            written = [token for token in rendered.tolist() if token in ends]
+            ends = tuple(written[-1:]) or ends
+        return np.array(ends[:1], np.int64)
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return ``params`` that stop at the renderer's end tokens too, where the tokenizer does not name them."""

@@ -17,7 +17,7 @@ from rlkit._interaction import Action, Message
 from rlkit._packages import missing
 from rlkit._warn import warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat.templates import CUT, ControlText
+from rlkit.chat.templates import CUT, ControlText, check_written, continue_head, without
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
@@ -178,8 +178,34 @@ class RendererPrompts:
         """Render all messages and the head of the policy's turn: int64 [P]."""
         return self._prefilled(self._renderer.render(messages, self._tools))
 
+    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
+        """Return the last message, the assistant's, as it is written after the others: int64 [n], with its end."""
+        message, chat = messages[-1], self._chat
+        before, whole = self._renderer.render(messages[:-1], self._tools), self._whole(messages)
+        check_written(message, lambda name: not np.array_equal(self._whole(without(messages, name)), whole))
+        if np.array_equal(whole[: before.size], before):
+            ids = whole[before.size :]
+        else:
+            texts = [self._text(ids) for ids in (before, self._whole(messages[:-1]), whole)]
+            ids = chat.control.encode(continue_head(message, *texts), first=False)
+        head = chat.control.encode(chat.prefill, first=False)
+        ids = ids[head.size :] if np.array_equal(ids[: head.size], head) else ids
+        ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
+        ids = ids[: ends[0] + 1] if ends.size else np.concatenate([ids, chat.turn_end])
+        return ids, str(message["content"])
+
+    def _whole(self, messages: Sequence[Message]) -> np.ndarray:
+        return self._renderer.render(messages, self._tools, head=False)
+
     def following(
-        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
+        self,
+        prompt: np.ndarray,
+        action: Action,
+        messages: Sequence[Message],
+        turn: int,
+        *,
+        keep: bool,
+        said: str | None = None,  # noqa: ARG002  # of templates alone
     ) -> np.ndarray:
         """Append to ``prompt``, or render all where the renderer writes earlier turns differently now: int64 [P]."""
         ids = self._renderer.extend(prompt, action.tokens, messages[turn + 1 :], self._tools, keep=keep)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
@@ -299,13 +299,46 @@ class TemplatePrompts:
         self._rendered = len(messages), text
         return self._encode(text + self._chat.prefill, first=True)
 
+    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
+        """Return the last of ``messages``, the assistant's, as it is written after the prompt of those before it.
+
+        Returns:
+            int64 [n], with the token that ends the turn; and its text without that token.
+
+        Raises:
+            DataError: the template does not write it there, or not all of it.
+        """
+        message, chat = messages[-1], self._chat
+        if self._template is None:
+            check_written(message, lambda name: False)
+            said = str(message["content"])
+        else:
+            before, whole = self._text(messages[:-1]), self._text(messages, head=False)
+            check_written(message, lambda name: self._text(without(messages, name), head=False) != whole)
+            said = whole[len(before) :] if whole.startswith(before) else None
+            if said is None or not _holds(said, message["content"]):
+                said = continue_head(message, before, self._text(messages[:-1], head=False), whole)
+        said = said.removeprefix(chat.prefill)
+        ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
+        found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
+        if found is None:
+            return np.concatenate([self._encode(said), chat.turn_end]), said
+        return np.append(self._encode(said[: found[0]]), found[1]), said[: found[0]]
+
     def following(
-        self, prompt: np.ndarray, action: Action, messages: Sequence[Message], turn: int, *, keep: bool
+        self,
+        prompt: np.ndarray,
+        action: Action,
+        messages: Sequence[Message],
+        turn: int,
+        *,
+        keep: bool,
+        said: str | None = None,
     ) -> np.ndarray:
         """Append the messages after the policy's ``turn`` to ``prompt`` and the tokens sampled for it.
 
         Where an earlier turn is written differently now, render all messages; ``keep`` forbids that as far as it can
-        be forbidden.
+        be forbidden. ``said`` is the turn as the template wrote it, where that is not its content.
 
         Returns:
             int64 [P].
@@ -315,7 +348,7 @@ class TemplatePrompts:
             return np.concatenate([prompt, action.tokens, self._encode(text + self._chat.prefill)])
         known, before = self._rendered
         before = before if known == turn else self._text(messages[:turn])  # the prompt may have been given as tokens
-        said = messages[turn]["content"]
+        said = messages[turn]["content"] if said is None else said
         rest = _after(text, before, said)
         if rest is None:
             if not keep:
@@ -356,6 +389,47 @@ class TemplatePrompts:
 
     def _encode(self, text: str, *, first: bool = False) -> np.ndarray:
         return self._chat.control.encode(text, first=first)
+
+
+def check_written(message: Message, is_written: Callable[[str], bool]) -> None:
+    """Raise DataError where tool calls or thoughts of an answer would be lost."""
+    for name in ("tool_calls", "reasoning_content"):
+        if name in message and not is_written(name):
+            why = "or write them into content as text"
+            raise DataError(name, "is not written by the model's chat template", "a template that writes it", why)
+
+
+def continue_head(message: Message, before: str, bare: str, whole: str) -> str:
+    """Return the rest of an answer's content after the head of its turn, where the template does not write it there.
+
+    Args:
+        message: the answer; it has content alone.
+        before: the prompt, with the head of the turn.
+        bare: the same without it.
+        whole: the prompt and the answer, as the template writes them.
+
+    Raises:
+        DataError: the head holds more than the template writes before this answer, and the answer does not begin so.
+    """
+    head = before.removeprefix(bare) if before.startswith(bare) else ""
+    more = next(head[i:].strip() for i in range(len(head), -1, -1) if head[:i] in whole)
+    content = str(message["content"])
+    calls = {"tool_calls", "reasoning_content"} & message.keys()
+    if calls or (more and not content.lstrip().startswith(more)):
+        what = f"is written otherwise than after the prompt, which ends with {_check.shown(head)}"
+        why = "thinking, template and prefill of the chat change the prompt"
+        raise DataError(min(calls, default="content"), what, "an answer that continues the prompt", why)
+    return content.lstrip()[len(more) :] if more else content
+
+
+def _holds(text: str, content: str) -> bool:
+    """Return whether all of ``content`` is in ``text``, white space aside."""
+    return "".join(content.split()) in "".join(text.split())
+
+
+def without(messages: Sequence[Message], name: str) -> list[Message]:
+    """Return the messages with the last one's field ``name`` left out."""
+    return [*messages[:-1], {key: value for key, value in messages[-1].items() if key != name}]
 
 
 def _after(text: str, before: str, said: str) -> str | None:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
@@ -22,6 +22,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._interaction import Action, Message
 from rlkit.chat import Chat, Conversation
+from rlkit.chat.messages import read_messages
 from rlkit.errors import ConfigError
 from rlkit.gateway.types import Choice, Request
 from rlkit.tools.formats import opening
@@ -161,58 +162,11 @@ def _essence(message: Message) -> list[object]:
 
     Of the policy's turns clients may leave out reasoning, and trim the text. Ids of calls are not compared.
     """
-    role, text = message.get("role"), _text(message)
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
-    if role == "assistant" and isinstance(text, str):
-        text = text.strip()
-    return [role, text, calls, None if role in ("assistant", "tool") else message.get("name")]
-
-
-def _text(message: Message) -> object:
-    """Return a message's content, its parts as one text."""
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-    return content or ""
-
-
-def _call(call: object) -> list[object]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return [str(call)]
-    return [function.get("name"), _arguments(function.get("arguments"))]
-
-
-def _arguments(value: object) -> object:
-    """Return arguments as an object; invalid JSON stays text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return cast("object", json.loads(value))
-    except (ValueError, RecursionError):
-        return value
-
-
-def rendered(message: Message) -> Message:
-    """Return a message as templates want it: content that is text, and arguments of calls that are objects."""
-    ready = dict(message)
-    if ready.get("content") is None:
-        ready["content"] = ""
-    if ready.get("tool_calls"):
-        ready["tool_calls"] = [_rendered_call(call) for call in ready["tool_calls"]]
-    return ready
-
-
-def _rendered_call(call: object) -> object:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        return call
-    arguments = _arguments(function.get("arguments"))
-    try:
-        json.dumps(arguments, ensure_ascii=False).encode()
-    except ValueError:  # half of a surrogate pair, which JSON can name and no tokenizer reads
-        arguments = function.get("arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+    role, text = message["role"], message["content"]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [[function["name"], function["arguments"]] for function in functions]
+    ours = role == "assistant"
+    return [role, text.strip() if ours else text, calls, None if ours or role == "tool" else message.get("name")]
 
 
 _MOST_PROMPTS = 100_000  # whose repeats are counted: an open gateway answers any number
@@ -301,7 +255,9 @@ class Recording:
             return Prompt(_check.token_ids("prompt", request.prompt, low_length=1, vocab_size=vocabulary), chat)
         if request.text is not None:
             return self._of_text(chat, request.text)
-        chain, messages = digests(request), [rendered(message) for message in request.messages or ()]
+        messages = read_messages(request.messages or ())
+        request = attrs.evolve(request, messages=messages)
+        chain = digests(request)
         with self._lock:
             node, said, rest = self._find(request, chain)
             any_turns = bool(self._nodes)
@@ -386,13 +342,12 @@ class Recording:
 
     def _written_on(self, message: Message, before: bytes) -> tuple[Node | None, str]:
         """Return the open turn that begins the message, and the rest of it; the longest, and of those the newest."""
-        text = _text(message)
-        if message.get("tool_calls") or not isinstance(text, str):
+        if message.get("tool_calls"):
             return None, ""
         best: Node | None = None
         rest = ""
         for said, node in self._open.get(before, ()):
-            behind = _behind(text, said)
+            behind = _behind(message["content"], said)
             if behind is not None and (best is None or len(behind) <= len(rest)):
                 best, rest = node, behind
         return best, rest

@@ -575,17 +575,22 @@ def test_schemas_that_are_not_valid_are_the_agent_s_own_affair(tool_format, para
     assert choice.calls[0].arguments["x"] in (1, "1")
 
 
-@pytest.mark.parametrize(
-    "arguments", ["[" * 100_000, "9" * 5000, "NaN", '"x"', "{", '{"x": "\\ud800"}', '{"x": 1e999}']
+@for_each(
+    ("arguments", "status"),
+    [*((text, 400) for text in ("[" * 100_000, "9" * 5000, "NaN", '"x"', "{")), ('{"x": "\\ud800"}', 200), ("", 200)],
 )
-def test_arguments_that_are_no_object_are_text(session_of, arguments):
-    """Of calls in a history that nobody recorded."""
+def test_arguments_of_calls_are_an_object(session_of, arguments, status):
+    """Of calls in a history that nobody recorded; others are refused by message and field."""
     _, session = session_of(["Well."])
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     history = [user("Add."), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert (
-        ask(session, [*history, {"role": "tool", "content": "2", "tool_call_id": "c1"}]).choices[0].content == "Well."
-    )
+    history.append({"role": "tool", "content": "2", "tool_call_id": "c1"})
+    if status == 200:
+        assert ask(session, history).choices[0].content == "Well."
+        return
+    with pytest.raises(GatewayError, match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arguments: got ") as error:
+        ask(session, history)
+    assert error.value.status == 400
 
 
 @pytest.mark.parametrize(("n", "at_once"), [(8, 1), (1, 8), (3, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import attrs
 
 from rlkit import _check
+from rlkit.errors import DataError
 from rlkit.gateway.types import Draw, GatewayError, Reply, Request
 
 if TYPE_CHECKING:
     from rlkit.gateway._session import Session
 
-__all__ = ["Body", "Call", "Event", "Json", "asks_for_json", "count", "draw", "refuse", "wrong"]
+__all__ = ["Body", "Call", "Event", "Json", "as_request_errors", "asks_for_json", "count", "draw", "refuse", "wrong"]
 
 Json: TypeAlias = dict[str, object]
 Event: TypeAlias = tuple[str | None, Json | str]
@@ -204,6 +206,15 @@ def wrong(where: str, value: object, expected: str, why: str = "") -> GatewayErr
     messages[0].role: got 'robot' (str); expected one of: system, user (of the chat)
     """
     return GatewayError(400, _check.problem(where, f"got {_check.shown(value)}", expected, why), param=where)
+
+
+@contextlib.contextmanager
+def as_request_errors() -> Iterator[None]:
+    """Turn a DataError about a field of the request into the answer 400 that names it."""
+    try:
+        yield
+    except DataError as error:
+        raise GatewayError(400, str(error), param=str(error).partition(": ")[0]) from error
 
 
 def refuse(body: Body, unsupported: Mapping[str, Collection[object]]) -> None:

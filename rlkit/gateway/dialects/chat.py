@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
 import attrs
 
 from rlkit._interaction import Message
+from rlkit.chat.messages import read_call, read_content, read_messages
 from rlkit.gateway.dialects import openai
 from rlkit.gateway.dialects._logprobs import chat_logprobs, parts, prompt_logprobs
-from rlkit.gateway.dialects.body import Body, Event, Json, draw, refuse, wrong
+from rlkit.gateway.dialects.body import Body, Event, Json, as_request_errors, draw, refuse, wrong
 from rlkit.gateway.types import Choice, Reply, Request
 
 if TYPE_CHECKING:
@@ -19,20 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatCall", "assistant_call", "chat_request", "conversation", "text_of", "unended"]
 
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_ROLES: Final = ("system", "user", "assistant", "tool")
 
 
 def conversation(body: Body) -> list[Message]:
-    """Return ``messages``: roles known, contents as text, calls complete.
-
-    ``developer`` becomes ``system``; ``function`` and ``function_call``, the older form of tools, become ``tool`` and
-    ``tool_calls``.
-    """
-    messages = [_message(each) for each in body.objects("messages")]
+    """Return ``messages`` as ``read_messages`` reads them."""
+    with as_request_errors():
+        messages = read_messages(body.items("messages"), body.path("messages"))
     if not messages:
         raise body.missing("messages", " or empty; expected at least one message")
-    _name_legacy_calls(messages)
+    for i, message in enumerate(messages):
+        Body(message, f"{body.path('messages')}[{i}]").require_choice("role", _ROLES)
     return list(unended(messages, body.path("messages")))
 
 
@@ -44,81 +41,19 @@ def unended(messages: Sequence[Message], where: str) -> Sequence[Message]:
     return messages
 
 
-def _message(body: Body) -> Json:
-    role = body.require_choice("role", _ROLES)
-    message: Json = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
-    message["content"] = text_of(
-        body, "content", optional=role in ("assistant", "function"), between="" if role == "assistant" else "\n"
-    )
-    name = body.text("name")
-    if name is not None:
-        message["name"] = name
-    if role == "tool":
-        identifier = body.text("tool_call_id")
-        if identifier is not None:
-            message["tool_call_id"] = identifier
-    if role == "assistant":
-        reasoning = body.text("reasoning_content") or body.text("reasoning")
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        calls = [_call(each) for each in body.objects("tool_calls")]
-        legacy = body.body("function_call")
-        if legacy is not None:
-            calls.append(assistant_call(legacy, ""))
-        if calls:
-            message["tool_calls"] = calls
-    return message
-
-
-def _call(body: Body) -> Json:
-    if body.get("type") not in (None, "function"):
-        raise wrong(body.path("type"), body.get("type"), "'function'")
-    function = body.body("function")
-    if function is None:
-        raise body.missing("function")
-    return assistant_call(function, body.text("id") or "")
-
-
 def assistant_call(function: Body, identifier: str) -> Json:
     """Return one of an assistant's ``tool_calls``, from an object with ``name`` and ``arguments``."""
-    name = function.require_text("name")
-    value = function.get("arguments")
-    if value is None or isinstance(value, dict):
-        value = json.dumps(value or {}, ensure_ascii=False)
-    if not isinstance(value, str):
-        raise wrong(function.path("arguments"), value, "a JSON text")
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": value or "{}"}}
+    with as_request_errors():
+        return {"id": identifier, "type": "function", "function": read_call(function.value, function.where)}
 
 
-def text_of(body: Body, name: str, *, optional: bool = False, between: str = "\n") -> str:
-    """Return a content as text; ``between`` separates the texts of several parts."""
+def text_of(body: Body, name: str, *, optional: bool = False, role: str = "user") -> str:
+    """Return a content as text, as ``read_messages`` does in that role."""
     value = body.get(name)
-    if isinstance(value, str):
-        return value
-    if value is None and optional:
-        return ""
-    if value is None:
+    if value is None and not optional:
         raise body.missing(name)
-    texts = []
-    for part in body.parts(name):
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in _PARTS:
-            raise wrong(part.path("type"), kind, "text", "this policy reads only text")
-        texts.append(part.require_text(_PARTS[kind]))
-    return between.join(texts)
-
-
-def _name_legacy_calls(messages: Sequence[Json]) -> None:
-    """Assign ids to calls without one, and the same ids to their results."""
-    number, waiting = 0, ""
-    for message in messages:
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else []:
-            if not call["id"]:
-                call["id"] = waiting = f"call{number:05d}"
-                number += 1
-        if message["role"] == "tool" and "tool_call_id" not in message and waiting:
-            message["tool_call_id"] = waiting
+    with as_request_errors():
+        return "" if value is None else read_content(value, role, body.path(name))
 
 
 _UNSUPPORTED: Final = {

@@ -49,7 +49,7 @@ def _add(item: Body, messages: list[_Turn]) -> None:
     if kind == "message":
         role = _ROLES[item.require_choice("role", _ROLES)]
         if role == "assistant":
-            _turn(messages, new=("content", "tool_calls"))["content"] = text_of(item, "content", between="")
+            _turn(messages, new=("content", "tool_calls"))["content"] = text_of(item, "content", role="assistant")
         else:
             messages.append({"role": role, "content": text_of(item, "content")})
     elif kind == "reasoning":
@@ -273,7 +273,7 @@ class ResponseCall(Call):
         if choice.reasoning is not None:
             turn["reasoning_content"] = choice.reasoning
         if choice.calls:
-            functions = [(call.id, {"name": call.name, "arguments": openai.arguments(call)}) for call in choice.calls]
+            functions = [(call.id, {"name": call.name, "arguments": dict(call.arguments)}) for call in choice.calls]
             turn["tool_calls"] = [{"id": i, "type": "function", "function": function} for i, function in functions]
         responses[f"resp_{reply.id}"] = [*self.said, turn]
 

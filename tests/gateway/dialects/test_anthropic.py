@@ -124,7 +124,7 @@ def test_history(claude, service):
         {"role": "user", "content": [result, {"type": "tool_result", "tool_use_id": "t2"}, cached]},
     ]
     create(claude, messages=messages, system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}])
-    function = {"name": "add", "arguments": '{"x": 1}'}
+    function = {"name": "add", "arguments": {"x": 1}}
     assert service.requests[0].messages == [
         {"role": "system", "content": "Be\nbrief."},
         {"role": "user", "content": "a\nb"},

@@ -117,10 +117,11 @@ def test_history(client, service):
             ],
         )
     )
+    read = {**call, "function": {"name": "add", "arguments": {"x": 1}}}
     assert service.requests[0].messages == [
         {"role": "system", "content": "a\nb"},
         {"role": "user", "content": "1 + 1?", "name": "eve"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [read]},
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
     ]
 

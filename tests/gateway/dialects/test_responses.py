@@ -151,7 +151,7 @@ def test_items(client, service):
         ],
     )
 
-    def call(identifier, arguments="{}"):
+    def call(identifier, **arguments):
         return {"id": identifier, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
     request = service.requests[0]
@@ -162,7 +162,7 @@ def test_items(client, service):
             "role": "assistant",
             "content": "Let me.",
             "reasoning_content": "Hm.",
-            "tool_calls": [call("c1", '{"x": 1}'), call("c2")],
+            "tool_calls": [call("c1", x=1), call("c2")],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "tool", "tool_call_id": "c2", "content": "3"},
