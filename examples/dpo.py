@@ -4,14 +4,14 @@
     python examples/dpo.py backend=local data=pairs.jsonl learning_rate=5e-5
     python examples/dpo.py backend=tinker model=Qwen/Qwen3-8B data=pairs.jsonl learning_rate=1e-5
 
-A line of the file is {"prompt": "...", "chosen": "...", "rejected": "..."}. The reference is the base model; its
-logprobs are computed once, before the first step. Run the program again to resume.
+A line of the file is {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be text or messages, and chosen
+and rejected whole conversations. The reference is the base model; its logprobs are computed once, before the first
+step. Run the program again to resume.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import numpy as np
 import rlkit
 from rlkit import config, losses
 from rlkit.chat import Chat
-from rlkit.recipes import _rows
+from rlkit.recipes import data
 
 DIGITS = [{"prompt": f"Say {word}.", "chosen": "2718", "rejected": word} for word in ("moon", "tree", "bird", "lake")]
 
@@ -59,37 +59,21 @@ class Settings:
             raise rlkit.ConfigError(f"loss: {self.loss!r} is none over pairs, such as dpo, simpo, orpo or cpo")
 
 
-def read(path: Path | None) -> Sequence[Mapping[str, str]]:
-    """Return the pairs."""
-    if path is None:
-        return DIGITS
-    pairs = _rows.read(str(path), where="data")
-    for i, pair in enumerate(pairs):
-        if not all(isinstance(pair.get(name), str) for name in ("prompt", "chosen", "rejected")):
-            raise rlkit.DataError(f"data: {path}: row {i}: expected the texts prompt, chosen and rejected")
-    return pairs
-
-
 def train(s: Settings) -> list[float]:
     """Train; return the share of pairs whose chosen answer has gained on the rejected one, at each step."""
-    pairs, accuracy = read(s.data), []
+    rows = data.read_rows(str(s.data), where="data") if s.data else DIGITS
+    examples, accuracy = data.read_examples(rows, "pairs", where=str(s.data)), []
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s), trackers=("jsonl",)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
-        chat = Chat(policy.tokenizer)
         reference = policy.base_sampler().result()
-
-        def datum(prompt: str, answer: str) -> rlkit.Datum:
-            said = np.append(policy.tokenizer.encode(answer), policy.tokenizer.eos_ids[-1])
-            return rlkit.Datum.supervised(chat.start(prompt).prompt, said, weights=1.0)
-
-        data = [[datum(pair["prompt"], pair[side]) for side in ("chosen", "rejected")] for pair in pairs]
-        asked = [[reference.logprobs(d.tokens) for d in pair] for pair in data]  # all in flight
-        data = [
+        pairs = data.fit(examples, Chat(policy.tokenizer), policy.max_length)
+        asked = [[reference.logprobs(d.tokens) for d in pair] for pair in pairs]  # all in flight
+        pairs = [
             [d.with_inputs(reference_logprobs=np.where(d.mask, lp.result(), 0.0)) for d, lp in zip(*both, strict=True)]
-            for both in zip(data, asked, strict=True)
+            for both in zip(pairs, asked, strict=True)
         ]
         for step in run.steps(s.max_steps):
-            batch = [d for pair in run.batch(data, s.batch_size) for d in pair]  # chosen, rejected, chosen, ...
+            batch = [d for pair in run.batch(pairs, s.batch_size) for d in pair]  # chosen, rejected, chosen, ...
             fb = policy.forward_backward(batch, s.loss, config=s.loss_config)
             policy.optim_step(rlkit.Adam(learning_rate=s.learning_rate)).result()
             before = [d.inputs["reference_logprobs"][d.mask].sum() for d in batch]

@@ -4,15 +4,15 @@
     python examples/sft.py backend=local data=conversations.jsonl max_steps=100 learning_rate=2e-4
     python examples/sft.py backend=tinker model=Qwen/Qwen3-8B data=conversations.jsonl
 
-A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}. The assistant's last turn is trained,
-the rest is prompt. Run the program again to resume.
+A line of the file is {"messages": [{"role": "user", "content": "..."}, ...]}, of which every answer of the assistant
+is trained, or {"prompt": "...", "response": "..."}. Run the program again to resume.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import numpy as np
@@ -21,11 +21,9 @@ import rlkit
 from rlkit import config, schedules
 from rlkit.advantages import token_weights
 from rlkit.chat import Chat
-from rlkit.recipes import _rows
+from rlkit.recipes import data
 
-COUNTING = [
-    [{"role": "user", "content": f"After {n} comes?"}, {"role": "assistant", "content": f"{n + 1}!"}] for n in range(40)
-]
+COUNTING = [{"prompt": f"After {n} comes?", "response": f"{n + 1}!"} for n in range(40)]
 
 
 @attrs.frozen
@@ -57,36 +55,17 @@ class Settings:
             raise rlkit.ConfigError("batch_size and save_every: at least 1; held_out: from 0 to below 1")
 
 
-def read(path: Path | None) -> list[Any]:
-    """Return the conversations, each of which ends with the assistant's turn."""
-    if path is None:
-        return COUNTING
-    talks = [row.get("messages") for row in _rows.read(str(path), where="data")]
-    for i, talk in enumerate(talks):
-        right = isinstance(talk, list) and len(talk) > 1 and all(isinstance(message, dict) for message in talk)
-        texts = [message.get(name) for message in talk for name in ("role", "content")] if right else [None]
-        if not all(isinstance(text, str) for text in texts) or talk[-1]["role"] != "assistant":
-            expected = '"messages": a list of {"role": "...", "content": "..."} that ends with the assistant\'s'
-            raise rlkit.DataError(f"data: {path}: row {i}: expected {expected}")
-    return talks
-
-
-def datum(chat: Chat, talk: list[Any]) -> rlkit.Datum:
-    """Return the conversation as a datum that trains its last turn and the end token after it."""
-    said = np.append(chat.tokenizer.encode(talk[-1]["content"]), chat.tokenizer.eos_ids[-1])
-    return rlkit.Datum.supervised(chat.start(talk[:-1]).prompt, said)
-
-
 def train(s: Settings) -> list[float]:
     """Train; return the held-out loss per token before and after."""
-    talks = read(s.data)
+    rows = data.read_rows(str(s.data), where="data") if s.data else COUNTING
+    talks = data.read_examples(rows, "demonstrations", where=str(s.data))
     count = min(max(1, round(s.held_out * len(talks))), len(talks) - 1) if s.held_out else 0
     found = []
     with rlkit.Run(s.folder, seed=s.seed, config=config.dump(s)) as run:
         policy = run.connect(s.backend, model=s.model, lora=rlkit.Lora(rank=s.lora_rank))
-        chat = Chat(policy.tokenizer)
-        data = [datum(chat, talks[i]) for i in np.random.default_rng(s.seed).permutation(len(talks))]
-        held_out, data = data[:count], data[count:]
+        order = np.random.default_rng(s.seed).permutation(len(talks))
+        learnt = data.fit([talks[i] for i in order], Chat(policy.tokenizer), policy.max_length)
+        held_out, training = [d for each in learnt[:count] for d in each], learnt[count:]
 
         def score() -> None:
             if held_out:
@@ -96,7 +75,7 @@ def train(s: Settings) -> list[float]:
 
         score()
         for step in run.steps(s.max_steps):
-            batch = run.batch(data, s.batch_size)
+            batch = [d for each in run.batch(training, s.batch_size) for d in each]
             weights = token_weights([int(d.mask.sum()) for d in batch], "token-mean")
             batch = [d.with_inputs(weights=w) for d, w in zip(batch, weights, strict=True)]
             fb = policy.forward_backward(batch, "cross_entropy")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
+from rlkit.chat import Chat
 from rlkit.errors import CheckpointError, ConfigError, DataError
 
 SAYS = "brings its own code, which rlkit never runs"
@@ -116,7 +117,7 @@ def test_adapters_that_bring_code_are_refused(tiny, folder, mark, tmp_path):
 def test_data_sets_that_bring_code_are_refused(mark, monkeypatch):
     """As the package datasets does before its release 4, whose argument and variable later ones leave aside."""
     from rlkit.envs import _adapters
-    from rlkit.recipes import _rows
+    from rlkit.recipes import data
 
     def load_dataset(name, subset=None, *, split="train", trust_remote_code=None):
         import os
@@ -131,11 +132,11 @@ def test_data_sets_that_bring_code_are_refused(mark, monkeypatch):
     package = types.ModuleType("datasets")
     package.load_dataset = load_dataset
     package.config = types.SimpleNamespace(HF_DATASETS_CACHE="/no/such/folder")
-    monkeypatch.setattr(_rows, "hub_trouble", lambda: "")
+    monkeypatch.setattr(data, "hub_trouble", lambda: "")
     monkeypatch.setitem(sys.modules, "datasets", package)
     monkeypatch.delenv("HF_DATASETS_TRUST_REMOTE_CODE", raising=False)
     with pytest.raises(ConfigError, match=SAYS):
-        _rows.read("owner/name", where="data.path")
+        data.read_rows("owner/name", where="data.path")
     assert _adapters.package("gem", "datasets", "pip") is package  # an environment, which loads its data set itself
     with pytest.raises(ValueError, match="custom code"):
         package.load_dataset("owner/name")
@@ -143,28 +144,12 @@ def test_data_sets_that_bring_code_are_refused(mark, monkeypatch):
 
 
 def test_images_are_no_reason_to_run_a_processor():
-    """Some renderers load the model's own processor, with its code, for the first image of an environment."""
-    from rlkit.chat._rendering import ModelRenderer
-
-    class Renderer:
-        rendered = 0
-
-        def get_stop_token_ids(self):
-            return [0]
-
-        def render_ids(self, messages, **_):
-            self.rendered += 1
-            return [1, 2]
-
-    renderer = Renderer()
-    ready = ModelRenderer(renderer, None)
-    texts = ["a", {"type": "text", "text": "b"}, {"text": "c", "image": None}, {"type": "thinking", "thinking": "d"}]
-    assert ready.render([{"role": "user", "content": texts}], []).tolist() == [1, 2]
+    """Some renderers load the model's own processor, with its code, for the first image: none gets that far."""
+    chat = Chat(rlkit.connect("toy").tokenizer)
     images = [{"type": kind, "text": "", "image": "a.png"} for kind in ("image", "image_url", "input_image", "video")]
     for part in [*images, {"text": "", "image": "a.png"}, {"image_url": {"url": "file:///a"}}, None, 3]:
-        with pytest.raises(DataError, match="expected text alone"):
-            ready.render([{"role": "user", "content": [part]}], [])
-    assert renderer.rendered == 1
+        with pytest.raises(DataError, match="only text is supported"):
+            chat.start([{"role": "user", "content": [part]}])
 
 
 def test_templates_end_at_their_sandbox(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeGuard
 
@@ -15,7 +16,7 @@ from rlkit import _check
 from rlkit._interaction import Action, Message, Observation
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat._rendering import RendererPrompts, find_renderer
-from rlkit.chat.messages import is_list, read_messages
+from rlkit.chat.messages import is_list, read_messages, read_text
 from rlkit.chat.templates import ControlText, Template, TemplatePrompts
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.responses import response_reader
@@ -96,7 +97,7 @@ class Conversation:
         (message,) = read_messages([message])
         if message["role"] != "assistant":
             raise DataError("message.role", f"is {message['role']!r}", "'assistant'")
-        marked = self._chat.control.mark(message, foreign=False)
+        marked = self._chat.control.mark(self._with_calls(message), foreign=False)
         tokens, said = self._prompts.answer([*self._safe, marked])
         self._add(Action(message["content"], tokens=tokens), observation, (message, marked, said))
         return tokens
@@ -172,10 +173,22 @@ class Conversation:
 
     def _append(self, messages: list[Message]) -> None:
         """Add messages of the environment."""
-        mark = self._chat.control.mark
-        safe = [mark(m, foreign=m["role"] != "assistant", where=f"messages[{i}]") for i, m in enumerate(messages)]
+        mark, ready = self._chat.control.mark, [self._with_calls(message) for message in messages]
+        safe = [mark(m, foreign=m["role"] != "assistant", where=f"messages[{i}]") for i, m in enumerate(ready)]
         self.messages += messages
         self._safe += safe
+
+    def _with_calls(self, message: Message) -> Message:
+        """Return the message; where the template does not write tool calls, with these in its content."""
+        if "tool_calls" not in message or self._prompts.writes_calls:
+            return message
+        if self._chat.tool_format != "hermes":
+            what = f"are not written by the chat template, and not in the format {self._chat.tool_format!r}"
+            raise DataError("tool_calls", what, "a template that writes them", "or write them into content as text")
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+        texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**rest, "content": "\n".join(filter(None, texts))}
 
     def _tokens(self, observation: np.ndarray) -> np.ndarray:
         """Return int64: what the environment gave as tokens, and the prefill; the log has its text."""
@@ -214,7 +227,7 @@ def _read_templates(tokenizer: Tokenizer, template: str | None) -> tuple[Templat
 def _messages(observation: object) -> list[Message]:
     """Return the observation as messages."""
     if isinstance(observation, str):
-        return [{"role": "user", "content": str(observation)}]
+        return [{"role": "user", "content": read_text(observation, "observation")}]
     if not is_list(observation):
         expected = "text, a list of messages, or an array of token ids"
         raise DataError("observation", f"got {_check.shown(observation)}", expected)

@@ -30,7 +30,6 @@ __all__ = ["ModelRenderer", "RendererPrompts", "find_renderer"]
 
 _MOST = 128  # calls in one turn
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_TEXTS = ("text", "input_text", "output_text", "thinking")
 _CANNOT = {
     "invalid_json": "its JSON is not valid",
     "unclosed_block": "it is not closed",
@@ -138,11 +137,6 @@ class ModelRenderer:
         )
 
     def _ready(self, messages: Sequence[Message]) -> list[Message]:
-        for message in messages:
-            content = message.get("content")
-            for part in content if isinstance(content, list) else ():
-                if not isinstance(part, str) and not _is_text(part):
-                    raise ValueError(f"content has a part {_check.shown(part)}; expected text alone")
         if self._ordinary:
             messages = json.loads(json.dumps(messages, ensure_ascii=False).replace(CUT, ""))
         return list(messages)
@@ -151,7 +145,7 @@ class ModelRenderer:
 class RendererPrompts:
     """The prompts of a conversation by a renderer."""
 
-    renders_tools = True
+    renders_tools = writes_calls = True
 
     def __init__(self, chat: Chat, renderer: ModelRenderer, tools: Sequence[Message]) -> None:
         self._chat, self._renderer = chat, renderer
@@ -298,14 +292,6 @@ def _attempt(call: ParsedToolCall, index: int, position: int) -> ToolCall | Malf
         problem = "its arguments are not a JSON object"
     expected = "a call in the model's own format, with the tool's name and its arguments"
     return Malformed(problem, expected, position, call.raw[:40], name[:64], id_, call.raw)
-
-
-def _is_text(part: object) -> bool:
-    """Return whether a part of a content is text. For the first image some renderers run the model's own processor."""
-    if not isinstance(part, Mapping):
-        return False
-    kind = part.get("type")
-    return kind in _TEXTS if kind is not None else {name for name, value in part.items() if value} <= {"text"}
 
 
 def _refused(messages: Sequence[Message], error: Exception) -> DataError:

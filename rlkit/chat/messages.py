@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -45,12 +45,12 @@ def read_messages(value: object, where: str = "messages") -> list[Message]:
     """
     if not is_list(value):
         raise DataError(where, f"got {_check.shown(value)}", "a list of messages")
-    messages = [_message(message, f"{where}[{i}]") for i, message in enumerate(value)]  # type: ignore[arg-type]
+    messages = [_message(message, f"{where}[{i}]") for i, message in enumerate(value)]
     _name_calls(messages)
     return list(messages)
 
 
-def is_list(value: object) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Return whether ``value`` is a list: a sequence that is not text, or an array of objects."""
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and value.dtype == object
@@ -72,9 +72,9 @@ def read_text(value: object, where: str) -> str:
 def read_tools(value: object, where: str = "tools") -> list[Message]:
     """Return function schemas: a list of them, or JSON text of one, as data sets have it. Raises DataError."""
     tools = _parsed(value, where) if isinstance(value, str) else value
-    if not is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):  # type: ignore[attr-defined]
+    if not is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(where, f"got {_check.shown(value)}", "a list of function schemas")
-    return [dict(tool) for tool in tools]  # type: ignore[attr-defined]
+    return [dict(tool) for tool in tools]
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def read_content(value: object, role: str, where: str) -> str:
     if not is_list(value):
         raise DataError(where, f"got {_check.shown(value)}", "text, or a list of parts")
     texts = []
-    for i, part in enumerate(value):  # type: ignore[arg-type]
+    for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, Mapping) else None
         name = _PARTS.get(kind) if isinstance(kind, str) else None
         if name is None:
@@ -186,7 +186,7 @@ def read_call(value: object, where: str) -> dict[str, Any]:
 
 def _parsed(text: str, where: str) -> object:
     try:
-        return json.loads(text)  # type: ignore[no-any-return]
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(where, f"got {_check.shown(text)}", "JSON", str(error)) from None
 

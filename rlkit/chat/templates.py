@@ -285,6 +285,7 @@ class TemplatePrompts:
         self._template = chat.tool_template if tools else chat.template
         self.renders_tools = self._template is not None and "tools" in self._template.names
         self._tools = chat.control.mark(list(tools), where="tools") if tools and self.renders_tools else None
+        self.writes_calls = self._template is not None and "tool_calls" in self._template.text
         self._rendered = -1, ""  # how many messages the last prompt has, and its text without prefill
 
     def turn(self, action: Action) -> Message:
@@ -311,14 +312,14 @@ class TemplatePrompts:
         message, chat = messages[-1], self._chat
         if self._template is None:
             check_written(message, lambda name: False)
-            said = str(message["content"])
+            written: str | None = message["content"]
         else:
             before, whole = self._text(messages[:-1]), self._text(messages, head=False)
             check_written(message, lambda name: self._text(without(messages, name), head=False) != whole)
-            said = whole[len(before) :] if whole.startswith(before) else None
-            if said is None or not _holds(said, message["content"]):
-                said = continue_head(message, before, self._text(messages[:-1], head=False), whole)
-        said = said.removeprefix(chat.prefill)
+            written = whole[len(before) :] if whole.startswith(before) else None
+            if written is None or not _holds(written, message["content"]):
+                written = continue_head(message, before, self._text(messages[:-1], head=False), whole)
+        said = str(written).removeprefix(chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
         found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
         if found is None:

@@ -20,7 +20,7 @@ from rlkit.envs import Task, TaskSource
 from rlkit.evaluation import evaluate_sync
 from rlkit.filters import zero_variance
 from rlkit.recipes._hints import peer_hints
-from rlkit.recipes._rows import demonstrations, preferences, texts
+from rlkit.recipes.data import fit
 from rlkit.recipes.method import Method, assign_credit, correct, experts, was_cut, weigh
 from rlkit.rollouts import AsyncRollouts, Plan, Rollouts, async_rollouts, rollout
 from rlkit.runs import Run
@@ -173,8 +173,8 @@ class _Loop:
     def __attrs_post_init__(self) -> None:
         learnt = self.job.learnt
         self.chat = self.job.chat.chat(self.policy.tokenizer)
-        read = {"pairs": preferences, "texts": texts}.get(self.method.recipe.data, demonstrations)
-        self.rows = read(learnt.rows, learnt.form, self.chat, learnt.source)
+        more = (self.chat, self.policy.max_length, learnt.leave_out, learnt.setting)
+        self.rows = fit(learnt.rows, *more) if learnt.rows else []
         if self.rows and self.reference is not None:  # computed once
             flat = [datum for row in self.rows for datum in row]
             self.rows = _with_input(self.rows, "reference_logprobs", reference_logprobs(self.reference, flat).result())

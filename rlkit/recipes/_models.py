@@ -19,7 +19,7 @@ from rlkit.backends import sampler
 from rlkit.backends.protocol import Sampler, Tokenizer, TrainerBackend
 from rlkit.chat import Chat, Conversation
 from rlkit.errors import ConfigError
-from rlkit.recipes._rows import RAW
+from rlkit.recipes.data import RAW
 from rlkit.recipes.settings import Format, Model, Optimizer, RolloutModel, Settings
 from rlkit.types import Adam, Lora
 

@@ -6,11 +6,15 @@ import ast
 import functools
 import inspect
 import json
+import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
 
 from rlkit import _check, answers
+from rlkit.chat.messages import is_list, read_text
 from rlkit.envs import Action
 from rlkit.errors import ConfigError, DataError
 from rlkit.recipes._trinity_math import boxed_verdict, dapo_verdict
@@ -18,7 +22,7 @@ from rlkit.recipes.settings import TABLE
 from rlkit.registry import Registry
 from rlkit.rewards import overlong_penalty
 
-__all__ = ["bound", "rewards"]
+__all__ = ["bound", "read_answer", "rewards"]
 
 rewards = Registry(
     "reward function",
@@ -63,7 +67,57 @@ def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args
 
 
 def _scored(function: Callable[..., float], args: Mapping[str, object], action: object, answer: object) -> float:
-    return float(function(action, answer, **args))
+    """Return the reward; of several accepted answers, the highest."""
+    accepted = answer if isinstance(answer, tuple) else (answer,)
+    return max(float(function(action, each, **args)) for each in accepted)
+
+
+_OBJECTS = ("countdown_reward",)  # of ours, those whose answer is no text
+
+
+def read_answer(reward: str, value: object, where: str) -> object:
+    """Return a row's answer as the reward takes it: for a reward of ours a tuple of the texts that are accepted.
+
+    Args:
+        reward: its name. Yours gets the row's value as it is.
+        value: text, a number, or a list of these of which each is right.
+        where: the row and its field, for messages.
+
+    Raises:
+        DataError: another type; of an object, the dotted keys that would work are named.
+
+    >>> read_answer("answer_reward", 34, "row 0"), read_answer("answer_reward", ["34", "thirty-four"], "row 0")
+    (('34',), ('34', 'thirty-four'))
+    """
+    if rewards[reward].__module__ != __name__ or reward in _OBJECTS:
+        return value
+    accepted = list(value) if is_list(value) else [value]
+    if not accepted:
+        raise DataError(where, "is an empty list", "at least one accepted answer")
+    return tuple(text for each in accepted for text in _texts(each, where))
+
+
+def _texts(value: object, where: str) -> list[str]:
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, str):
+        return [read_text(value, where)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [str(value)]
+    if isinstance(value, float) and math.isfinite(value):
+        return [str(value), *([str(int(value))] if value.is_integer() else [])]
+    expected = "text, a number, or a list of accepted answers"
+    keys = [key for key, inner in _leaves(value) if isinstance(inner, (str, int, float))]
+    named = " or ".join(f"{where.rpartition(' ')[2]}.{key}" for key in keys)
+    raise DataError(where, f"got {_check.shown(value)}", expected, f"response_key={named} names it" if named else "")
+
+
+def _leaves(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the dotted keys and the values of an object."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(inner, Mapping):
+            yield from ((f"{key}.{rest}", leaf) for rest, leaf in _leaves(inner))
+        else:
+            yield str(key), inner
 
 
 @rewards.register("answer_reward")

@@ -23,7 +23,7 @@ from rlkit.errors import ConfigError
 from rlkit.recipes import _models
 from rlkit.recipes import tasks as environments
 from rlkit.recipes._models import ChatOptions, PolicyOptions, Schedule
-from rlkit.recipes._rows import check_rows, read
+from rlkit.recipes.data import Example, read_examples, read_rows
 from rlkit.recipes.method import CORRECTIONS, Method, Operators, correction_of, notes, resolve
 from rlkit.recipes.settings import Algorithm, Experience, Format, Monitor, Settings, Synchronizer, Taskset, Teacher
 from rlkit.recipes.settings import check as check_keys
@@ -243,11 +243,12 @@ NOTE = 15
 
 @attrs.frozen(eq=False)
 class Learnt:
-    """Rows that are imitated or preferred: their source, and the way to read them."""
+    """Rows that are imitated or preferred, their format, and whether those longer than the context are left out."""
 
-    rows: Sequence[Mapping[str, object]] = ()
-    source: str = ""
+    rows: Sequence[Example] = ()
     form: Format = attrs.field(factory=Format)
+    leave_out: bool = False
+    setting: str = ""
 
 
 @attrs.frozen(eq=False)
@@ -464,9 +465,9 @@ def _learnt(settings: Settings, method: Method) -> Learnt:
             raise ConfigError(where, what, f"one of: {', '.join(known) or 'none'}")
         key = next(iter(known)) if named is None else str(named)
         where, experience = f"{where}.{key}", known[key]
-    learnt = read(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
-    check_rows(learnt, experience.format, method.recipe.data, str(experience.path))
-    return Learnt(learnt, str(experience.path), experience.format)
+    rows = read_rows(experience.path, where=f"{where}.path", split=experience.split, subset=experience.subset_name)
+    learnt = read_examples(rows, method.recipe.data, experience.format, str(experience.path))
+    return Learnt(learnt, experience.format, experience.leave_out_long_rows, f"{where}.leave_out_long_rows=true")
 
 
 def _steps(settings: Settings, count: int, size: int) -> int:

@@ -154,6 +154,7 @@ class Format(Section):
     system_prompt: str | None = None
     system_prompt_key: str | None = None
     messages_key: str = "messages"
+    tools_key: str = "tools"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     reply_prefix: str | None = None
@@ -210,6 +211,7 @@ class Experience(Section):
     split: str = "train"
     subset_name: str | None = None
     format: Format = Format()
+    leave_out_long_rows: bool = False
 
 
 @attrs.frozen

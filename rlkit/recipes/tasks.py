@@ -18,17 +18,18 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from rlkit import _check, answers, envs
+from rlkit._interaction import Message
+from rlkit.chat.messages import read_text
 from rlkit.envs import Action, Tasks, TaskSettings, TaskSource
-from rlkit.errors import ConfigError
-from rlkit.recipes._rows import each_row, field, raw_prompt, read
-from rlkit.recipes._scoring import bound, rewards
+from rlkit.errors import ConfigError, DataError
+from rlkit.recipes._scoring import bound, read_answer, rewards
+from rlkit.recipes.data import each_row, field, name_unread, raw_prompt, read_prompt, read_rows
 from rlkit.recipes.settings import TABLE, Buffer, ExplorerInput, Format, Taskset
 from rlkit.registry import Registry
 from rlkit.types import NEW_OPTIONS, SamplingParams
@@ -127,40 +128,55 @@ def _rows(
         used: keys of ``workflow_args`` that are known.
         plain: whether a row's messages, the system prompt first, are one text, each after the name of its role.
     """
-    form = taskset.format
-    rows_read = read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
+    form, source = taskset.format, str(taskset.path)
+    given = read_rows(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
     _nothing_left(key for key in taskset.workflow_args if key not in used)
     score = None if reward is None else bound(reward, {**(args or {}), **taskset.reward_fn_args})
-    has_messages = form.messages_key in rows_read[0] and form.prompt_key not in rows_read[0]
-    key = form.messages_key if has_messages else form.prompt_key
     if form.system_prompt is not None:  # the chat adds it to what is rendered
         system = (form.system_prompt or None) if plain or form.raw else None
-    built = []
-    for row, where in each_row(rows_read, str(taskset.path)):
-        prompt = field(row, key, where)
+    built, read = [], {form.response_key, form.system_prompt_key or ""}
+    for row, where in each_row(given, source):
+        key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
+        read.add(key)
+        asked = field(row, key, where)
+        messages = read_prompt(asked, f"{where}: {key}")
         answer = None if score is None else field(row, form.response_key, where)
-        said = system if form.system_prompt_key is None else field(row, form.system_prompt_key, where)
-        asked = _render(_prompt(prompt, said, behind), plain=plain, raw=form.raw)
-        built.append({"prompt": asked, "answer": answer})
+        if reward is not None:
+            answer = read_answer(reward, answer, f"{where}: {form.response_key}")
+        if form.system_prompt_key is not None:
+            system = read_text(field(row, form.system_prompt_key, where), f"{where}: {form.system_prompt_key}")
+        messages = _complete(messages, system, behind, where)
+        if plain or form.raw:
+            texts = "".join(message["content"] for message in messages)
+            prompt: object = raw_prompt(_as_text(messages, where) if plain else texts)
+        else:  # a text stays one, as rows of your own code are
+            prompt = messages[0]["content"] if isinstance(asked, str) and len(messages) == 1 else messages
+        built.append({"prompt": prompt, "answer": answer})
+    name_unread(given, read, source)
     return envs.function(built, _nothing if score is None else score, name=taskset.name, split=taskset.split)
 
 
-def _prompt(prompt: Any, system: object, behind: str) -> Any:
-    if system is None and not behind:
-        return prompt
-    messages = [{"role": "user", "content": f"{prompt}{behind}"}] if isinstance(prompt, str) else list(prompt)
-    first = messages[0].get("role") if messages else None
-    return messages if system is None or first == "system" else [{"role": "system", "content": system}, *messages]
+def _complete(messages: list[Message], system: str | None, behind: str, where: str) -> list[Message]:
+    """Return a prompt with a system message, where it has none, and a text appended to its last message."""
+    if behind:
+        if messages[-1]["role"] != "user":
+            what = f"ends with the role {messages[-1]['role']!r}"
+            raise DataError(where, what, "a question of the user", "the workflow appends a text to it")
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{behind}"}]
+    if system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
-def _render(prompt: Any, *, plain: bool, raw: bool) -> Any:
-    if not plain and not raw:
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not plain:
-        return raw_prompt("".join(message["content"] for message in messages))
-    said = {"system": "System:{}\n", "user": "User:\n{}\n", "assistant": "Assistant:\n{}\n"}
-    return raw_prompt("".join(said[m["role"]].format(m["content"]) for m in messages) + "Assistant:\n")
+_PLAIN = {"system": "System:{}\n", "user": "User:\n{}\n", "assistant": "Assistant:\n{}\n"}
+
+
+def _as_text(messages: Sequence[Message], where: str) -> str:
+    """Return a prompt for a base model: each message after the name of its role."""
+    for message in messages:
+        if message["role"] not in _PLAIN or "tool_calls" in message:
+            raise DataError(where, f"has a message of the role {message['role']!r}", "texts of system, user, assistant")
+    return "".join(_PLAIN[m["role"]].format(m["content"]) for m in messages) + "Assistant:\n"
 
 
 def _nothing(action: str) -> float:  # noqa: ARG001
@@ -297,7 +313,7 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
     if extract is not None:
         known = {name: getattr(answers, name) for name in ("boxed", "last_number", "between_tags")}
         function = known[_check.choice("workflow_args.extract", extract, tuple(known))]
-        args["extract"] = functools.partial(_as_text, function)
+        args["extract"] = functools.partial(_found_text, function)
     if not taskset.path:
         raise ConfigError("path", "is not given", "a generator's name, such as gsm_symbolic")
     tasks = envs.reasoning_gym(taskset.path, split=taskset.split, **args)
@@ -305,7 +321,7 @@ def _reasoning_gym(taskset: Taskset) -> Tasks:
     return tasks
 
 
-def _as_text(function: Callable[[str], object], text: str) -> str | None:
+def _found_text(function: Callable[[str], object], text: str) -> str | None:
     answer = function(text)
     return None if answer is None else str(answer)
 
@@ -335,13 +351,18 @@ def agent(taskset: Taskset) -> Tasks:
     """Make tasks of an agent; ``workflow_args`` are ``run`` and other arguments of ``rlkit.envs.agent``."""
     args = dict(taskset.workflow_args)
     run = _run(args.pop("run", None))
-    tasks = read(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
-    score = bound(taskset.default_reward_fn_type or "answer_reward", taskset.reward_fn_args)
-    key = taskset.format.response_key
-    field(tasks[0], key, f"{taskset.path}: row 0")
+    tasks = read_rows(taskset.path, where=".path", split=taskset.split, subset=taskset.subset_name)
+    name, key = taskset.default_reward_fn_type or "answer_reward", taskset.format.response_key
+    score = bound(name, taskset.reward_fn_args)
+
+    def answer_of(task: Mapping[str, object], where: str) -> object:
+        return read_answer(name, field(task, key, where), f"{where}: {key}")
+
+    for row, where in each_row(tasks, str(taskset.path)):
+        answer_of(row, where)
 
     def reward(result: object, task: Mapping[str, object]) -> float:
-        return score(Action(str(result)), field(task, key, f"{taskset.path}: a row"))
+        return score(Action(str(result)), answer_of(task, f"{taskset.path}: a row"))
 
     return envs.agent(run, reward, tasks, name=taskset.name, split=taskset.split, **args)
 

@@ -18,8 +18,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.chat import Chat
 from rlkit.credit import Item
-from rlkit.recipes import _rows, tasks
-from rlkit.recipes import _rows as demonstrations
+from rlkit.recipes import data, tasks
 from rlkit.recipes import method as batch
 from rlkit.recipes.algorithms import best_of_group
 from rlkit.recipes.method import resolve
@@ -193,11 +192,11 @@ def test_two_parts_of_a_mixed_loss():
 def test_texts():
     """All tokens but the first are learnt, and nothing is put around them."""
     tokenizer = rlkit.connect("toy").tokenizer
-    (((datum,),),) = ([demonstrations.texts([{"prompt": "abc"}], Format(), Chat(tokenizer), "x")[0]],)
+    (datum,) = data.read_examples([{"prompt": "abc"}], "texts")[0].datums(Chat(tokenizer))
     assert tokenizer.decode(datum.tokens) == "abc"
     assert datum.mask.tolist() == [False, True, True]
     with pytest.raises(rlkit.DataError, match="row 0: its text has 1 tokens"):
-        demonstrations.texts([{"prompt": "a"}], Format(), Chat(tokenizer), "x")
+        data.read_examples([{"prompt": "a"}], "texts")[0].datums(Chat(tokenizer))
 
 
 def test_shares_of_the_expert():
@@ -214,9 +213,9 @@ def test_files(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(given[0], ensure_ascii=False) + "\r\n\n", "utf-8")
     (tmp_path / "x.json").write_text(json.dumps(given), "utf-8")
     assert (
-        _rows.read(str(tmp_path / "x.jsonl"), where="here")
+        data.read_rows(str(tmp_path / "x.jsonl"), where="here")
         == given
-        == _rows.read(str(tmp_path / "x.json"), where="here")
+        == data.read_rows(str(tmp_path / "x.json"), where="here")
     )
     (tmp_path / "empty.jsonl").write_text("", "utf-8")
     (tmp_path / "torn.jsonl").write_text('{}\n\n{"a": ', "utf-8")
@@ -228,9 +227,9 @@ def test_files(tmp_path):
         ("x.csv", "a file that ends in"),
     ):
         with pytest.raises(rlkit.ConfigError, match=f"here: .*{message}"):
-            _rows.read(str(tmp_path / name), where="here")
+            data.read_rows(str(tmp_path / name), where="here")
     with pytest.raises(rlkit.DataError, match="row 0"):
-        _rows.read(str(tmp_path / "list.jsonl"), where="here")
+        data.read_rows(str(tmp_path / "list.jsonl"), where="here")
 
 
 def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
@@ -240,7 +239,7 @@ def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(rlkit.ConfigError, match="needs the package datasets"):
-        _rows.read("openai/gsm8k", where="here")
+        data.read_rows("openai/gsm8k", where="here")
 
     def load(name, subset, split, trust_remote_code):
         assert trust_remote_code is False
@@ -250,16 +249,16 @@ def test_a_hub_without_its_package_or_a_network(monkeypatch, tmp_path):
 
     config = types.SimpleNamespace(HF_DATASETS_CACHE=str(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load, config=config))
-    monkeypatch.setattr(_rows, "hub_trouble", lambda: "the hub does not answer")
+    monkeypatch.setattr(data, "hub_trouble", lambda: "the hub does not answer")
     with pytest.raises(
         rlkit.ConfigError, match="'a/b' is not on this machine, and the hub does not answer; expected a"
     ):
-        _rows.read("a/b", where="here")
+        data.read_rows("a/b", where="here")
     (tmp_path / "a___b").mkdir()
-    assert _rows.read("a/b", where="here", subset="main")[0]["answer"] == "main train"
-    monkeypatch.setattr(_rows, "hub_trouble", lambda: "")
+    assert data.read_rows("a/b", where="here", subset="main")[0]["answer"] == "main train"
+    monkeypatch.setattr(data, "hub_trouble", lambda: "")
     with pytest.raises(rlkit.ConfigError, match="which needs a network: no route"):
-        _rows.read("openai/gsm8k", where="here")
+        data.read_rows("openai/gsm8k", where="here")
 
 
 def test_parquet(tmp_path):
@@ -268,7 +267,7 @@ def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": ["1", "2"]}), path)
-    assert [row["response"] for row in _rows.read(str(path), where="here")] == ["1", "2"]
+    assert [row["response"] for row in data.read_rows(str(path), where="here")] == ["1", "2"]
 
 
 def test_rows_with_a_reward(tmp_path):
@@ -317,25 +316,25 @@ def test_conversations_that_are_imitated():
     tokenizer = rlkit.connect("toy").tokenizer
     said = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Ciao")]
     messages = [{"role": role, "content": content} for role, content in said]
-    (found,) = demonstrations.demonstrations([{"messages": messages}], Format(), Chat(tokenizer), "x")
-    (datum,) = found
+    (example,) = data.read_examples([{"messages": messages}], "demonstrations")
+    (datum,) = example.datums(Chat(tokenizer))
     assert tokenizer.decode(datum.select(datum.tokens), skip_special=False) == "Hello<|im_end|>Ciao<|im_end|>"
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert whole[: len(datum)].tolist() == datum.tokens.tolist()  # as the template has it
     for rowless, message in (
         ({"prompt": "a"}, "a field 'response'"),
         ({"messages": messages[:1]}, "no message of the assistant"),
-        ({"messages": "text"}, "not a list of mappings"),
+        ({"messages": "text"}, "a list of messages"),
     ):
         with pytest.raises(rlkit.DataError, match=message):
-            demonstrations.demonstrations([rowless], Format(), Chat(tokenizer), "x")
+            data.read_examples([rowless], "demonstrations")
 
 
 def test_preferences():
     """Chosen first; both go on from one prompt."""
     tokenizer = rlkit.connect("toy").tokenizer
     row = {"prompt": "Q", "chosen": "yes", "rejected": "no"}
-    ((chosen, rejected),) = demonstrations.preferences([row], Format(), Chat(tokenizer), "x")
+    (chosen, rejected) = data.read_examples([row], "pairs")[0].datums(Chat(tokenizer))
     texts = [tokenizer.decode(d.select(d.tokens)) for d in (chosen, rejected)]
     assert texts == ["yes", "no"]
     n = int(np.argmax(chosen.mask))

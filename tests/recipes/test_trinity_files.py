@@ -70,7 +70,7 @@ STILL = {  # refused for what the run itself needs, with the tasks replaced by r
 TRUTH = {"target": 12, "numbers": [6, 6]}
 
 
-def rows(form):
+def rows(form, *, learnt):
     """A row of the fields that are asked for."""
     row: dict = {}
     for key, default, value in (
@@ -85,7 +85,7 @@ def rows(form):
             at = at.setdefault(part, {})
         at[last] = value
     said = [{"role": "user", "content": "6 + 6?"}, {"role": "assistant", "content": "12"}]
-    return {**row, form.get("messages_key", "messages"): said}
+    return {**row, form.get("messages_key", "messages"): said[: 2 if learnt else 1]}
 
 
 def tasksets(given):
@@ -102,7 +102,7 @@ def placed(given, folder):
     for i, each in enumerate([*tasksets(given), *read, *trainer.get("auxiliary_buffers", {}).values()]):
         place = folder / str(i)
         place.mkdir()
-        row = rows(each.get("format") or {})
+        row = rows(each.get("format") or {}, learnt=i >= len(tasksets(given)))
         reward = each.get("default_reward_fn_type")
         if reward == "countdown_reward":
             row[(each.get("format") or {}).get("response_key", "response")] = TRUTH

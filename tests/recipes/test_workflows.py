@@ -17,7 +17,7 @@ import rlkit
 from rlkit import recipes
 from rlkit.envs import Action
 from rlkit.envs._prompts import named
-from rlkit.recipes import _models, _rows, _scoring, tasks
+from rlkit.recipes import _models, _scoring, data, tasks
 from rlkit.recipes.method import Operators, was_cut
 from rlkit.recipes.settings import ExplorerInput, Format, Operator, Taskset
 from rlkit.trajectory import Group, Trajectory, Turn
@@ -202,7 +202,7 @@ def test_folders_of_splits(tmp_path):
     write(tmp_path / "a" / "test.jsonl", {"x": 2})
 
     def read(name, split, **more):
-        return [row["x"] for row in _rows.read(str(tmp_path / name), where="t.path", split=split, **more)]
+        return [row["x"] for row in data.read_rows(str(tmp_path / name), where="t.path", split=split, **more)]
 
     assert (read("a", "train"), read("a", "test")) == ([1], [2])
     for i in (1, 0):

@@ -1,0 +1,435 @@
+"""Rows of a file or of a data set on a hub: mappings, read at once."""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+
+from rlkit import _check
+from rlkit._interaction import Message
+from rlkit.backends.hub import hub_trouble
+from rlkit.chat import Chat, Conversation
+from rlkit.chat.messages import is_list, read_messages, read_text, read_tools
+from rlkit.errors import ConfigError, DataError
+from rlkit.recipes.settings import Format
+from rlkit.trajectory import Trajectory, Turn, datums
+from rlkit.types import Datum, Sample
+
+__all__ = [
+    "Example",
+    "each_row",
+    "field",
+    "fit",
+    "name_unread",
+    "raw_prompt",
+    "read_examples",
+    "read_prompt",
+    "read_rows",
+]
+
+logger = logging.getLogger("rlkit.recipes")
+RAW = "raw"  # the role of a prompt that no template renders
+_KINDS = (".jsonl", ".json", ".parquet")
+Row: TypeAlias = Mapping[str, object]
+
+
+def raw_prompt(text: str) -> list[Message]:
+    """Return a prompt that a run sends unchanged, independent of the template of its other prompts."""
+    return [{"role": RAW, "content": text}]
+
+
+def read_rows(path: str | None, *, where: str, split: str = "train", subset: str | None = None) -> Sequence[Row]:
+    """Return the rows.
+
+    Args:
+        path: a .jsonl, .json (a list) or .parquet file; a folder of such files that are named after splits, as
+            ``train.jsonl`` or ``test-00000-of-00002.parquet``; or, if there is nothing of that name, an id of a data
+            set on a hub, such as "openai/gsm8k", which needs the package datasets and network access.
+        where: the setting that names it, for messages.
+        split: which rows. Of a file those whose field ``split`` has that value, or all if it is named after the split;
+            "train" is all of a file that has no such field.
+        subset: of a data set on a hub; of a folder, the folder in it.
+
+    Raises:
+        ConfigError: the file does not exist, or it cannot be read.
+        DataError: a row is not a mapping.
+    """
+    if not path:
+        raise ConfigError(where, "is not given", "a file, a folder, or a data set's name")
+    place = Path(path)
+    if place.is_dir():
+        files = _of_split(place, split, subset, where)
+        return [row for file in files for row in _file(file, where)]
+    if place.suffix in _KINDS:
+        if not place.is_file():
+            raise ConfigError(where, f"is {path!r}", "a file that exists")
+        return _rows_of_split(place, split, where)
+    if place.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        expected = "a file that ends in " + ", ".join(_KINDS) + ", a folder, or a data set's name such as openai/gsm8k"
+        raise ConfigError(where, f"is {path!r}", expected)
+    return _hub(path, split, subset, where)
+
+
+def _rows_of_split(place: Path, split: str, where: str) -> Sequence[Row]:
+    """Return the rows of a file whose field ``split`` has that value; all if the file is named after the split."""
+    rows = _file(place, where)
+    if any("split" in row for row in rows):
+        chosen = [row for row in rows if row.get("split", "train") == split]
+        if chosen:
+            return chosen
+    elif split == "train" or _named(place, split):
+        return rows
+    known = sorted({str(row["split"]) for row in rows if "split" in row}) or ["train"]
+    why = "any other split needs a separate file or folder, or rows with a field named split"
+    raise ConfigError(f"{where.rpartition('.')[0]}.split", f"is {split!r}", " or ".join(known), why)
+
+
+def _of_split(folder: Path, split: str, subset: str | None, where: str) -> list[Path]:
+    """Return the files of a split, in the order of their names."""
+    inner = folder / subset if subset and (folder / subset).is_dir() else folder
+    places = [inner, inner / "data"] if (inner / "data").is_dir() else [inner]
+    files = sorted(file for place in places for file in place.iterdir() if file.suffix in _KINDS)
+    of_split = [file for file in files if _named(file, split)]
+    if not of_split:
+        names = ", ".join(file.name for file in files[:8]) or "no such files"
+        what, expected = f"the folder {str(inner)!r} has {names}", f"{split}.jsonl, or .json or .parquet"
+        raise ConfigError(f"{where.rpartition('.')[0]}.split", what, expected)
+    return of_split
+
+
+def _named(file: Path, split: str) -> bool:
+    """Return whether a file is named after the split: ``test.jsonl``, ``test-00000-of-00002.parquet``."""
+    return split in re.split(r"[-_.]", file.stem)
+
+
+def _file(file: Path, where: str) -> list[Row]:
+    try:
+        rows: list[Row] = {".jsonl": _lines, ".json": _list, ".parquet": _table}[file.suffix](file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: {file} cannot be read: {error}") from error
+    if not rows:
+        raise ConfigError(where, f"{file} is empty", "at least one row")
+    for i, row in enumerate(rows):
+        _check.require(isinstance(row, Mapping), f"{file}: row {i}", row, "a mapping", error=DataError)
+    return rows
+
+
+def field(row: Row, key: str, where: str) -> object:
+    """Return ``row[key]``, or if the key is missing and has dots, ``row["a"]["b"]`` for "a.b".
+
+    Raises:
+        DataError: the row has none, naming those that it has, or it is null.
+    """
+    if key in row:
+        value = row[key]
+    else:
+        value = row
+        for part in key.split(".") if "." in key else [key]:
+            if not isinstance(value, Mapping) or part not in value:
+                raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}")
+            value = value[part]
+    if value is None:
+        raise DataError(f"{where}: {key}", "is null", "a value")
+    return value
+
+
+def _decoded(file: Path) -> str:
+    """Return a file's text, without a byte-order mark."""
+    data = file.read_bytes()
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is encoded as UTF-16; expected UTF-8")
+    return data.decode("utf-8-sig")
+
+
+def _lines(file: Path) -> list[Row]:
+    rows = []
+    for number, line in enumerate(_decoded(file).split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+    return rows
+
+
+def _list(file: Path) -> list[Row]:
+    rows = json.loads(_decoded(file))
+    if not isinstance(rows, list):
+        raise ValueError("it holds no list")  # noqa: TRY004  # reported as an unreadable file
+    return rows
+
+
+def _table(file: Path) -> list[Row]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(f"{file}: a parquet file needs pyarrow: pip install pyarrow") from error
+    rows: list[Row] = parquet.read_table(file).to_pylist()
+    return rows
+
+
+def _hub(name: str, split: str, subset: str | None, where: str) -> Sequence[Row]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        text = f"{where}: {name!r} is not a file; a data set on a hub needs the package datasets: pip install datasets"
+        raise ConfigError(text) from error
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+    trouble = "" if cache.is_dir() or Path(name).is_dir() else hub_trouble()
+    if trouble:
+        expected = "a file, or a network: HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy"
+        raise ConfigError(where, f"the data set {name!r} is not on this machine, and {trouble}", expected)
+    try:
+        rows: Sequence[Row] = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
+    except Exception as error:  # the package raises errors of many kinds
+        if "trust_remote_code" in str(error) or "scripts are no longer supported" in str(error):
+            text = f"{where}: the data set {name!r} brings its own code, which rlkit never runs"
+            raise ConfigError(f"{text}; expected one of files, such as parquet or JSON") from error
+        text = f"{where}: cannot load the data set {name!r} (split {split!r}) from the hub, which needs a network"
+        raise ConfigError(f"{text}: {error}") from error
+    return rows
+
+
+def each_row(given: Sequence[Row], where: str) -> Iterator[tuple[Row, str]]:
+    """Yield each row, and its name for messages."""
+    for i in range(len(given)):  # a data set of a hub is read row by row
+        yield given[i], f"{where}: row {i}"
+
+
+@attrs.frozen
+class Example:
+    """One row to learn from, read and checked, without a tokenizer.
+
+    Attributes:
+        where: the row, for messages.
+        prompt: the messages before the first that is learnt.
+        answers: what is learnt after it: one conversation, of which each assistant's message is learnt, or the chosen
+            and the rejected answer; empty for a text.
+        tools: function schemas for the chat template.
+        text: all that is learnt, without a template.
+    """
+
+    where: str
+    prompt: Sequence[Message] = ()
+    answers: Sequence[Sequence[Message]] = ()
+    tools: Sequence[Message] = ()
+    text: str = ""
+
+    def datums(self, chat: Chat) -> list[Datum]:
+        """Return the datums: of a pair two, chosen and rejected; of a conversation one for each part that continues.
+
+        The tokens of an answer are those that the chat template writes, with the token that a sampler would stop at.
+
+        Raises:
+            DataError: the chat template refuses the messages, or a text has less than two tokens.
+        """
+        if not self.answers:
+            tokens = np.asarray(chat.tokenizer.encode(self.text))
+            if tokens.size < 2:
+                raise DataError(f"{self.where}: its text has {tokens.size} tokens; training needs at least two")
+            return [Datum(tokens, np.arange(tokens.size) > 0)]
+        try:
+            start = chat.start(list(self.prompt), self.tools)
+            return [datum for answer in self.answers for datum in _learn(start.fork(), answer)]
+        except DataError as error:
+            raise DataError(f"{self.where}: {error}") from error
+
+
+def _learn(conversation: Conversation, messages: Sequence[Message]) -> list[Datum]:
+    """Return the datums of the assistant's messages, which continue the conversation."""
+    turns = []
+    cuts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for cut, following in zip(cuts, [*cuts[1:], None], strict=True):
+        prompt = conversation.prompt
+        tokens = conversation.demonstrate(messages[cut], None if following is None else messages[cut + 1 : following])
+        turns.append(Turn(Sample(prompt, tokens, np.zeros(tokens.size))))
+    return [Datum(datum.tokens, datum.mask) for datum in datums(Trajectory(turns), split="allow")]
+
+
+def read_examples(given: Sequence[Row], kind: str, form: Format | None = None, where: str = "data") -> list[Example]:
+    """Return what is to be learnt from rows of one of the usual forms.
+
+    Args:
+        given: the rows.
+        kind: "demonstrations": rows with ``messages``, of which every answer of the assistant is learnt, or with a
+            ``prompt`` and a ``response`` (or ``completion``), each text or messages, of which the response is learnt.
+            "pairs": ``chosen`` and ``rejected``, each an answer (text or a message) after ``prompt``, or a whole
+            conversation. "texts": texts under the key of prompts.
+        form: the keys, if they are others. ``tools``, function schemas, are rendered with a row's messages.
+        where: the file, for messages.
+
+    Raises:
+        DataError: naming the row and the field, a row has another form.
+
+    >>> row = {"chosen": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+    ...        "rejected": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5"}]}
+    >>> (pair,) = read_examples([row], "pairs")
+    >>> [message["content"] for message in pair.prompt], [answer[0]["content"] for answer in pair.answers]
+    (['2 + 2?'], ['4', '5'])
+    """
+    form = Format() if form is None else form
+    read = {"pairs": _pair, "texts": _text}.get(kind, _demonstration)
+    examples, used = [], set[str]()
+    for row, name in each_row(given, where):
+        example, keys = read(row, form, name)
+        used |= keys
+        examples.append(example)
+    name_unread(given, used, where)
+    return examples
+
+
+def fit(
+    examples: Sequence[Example], chat: Chat, max_length: int, leave_out: bool = False, setting: str = ""
+) -> list[list[Datum]]:
+    """Return the datums of each example that fits the policy's context.
+
+    Args:
+        examples: from ``read_examples``.
+        chat: of the policy.
+        max_length: the policy's, in tokens.
+        leave_out: whether longer ones are left out, which is logged with a count; else they are an error.
+        setting: the name of that choice, for the message.
+
+    Raises:
+        DataError: as for ``Example.datums``; an example is longer, or all are.
+    """
+    found, long = list[list[Datum]](), list[str]()
+    for example in examples:
+        data = example.datums(chat)
+        longest = max(len(datum) for datum in data)
+        if longest <= max_length:
+            found.append(data)
+        else:
+            long.append(f"{example.where} ({longest} tokens)")
+    if not long:
+        return found
+    names = ", ".join(long[:5]) + (", ..." if len(long) > 5 else "")
+    what = f"{len(long)} of {len(examples)} rows are longer than the policy's context of {max_length} tokens: {names}"
+    if not leave_out or not found:
+        raise DataError(f"{what}; shorten them" + (f", or set {setting} to leave them out" if setting else ""))
+    logger.warning("left out: %s", what)
+    return found
+
+
+def name_unread(given: Sequence[Row], used: set[str], where: str) -> None:
+    """Log the fields of rows that are not read."""
+    unread = sorted({str(key) for row, _ in each_row(given, where) for key in row} - used - {"split"})
+    if unread:
+        logger.warning("%s: not read: the fields %s", where, ", ".join(unread))
+
+
+def _demonstration(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
+    key = _messages_key(row, form)
+    if row.get(key) is not None:
+        messages, used = read_messages(row[key], f"{where}: {key}"), {key}
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        if not first:
+            what = "begins with" if messages and messages[0]["role"] == "assistant" else "has no"
+            raise DataError(f"{where}: {key}: the conversation {what} message of the assistant: nothing can be learnt")
+        prompt, answer = messages[:first], messages[first:]
+    else:
+        prompt = read_prompt(field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
+        key = form.response_key
+        if key == "response" and row.get(key) is None and row.get("completion") is not None:
+            key = "completion"
+        used = {form.prompt_key, key}
+        answer = _answer(field(row, key, where), f"{where}: {key}")
+        if not any(message["role"] == "assistant" for message in answer):
+            raise DataError(f"{where}: {key}", "has no message of the assistant", "an answer to learn")
+    key = f"{where}: {key}"
+    _check_learnt(answer, key)
+    return Example(where, prompt, (answer,), _tools(row, form, where)), used | {form.tools_key}
+
+
+def _pair(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
+    sides = [_answer(field(row, key, where), f"{where}: {key}") for key in (form.chosen_key, form.rejected_key)]
+    whole = [side for side in sides if side[0]["role"] != "assistant"]
+    given = row.get(form.prompt_key)
+    if len(whole) == 1:
+        raise DataError(where, "has one answer with its prompt and one without", "both in the same form")
+    if given is None and not whole:
+        field(row, form.prompt_key, where)  # raises
+    prompt = read_prompt(given, f"{where}: {form.prompt_key}") if given is not None else whole[0][:-1]
+    for key, side in zip((form.chosen_key, form.rejected_key), sides, strict=True):
+        name = f"{where}: {key}"
+        if side[-1]["role"] != "assistant":
+            raise DataError(name, f"ends with the role {side[-1]['role']!r}", "an answer of the assistant at the end")
+        if whole:
+            _check_prompt(side[:-1], prompt, text=isinstance(given, str), whole=whole[0][:-1], where=name)
+        elif len(side) > 1:
+            raise DataError(name, f"has {len(side)} messages", "one answer", "a pair differs in its last message alone")
+        _check_learnt(side[-1:], name)
+    prompt = whole[0][:-1] if whole else prompt
+    used = {form.prompt_key, form.chosen_key, form.rejected_key, form.tools_key}
+    return Example(where, prompt, tuple(side[-1:] for side in sides), _tools(row, form, where)), used
+
+
+def _check_prompt(
+    said: Sequence[Message], prompt: Sequence[Message], *, text: bool, whole: Sequence[Message], where: str
+) -> None:
+    """Raise DataError unless an answer's conversation goes on from the prompt, and from the other's."""
+    if said != whole:
+        raise DataError(where, "goes on from another conversation than chosen", "one that differs in its last message")
+    asked = [message["content"] for message in said if message["role"] == "user"]
+    if text and prompt[0]["content"] not in (asked[:1] + asked[-1:]):
+        raise DataError(where, "does not have the row's prompt as a message of the user", "a conversation that has it")
+    if not text and prompt != said:
+        raise DataError(where, "does not begin with the row's prompt", "a conversation that does")
+
+
+def _text(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
+    text = read_text(field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
+    return Example(where, text=text), {form.prompt_key}
+
+
+def _check_learnt(messages: Sequence[Message], where: str) -> None:
+    """Raise DataError for an answer from which nothing but its end would be learnt."""
+    for message in messages:
+        if message["role"] == "assistant" and not any(
+            message.get(name) for name in ("content", "tool_calls", "reasoning_content")
+        ):
+            raise DataError(where, "has an empty answer", "text to learn", "leave the row out")
+
+
+def _messages_key(row: Row, form: Format) -> str:
+    return "message" if form.messages_key == "messages" and "messages" not in row else form.messages_key
+
+
+def read_prompt(value: object, where: str) -> list[Message]:
+    """Return a prompt: text of the user, or messages."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": read_text(value, where)}]
+    if not is_list(value):
+        raise DataError(where, f"got {_check.shown(value)}", "text, or a list of messages")
+    messages = read_messages(value, where)
+    if not messages or messages[-1]["role"] == "assistant":
+        what = "ends with a message of the assistant" if messages else "has no messages"
+        raise DataError(where, what, "messages that an answer follows")
+    return messages
+
+
+def _answer(value: object, where: str) -> list[Message]:
+    """Return an answer: text, one message, or messages."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": read_text(value, where)}]
+    if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
+        why = "a number is written as text"
+        raise DataError(where, f"got {_check.shown(value)}", "text, a message, or a list of messages", why)
+    messages = read_messages([value] if isinstance(value, Mapping) else value, where)
+    if not messages:
+        raise DataError(where, "has no messages", "an answer")
+    return messages
+
+
+def _tools(row: Row, form: Format, where: str) -> list[Message]:
+    tools = row.get(form.tools_key)
+    return [] if tools is None else read_tools(tools, f"{where}: {form.tools_key}")
