@@ -29,6 +29,8 @@ KEPT = {  # quick at any length: without them most mutants of a file survive the
     "tests/backends/test_queue.py::TestQueueOfAService::runTest",
     "tests/losses/test_oracle.py::test_losses",
     "tests/losses/test_settings.py::test_bad_settings",
+    "tests/recipes/test_rows.py::test_answers",
+    "tests/recipes/test_rows.py::test_one_conversation_has_one_prompt",
     "tests/test_repository.py::test_a_change_touches_the_tests_that_reach_it",
     "tests/test_repository.py::test_slow_tests_exist",
 }

@@ -59,6 +59,14 @@ def test_boxed_holds_what_was_put_in(content):
         ("12,34", 34),  # not thousands: two numbers
         ("1.50", 1.5),
         (".5", 0.5),
+        ("-$5", -5),
+        ("\u2212\u20ac1,000", -1000),
+        ("3-$5", 5),
+        ("1 000", 1000),
+        ("1\u202f234\u202f567.5", 1234567.5),
+        ("1 0000", 0),  # two numbers
+        ("1000 000", 0),
+        ("1  000", 0),
         ("2e3", 2000.0),
         ("1E400 and 3", 3),
         ("3 and 1e400", 3),
@@ -160,6 +168,8 @@ def test_simple_answers_need_no_process(monkeypatch):
     monkeypatch.setattr(_equality._POOL, "ask", None)
     assert math_equal("3", "3 ")
     assert math_equal("1/2", "0.50")
+    assert math_equal("1000", "1e3")
+    assert math_equal("2.5E-1", "1/4")
     assert math_equal(r"\frac{1}{2}", r"\frac{1}{2}")
     assert not math_equal("x" * 10_001, "1")
 

@@ -31,8 +31,11 @@ __all__ = ["between_tags", "boxed", "last_number", "math_equal"]
 
 _BRACES = re.compile(r"(\\boxed\s*\{)|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?"
+    r"(?<![\w.])([-+\u2212]?)[$\u20ac\u00a3]?"  # a sign, and a currency after it
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:[ \u00a0\u202f\u2009][0-9]{3})+)(?![0-9])|[0-9]+|(?=\.[0-9]))"
+    r"((?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"
 )
+_EXPONENT = re.compile(r"[^eE]+[eE][-+]?[0-9]{1,3}\s*")
 _DIGITS = 1000  # of an integer; longer ones are not numbers that anybody meant
 
 
@@ -65,18 +68,19 @@ def boxed(text: str) -> str | None:
 def last_number(text: str) -> int | float | None:
     """Return the last number in a text: an int, a float if it is written as one, None without any.
 
-    Commas between thousands are read, and so is a sign that stands directly before the number. Digits inside of words
-    do not count.
+    Commas or blanks between thousands are read, and so is a sign that stands directly before the number or before its
+    currency. Digits inside of words do not count.
 
-    >>> last_number("It costs $1,234.50."), last_number("7 - 3 = 4"), last_number("x1")
-    (1234.5, 4, None)
+    >>> last_number("It costs $1,234.50."), last_number("7 - 3 = 4"), last_number("x1"), last_number("-$1 000")
+    (1234.5, 4, None, -1000)
 
     Source: the usual score for GSM8K.
     """
     _text("last_number(text)", text)
     last = None
     for match in _NUMBER.finditer(text):
-        written = match[0].replace(",", "").replace("\u2212", "-")
+        digits = re.sub(r"\D", "", match[2])
+        written = match[1].replace("\u2212", "-") + digits + match[3]
         if "." in written or "e" in written.lower():
             last = written if len(written) <= _DIGITS and math.isfinite(float(written)) else last
         elif len(written) <= _DIGITS:
@@ -146,7 +150,7 @@ def math_equal(answer: str, truth: str, *, timeout: float = 5.0) -> bool:
 
 
 def _fraction(text: str) -> Fraction | None:
-    if len(text) > 50 or "e" in text.lower():
+    if len(text) > 50 or ("e" in text.lower() and not _EXPONENT.fullmatch(text)):
         return None
     try:
         return Fraction(text.strip())

@@ -74,12 +74,14 @@ class Conversation:
             self._as_tokens = before[1]
             raise
 
-    def demonstrate(self, message: Message, observation: Observation | None = None) -> np.ndarray:
+    def demonstrate(self, message: Message, observation: Observation | None = None, *, lead: bool = True) -> np.ndarray:
         """Append a given answer in place of a sampled one, and what the environment answered.
 
         Args:
             message: the assistant's; its thoughts and tool calls are written as the chat template writes them.
             observation: as in ``add``.
+            lead: whether what the template puts before the content, an empty thought for one, belongs to the answer;
+                otherwise it is added to ``prompt``.
 
         Returns:
             int64 [n]: the answer's tokens after ``prompt``, the last of them the one at which a sampler would stop.
@@ -98,9 +100,13 @@ class Conversation:
         if message["role"] != "assistant":
             raise DataError("message.role", f"is {message['role']!r}", "'assistant'")
         marked = self._chat.control.mark(self._with_calls(message), foreign=False)
-        tokens, said = self._prompts.answer([*self._safe, marked])
-        self._add(Action(message["content"], tokens=tokens), observation, (message, marked, said))
-        return tokens
+        before, tokens, said = self._prompts.answer([*self._safe, marked])
+        whole = np.concatenate([before, tokens])
+        if not lead:
+            self.prompt = _check.frozen(np.concatenate([self.prompt, before]))
+        given = Action(message["content"], tokens=whole if lead else tokens)
+        self._add(given, observation, (message, marked, said))
+        return given.tokens
 
     def begin_turn(self, text: str) -> None:
         """Make the policy's next turn begin with ``text``, which joins the prompt and the turn, as a prefill does.

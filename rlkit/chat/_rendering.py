@@ -172,8 +172,8 @@ class RendererPrompts:
         """Render all messages and the head of the policy's turn: int64 [P]."""
         return self._prefilled(self._renderer.render(messages, self._tools))
 
-    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
-        """Return the last message, the assistant's, as it is written after the others: int64 [n], with its end."""
+    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
+        """Return the last message, the assistant's, as it is written after the others; see ``TemplatePrompts``."""
         message, chat = messages[-1], self._chat
         before, whole = self._renderer.render(messages[:-1], self._tools), self._whole(messages)
         check_written(message, lambda name: not np.array_equal(self._whole(without(messages, name)), whole))
@@ -186,7 +186,10 @@ class RendererPrompts:
         ids = ids[head.size :] if np.array_equal(ids[: head.size], head) else ids
         ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
         ids = ids[: ends[0] + 1] if ends.size else np.concatenate([ids, chat.turn_end])
-        return ids, str(message["content"])
+        content = message["content"].replace(CUT, "").strip()
+        at = self._text(ids).rfind(content) if content else 0
+        lead = next((k for k in range(ids.size) if len(self._text(ids[:k])) >= at), 0)
+        return ids[:lead], ids[lead:], str(message["content"])
 
     def _whole(self, messages: Sequence[Message]) -> np.ndarray:
         return self._renderer.render(messages, self._tools, head=False)

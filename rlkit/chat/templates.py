@@ -300,11 +300,12 @@ class TemplatePrompts:
         self._rendered = len(messages), text
         return self._encode(text + self._chat.prefill, first=True)
 
-    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
+    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
         """Return the last of ``messages``, the assistant's, as it is written after the prompt of those before it.
 
         Returns:
-            int64 [n], with the token that ends the turn; and its text without that token.
+            int64 [k]: what the template puts before the content of an answer, an empty thought for one; int64 [n]: the
+            rest, with the token that ends the turn; and the text of both without that token.
 
         Raises:
             DataError: the template does not write it there, or not all of it.
@@ -322,9 +323,11 @@ class TemplatePrompts:
         said = str(written).removeprefix(chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
         found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
-        if found is None:
-            return np.concatenate([self._encode(said), chat.turn_end]), said
-        return np.append(self._encode(said[: found[0]]), found[1]), said[: found[0]]
+        end = chat.turn_end
+        if found is not None:
+            said, end = said[: found[0]], np.array([found[1]], np.int64)
+        at = max(said.rfind(message["content"].strip()), 0) if message["content"].strip() else 0
+        return self._encode(said[:at]), np.concatenate([self._encode(said[at:]), end]), said
 
     def following(
         self,

@@ -42,6 +42,8 @@ def observation(value: object, *, where: str, max_chars: int) -> Observation:
         return _Copy(where, max_chars).text(value, where)
     if isinstance(value, Mapping):
         value = [value]
+    if isinstance(value, np.ndarray) and value.dtype == object and value.ndim == 1:  # messages, as pandas reads them
+        value = list(value)
     if _listed(value) and len(value) > max_chars:
         raise EnvError(where, f"has {len(value)} entries", f"at most {max_chars}")
     if isinstance(value, np.ndarray) or (_listed(value) and value and not isinstance(value[0], Mapping)):

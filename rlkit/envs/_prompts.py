@@ -143,7 +143,7 @@ def _prompt(where: str, row: object) -> Observation:
         if "prompt" not in row:
             raise DataError(where, f"has only {sorted(map(str, row))}", "a field 'prompt'")
         row, where = row["prompt"], f"{where}['prompt']"
-    if isinstance(row, np.ndarray) and row.dtype.kind not in "iu":
+    if isinstance(row, np.ndarray) and row.dtype.kind not in "iuO":
         raise DataError(where, f"got {_check.shown(row)}", "text, chat messages or token ids")
     try:
         return observation(row, where=where, max_chars=10**9)

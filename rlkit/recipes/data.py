@@ -239,9 +239,23 @@ class Example:
             return [Datum(tokens, np.arange(tokens.size) > 0)]
         try:
             start = chat.start(list(self.prompt), self.tools)
-            return [datum for answer in self.answers for datum in _learn(start.fork(), answer)]
+            return _learn(start, self.answers[0]) if len(self.answers) == 1 else _prefer(start, self.answers)
         except DataError as error:
             raise DataError(f"{self.where}: {error}") from error
+
+
+def _prefer(conversation: Conversation, answers: Sequence[Sequence[Message]]) -> list[Datum]:
+    """Return a datum for each answer to one prompt; what the template puts before both of them belongs to it."""
+    chosen, rejected = (_prefer_one(conversation.fork(), answer, lead=False) for (answer,) in answers)
+    if np.array_equal(chosen.tokens[~chosen.mask], rejected.tokens[~rejected.mask]):
+        return [chosen, rejected]
+    return [_prefer_one(conversation.fork(), answer, lead=True) for (answer,) in answers]
+
+
+def _prefer_one(conversation: Conversation, answer: Message, *, lead: bool) -> Datum:
+    tokens = conversation.demonstrate(answer, lead=lead)
+    whole = np.concatenate([conversation.prompt, tokens])
+    return Datum(whole, np.arange(whole.size) >= conversation.prompt.size)
 
 
 def _learn(conversation: Conversation, messages: Sequence[Message]) -> list[Datum]:
@@ -333,7 +347,7 @@ def _demonstration(row: Row, form: Format, where: str) -> tuple[Example, set[str
         messages, used = read_messages(row[key], f"{where}: {key}"), {key}
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if not first:
-            what = "begins with" if messages and messages[0]["role"] == "assistant" else "has no"
+            what = "begins with a" if messages and messages[0]["role"] == "assistant" else "has no"
             raise DataError(f"{where}: {key}: the conversation {what} message of the assistant: nothing can be learnt")
         prompt, answer = messages[:first], messages[first:]
     else:

@@ -31,9 +31,7 @@ def chat_with(kind, **given_settings):
 
 
 bits = st.one_of(
-    st.sampled_from(
-        [*SPECIAL, *ADDED, "<|im_", "end|>", "<", " ", "\n", "{", "\\", "\U000f0010", "\U000f0011"]
-    ),
+    st.sampled_from([*SPECIAL, *ADDED, "<|im_", "end|>", "<", " ", "\n", "{", "\\", "\U000f0010", "\U000f0011"]),
     st.text(max_size=5),
 )
 hostile = st.lists(bits, max_size=6).map("".join)

@@ -106,7 +106,11 @@ def test_another_tokenizer(tmp_path, tiny):
         ("sft", "", "is empty"),
         ("sft", "{", "line 1, column 2"),
         ("sft", "{}", "row 0: has the fields"),
-        ("sft", '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}', "row 0: messages"),
+        (
+            "sft",
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}',
+            "row 0: messages",
+        ),
         ("dpo", "{}", "row 0: has the fields"),
         ("dpo", '{"prompt": "", "chosen": "a", "rejected": "b"}\n{"prompt": "", "chosen": 1, "rejected": ""}', "row 1"),
     ],
