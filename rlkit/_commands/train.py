@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Train, and print where the run is kept."""
     _check_file(options.config)
     from rlkit import recipes  # which takes seconds
-    from rlkit.recipes.job import NOTE
+    from rlkit.recipes.job import NOTE, check_rows
 
     _shared.imported(options)
     settings = recipes.load(options.config, options.overrides)
@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     level = min(level, logging.getLevelNamesMapping()[settings.log.level])
     logging.getLogger("rlkit.recipes").setLevel(level)
     if options.check:
-        recipes.check(settings)
+        for job in recipes.check(settings):
+            check_rows(job)
         print("the settings are right")
         return 0
     for outcome in recipes.run(settings, trackers=["console"]):

@@ -15,6 +15,7 @@ import attrs
 
 from rlkit import _check, _packages, backends, storage, tracking
 from rlkit.backends.protocol import ChecksOptions
+from rlkit.backends.tokenizers import tokenizer_from
 from rlkit.backends.toy.model import ByteTokenizer
 from rlkit.chat.templates import Template
 from rlkit.config import dump
@@ -23,7 +24,7 @@ from rlkit.errors import ConfigError
 from rlkit.recipes import _models
 from rlkit.recipes import tasks as environments
 from rlkit.recipes._models import ChatOptions, PolicyOptions, Schedule
-from rlkit.recipes.data import Example, read_examples, read_rows
+from rlkit.recipes.data import Example, fit, read_examples, read_rows
 from rlkit.recipes.method import CORRECTIONS, Method, Operators, correction_of, notes, resolve
 from rlkit.recipes.settings import Algorithm, Experience, Format, Monitor, Settings, Synchronizer, Taskset, Teacher
 from rlkit.recipes.settings import check as check_keys
@@ -32,7 +33,7 @@ from rlkit.rollouts import Plan
 from rlkit.trajectory import Group
 from rlkit.types import NEW_OPTIONS, SamplingParams
 
-__all__ = ["NOTE", "Job", "Learnt", "build_job", "make_plan"]
+__all__ = ["NOTE", "Job", "Learnt", "build_job", "check_rows", "make_plan"]
 
 logger = logging.getLogger("rlkit.recipes")
 
@@ -159,6 +160,32 @@ def _check_model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -
     length = settings.model.max_model_len
     if length is not None and length < 2:
         raise ConfigError("model.max_model_len", f"is {length}", "at least 2")
+
+
+def check_rows(job: Job) -> None:
+    """Check the rows to learn from by the model's chat template and context, where its tokenizer is on this machine.
+
+    Raises:
+        DataError: a row that the template refuses, or rows longer than the context.
+    """
+    name, options, learnt = job.policy.backend, job.policy.options, job.learnt
+    folder = Path(str(options.get("model"))).expanduser()
+    if not learnt.rows:
+        return
+    if name == "toy":
+        with backends.connect("toy", **options) as policy:  # takes milliseconds
+            tokenizer, length = policy.tokenizer, policy.max_length
+    elif name == "local" and folder.is_dir():
+        from transformers import AutoConfig
+
+        from rlkit.backends.local.attention.tree import context
+
+        tokenizer = tokenizer_from(folder)
+        length = context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
+    else:
+        logger.log(NOTE, "not checked: whether the rows fit the context of the model, which is not in a folder")
+        return
+    fit(learnt.rows, job.chat.chat(tokenizer), length, learnt.leave_out, learnt.setting)
 
 
 def _check_path(path: str) -> None:

@@ -15,6 +15,7 @@ import rlkit
 from rlkit import recipes
 from rlkit._commands import eval as eval_command
 from rlkit.chat import Chat
+from rlkit.cli import main
 from rlkit.envs import Action
 from rlkit.errors import DataError
 from rlkit.gateway import Gateway, GatewayError
@@ -541,3 +542,22 @@ def test_dpo_prefers_the_chosen_answer(prompt, thinking, tmp_path, tiny):
         gains.append(float(found[1] - found[0]))
     assert gains[0] > 1, gains
     assert gains[1] < -1, gains
+
+
+@pytest.mark.parametrize("backend", ["toy", "local"])
+def test_check_sees_rows_that_do_not_fit(backend, tmp_path, tiny, capsys):
+    """And those that the chat template refuses, before a model is loaded."""
+    path = tmp_path / "rows.jsonl"
+    more = [f"model.model_path={tiny('llama')}"] if backend == "local" else ["options.max_length=100"]
+    given = [f"backend={backend}", "seed=0", "algorithm.algorithm_type=sft", "mode=train", *more]
+    given += [f"buffer.trainer_input.experience_buffer.path={path}", f"checkpoint_root_dir={tmp_path}"]
+    (tmp_path / "run.yaml").write_text("{}", "utf-8")
+    for row, expected in (
+        ({"prompt": "Q", "response": "A" * 5000}, "1 of 1 rows are longer than the policy's context"),
+        ({"prompt": "Q", "response": 4}, "row 0: response: got 4 (int)"),
+        ({"prompt": "Q", "response": "A"}, ""),
+    ):
+        path.write_text(json.dumps(row), "utf-8")
+        code = main(["train", str(tmp_path / "run.yaml"), "--check", *given])
+        assert code == 2 * bool(expected)
+        assert expected in capsys.readouterr().err
