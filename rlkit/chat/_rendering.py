@@ -17,7 +17,7 @@ from rlkit._interaction import Action, Message
 from rlkit._packages import missing
 from rlkit._warn import warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat.templates import CUT, ControlText, check_written, continue_head, without
+from rlkit.chat.templates import CUT, ControlText, check_written, continue_head, find_answer, without
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
@@ -177,16 +177,19 @@ class RendererPrompts:
         message, chat = messages[-1], self._chat
         before, whole = self._renderer.render(messages[:-1], self._tools), self._whole(messages)
         check_written(message, lambda name: not np.array_equal(self._whole(without(messages, name)), whole))
-        if np.array_equal(whole[: before.size], before):
-            ids = whole[before.size :]
-        else:
-            texts = [self._text(ids) for ids in (before, self._whole(messages[:-1]), whole)]
+        texts = [self._text(ids) for ids in (before, self._whole(messages[:-1]), whole)]
+        plain: Message = {**message, "content": message["content"].replace(CUT, "")}
+        start = find_answer(plain, *texts)
+        if start < 0:
             ids = chat.control.encode(continue_head(message, *texts), first=False)
+        else:  # a token may hold the end of the prompt and the beginning of the answer
+            cut = next(k for k in range(whole.size + 1) if len(self._text(whole[:k])) >= start)
+            ids = np.concatenate([chat.control.encode(self._text(whole[:cut])[start:], first=False), whole[cut:]])
         head = chat.control.encode(chat.prefill, first=False)
         ids = ids[head.size :] if np.array_equal(ids[: head.size], head) else ids
         ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
         ids = ids[: ends[0] + 1] if ends.size else np.concatenate([ids, chat.turn_end])
-        content = message["content"].replace(CUT, "").strip()
+        content = plain["content"].strip()
         at = self._text(ids).rfind(content) if content else 0
         lead = next((k for k in range(ids.size) if len(self._text(ids[:k])) >= at), 0)
         return ids[:lead], ids[lead:], str(message["content"])

@@ -313,14 +313,14 @@ class TemplatePrompts:
         message, chat = messages[-1], self._chat
         if self._template is None:
             check_written(message, lambda name: False)
-            written: str | None = message["content"]
+            written = str(message["content"])
         else:
             before, whole = self._text(messages[:-1]), self._text(messages, head=False)
             check_written(message, lambda name: self._text(without(messages, name), head=False) != whole)
-            written = whole[len(before) :] if whole.startswith(before) else None
-            if written is None or not _holds(written, message["content"]):
-                written = continue_head(message, before, self._text(messages[:-1], head=False), whole)
-        said = str(written).removeprefix(chat.prefill)
+            texts = before, self._text(messages[:-1], head=False), whole
+            start = find_answer(message, *texts)
+            written = continue_head(message, *texts) if start < 0 else whole[start:]
+        said = written.removeprefix(chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
         found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
         end = chat.turn_end
@@ -403,27 +403,43 @@ def check_written(message: Message, is_written: Callable[[str], bool]) -> None:
             raise DataError(name, "is not written by the model's chat template", "a template that writes it", why)
 
 
-def continue_head(message: Message, before: str, bare: str, whole: str) -> str:
-    """Return the rest of an answer's content after the head of its turn, where the template does not write it there.
+def find_answer(message: Message, before: str, bare: str, whole: str) -> int:
+    """Return where an answer begins in ``whole``, or -1: there is only its content, which continues the prompt.
 
     Args:
-        message: the answer; it has content alone.
+        message: the answer.
         before: the prompt, with the head of the turn.
         bare: the same without it.
-        whole: the prompt and the answer, as the template writes them.
+        whole: the prompt and the answer, as the template writes them; it may write the history otherwise now.
 
     Raises:
-        DataError: the head holds more than the template writes before this answer, and the answer does not begin so.
+        DataError: the head holds more than the template writes before this answer.
     """
-    head = before.removeprefix(bare) if before.startswith(bare) else ""
-    more = next(head[i:].strip() for i in range(len(head), -1, -1) if head[:i] in whole)
-    content = str(message["content"])
-    calls = {"tool_calls", "reasoning_content"} & message.keys()
-    if calls or (more and not content.lstrip().startswith(more)):
+    content, head = str(message["content"]), before.removeprefix(bare) if before.startswith(bare) else ""
+    start = len(before) if whole.startswith(before) else -1
+    for written in (head, head.rstrip()):
+        if start < 0 and written and written in whole:
+            start = whole.rfind(written) + len(written)
+    structured = {"tool_calls", "reasoning_content"} & message.keys()
+    if start >= 0 and (structured or _holds(whole[start:], content)):
+        return start
+    if structured or not content.lstrip().startswith(_unwritten(head, whole)):
         what = f"is written otherwise than after the prompt, which ends with {_check.shown(head)}"
         why = "thinking, template and prefill of the chat change the prompt"
-        raise DataError(min(calls, default="content"), what, "an answer that continues the prompt", why)
+        raise DataError(min(structured, default="content"), what, "an answer that continues the prompt", why)
+    return -1
+
+
+def continue_head(message: Message, before: str, bare: str, whole: str) -> str:
+    """Return the rest of the content of an answer for which ``find_answer`` gave -1."""
+    more = _unwritten(before.removeprefix(bare) if before.startswith(bare) else "", whole)
+    content = str(message["content"])
     return content.lstrip()[len(more) :] if more else content
+
+
+def _unwritten(head: str, whole: str) -> str:
+    """Return the end of a turn's head that the template does not write before an answer: ``<think>``, for one."""
+    return next(head[i:].strip() for i in range(len(head), -1, -1) if head[:i] in whole)
 
 
 def _holds(text: str, content: str) -> bool:

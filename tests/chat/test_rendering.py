@@ -360,3 +360,31 @@ def test_gpt_oss(monkeypatch):
 def test_an_action_knows_its_content():
     assert Action("a").content == "a"
     assert Action("a", parsed=tools.Parsed("b")).content == "b"
+
+
+BEGUN = {"deepseek-r1", "glm-5", "minimax-m2"}  # whose prompts begin a thought that other answers do not have
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_learnt_as_they_are_written(kind):
+    """A given answer is what the renderer writes after the prompt: nothing is lost, and no thought stays open."""
+    chat = chat_of(kind)
+    for answer in (
+        {"content": "It is 7."},
+        {"content": None, "tool_calls": [CALL]},
+        {"content": "7", "reasoning": "hm"},
+    ):
+        conversation = chat.start("7 + 0?", SCHEMAS)
+        prompt = conversation.prompt
+        try:
+            tokens = conversation.demonstrate({"role": "assistant", **answer}, "And 1?")
+        except DataError as error:
+            lost = str(error).partition(":")[0]
+            assert lost == "reasoning_content" or kind in BEGUN
+            continue
+        whole = chat.tokenizer.decode(np.concatenate([prompt, tokens]), skip_special=False)
+        assert answer.get("content") or "add" in chat.tokenizer.decode(tokens, skip_special=False)
+        assert whole.rfind("<think>") <= whole.rfind("</think>")  # some families write the end of an empty one alone
+        assert [token in chat.ends for token in tokens.tolist()].index(True) == tokens.size - 1
+        assert all(text in whole for text in (answer["content"] or "7", answer.get("reasoning") or "7"))
+        assert "And 1?" in chat.tokenizer.decode(conversation.prompt)
