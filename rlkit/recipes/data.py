@@ -7,7 +7,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -292,12 +292,13 @@ def read_examples(given: Sequence[Row], kind: str, form: Format | None = None, w
     """
     form = Format() if form is None else form
     read = {"pairs": _pair, "texts": _text}.get(kind, _demonstration)
-    examples, used = [], set[str]()
+    examples, fields, used = [], set[str](), {"split"}
     for row, name in each_row(given, where):
         example, keys = read(row, form, name)
         used |= keys
+        fields |= row.keys()
         examples.append(example)
-    name_unread(given, used, where)
+    name_unread(fields, used, where)
     return examples
 
 
@@ -334,11 +335,11 @@ def fit(
     return found
 
 
-def name_unread(given: Sequence[Row], used: set[str], where: str) -> None:
-    """Log the fields of rows that are not read."""
-    unread = sorted({str(key) for row, _ in each_row(given, where) for key in row} - used - {"split"})
-    if unread:
-        logger.warning("%s: not read: the fields %s", where, ", ".join(unread))
+def name_unread(fields: set[str], used: Iterable[str | None], where: str) -> None:
+    """Log the fields of rows that are not read; a key with dots is a field's part."""
+    read = {part for key in used if key for part in (key, key.partition(".")[0])}
+    if unread := fields - read:
+        logger.warning("%s: not read: the fields %s", where, ", ".join(sorted(map(str, unread))))
 
 
 def _demonstration(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:

@@ -134,10 +134,11 @@ def _rows(
     score = None if reward is None else bound(reward, {**(args or {}), **taskset.reward_fn_args})
     if form.system_prompt is not None:  # the chat adds it to what is rendered
         system = (form.system_prompt or None) if plain or form.raw else None
-    built, read = [], {form.response_key, form.system_prompt_key or ""}
+    built, fields, read = [], set[str](), {"split", form.response_key, form.system_prompt_key}
     for row, where in each_row(given, source):
         key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
         read.add(key)
+        fields |= row.keys()
         asked = field(row, key, where)
         messages = read_prompt(asked, f"{where}: {key}")
         answer = None if score is None else field(row, form.response_key, where)
@@ -152,7 +153,7 @@ def _rows(
         else:  # a text stays one, as rows of your own code are
             prompt = messages[0]["content"] if isinstance(asked, str) and len(messages) == 1 else messages
         built.append({"prompt": prompt, "answer": answer})
-    name_unread(given, read, source)
+    name_unread(fields, read, source)
     return envs.function(built, _nothing if score is None else score, name=taskset.name, split=taskset.split)
 
 
