@@ -140,7 +140,7 @@ def test_arrays_that_go_together():
 
 
 def test_own_losses():
-    """Whatever a loss names is a number or shaped like its driver, beside targets [n, K] maybe [n]; logprobs exactly so."""
+    """An input is a number or shaped like the driver, beside targets [n, K] maybe [n]; logprobs are exactly so."""
 
     def own(logprobs, given):
         return (logprobs * given.sum()).sum()
