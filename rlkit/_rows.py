@@ -230,8 +230,8 @@ def is_one(value: Any) -> bool:
 
 def labels(where: str, value: Any, length: int, why: str = "one label per reward") -> tuple[np.ndarray, int]:
     """Return labels [length] as codes 0, 1, ... in order of appearance, and how many different ones there are."""
-    listed = hasattr(value, "__len__") or hasattr(value, "__array__")
-    if isinstance(value, (str, bytes)) or not listed or getattr(value, "ndim", 1) == 0:
+    several = (hasattr(value, "__len__") or hasattr(value, "__array__")) and getattr(value, "ndim", 1) != 0
+    if isinstance(value, (str, bytes)) or not several:
         raise DataError(where, f"got {_check.shown(value)}", f"{length} labels", why)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (length,) and length:
         quick = _integer_codes(value)

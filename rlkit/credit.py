@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlkit import _check, _rows, advantages, metrics
+from rlkit import _check, advantages, metrics
 from rlkit._check import answered
 from rlkit._shuffle import epoch_order
 from rlkit.advantages import token_weights
@@ -296,7 +296,7 @@ def minibatches(
 
 
 def _seeds(seed: int | Sequence[int]) -> Sequence[int]:
-    if _rows.is_one(seed):
+    if isinstance(seed, (int, np.integer)):
         return (seed,)
     _check.entries("minibatches(seed)", seed)
     return seed
