@@ -537,6 +537,11 @@ def _check_input_shape(where: str, name: str, shape: tuple[int, ...], n: int, le
         raise DataError(where, f"has shape {shape}", f"(), ({n},) or ({length},)", _check.squeeze(shape))
 
 
+def _check_integers(where: str, name: str, array: np.ndarray) -> None:
+    if name in ("target_tokens", "versions") and array.size and array.dtype.kind not in "iu":
+        raise DataError(where, f"has dtype {array.dtype}", "integers", f"write {name}.astype(int)")
+
+
 def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     """Return ``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
     where = f"Datum.inputs[{name!r}]"
@@ -547,8 +552,7 @@ def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "b":
         raise DataError(_check.problem(where, "holds booleans", "numbers", "write 0.0 and 1.0"))
     _check_input_shape(where, name, array.shape, n, length)
-    if name in ("target_tokens", "versions") and array.size and array.dtype.kind not in "iu":
-        raise DataError(where, f"has dtype {array.dtype}", "integers", f"write {name}.astype(int)")
+    _check_integers(where, name, array)
     real = array.dtype.kind == "f" or name in _REAL_INPUTS or name.endswith("logprobs")
     if array.ndim and array.shape[0] == n:
         scattered = np.zeros((length, *array.shape[1:]), array.dtype)

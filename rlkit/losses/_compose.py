@@ -68,6 +68,8 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
 
     composed = _plus(title, function, term, more, "kl_coef", coef, sign=1.0)
     composed.__rlkit_parts__ = (function, estimate)  # type: ignore[attr-defined]
+    if isinstance(coef, str):
+        composed.__rlkit_ranges__ = {**ranges(function), coef: Range()}  # type: ignore[attr-defined]
     return composed
 
 
@@ -147,8 +149,7 @@ def _plus(
     composed.__doc__ = f"{(inspect.getdoc(function) or title).partition(chr(10))[0]} Made by {title}."
     composed.__signature__ = signature  # type: ignore[attr-defined]
     composed.__rlkit_loss__ = marked  # type: ignore[attr-defined]
-    own_range = {coef_name: Range()} if isinstance(coef, str) and sign > 0 else {}  # of a KL; an entropy's has any sign
-    composed.__rlkit_ranges__ = {**ranges(function), **own_range}  # type: ignore[attr-defined]
+    composed.__rlkit_ranges__ = ranges(function)  # type: ignore[attr-defined]
     composed.__rlkit_parts__ = (function,)  # type: ignore[attr-defined]  # its parts
     return composed
 
