@@ -42,7 +42,7 @@ def run(options: dict[str, Any], *, steps: int, save_every: int, learning_rate: 
     prompts = [policy.tokenizer.encode(text) for text in PROMPTS]
     print(
         "route of the loss:",
-        policy.route([rlkit.Datum([1, 2], [0, 1], {"sampling_logprobs": -1.0, "advantages": 1.0})], "ppo"),
+        policy.route([rlkit.Datum([1, 2], [0, 1], {"sampling_logprobs": [-1.0], "advantages": 1.0})], "ppo"),
     )
     path, means, saved_at = policy.save("start").result(), [], 0
     while len(means) < steps:

@@ -259,6 +259,7 @@ def integer(
 ) -> int:
     """Return ``value`` as an int in [low, high]; booleans and floats are refused."""
     expected = "an integer" + _interval(low, high)
+    value = plain(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise error(where, f"got {shown(value)}", expected, why)
     number = int(value)
@@ -282,8 +283,7 @@ def real(
     bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
     bounds += [f"<= {high}"] * (high is not None) + [f"< {below}"] * (below is not None)
     expected = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's scalars
-        value = value.item()
+    value = plain(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise error(where, f"got {shown(value)}", expected, why)
     number = float(value)
@@ -310,9 +310,45 @@ def temperature(where: str, value: object, *, zero: bool, error: type[RlkitError
 
 def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) -> bool:
     """Return ``value`` as a bool; 0, 1 and None are refused."""
-    if not isinstance(value, (bool, np.bool_)):
+    value = plain(value)
+    if not isinstance(value, bool):
         raise error(where, f"got {shown(value)}", "True or False")
-    return bool(value)
+    return value
+
+
+def plain(value: object) -> object:
+    """Return Python's own number for a scalar of numpy or torch, or for an array without dimensions.
+
+    >>> plain(np.float32(0.5)), plain(np.array(3)), plain([0.5])
+    (0.5, 3, [0.5])
+    """
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def convert(thing: object, names: str, check: Callable[..., object], *, none: bool = False, **limits: object) -> None:
+    """Set fields of an instance of attrs, frozen or not, to what ``check`` returns for them.
+
+    Args:
+        thing: the instance; an error names its class and the field.
+        names: of the fields, with spaces between.
+        check: a check of this module.
+        none: whether None is allowed, and stays.
+        limits: keyword arguments of ``check``.
+    """
+    for name in names.split():
+        value = getattr(thing, name)
+        if value is not None or not none:
+            object.__setattr__(thing, name, check(f"{type(thing).__name__}.{name}", value, **limits))
+
+
+def entries(where: str, value: object, count: int | None = None, why: str = "") -> None:
+    """Raise DataError unless ``value`` is a sequence or array, of ``count`` entries where that is given."""
+    sized: Any = value
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) != 0
+    if isinstance(value, (str, bytes, Mapping)) or not listed:
+        raise DataError(where, f"got {shown(value)}", "a sequence" + f" of {count}" * (count is not None), why)
+    if count is not None and len(sized) != count:
+        raise DataError(where, f"has {len(sized)} entries", f"{count}", why)
 
 
 def optional(

@@ -22,6 +22,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._warn import warn
 from rlkit.errors import ConfigError, DataError
 
 P = ParamSpec("P")
@@ -229,7 +230,8 @@ def is_one(value: Any) -> bool:
 
 def labels(where: str, value: Any, length: int, why: str = "one label per reward") -> tuple[np.ndarray, int]:
     """Return labels [length] as codes 0, 1, ... in order of appearance, and how many different ones there are."""
-    if isinstance(value, (str, bytes)) or not (hasattr(value, "__len__") or hasattr(value, "__array__")):
+    several = (hasattr(value, "__len__") or hasattr(value, "__array__")) and getattr(value, "ndim", 1) != 0
+    if isinstance(value, (str, bytes)) or not several:
         raise DataError(where, f"got {_check.shown(value)}", f"{length} labels", why)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (length,) and length:
         quick = _integer_codes(value)
@@ -350,6 +352,10 @@ def _layout(rows: Rows) -> str:
 
 
 SINGLETON = ("zero", "raw", "error")
+ALONE = (
+    "rewards: every group has one member, so there is none to compare it with; a group is a row, so give rewards as "
+    "[prompts, samples], or transpose a column"
+)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -454,10 +460,17 @@ class Groups:
         alone = self.sizes == 1
         if not alone.any():
             return advantages
+        if singleton == "zero":
+            self.warn_alone()
         if singleton == "error":
             why = 'singleton="error"; with "zero" its advantage is 0, with "raw" its reward'
             raise DataError(self.rows.row_name(int(np.argmax(alone))), "has one scored reward", "at least two", why)
         return np.where(self.rows.spread(alone), self.rewards if singleton == "raw" else 0.0, advantages)
+
+    def warn_alone(self) -> None:
+        """Warn, once for each line of a program, where there are several groups and all have one member."""
+        if self.rows.form in ("matrix", "list") and self.rows.lengths.size > 1 and (self.rows.lengths == 1).all():
+            warn(ALONE)
 
     def where_scored(self, advantages: np.ndarray) -> np.ndarray:
         """Return advantages [N], 0 where unscored."""

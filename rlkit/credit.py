@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 import attrs
 import numpy as np
@@ -77,7 +77,7 @@ def _per_group(estimator: Estimator, config: Config, played: Played) -> Arrays:
         lengths["lengths"] = played.by_group(np.array([float(t.token_count) for t in played.trajectories]))
     flat = _join_flat(_call(estimator, played.by_group(played.totals), **lengths, **config))
     sizes = [t.token_count for t in played.trajectories]
-    return np.split(np.repeat(_fits(flat, len(sizes), "trajectory"), sizes), np.cumsum(sizes)[:-1])
+    return np.split(np.repeat(_fits(flat, len(sizes), "one advantage per trajectory"), sizes), np.cumsum(sizes)[:-1])
 
 
 def _per_turn(estimator: Estimator, config: Config, played: Played) -> Arrays:
@@ -85,7 +85,7 @@ def _per_turn(estimator: Estimator, config: Config, played: Played) -> Arrays:
     pairs = zip(played.trajectories, played.rewards, strict=True)
     rewards = [np.array([part.sum() for part in t.per_turn(r)]) for t, r in pairs]
     per_turn = _call_per_turn(estimator, config, played, rewards)
-    flat = _fits(_join_flat(per_turn), sum(r.size for r in rewards), "turn")
+    flat = _fits(_join_flat(per_turn), sum(r.size for r in rewards), "one advantage per turn")
     sizes = [turn.tokens.size for t in played.trajectories for turn in t.turns]
     return np.split(np.repeat(flat, sizes), np.cumsum([t.token_count for t in played.trajectories])[:-1])
 
@@ -114,10 +114,10 @@ def _call_per_token(estimator: Estimator, config: Config, played: Played) -> Est
         elif name not in config and _is_required(parameter):
             raise ConfigError("estimator", f"needs {name!r}", f"{_ARGUMENTS.get(name, name)}=")
     estimate = estimator(**wanted, **config)
-    for arrays in estimate if isinstance(estimate, tuple) else (estimate,):
-        for array, trajectory in zip(arrays, played.trajectories, strict=True):
-            _fits(array, trajectory.token_count, "token")
-    return (list(estimate[0]), list(estimate[1])) if isinstance(estimate, tuple) else list(estimate)
+    if not isinstance(estimate, tuple):
+        return _fit_each(estimate, played.trajectories)
+    _check.entries("estimator", estimate, 2, "advantages and returns")
+    return _fit_each(estimate[0], played.trajectories), _fit_each(estimate[1], played.trajectories)
 
 
 LEVELS: Mapping[str, Callable[[Estimator, Config, Played], Estimate]] = {
@@ -170,10 +170,16 @@ _LISTS = (
 )
 
 
-def _fits(array: np.ndarray, count: int, each: str) -> np.ndarray:
+def _fit_each(arrays: object, trajectories: Sequence[Trajectory]) -> Arrays:
+    _check.entries("estimator", arrays, len(trajectories), "an array per trajectory")
+    pairs = zip(cast("Sequence[object]", arrays), trajectories, strict=True)
+    return [_fits(array, trajectory.token_count, "one advantage per token") for array, trajectory in pairs]
+
+
+def _fits(value: object, count: int, why: str, where: str = "estimator") -> np.ndarray:
+    array = _check.as_array(where, value, f"({count},)")
     if array.shape != (count,):
-        what = f"returned an array of shape {array.shape}"
-        raise DataError("estimator", what, f"({count},)", f"one advantage per {each}")
+        raise DataError(where, f"returned an array of shape {array.shape}", f"({count},)", why)
     return array
 
 
@@ -290,7 +296,10 @@ def minibatches(
 
 
 def _seeds(seed: int | Sequence[int]) -> Sequence[int]:
-    return (seed,) if isinstance(seed, (int, np.integer)) else seed
+    if isinstance(seed, (int, np.integer)):
+        return (seed,)
+    _check.entries("minibatches(seed)", seed)
+    return seed
 
 
 Parts: TypeAlias = Sequence[Sequence[Datum]]
@@ -409,8 +418,8 @@ def _check_numbers(mode: str | None, kl_coef: float, entropy_coef: float, refere
 
 def _check_counts(count: int, **given: Sequence[object] | np.ndarray | None) -> None:
     for name, entries in given.items():
-        if entries is not None and len(entries) != count:
-            raise DataError(name, f"has {len(entries)} entries", f"{count}", "one per trajectory")
+        if entries is not None:
+            _check.entries(name, entries, count, "one per trajectory")
 
 
 def _reward(
@@ -504,10 +513,18 @@ def _ask(
         known["teacher_logprobs"] = _ask_teacher(parts, teacher, prefixes, sampled)
     if critic is not None:
         values = critic.values(flat).result()
-        known["values"] = _joined(parts, [d.select(v) for d, v in zip(flat, values, strict=True)])
+        _check.entries("critic.values(data)", values, len(flat), "one array per datum")
+        known["values"] = _joined(
+            parts, [_select_values(i, *pair) for i, pair in enumerate(zip(flat, values, strict=True))]
+        )
     if baseline is not None:
-        known["baseline"] = [np.asarray(number, float) for number in baseline]
+        greedy = [_check.real(f"baseline[{i}]", number, error=DataError) for i, number in enumerate(baseline)]
+        known["baseline"] = [np.asarray(number) for number in greedy]
     return known
+
+
+def _select_values(i: int, datum: Datum, values: np.ndarray) -> np.ndarray:
+    return datum.select(_fits(values, len(datum), "one value per token", f"critic.values(data)[{i}]"))
 
 
 def _ask_teacher(

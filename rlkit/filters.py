@@ -133,6 +133,7 @@ def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
     """
     threshold = _check.real("threshold", threshold, low=0.0)
     groups = Groups.parse(rewards)
+    groups.warn_alone()
     keep = ~groups.constant
     if threshold > 0:
         keep &= groups.deviation(1) > threshold
@@ -169,6 +170,7 @@ def dynamic_sampling(
     elif fill:
         raise ConfigError("needed", "is None", "a number with keep_when_insufficient=True")
     groups = Groups.parse(rewards)
+    groups.warn_alone()
     keep = (groups.highest >= correct) & (groups.lowest < correct) & (groups.sizes > 0)
     if needed is not None:
         mixed = int(keep.sum())
@@ -289,7 +291,7 @@ def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
         max_lag: >= 0.
 
     Raises:
-        DataError: versions are negative or no numbers, or newer than current.
+        DataError: versions are negative or no integers, or newer than current.
         ConfigError: a setting is out of range.
 
     >>> stale([3, 5, 6], current=6, max_lag=1).keep
@@ -299,7 +301,9 @@ def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
     """
     current = _check.integer("current", current, low=0)
     max_lag = _check.integer("max_lag", max_lag, low=0)
-    lag = current - _as_counts("versions", versions)
+    array = _as_counts("versions", versions)
+    _rows.require("versions", array, array % 1 == 0, "an integer")
+    lag = current - array
     newer = np.flatnonzero(lag < 0)
     if newer.size:
         i = int(newer[0])
@@ -325,8 +329,7 @@ def unscored(rewards: RowsLike) -> Selection:
 
 
 def _items(where: str, value: Sequence[object]) -> Sequence[object]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
-        raise DataError(where, f"got {_check.shown(value)}", "a sequence with one entry per sample")
+    _check.entries(where, value, why="one entry per sample")
     return value
 
 

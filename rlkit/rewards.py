@@ -499,7 +499,8 @@ def think_format(
 
 
 def _each(where: str, value: Sequence[T], expected: str) -> list[T]:
-    rows = [] if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") else list(value)
+    _check.entries(where, value, why=expected)
+    rows = list(value)
     if not rows or not all(hasattr(row, "__len__") for row in rows):
         raise DataError(where, f"got {_check.shown(value)}", f"a list of at least one: {expected}")
     return rows

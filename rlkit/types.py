@@ -83,15 +83,20 @@ class Drawn:
         """Whether tokens are drawn from another distribution than the policy's at that temperature."""
         return self.temperature > 0 and (self.truncates or self.penalizes)
 
-    def _check_drawn(self, where: str, error: type[RlkitError]) -> None:
-        _check.temperature(where + "temperature", self.temperature, zero=True, error=error)
-        _check.real(where + "top_p", self.top_p, above=0.0, high=1.0, error=error)
-        if self.top_k != -1 or isinstance(self.top_k, (bool, float)):
-            _check.integer(where + "top_k", self.top_k, low=1, why="or -1 for off", error=error)
-        _check.real(where + "min_p", self.min_p, low=0.0, high=1.0, error=error)
-        _check.real(where + "repetition_penalty", self.repetition_penalty, low=0.001, high=1000.0, error=error)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check.real(where + name, getattr(self, name), low=-2.0, high=2.0, error=error)
+    def _convert_drawn(self, error: type[RlkitError]) -> None:
+        _check.convert(self, "temperature", _check.temperature, zero=True, error=error)
+        _check.convert(self, "top_p", _check.real, above=0.0, high=1.0, error=error)
+        _check.convert(self, "top_k", _top_k, error=error)
+        _check.convert(self, "min_p", _check.real, low=0.0, high=1.0, error=error)
+        _check.convert(self, "repetition_penalty", _check.real, low=0.001, high=1000.0, error=error)
+        _check.convert(self, "presence_penalty frequency_penalty", _check.real, low=-2.0, high=2.0, error=error)
+
+
+def _top_k(where: str, value: object, error: type[RlkitError]) -> int:
+    value = _check.plain(value)
+    if type(value) is int and value == -1:
+        return value
+    return _check.integer(where, value, low=1, why="or -1 for off", error=error)
 
 
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output head
@@ -111,8 +116,9 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None
     for i, x in enumerate(stop):
         if isinstance(x, str):
             raise ConfigError(f"{where}[{i}]", f"is {x!r}", expected)
-        _check.integer(f"{where}[{i}]", x, low=0, why="do not mix strings and ids")
-    return tuple(int(x) for x in stop)
+    return tuple(
+        _check.integer(f"{where}[{i}]", x, low=0, why="do not mix strings and ids") for i, x in enumerate(stop)
+    )
 
 
 def _modules(names: tuple[str, ...] | list[str] | Literal["all-linear"] | None) -> tuple[str, ...] | None:
@@ -169,8 +175,8 @@ class SamplingParams(Drawn):
     frequency_penalty: float = attrs.field(default=0.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        _check.integer("SamplingParams.max_tokens", self.max_tokens, low=1, high=2**31 - 1)
-        self._check_drawn("SamplingParams.", ConfigError)
+        _check.convert(self, "max_tokens", _check.integer, low=1, high=2**31 - 1)
+        self._convert_drawn(ConfigError)
 
 
 @answered
@@ -194,11 +200,9 @@ class Adam:
     grad_clip_norm: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
-            _check.real(f"Adam.{name}", getattr(self, name), low=0.0)
-        for name in ("beta1", "beta2"):
-            _check.real(f"Adam.{name}", getattr(self, name), low=0.0, below=1.0)
-        _check.real("Adam.eps", self.eps, above=0.0)
+        _check.convert(self, "learning_rate weight_decay grad_clip_norm", _check.real, low=0.0)
+        _check.convert(self, "beta1 beta2", _check.real, low=0.0, below=1.0)
+        _check.convert(self, "eps", _check.real, above=0.0)
 
 
 @answered
@@ -229,15 +233,16 @@ class Lora:
     target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_modules)
 
     def __attrs_post_init__(self) -> None:
+        _check.convert(self, "rank", _check.integer, low=1)
+        _check.convert(self, "alpha", _check.real, above=0.0)
+        _check.convert(self, "seed", _check.integer, none=True, low=0)
+        _check.convert(self, "train_mlp train_attn", _check.flag)
+        _check.convert(self, "train_unembed", _check.flag, none=True)
         if self.target_modules == (ALL_LINEAR,):
             object.__setattr__(self, "target_modules", None)
             object.__setattr__(self, "train_unembed", bool(self.train_unembed))
-        _check.integer("Lora.rank", self.rank, low=1)
-        _check.real("Lora.alpha", self.alpha, above=0.0)
-        _check.optional(_check.integer, "Lora.seed", self.seed, low=0)
-        flags = [_check.flag(f"Lora.{n}", getattr(self, n)) for n in ("train_mlp", "train_attn")]
-        flags.append(_check.optional(_check.flag, "Lora.train_unembed", self.train_unembed) is not False)
-        if self.target_modules is None and not any(flags):
+        trains = self.train_mlp or self.train_attn or self.train_unembed is not False
+        if self.target_modules is None and not trains:
             raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")
 
 
@@ -282,8 +287,10 @@ class Datum:
         inputs: name -> float32 or int64 array of shape (), [T] or [T, K]; entry i describes token i (rule R1). An
             array of length n is scattered to the masked-in positions. Masked-out entries become
             0. Integers stay integers, except for advantages, weights, values, returns, rewards, entropy and
-            names that end in ``logprobs``. [T, K] is for ``target_tokens``, ``teacher_logprobs`` and inputs of your
-            own; advantages, weights, values, returns and the policies' logprobs are one number per token.
+            names that end in ``logprobs``, which are at most 0, but for rounding up to 0.1. ``target_tokens`` and
+            ``versions`` are integers. [T, K] is for ``target_tokens`` and what goes with them, such as
+            ``teacher_logprobs``; advantages, weights, values, returns and the policies' logprobs are one number per
+            token.
         temperature: the sampling temperature, in [0.001, 1000]; 0 means greedy.
         truncated: sampled with top_p, top_k, min_p or a penalty, so that ``sampling_logprobs`` are not the policy's;
             losses that use them refuse such a datum.
@@ -313,9 +320,8 @@ class Datum:
         object.__setattr__(self, "mask", mask)
         inputs = {name: _aligned(name, value, mask) for name, value in self.inputs.items()}
         object.__setattr__(self, "inputs", MappingProxyType(inputs))
-        temperature = _check.temperature("Datum.temperature", self.temperature, zero=True, error=DataError)
-        object.__setattr__(self, "temperature", temperature)
-        object.__setattr__(self, "truncated", _check.flag("Datum.truncated", self.truncated, error=DataError))
+        _check.convert(self, "temperature", _check.temperature, zero=True, error=DataError)
+        _check.convert(self, "truncated", _check.flag, error=DataError)
 
     @classmethod
     def supervised(cls, prompt: TokenIds, completion: TokenIds, weights: Number | Numbers = 1.0) -> Datum:
@@ -412,8 +418,8 @@ class Sample(Drawn):
         _check_logprobs("Sample.logprobs", logprobs)
         object.__setattr__(self, "logprobs", _check.frozen(logprobs))
         _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
-        self._check_drawn("Sample.", DataError)
-        _check.integer("Sample.version", self.version, low=0, error=DataError)
+        self._convert_drawn(DataError)
+        _check.convert(self, "version", _check.integer, low=0, error=DataError)
         if self.versions is not None:
             version, versions = _versions(self.versions, tokens.size, self.version)
             object.__setattr__(self, "version", version)
@@ -531,6 +537,11 @@ def _check_input_shape(where: str, name: str, shape: tuple[int, ...], n: int, le
         raise DataError(where, f"has shape {shape}", f"(), ({n},) or ({length},)", _check.squeeze(shape))
 
 
+def _check_integers(where: str, name: str, array: np.ndarray) -> None:
+    if name in ("target_tokens", "versions") and array.size and array.dtype.kind not in "iu":
+        raise DataError(where, f"has dtype {array.dtype}", "integers", f"write {name}.astype(int)")
+
+
 def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     """Return ``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
     where = f"Datum.inputs[{name!r}]"
@@ -541,6 +552,7 @@ def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "b":
         raise DataError(_check.problem(where, "holds booleans", "numbers", "write 0.0 and 1.0"))
     _check_input_shape(where, name, array.shape, n, length)
+    _check_integers(where, name, array)
     real = array.dtype.kind == "f" or name in _REAL_INPUTS or name.endswith("logprobs")
     if array.ndim and array.shape[0] == n:
         scattered = np.zeros((length, *array.shape[1:]), array.dtype)
@@ -556,6 +568,6 @@ def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
     if bad.size or (array.ndim == 0 and not np.isfinite(array)):
         index = "".join(f"[{i}]" for i in bad[0])
         raise DataError(_check.problem(where + index, f"is {array[tuple(bad[0])]}", "a finite float32"))
-    if name == "sampling_logprobs":
+    if name.endswith("logprobs"):
         _check_logprobs(where, array)
     return _check.frozen(array)

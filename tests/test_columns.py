@@ -140,19 +140,35 @@ def test_arrays_that_go_together():
 
 
 def test_own_losses():
-    """A second dimension of 1 is refused for whatever a loss names; a wider one is not, nor [n, 1] beside [n, K]."""
+    """An input is a number or shaped like the driver, beside targets [n, K] maybe [n]; logprobs are exactly so."""
 
-    def own(logprobs, features):
-        return (logprobs * features.sum(-1)).sum()
+    def own(logprobs, given):
+        return (logprobs * given.sum()).sum()
 
-    def targeted(target_logprobs, features):
-        return (target_logprobs * features).sum()
+    def own_logprobs(logprobs, given_logprobs):
+        return own(logprobs, given_logprobs)
+
+    def of_targets(target_logprobs, given):
+        return own(target_logprobs, given)
+
+    def of_targets_logprobs(target_logprobs, given_logprobs):
+        return own(target_logprobs, given_logprobs)
 
     datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {"target_tokens": np.ones((3, 2), int)})
-    checked(prepare(own), [datum], "features", np.ones((3, 2)))
-    checked(prepare(targeted), [datum], "features", np.ones((3, 1)))
-    with pytest.raises(DataError, match=r"data\[0\].inputs\['features'\]: has shape \(4, 1\).*squeeze it"):
-        checked(prepare(own), [datum], "features", np.ones((3, 1)))
+    shapes = [(), (3,), (4,), (3, 1), (4, 1), (3, 2), (4, 2), (3, 3), (4, 4)]
+    allowed = {
+        own: {(), (3,), (4,)},
+        own_logprobs: {(3,), (4,)},
+        of_targets: {(), (3,), (4,), (3, 2), (4, 2)},
+        of_targets_logprobs: {(3, 2), (4, 2)},
+    }
+    for function, right in allowed.items():
+        name = "given_logprobs" if "logprobs" in function.__name__ else "given"
+        for shape in shapes:
+            problem = refused(checked, prepare(function), [datum], name, np.full(shape, -1.0))
+            assert problem.startswith("accepted") == (shape in right), (function.__name__, shape, problem)
+    with pytest.raises(DataError, match=r"data\[0\].inputs\['given'\]: has shape \(4, 1\).*squeeze it"):
+        checked(prepare(own), [datum], "given", np.ones((3, 1)))
 
 
 def test_groups_and_targets_stay():

@@ -16,6 +16,7 @@ from rlkit.errors import ConfigError, DataError
 from tests.each import for_each
 from tests.properties import examples
 
+pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 NAN, INF = float("nan"), float("inf")
 laws = examples(50)
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN])

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlkit import _check, _rows
 from rlkit._rows import Arrays, Groups, Labels, RowsLike, RowWise, row_wise, settings
+from rlkit._warn import warn
 from rlkit.advantages._group import asymre, dr_grpo, gpg, grpo, loo_std, maxrl, opmd, opo, rec, reinforce, rloo
 from rlkit.advantages._passk import pass_at_k, pkpo
 from rlkit.advantages._registry import register, registry
@@ -116,10 +117,25 @@ def by_group(
     if flat.size == 0:
         raise DataError("rewards", "is empty", "at least one reward")
     codes, count = _rows.labels("groups", groups, flat.size)
+    compares = function in _FLAT and "singleton" in inspect.signature(function).parameters
+    if count == flat.size > 1 and compares and settings.get("singleton", "zero") == "zero":
+        warn(_rows.ALONE)
+    return _by_codes(estimator, function, flat, codes, count, settings)
+
+
+def _by_codes(
+    estimator: object,
+    function: Callable[..., Any],
+    flat: np.ndarray,
+    codes: np.ndarray,
+    count: int,
+    settings: dict[str, object],
+) -> np.ndarray:
+    """Return the advantages [N] of checked rewards [N], whose ``count`` groups are numbered by ``codes`` [N]."""
     apart = bool((codes[1:] < codes[:-1]).any())  # usually a group's rewards are adjacent already
     order = np.argsort(codes, kind="stable") if apart else slice(None)
     lengths = np.bincount(codes, minlength=count)
-    rows = _rows.Rows("rewards", flat[order], lengths, "flat" if any(function is f for f in _FLAT) else "list")
+    rows = _rows.Rows("rewards", flat[order], lengths, "flat" if function in _FLAT else "list")
     _rows.Rows("rewards", flat, np.array([flat.size]), "one").check_finite(flat, nan=True)
     for name in _PER_SAMPLE:
         if name in settings:
@@ -256,7 +272,8 @@ def gigpo(
     keys = _states(steps.rows, states)
     episodes = grpo(steps.rows.sum(steps.rewards), scale=scale, ddof=ddof, eps=eps)
     returns = reverse_scan(steps.rewards.copy(), steps.factors(gamma), steps.starts)
-    local = by_group(grpo, returns, keys, scale=scale, ddof=ddof, eps=eps)
+    codes, count = _rows.labels("states", keys, returns.size)
+    local = _by_codes("grpo", grpo, returns, codes, count, {"scale": scale, "ddof": ddof, "eps": eps})
     return steps.restore(np.repeat(episodes, steps.lengths) + omega * local)
 
 

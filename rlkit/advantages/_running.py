@@ -98,6 +98,7 @@ class RunningNormalization:
 
     def __attrs_post_init__(self) -> None:
         settings(ddof=self.ddof, eps=self.eps)
+        self.ddof, self.eps = int(self.ddof), float(self.eps)
         self.count = _check.integer("count", self.count, low=0)
         self.mean = _number("mean", self.mean)
         self.squares = _check.real("squares", self.squares, low=0.0)

@@ -72,11 +72,6 @@ def check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote) 
         remote: why the loss is computed in this process, "" where a service does it.
     """
     prepared.check_settings()
-    for i, datum in enumerate(data):
-        for name in (*prepared.inputs, *prepared.optional):
-            if name in datum.inputs and datum.inputs[name].ndim > 1:
-                what, where = f"has shape {datum.inputs[name].shape}", f"data[{i}].inputs[{name!r}]"
-                raise DataError(where, what, "a number, or one per token", f"for {prepared.name!r}")
     why_here = remote(prepared, data)
     if why_here:
         what = f"the loss {prepared.name!r} is computed in this process ({why_here}), which"

@@ -114,15 +114,13 @@ class TaskSettings:
     nonterminal_override: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("n", "min_n", "max_tokens", "max_turns", "max_total_tokens"):
-            _check.optional(_check.integer, f"TaskSettings.{name}", getattr(self, name), low=1)
+        _check.convert(self, "n min_n max_tokens max_turns max_total_tokens", _check.integer, none=True, low=1)
         if self.n is not None and self.min_n is not None:
             _check.integer("TaskSettings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
-        _check.optional(_check.temperature, "TaskSettings.temperature", self.temperature, zero=True)
-        _check.optional(_check.real, "TaskSettings.deadline", self.deadline, above=0.0, why="seconds")
+        _check.convert(self, "temperature", _check.temperature, none=True, zero=True)
+        _check.convert(self, "deadline", _check.real, none=True, above=0.0, why="seconds")
         _check.optional(_check.choice, "TaskSettings.reduction", self.reduction, _REDUCTIONS)
-        for name in _ENDS:
-            _check.optional(_check.real, f"TaskSettings.{name}", getattr(self, name))
+        _check.convert(self, " ".join(_ENDS), _check.real, none=True)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise ConfigError(
                 "TaskSettings.nonterminal_reward", "is given with nonterminal_override", "only one of the two"
@@ -160,7 +158,7 @@ class Task:
     def __attrs_post_init__(self) -> None:
         _check.require(callable(self.make), "Task.make", self.make, "a callable")
         check_name("Task.name", self.name)
-        _check.optional(_check.integer, "Task.seed", self.seed, low=0)
+        _check.convert(self, "seed", _check.integer, none=True, low=0)
         _check.require(isinstance(self.settings, TaskSettings), "Task.settings", self.settings, "TaskSettings")
 
 

@@ -45,10 +45,8 @@ class Limits:
     at_once: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("turns", "tokens", "at_once"):
-            _check.optional(_check.integer, f"Limits.{name}", getattr(self, name), low=1)
-        if self.seconds is not None:
-            _check.real("Limits.seconds", self.seconds, above=0.0)
+        _check.convert(self, "turns tokens at_once", _check.integer, none=True, low=1)
+        _check.convert(self, "seconds", _check.real, none=True, above=0.0)
 
 
 class Meter:

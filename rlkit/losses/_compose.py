@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses import kl
-from rlkit.losses.base import check_shapes, counted, marks, one_weight, registry
+from rlkit.losses.base import Range, check_shapes, counted, marks, one_weight, ranges, registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,8 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
 
     Args:
         loss: a name, or a loss driven by logprobs.
-        coef: the default of ``kl_coef``, >= 0; or the name of a datum input () or [n] that holds the coefficient, so
-            that it can follow a schedule without the loss becoming another one.
+        coef: the default of ``kl_coef``, >= 0; or the name of a datum input () or [n] that holds the coefficient,
+            >= 0, too, so that it can follow a schedule without the loss becoming another one.
         estimator: a name of ``rlkit.losses.kl.registry``, or ``fn(logprobs, reference_logprobs) -> [n]`` that acts on
             each token by itself. Its keyword-only settings become the loss's.
 
@@ -68,6 +68,8 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
 
     composed = _plus(title, function, term, more, "kl_coef", coef, sign=1.0)
     composed.__rlkit_parts__ = (function, estimate)  # type: ignore[attr-defined]
+    if isinstance(coef, str):
+        composed.__rlkit_ranges__ = {**ranges(function), coef: Range()}  # type: ignore[attr-defined]
     return composed
 
 
@@ -147,6 +149,7 @@ def _plus(
     composed.__doc__ = f"{(inspect.getdoc(function) or title).partition(chr(10))[0]} Made by {title}."
     composed.__signature__ = signature  # type: ignore[attr-defined]
     composed.__rlkit_loss__ = marked  # type: ignore[attr-defined]
+    composed.__rlkit_ranges__ = ranges(function)  # type: ignore[attr-defined]
     composed.__rlkit_parts__ = (function,)  # type: ignore[attr-defined]  # its parts
     return composed
 

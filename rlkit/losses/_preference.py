@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rlkit import _check
 from rlkit.errors import ConfigError
-from rlkit.losses.base import Weights, builtin, one_weight
+from rlkit.losses.base import Range, Weights, builtin, one_weight
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def dpo(
     return one_weight(weights) * value
 
 
-@builtin("kto")
+@builtin("kto", ranges={"desirable": Range(high=1.0, whole=True, single=True)})
 def kto(
     logprobs: Tensor,
     reference_logprobs: Tensor,

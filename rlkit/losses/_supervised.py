@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rlkit import _check
-from rlkit.losses.base import Weights, bounds, builtin, counted, surrogate
+from rlkit.losses.base import Range, Weights, bounds, builtin, counted, surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def sft_phi(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     return -(weights * _phi(logprobs) * logprobs).sum()
 
 
-@builtin("mix", elementwise=True)
+@builtin("mix", elementwise=True, ranges={"expert": Range(high=1.0, whole=True), "mu": Range(high=1.0)})
 def mix(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
@@ -104,7 +104,8 @@ def mix(
 
     Args:
         logprobs: [n].
-        sampling_logprobs, advantages: () or [n]; send zeros for the expert's datums, where they are not used.
+        sampling_logprobs: [n]; send zeros for the expert's datums, where they are not used.
+        advantages: () or [n]; likewise.
         expert: () or [n], 1 where the tokens are an expert's and 0 where they are the policy's own.
         weights: () or [n], multiplies both terms.
         mu: () in [0, 1]; an input of each datum and not a setting, so that a schedule

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias, TypeGuard, TypeVar, cast
 
 import attrs
+import numpy as np
 
 from rlkit import _check
 from rlkit._rows import check_bounds
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Level",
     "Marks",
+    "Range",
     "Reached",
     "Untouched",
     "bounds",
@@ -30,6 +33,7 @@ __all__ = [
     "loss",
     "marks",
     "one_weight",
+    "ranges",
     "register",
     "registry",
     "shaped",
@@ -159,25 +163,60 @@ def marks(function: Callable[..., object]) -> Marks:
     return marked if isinstance(marked, Marks) else Marks()
 
 
+@attrs.frozen
+class Range:
+    """The values that an input may have: [low, high], only integers where ``whole``, one per datum where ``single``."""
+
+    low: float = 0.0
+    high: float = math.inf
+    whole: bool = False
+    single: bool = False
+
+    def check(self, where: str, array: np.ndarray) -> None:
+        """Raise DataError for an array with another value, or another shape."""
+        if self.single and array.ndim:
+            raise DataError(where, f"has shape {array.shape}", "()", "one number for the whole sequence")
+        wrong = np.argwhere((array < self.low) | (array > self.high) | (self.whole & (array % 1 != 0)))
+        if len(wrong):
+            kind = "an integer" if self.whole else "a number"
+            expected = f"{kind} in [{self.low:g}, {self.high:g}]" if self.high < math.inf else f"{kind} >= {self.low:g}"
+            index = "".join(f"[{i}]" for i in wrong[0])
+            raise DataError(where + index, f"is {array[tuple(wrong[0])]}", expected)
+
+
+def ranges(function: Callable[..., object]) -> Mapping[str, Range]:
+    """Return what inputs of a loss may be, by name, where that is less than any finite number."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    found: Mapping[str, Range] = getattr(function, "__rlkit_ranges__", {})
+    return found
+
+
 def builtin(
-    name: str, *, level: Level = "datum", elementwise: bool = False, per_token: bool = False
+    name: str,
+    *,
+    level: Level = "datum",
+    elementwise: bool = False,
+    per_token: bool = False,
+    ranges: Mapping[str, Range] | None = None,
 ) -> Callable[[F], F]:
     """Register and mark a loss of rlkit's own; called directly it refuses shapes that would broadcast.
 
     An elementwise one leaves tokens of weight 0 out then, too. Other levels do so in their formulas, since what the
     tokens of a sequence or batch have in common counts all of them. ``per_token``: a pair's margin is between means.
+    ``ranges``: of inputs that are settings.
     """
 
     def add(function: F) -> F:
         called = shaped(_without_weightless(function) if elementwise else function)
         called.__rlkit_per_token__ = per_token  # type: ignore[attr-defined]
+        called.__rlkit_ranges__ = ranges or {}  # type: ignore[attr-defined]
         return register(name)(loss(level=level, elementwise=elementwise)(called))
 
     return add
 
 
 def shaped(function: F) -> F:
-    """Decorate a loss or estimator: tensors that are neither () nor shaped like the first are a DataError."""
+    """Decorate a loss or estimator: tensors of another shape than ``check_shapes`` allows are a DataError."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -189,7 +228,7 @@ def shaped(function: F) -> F:
 
 
 def check_shapes(title: str, given: Mapping[str, object]) -> None:
-    """Raise DataError for a tensor that is neither () nor shaped like the first argument.
+    """Raise DataError for a tensor that is neither () nor shaped like the first argument; logprobs are never ().
 
     Of targets [n, K] other logprobs and ids are [n, K], all else is [n]. What torch.fx traces has no shape, and passes.
     """
@@ -201,10 +240,13 @@ def check_shapes(title: str, given: Mapping[str, object]) -> None:
     elif _is_tensor(like):
         for name, value in given.items():
             shape = tuple(getattr(value, "shape", ()))
-            wide = driver == "target_logprobs" and not (name.endswith("logprobs") or name == "target_tokens")
+            logprobs = name.endswith("logprobs")
+            wide = driver == "target_logprobs" and not (logprobs or name == "target_tokens")
             expected = tuple(like.shape[:-1] if wide else like.shape)
-            if shape not in ((), expected):
-                raise DataError(f"{title}({name})", f"has shape {shape}", f"() or {expected}", _check.squeeze(shape))
+            scalar = not (logprobs and _is_tensor(value))
+            if shape != expected and not (scalar and shape == ()):
+                allowed = "() or " * scalar + f"{expected}"
+                raise DataError(f"{title}({name})", f"has shape {shape}", allowed, _check.squeeze(shape))
 
 
 def _is_tensor(value: object) -> TypeGuard[Tensor]:

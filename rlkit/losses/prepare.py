@@ -17,7 +17,7 @@ import numpy as np
 from rlkit import _check
 from rlkit._check import INPUTS, answer, input_hint
 from rlkit.errors import BackendError, ConfigError, DataError
-from rlkit.losses.base import Level, Reached, Untouched, marks, registry
+from rlkit.losses.base import Level, Reached, Untouched, marks, ranges, registry
 from rlkit.metrics import names
 from rlkit.metrics.names import with_ending
 from rlkit.types import Datum
@@ -43,16 +43,18 @@ Argument: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # of one datum, o
 
 
 def check_shape(where: str, name: str, datum: Datum, driver: str) -> None:
-    """Refuse shapes that would broadcast: [n] times [n, 1] is [n, n], each token times the sum of all."""
-    shape = datum.inputs[name].shape if name in datum.inputs else ()
-    logprobs = name.endswith("logprobs")
-    if driver == "target_logprobs":
-        targets = datum.inputs["target_tokens"].shape
-        if logprobs and len(shape) == 2 and shape != targets:
-            raise DataError(where, f"has shape {shape}", f"{targets}", "one per target token")
-    elif len(shape) == 2 and (logprobs or shape[1] == 1):
-        expected = f"(), ({int(datum.mask.sum())},) or ({len(datum)},)"
-        raise DataError(where, f"has shape {shape}", expected, _check.squeeze(shape))
+    """Refuse shapes that would broadcast: [n] times [n, 1] is [n, n], each token times the sum of all.
+
+    An input is a number or shaped like the driver, [n] or [n, K]; beside [n, K] it may be [n], too. Logprobs are shaped
+    exactly like the driver.
+    """
+    shape, n, length = datum.inputs[name].shape, int(datum.mask.sum()), len(datum)
+    wide = datum.inputs["target_tokens"].shape[1:] if driver == "target_logprobs" else ()
+    tails = [wide] if name.endswith("logprobs") else [None, (), wide][: 3 if wide else 2]
+    if (shape[1:] if shape else None) not in tails:
+        expected = [str(x) for tail in tails for x in ([()] if tail is None else [(n, *tail), (length, *tail)])]
+        why = "one per target token" if wide else _check.squeeze(shape)
+        raise DataError(where, f"has shape {shape}", f"{', '.join(expected[:-1])} or {expected[-1]}", why)
 
 
 def check_behaviour(name: str, i: int, datum: Datum) -> None:
@@ -116,6 +118,7 @@ def returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]]
 
     Raises:
         ConfigError: it returned another value.
+        BackendError: a metric is not finite.
     """
     value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(value, torch.Tensor) or value.ndim != 0:
@@ -131,6 +134,9 @@ def returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]]
             expected = f"other names; {', '.join(_RESERVED)} are reserved for the backend"
             raise ConfigError(_check.problem(f"the loss {name!r}", f"returned the metric {key!r}", expected))
         metrics[with_ending(key)] = float(number.detach() if isinstance(number, torch.Tensor) else number)
+        if not np.isfinite(metrics[with_ending(key)]):
+            what = f"returned the metric {key!r} = {metrics[with_ending(key)]}"
+            raise BackendError(f"the loss {name!r}", what, "a finite number", "leave out what cannot be measured")
     return value, metrics
 
 
@@ -187,7 +193,7 @@ class PreparedLoss:
     named: bool = False
 
     def check(self, data: Sequence[Datum]) -> None:
-        """Raise DataError where ``data`` lacks an input that this loss needs, naming datum and input."""
+        """Raise DataError, naming datum and input, where one is missing or has a wrong shape or value."""
         needed = (*self.inputs, "target_tokens") if self.driver == "target_logprobs" else self.inputs
         for i, datum in enumerate(data):
             self._check_datum(i, datum, needed)
@@ -204,8 +210,15 @@ class PreparedLoss:
             there = ", ".join(sorted(datum.inputs)) or "none"
             what = f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
             raise DataError(what + input_hint(missing[0]))
+        targets = datum.inputs["target_tokens"].shape if self.driver == "target_logprobs" else (0, 0)
+        if len(targets) != 2:
+            raise DataError(f"data[{i}].inputs['target_tokens']", f"has shape {targets}", f"({len(datum)}, K)")
         for name in self._order[1:]:
-            check_shape(f"data[{i}].inputs[{name!r}]", name, datum, self.driver)
+            if name in datum.inputs:
+                check_shape(f"data[{i}].inputs[{name!r}]", name, datum, self.driver)
+        for name, allowed in ranges(self.function).items():
+            if name in datum.inputs:
+                allowed.check(f"data[{i}].inputs[{name!r}]", datum.inputs[name])
         if "weights" in datum.inputs and "weights" not in self._order:
             raise DataError(
                 f"data[{i}].inputs has 'weights', which the loss {self.name!r} does not take; they would have no effect"
@@ -257,7 +270,7 @@ class PreparedLoss:
             places: indices of the datums in the user's list, for errors; None: it is ``data``.
 
         Raises:
-            BackendError: the value or the gradient is not finite, naming the datum.
+            BackendError: the value, a metric or the gradient is not finite, naming the datum.
         """
         leaves = _make_leaves(logprobs)
         entropies = _make_leaves(entropy) if self.entropy and entropy else None

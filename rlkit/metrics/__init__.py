@@ -282,6 +282,7 @@ def group_informativeness(rewards: RowsLike, *, low: float = 0.0, high: float = 
     if low >= high:
         raise ConfigError("low", f"is {low}", f"less than high={high}")
     groups = Groups.parse(rewards)
+    groups.warn_alone()
     some = groups.sizes > 0
     if not some.any():
         raise DataError("rewards", "has no scored reward", "at least one")

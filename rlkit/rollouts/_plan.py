@@ -281,19 +281,16 @@ class Plan:
     progress: bool | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("n", "concurrency", "attempts"):
-            _check.integer(f"Plan.{name}", getattr(self, name), low=1)
-        _check.integer("Plan.seed", self.seed, low=0)
-        _check.integer("Plan.refill", self.refill, low=0)
-        _check.optional(_check.integer, "Plan.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
-        for name, low in (("max_turns", 1), ("max_total_tokens", 1), ("max_length", 2)):
-            _check.optional(_check.integer, f"Plan.{name}", getattr(self, name), low=low)
-        for name in ("deadline", "close_timeout", "call_timeout"):
-            if name != "call_timeout" or self.call_timeout is not None:
-                _check.real(f"Plan.{name}", getattr(self, name), above=0.0, why="seconds")
-        _check.real("Plan.share", self.share, above=0.0, high=1.0)
-        _check.flag("Plan.shared_start", self.shared_start)
-        _check.optional(_check.flag, "Plan.progress", self.progress)
+        _check.convert(self, "n concurrency attempts", _check.integer, low=1)
+        _check.convert(self, "seed refill", _check.integer, low=0)
+        _check.convert(self, "min_n", _check.integer, none=True, low=1, high=self.n, why="of n episodes")
+        _check.convert(self, "max_turns max_total_tokens", _check.integer, none=True, low=1)
+        _check.convert(self, "max_length", _check.integer, none=True, low=2)
+        _check.convert(self, "deadline close_timeout", _check.real, above=0.0, why="seconds")
+        _check.convert(self, "call_timeout", _check.real, none=True, above=0.0, why="seconds")
+        _check.convert(self, "share", _check.real, above=0.0, high=1.0)
+        _check.convert(self, "shared_start", _check.flag)
+        _check.convert(self, "progress", _check.flag, none=True)
         _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
             raise ConfigError("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat")

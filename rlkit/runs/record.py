@@ -216,10 +216,10 @@ class Retention:
     lowest: bool = False
 
     def __attrs_post_init__(self) -> None:
-        _check.integer("Retention.last", self.last, low=1, why="a run resumes from the latest")
-        _check.optional(_check.integer, "Retention.every", self.every, low=1)
-        _check.integer("Retention.best", self.best, low=0)
-        _check.flag("Retention.lowest", self.lowest)
+        _check.convert(self, "last", _check.integer, low=1, why="a run resumes from the latest")
+        _check.convert(self, "every", _check.integer, none=True, low=1)
+        _check.convert(self, "best", _check.integer, low=0)
+        _check.convert(self, "lowest", _check.flag)
         _check.require(self.metric is None or isinstance(self.metric, str), "Retention.metric", self.metric, "a name")
         if self.best and not self.metric:
             raise ConfigError("Retention.best: needs a metric; set metric=")

@@ -27,7 +27,7 @@ from rlkit.types import Adam, Datum, Lora
 
 __all__ = ["BackendModel", "BackendModels", "BackendSnapshot", "ExactModels", "LossRow"]
 
-_PREFIX = "given_"  # of the inputs' names, so that they do not clash with rlkit's
+_SUFFIX = "_given"  # of the inputs' names: they are not rlkit's, whose logprobs are of the targets alone
 
 
 @attrs.frozen(eq=False)
@@ -220,30 +220,30 @@ def _chosen(row: LossRow, loss: Loss) -> np.ndarray:
 
 def _shifted(row: LossRow, where: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Datum:
     """Return the datum of a row and its last target; the policy's own tokens are the targets at ``where``."""
-    chosen = {_PREFIX + name: array if array.ndim == 0 else array[where] for name, array in inputs.items()}
+    chosen = {name + _SUFFIX: array if array.ndim == 0 else array[where] for name, array in inputs.items()}
     return Datum(np.append(row.tokens, row.targets[-1]), np.append(False, where), chosen)
 
 
 def _on_targets(i: int, row: LossRow) -> Datum:
     """Return the datum of a row and one more token, which has no effect."""
-    inputs = {_PREFIX + name: array for name, array in row.inputs.items()}
+    inputs = {name + _SUFFIX: array for name, array in row.inputs.items()}
     inputs["target_tokens"] = row.targets.reshape(row.tokens.size, -1)
-    inputs[_PREFIX + "row"] = np.array(i)
+    inputs["row" + _SUFFIX] = np.array(i)
     return Datum(np.append(row.tokens, 0), np.arange(row.tokens.size + 1) > 0, inputs)
 
 
 def _function(loss: Loss, rows: Sequence[LossRow], kept: dict[int, np.ndarray] | None) -> Callable[..., object]:
     """Return the loss as a function that backends take; on given targets it keeps the logprobs."""
-    names = [_PREFIX + name for name in rows[0].inputs] + [_PREFIX + "row"] * (kept is not None)
+    names = [name + _SUFFIX for name in rows[0].inputs] + ["row" + _SUFFIX] * (kept is not None)
     driver = "logprobs" if kept is None else "target_logprobs"
 
     def function(**given: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         logprobs = given.pop(driver)
         if kept is not None:
-            i = int(given.pop(_PREFIX + "row"))
+            i = int(given.pop("row" + _SUFFIX))
             logprobs = logprobs.reshape(rows[i].targets.shape)
             kept[i] = logprobs.detach().cpu().numpy()
-        terms, _ = loss.function(logprobs, {name.removeprefix(_PREFIX): x for name, x in given.items()})
+        terms, _ = loss.function(logprobs, {name.removesuffix(_SUFFIX): x for name, x in given.items()})
         return terms.sum(), {}
 
     function.__name__ = loss.name.replace(" ", "_")

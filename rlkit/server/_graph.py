@@ -252,4 +252,8 @@ def _checked(returned: object) -> Returned:
     for key, value in metrics.items():
         if not _METRIC.fullmatch(key) or not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ApiError(400, f"custom loss: the metric {key!r}: expected a scalar named custom/<name>:sum or :mean")
-    return loss, {key: float(value.detach()) for key, value in metrics.items()}
+    numbers = {key: float(value.detach()) for key, value in metrics.items()}
+    for key, number in numbers.items():
+        if not math.isfinite(number):
+            raise ApiError(400, f"custom loss: the metric {key!r} is {number}; expected a finite number")
+    return loss, numbers

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from rlkit._rows import HIGHEST
 from rlkit.server import _wire
 from rlkit.server._adapter import LossRow
 from rlkit.server._graph import read_loss
@@ -149,7 +150,7 @@ def _row(where: str, tokens: np.ndarray, inputs: dict[str, np.ndarray], loss: Lo
             inputs[name] = made
         if name not in inputs:
             raise ApiError(400, f"{where} lacks {name!r}, which {loss.name} needs")
-        _check_input(f"{where}[{name!r}]", inputs[name], targets.shape)
+        _check_input(where, name, inputs[name], targets.shape)
     extra = inputs.keys() - {*loss.inputs, *loss.optional}
     if extra:
         raise ApiError(400, f"{where} has {min(extra)!r}, which {loss.name} does not read")
@@ -168,7 +169,8 @@ def _targets(where: str, targets: np.ndarray | None, size: int, loss: Loss) -> n
     return targets
 
 
-def _check_input(where: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+def _check_input(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    where = f"{where}[{name!r}]"
     if array.dtype != np.float32 or array.shape != shape:
         what = f"has dtype {array.dtype} and shape {array.shape}"
         raise ApiError(400, f"{where} {what}; expected float32 {shape}, as target_tokens")
@@ -176,12 +178,22 @@ def _check_input(where: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     if bad.size:
         index = "".join(f"[{k}]" for k in bad[0])
         raise ApiError(400, f"{where}{index} is {array[tuple(bad[0])]}; expected a finite number")
+    if name.endswith("logprobs"):
+        _check_logprobs(where, array)
+
+
+def _check_logprobs(where: str, array: np.ndarray) -> None:
+    if (array > HIGHEST).any():  # NaN is not
+        raise ApiError(400, f"{where} has an entry of {np.nanmax(array)}; expected logprobs, which are at most 0")
 
 
 def _ranked(
     where: str, inputs: Mapping[str, np.ndarray], targets: np.ndarray, ranks: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """Return the inputs of a custom loss: those it declares, with the ranks it declares; others are left out."""
+    """Return the inputs of a custom loss: those it declares, with the ranks it declares; others are left out.
+
+    Each is a number or shaped like the targets, or [N] beside targets [N, K]; logprobs are shaped like the targets.
+    """
     ranked: dict[str, np.ndarray] = {}
     for name, rank in ranks.items():
         array = targets if name == "logprobs" else inputs.get(name)
@@ -191,8 +203,18 @@ def _ranked(
             array = array.reshape(())
         if array.ndim != rank:
             raise ApiError(400, f"{where}[{name!r}] has {array.ndim} dimensions; the custom loss declared {rank}")
-        if name != "logprobs":
-            ranked[name] = array
+        if name == "logprobs":
+            continue
+        logprobs = name.endswith("logprobs")
+        shapes = (
+            [targets.shape] if logprobs else [(), targets.shape[:1], targets.shape[: 1 if name == "weights" else 2]]
+        )
+        if array.shape not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            raise ApiError(400, f"{where}[{name!r}] has shape {array.shape}; expected {expected}, as target_tokens")
+        if logprobs:
+            _check_logprobs(f"{where}[{name!r}]", array)
+        ranked[name] = array
     return ranked
 
 

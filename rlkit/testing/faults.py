@@ -54,9 +54,9 @@ class Fault:
         _check.choice("Fault.when", self.when, ("before", "after"))
         if self.kind == "opfail" and self.when == "after":
             raise ConfigError("Fault(kind='opfail'): an operation that failed had no effect; expected when='before'")
-        _check.optional(_check.integer, "Fault.times", self.times, low=1)
-        _check.integer("Fault.skip", self.skip, low=0)
-        _check.real("Fault.seconds", self.seconds, low=0.0)
+        _check.convert(self, "times", _check.integer, none=True, low=1)
+        _check.convert(self, "skip", _check.integer, low=0)
+        _check.convert(self, "seconds", _check.real, low=0.0)
 
     def matches(self, endpoint: str, operation: str | None) -> bool:
         """Return whether it applies to such a request."""

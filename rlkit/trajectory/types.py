@@ -57,7 +57,7 @@ def reduced(record: attrs.AttrsInstance) -> tuple[Callable[[], object], tuple[()
 
 def items(where: str, value: object, kind: type[T]) -> tuple[T, ...]:
     """Return a sequence of one class as a tuple."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise DataError(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}")
     listed = tuple(value)
     for i, item in enumerate(listed):
@@ -74,7 +74,7 @@ def reward(where: str, value: object) -> float:
 
 def several(value: object, total: float) -> tuple[float, ...]:
     """Return the rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise DataError("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers")
     rewards = tuple(reward(f"Turn.rewards[{i}]", each) for i, each in enumerate(value))
     if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
@@ -147,7 +147,7 @@ class Turn:
             object.__setattr__(self, "rewards", several(self.rewards, self.reward))
             object.__setattr__(self, "reward", float(sum(self.rewards)))
         numbers("Turn.metrics", self.metrics)
-        object.__setattr__(self, "weight", _check.real("Turn.weight", self.weight, low=0.0, error=DataError))
+        _check.convert(self, "weight", _check.real, low=0.0, error=DataError)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -228,15 +228,12 @@ class Trajectory:
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "turns", items("Trajectory.turns", self.turns, Turn))
-        for name in ("terminated", "truncated"):
-            _check.flag(f"Trajectory.{name}", getattr(self, name), error=DataError)
+        _check.convert(self, "terminated truncated", _check.flag, error=DataError)
         for name in ("ended", "env"):
             text(f"Trajectory.{name}", getattr(self, name))
-        for name in ("index", "seed"):
-            _check.optional(_check.integer, f"Trajectory.{name}", getattr(self, name), low=0, error=DataError)
+        _check.convert(self, "index seed", _check.integer, none=True, low=0, error=DataError)
         _check.choice("Trajectory.reduction", self.reduction, REDUCTIONS, error=DataError)
-        for name in ("nonterminal_reward", "nonterminal_override"):
-            _check.optional(_check.real, f"Trajectory.{name}", getattr(self, name), error=DataError)
+        _check.convert(self, "nonterminal_reward nonterminal_override", _check.real, none=True, error=DataError)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise DataError("Trajectory.nonterminal_reward", "is given with nonterminal_override", "one of the two")
         numbers("Trajectory.metrics", self.metrics)
@@ -350,9 +347,8 @@ class Group:
         object.__setattr__(self, "trajectories", items("Group.trajectories", self.trajectories, Trajectory))
         object.__setattr__(self, "failures", items("Group.failures", self.failures, Failure))
         text("Group.env", self.env)
-        for name in ("index", "number", "step"):
-            if name != "index" or self.index is not None:
-                _check.integer(f"Group.{name}", getattr(self, name), low=0, error=DataError)
+        _check.convert(self, "index", _check.integer, none=True, low=0, error=DataError)
+        _check.convert(self, "number step", _check.integer, low=0, error=DataError)
 
     @classmethod
     def of_samples(cls, samples: Sequence[Sample], rewards: Sequence[float] | np.ndarray) -> Group:
@@ -363,10 +359,10 @@ class Group:
         array([0., 1.])
         """
         samples = items("Group.of_samples(samples)", samples, Sample)
-        if len(rewards) != len(samples):
-            what = f"has {len(rewards)} entries"
-            raise DataError("Group.of_samples(rewards)", what, f"{len(samples)}", "one per sample")
-        return cls([Trajectory([Turn(s, r)], terminated=True) for s, r in zip(samples, rewards, strict=True)])
+        where = "Group.of_samples(rewards)"
+        _check.entries(where, rewards, len(samples), "one per sample")
+        numbers = [reward(f"{where}[{i}]", each) for i, each in enumerate(rewards)]
+        return cls([Trajectory([Turn(s, r)], terminated=True) for s, r in zip(samples, numbers, strict=True)])
 
     @property
     def rewards(self) -> np.ndarray:
@@ -394,7 +390,7 @@ class Group:
 def checked_groups(groups: object) -> list[Group]:
     """Return the groups as a list; one group is a list of one. Raises DataError: something else than groups."""
     groups = [groups] if isinstance(groups, Group) else groups
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable) or getattr(groups, "ndim", 1) == 0:
         raise DataError("groups", f"got {_check.shown(groups)}", "groups")
     listed = list(groups)
     for i, group in enumerate(listed):

@@ -19,6 +19,7 @@ from rlkit.errors import ConfigError, DataError, UnknownNameError
 from tests.each import for_each
 from tests.properties import examples
 
+pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 NAN = float("nan")
 laws = examples(50)
 

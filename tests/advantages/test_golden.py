@@ -10,6 +10,7 @@ from rlkit import advantages
 from tests import golden
 from tests.golden import COPY, SHARED, Case, assert_close, cases, each_case
 
+pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 PAIRS = {"gae": ("advantages", "returns"), "vtrace": ("advantages", "targets")}
 
 

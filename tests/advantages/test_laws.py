@@ -17,6 +17,7 @@ from rlkit.errors import ConfigError
 from tests.each import for_each
 from tests.properties import examples
 
+pytestmark = pytest.mark.filterwarnings("ignore:rewards. every group has one member")
 NAN = float("nan")
 laws = examples(50)
 rewards = st.floats(-100, 100).map(lambda x: round(x, 3))

@@ -173,11 +173,11 @@ def test_inputs_are_no_settings():
 
 
 def test_expert_datums_may_carry_numbers_for_what_is_not_used():
-    """For an expert's datum zeros, () or [n], stand in for sampling_logprobs and advantages."""
+    """For an expert's datum zeros stand in for sampling_logprobs, [n], and advantages, () or [n]."""
     driver, _ = example("mix", np.random.default_rng(0), sizes=(3,), optional=())
     found = []
     for zero in (0.0, np.zeros(3)):
-        data, leaves = datums(driver, {"expert": [1.0], "sampling_logprobs": [zero], "advantages": [zero]})
+        data, leaves = datums(driver, {"expert": [1.0], "sampling_logprobs": [np.zeros(3)], "advantages": [zero]})
         prepare("mix").try_out(data)
         found.append(prepare("mix").gradient(leaves, data))
         np.testing.assert_allclose(found[-1].driver[0].numpy(), -0.1, rtol=1e-6)
@@ -739,7 +739,7 @@ def test_names_of_other_libraries(name, hint):
     with rlkit.connect("toy", seed=0) as policy:
         with pytest.raises(DataError, match=f"^the loss 'optional' names '{name}', which no datum has.*{hint}"):
             policy.forward_backward([datum], optional)
-        policy.forward_backward([datum.with_inputs(**{name: 2.0})], optional).result()
+        policy.forward_backward([datum.with_inputs(**{name: [-2.0, -2.0]})], optional).result()
     with rlkit.connect("toy", seed=0) as policy, pytest.raises(DataError, match=f"lacks '{name}'.*{hint}"):
         policy.forward_backward([datum], required)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlkit.server._graph import FUNCTIONS, METHODS, read_loss
+from rlkit.server._training import _row
 from rlkit.server._wire import ApiError, Fields
 from rlkit.testing import FakeTinker
 from tests.each import for_each
@@ -89,6 +90,54 @@ def test_as_on_the_client(fake, service, function, ranks, k):
         assert found[1][0][key] == pytest.approx(value, rel=1e-5), key
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-6 * np.abs(found[1][1]).max())
     assert np.abs(found[0][1]).max() > 1e-3
+
+
+def test_inputs_are_numbers_or_like_the_targets():
+    """Shapes that would broadcast, and logprobs above 0, are refused by name."""
+    wrong = [
+        ("given", np.ones((3, 1)), None),
+        ("given", np.ones((3, 3)), None),
+        ("given", np.ones(2), None),
+        ("weights", np.ones((3, 2)), 2),
+        ("given_logprobs", -np.ones(3), 2),
+        ("given_logprobs", -np.ones(()), None),
+        ("given_logprobs", np.full(3, 0.5), None),
+    ]
+    right = [
+        ("given", np.ones(()), None),
+        ("given", np.ones(3), 2),
+        ("given", np.ones((3, 2)), 2),
+        ("weights", np.ones(3), 2),
+    ]
+    for cases, good in ((wrong, False), (right, True)):
+        for name, array, k in cases:
+            shape = (3,) if k is None else (3, k)
+            returned = {"tuple": [{"ref": "y"}, {"dict": {}}]}
+            nodes = [
+                *({"op": "placeholder", "name": x, "target": x} for x in ("logprobs", name)),
+                {"op": "call_method", "name": "y", "target": "sum", "args": [{"ref": "logprobs"}]},
+                {"op": "output", "name": "output", "target": "output", "args": [returned]},
+            ]
+            ranks = [{"name": "logprobs", "rank": len(shape)}, {"name": name, "rank": array.ndim}]
+            loss = read_loss(Fields("x", {"name": "f", "inputs": ranks, "graph": {"format": 1, "nodes": nodes}}))
+            inputs = {"target_tokens": np.ones(shape, np.int64), name: array.astype(np.float32)}
+            if good:
+                assert name in _row("data[0]", np.arange(3), inputs, loss).inputs
+            else:
+                with pytest.raises(ApiError, match=rf"data\[0\]\['{name}'\]"):
+                    _row("data[0]", np.arange(3), inputs, loss)
+
+
+def test_a_metric_that_is_not_finite(service):
+    """It is refused by name, as a loss that is not finite is."""
+
+    def measured(logprobs):
+        return -logprobs.sum(), {"custom/broken:sum": (logprobs.sum() - logprobs.sum()) / 0.0}
+
+    training = service.create_lora_training_client("toy").result()
+    handle = service.create_custom_loss(measured, {"logprobs": 1}).result()
+    with pytest.raises(tinker.RequestFailedError, match="custom/broken:sum' is nan; expected a finite number"):
+        training.forward_backward_custom(data(), handle).result()
 
 
 def test_without_the_flag(service):

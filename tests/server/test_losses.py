@@ -242,3 +242,12 @@ def test_bad_calls_are_refused(fake, training, case):
     assert message in str(caught.value)
     assert weights_of(fake, training).gradient is before
     training.forward_backward([good], "cross_entropy").result()
+
+
+def test_logprobs_are_at_most_0(training):
+    """Whoever sends probabilities is told so, before anything is computed."""
+    inputs = {"logprobs": np.array([-1.0, 0.5], np.float32), "advantages": np.ones(2, np.float32)}
+    datum = types.Datum(types.ModelInput.from_ints([7, 8]), {"target_tokens": np.array([8, 9]), **inputs})
+    for call in (training.forward, training.forward_backward):
+        with pytest.raises(tinker.BadRequestError, match=r"\['logprobs'\] has an entry of 0.5; expected logprobs"):
+            call([datum], "ppo").result()

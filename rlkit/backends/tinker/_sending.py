@@ -122,8 +122,10 @@ def output(
     for part, number in metrics:
         known = {key.removeprefix("custom/"): float(v) for key, v in part.items() if key == names.with_ending(key)}
         names.add(merged, known, number)
-    if not np.isfinite(merged["loss:sum"]):
-        raise BackendError(f"{call}: the loss is {merged['loss:sum']}")
+    own = [key.removeprefix("custom/") for part, _ in metrics for key in part if key.startswith("custom/")]
+    for key in ("loss:sum", *own):  # the service may measure what has no value; a loss may not
+        if not np.isfinite(merged.get(key, 0.0)):
+            raise BackendError(f"{call}: the {'loss' if key == 'loss:sum' else f'metric {key!r}'} is {merged[key]}")
     # Parts may be of the same datums; those that were not sent count 0, as they do on other backends.
     count = max(len(data), sum(number for _, number in metrics))
     return checking.measured_output(data, logprobs, {}, names.averaged(merged, count))

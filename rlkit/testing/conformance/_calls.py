@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from rlkit.backends.protocol import TrainerBackend
-from rlkit.errors import BackendError, BackendTimeout, ConfigError, RequestCancelled, TrainerFailed
+from rlkit.errors import BackendError, BackendTimeout, ConfigError, DataError, RequestCancelled, TrainerFailed
 from rlkit.futures import Future
 from rlkit.testing.conformance._harness import STEP, Harness, Unchecked, worst
 from rlkit.types import Adam, Datum, SamplingParams
@@ -185,6 +186,30 @@ def raises_from_call(number: int) -> Callable[..., object]:
     return loss
 
 
+def featured(logprobs: Tensor, features: Tensor) -> Tensor:
+    """Return a loss of features of each token."""
+    return -(logprobs * features).sum()
+
+
+ROW, TARGETS = np.full(3, -1.0), np.full((3, 2), 5)
+WRONG_INPUTS: list[tuple[str, Unchecked, Unchecked, Unchecked]] = [  # an input, the loss, its value, the other inputs
+    ("features", featured, ROW[:, None], {}),
+    ("features", featured, np.ones((3, 3)), {}),
+    ("advantages", "reinforce", ROW[:, None], {}),
+    ("weights", "cross_entropy", ROW[:, None], {}),
+    ("weights", "topk_forward_kl", np.ones((3, 2)), {"target_tokens": TARGETS, "teacher_logprobs": -1.0 * TARGETS}),
+    ("sampling_logprobs", "importance_sampling", -1.0, {"advantages": ROW}),
+    ("sampling_logprobs", "importance_sampling", np.exp(ROW), {"advantages": ROW}),
+    ("reference_logprobs", "kto", np.exp(ROW), {"desirable": 1.0}),
+    ("desirable", "kto", 7.0, {"reference_logprobs": ROW}),
+    ("desirable", "kto", [1, 0, 1], {"reference_logprobs": ROW}),
+    ("mu", "mix", 2.0, {"sampling_logprobs": ROW, "advantages": ROW, "expert": 0.0}),
+    ("teacher_logprobs", "topk_forward_kl", ROW, {"target_tokens": TARGETS}),
+    ("target_tokens", "topk_forward_kl", 1.0 * TARGETS, {"teacher_logprobs": -1.0 * TARGETS}),
+    ("target_tokens", "topk_forward_kl", [5, 5, 5], {"teacher_logprobs": ROW}),
+]
+
+
 class FailureTests(Harness):
     """Failures: calls are all or nothing, and later ones are refused."""
 
@@ -197,6 +222,22 @@ class FailureTests(Harness):
             one.forward_backward(data, raises_from_call(1))
         two.forward_backward(data, "ppo")
         assert worst(self.after(one, data), self.after(two, data)) < 1e-6
+
+    def test_wrong_inputs_raise_in_the_call(self, policy: TrainerBackend) -> None:
+        """Shapes that would broadcast, logprobs above 0, ids that are not integers: named, and later calls work."""
+        for name, loss, value, others in WRONG_INPUTS:
+            with pytest.raises(DataError, match=rf"inputs\['{name}'\]"):
+                policy.forward_backward([Datum([5, 6, 7, 8], [0, 1, 1, 1], {**others, name: value})], loss)
+        assert policy.forward([Datum([5, 6], [0, 1])]).result().selected[0].size == 1
+
+    def test_a_metric_that_is_not_finite_is_named(self, policy: TrainerBackend) -> None:
+        """It would make a step's metrics, and what is drawn from them, NaN."""
+
+        def measured(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return -logprobs.sum(), {"broken": logprobs.sum() * float("nan")}
+
+        with pytest.raises(BackendError, match=r"metric 'broken.*nan"):
+            policy.forward_backward([Datum([5, 6, 7], [0, 1, 1])], measured).result()
 
     def test_a_loss_that_is_not_finite_names_the_datum(self, policy: TrainerBackend) -> None:
         """By its place in the list, also behind one that is not trained on."""

@@ -110,7 +110,7 @@ def test_chunks_change_no_number(tiny, kind, data, offload, double, small_tiles,
         "offload_folder": tmp_path if offload else None,
     }
     data = data(np.random.default_rng(4))
-    data = [d.with_inputs(reference_logprobs=-1.0) for d in data[: len(data) // 2 * 2]]
+    data = [d.with_inputs(reference_logprobs=np.full(d.mask.sum(), -1.0)) for d in data[: len(data) // 2 * 2]]
     for loss, want in (("cross_entropy", ()), ("importance_sampling", ("entropy", "sum_p2")), (preferred, ())):
         (a, whole), *others = (gradient(p, data, loss, want) for p in policies(tiny(kind), (WHOLE, 7, 23), **options))
         for b, chunked in others:

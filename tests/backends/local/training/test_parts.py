@@ -57,7 +57,7 @@ def test_parts_change_no_number(name, small_tiles, monkeypatch, tmp_path):
     single = name in ("gpt_oss", "nemotron_h", "kimi_linear", *EXPERTS)  # torch multiplies by experts in float32
     options = {"dtype": "float32" if single else "float64", "offload_folder": tmp_path if offload else None}
     model = str(build(FAMILIES[name], tmp_path / "model"))
-    data = [d.with_inputs(reference_logprobs=-1.0) for d in long_tree(np.random.default_rng(4))]
+    data = [d.with_inputs(reference_logprobs=np.full(d.mask.sum(), -1.0)) for d in long_tree(np.random.default_rng(4))]
     for policy in policies(model, [30], lora=rlkit.Lora(rank=3, train_unembed=True), **options):
         for loss, want in (("importance_sampling", ("entropy", "sum_p2")), (preferred, ())):
             (a, in_parts), (b, alone) = (gradient(policy, data, loss, want) for _ in white_box.forwards(policy))

@@ -1,0 +1,405 @@
+"""Arrays of another shape are refused by name; settings are kept as plain numbers; a column of rewards warns."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+
+import attrs
+import numpy as np
+import pytest
+
+import rlkit
+from rlkit import advantages, corrections, credit, filters, metrics, rewards
+from rlkit.critics import gae_datums
+from rlkit.envs import TaskSettings
+from rlkit.errors import DataError, RlkitError
+from rlkit.futures import Future
+from rlkit.gateway import Limits
+from rlkit.rollouts import Plan
+from rlkit.runs import Retention
+from rlkit.trajectory import Group, Trajectory, Turn, datums
+
+torch = pytest.importorskip("torch")
+
+R = np.array([1.0, 0.5, 2.0])
+BY_KIND = [  # a row of three that all parameters of these names take
+    ("rewards values kl entropy advantages potentials returns importance", R),
+    ("trainer_logprobs sampling_logprobs reference_logprobs teacher_logprobs logprobs sum_p2_logp", -R),
+    ("sum_p2 log_ratios", R / 4),
+    ("mask finished truncated correct", [True, False, True]),
+    ("lengths steps versions n c", [3, 1, 2]),
+    ("groups roles states", ["a", "b", "a"]),
+    ("sequences tokens", [[1], [2, 3], [1]]),
+    ("texts", ["a", "b", "c"]),
+    ("failures", [None, True, False]),
+    ("stop_reasons", ["stop", "length", "stop"]),
+]
+ARRAYS = {name: row for names, row in BY_KIND for name in names.split()}
+PER_ROW = ("lam", "bootstrap_value", "baseline")  # a number, or one for each row
+SETTINGS = {"k": 2, "max_length": 5, "threshold": 0.5, "current": 6, "max_lag": 2, "buffer": 2, "n": 2}
+SPECIAL = {  # functions whose arguments go together in another way, and those that take none
+    "advantages.by_group": {"estimator": "grpo", "rewards": R, "groups": ["a", "b", "a"]},
+    "rewards.clamp": {"rewards": R, "low": 0.0},
+    "filters.dynamic_sampling": {"rewards": R},
+    "advantages.gdpo": {"rewards": [R, R]},
+    "rewards.mapping": {"rewards": R, "table": {1.0: 0.0, 0.5: 1.0, 2.0: 2.0}},
+    "metrics.pass_at_k": {"n": [4, 4, 4], "c": [1, 2, 0], "k": 2},
+    "rewards.nonterminal_reward": {"rewards": [R, R, R], "finished": [True, False, True]},
+    "advantages.optimal_token_baseline": {"rewards": R, "logprobs": -R, "sum_p2": R / 4, "importance": R},
+    "advantages.token_weights": {"lengths": [3, 1, 2], "mode": "prompt-mean", "groups": ["a", "b", "a"]},
+}
+WITHOUT = {"per_group", "register", "running_baseline", "running_normalization"}
+GROUPED = {  # one array that may have any number of rows: there a column is a matrix
+    *("asymre", "dr_grpo", "gpg", "grpo", "loo_std", "maxrl", "opmd", "pass_at_k", "pkpo", "rec", "reinforce", "rloo"),
+    *("difficulty_band", "dynamic_sampling", "zero_variance", "group_informativeness", "clamp", "whitening", "affine"),
+    *(
+        "entropy_estimate",
+        "token_lag",
+        "top_entropy",
+        "length_cost",
+        "overlong_penalty",
+        "reduction",
+        "mapping",
+        "gdpo",
+    ),
+}
+LISTS = {"sequences", "tokens", "texts", "failures", "stop_reasons"}  # of anything, one entry per sample
+
+
+def functions():
+    for module in (advantages, corrections, filters, metrics, rewards):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if inspect.isfunction(function) and name not in WITHOUT:
+                yield f"{module.__name__.rpartition('.')[2]}.{name}", name, function
+
+
+def right(title, function):
+    """Return arguments that the function takes: every array that it names, and the settings that it needs."""
+    if title in SPECIAL:
+        return SPECIAL[title]
+    given = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in SETTINGS and parameter.default is parameter.empty:
+            given[parameter.name] = SETTINGS[parameter.name]
+        elif parameter.name in PER_ROW and parameter.annotation != "str":
+            given[parameter.name] = [0.5]
+        elif parameter.name in ARRAYS and parameter.annotation != "int":
+            given[parameter.name] = ARRAYS[parameter.name]
+        else:
+            assert parameter.default is not parameter.empty, f"{title}({parameter.name}): add it to ARRAYS or SETTINGS"
+    return given
+
+
+def wrong(value, *, alone):
+    """Yield arrays of another rank or size, and what is none; of one that stands ``alone`` any size is right."""
+    array = np.asarray(value, object if isinstance(value[0], (list, str)) or value[0] is None else None)
+    yield "a cube", array[None, None]
+    yield "text", "abc"
+    yield "an object", object()
+    yield "a mapping", {"a": 1.0}
+    yield "nothing", None
+    yield "no dimension", np.array(1.0)
+    if not alone:
+        yield "a column", array[:, None]
+        yield "a tensor's column", torch.ones(len(array), 1)
+        yield "too long", np.concatenate([array, array])
+        yield "a square", np.stack([array] * len(array))
+
+
+def outcome(function, given, names):
+    """Return "" where the call raises an error of rlkit's that names one of the arguments, else what happened."""
+    try:
+        made = function(**given)
+    except RlkitError as error:
+        return "" if any(name in str(error) for name in names) else f"does not name it: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"accepted: {made!r}"
+
+
+def test_functions_over_arrays():
+    """Every public function, each of its arrays: another rank or size is an error of ours that names the argument."""
+    failed, count = [], 0
+    for title, name, function in functions():
+        given = right(title, function)
+        assert outcome(function, given, ()).startswith("accepted"), (title, outcome(function, given, ()))
+        arrays = [key for key in given if key in (*ARRAYS, *PER_ROW) and not isinstance(given[key], int)]
+        parameters = inspect.signature(function).parameters
+        for key in arrays:
+            alone = (
+                (len(arrays) == 1 and name in GROUPED)
+                or key in LISTS
+                or (name, key) == ("nonterminal_reward", "rewards")
+            )
+            for what, value in wrong(given[key], alone=alone):
+                if value is None and parameters[key].default is None:
+                    continue
+                if (what == "a cube" and key in LISTS) or (what == "no dimension" and key in PER_ROW):
+                    continue
+                if what == "too long" and len(arrays) == 1:
+                    continue
+                names = arrays if what == "too long" or name == "gigpo" else [key]  # the two disagree
+                problem = outcome(function, {**given, key: value}, names)
+                count += 1
+                failed += [f"{title}({key}), {what}: {problem}"] if problem else []
+    assert not failed, "\n".join(failed)
+    assert count > 800
+
+
+def sample(prompt, tokens):
+    return rlkit.Sample(prompt, tokens, [-1.0] * len(tokens))
+
+
+ONE = Trajectory([Turn(sample([5, 6], [7, 8, 9]), reward=1.0)])
+TWO = Trajectory([Turn(sample([5, 6], [9, 4])), Turn(sample([5, 6, 9, 4, 1], [3]), reward=0.5)])
+GROUPS = [Group([ONE, TWO]), Group([TWO, ONE])]
+
+
+ITEMS = [credit.Item([rlkit.Datum([1, 2], [0, 1])])] * 4
+
+
+class Valued:
+    """A critic whose values have any form."""
+
+    def __init__(self, give):
+        self.give = give
+
+    def values(self, data):
+        return Future.of(self.give(data))
+
+
+def listed(cases):
+    """Return the cases that did not raise an error of ours with the name; a case is what, the name, and the call."""
+    found = [(what, outcome(call, {}, [name])) for what, name, call in cases]
+    assert len(found) > 10
+    return "\n".join(f"{what}: {problem}" for what, problem in found if problem)
+
+
+def test_credit():
+    """What is given per trajectory, and what an estimator or a critic gives."""
+    cases = []
+    for what, x in wrong([1.0, 2.0, 3.0, 4.0], alone=False):
+        token = {"level": "token", "estimator": "remax"}
+        cases.append((f"of_samples, {what}", "rewards", lambda x=x: Group.of_samples([ONE.turns[0].sample] * 4, x)))
+        if x is not None:
+            critic = Valued(lambda data: [np.zeros(len(datum)) for datum in data])
+            cases += [
+                (f"assign, {what}", "rewards", lambda x=x: credit.assign(GROUPS, rewards=x)),
+                (f"assign, {what}", "weights", lambda x=x: credit.assign(GROUPS, weights=x)),
+                (f"assign, {what}", "baseline", lambda x=x, o=token: credit.assign(GROUPS, baseline=x, **o)),
+                (f"gae_datums, {what}", "rewards", lambda x=x, c=critic: gae_datums(c, [ONE] * 4, rewards=x)),
+            ]
+        if what not in ("too long", "nothing"):
+            cases.append((f"Turn, {what}", "rewards", lambda x=x: Turn(ONE.turns[0].sample, rewards=x)))
+        if what != "too long":
+            cases.append((f"minibatches, {what}", "seed", lambda x=x: list(credit.minibatches(ITEMS, 2, seed=x))))
+    for x in (np.ones((3, 1)), np.ones(2), torch.ones(3, 1), np.ones((3, 3))):
+        cases += [
+            ("assign, tokens", "rewards", lambda x=x: credit.assign(GROUPS, rewards=[x] * 4)),
+            ("assign, tokens", "weights", lambda x=x: credit.assign(GROUPS, weights=[x] * 4)),
+            ("datums, tokens", "advantages", lambda x=x: datums(ONE, [x])),
+            ("datums, tokens", "weights", lambda x=x: datums(ONE, weights=[x])),
+        ]
+    forms = {
+        "columns": lambda rows: [np.asarray(row)[:, None] for row in rows],
+        "fewer": lambda rows: rows[:-1],
+        "numbers": lambda rows: [np.sum(row) for row in rows],
+        "texts": lambda rows: ["abc" for _ in rows],
+        "nothing": lambda _: None,
+        "flat": np.concatenate,
+    }
+    for what, form in forms.items():
+        critic = Valued(lambda data, form=form: form([np.zeros(len(datum)) for datum in data]))
+        cases.append((f"critic, {what}", "critic.values", lambda c=critic: gae_datums(c, [ONE, TWO])))
+        for level in ("group", "turn", "token"):
+            own = lambda rewards, form=form: form(rewards)  # noqa: E731
+            cases.append(
+                (f"own, {level}, {what}", "estimator", lambda e=own, n=level: credit.assign(GROUPS, e, level=n))
+            )
+    assert not listed(cases)
+
+
+def test_a_list_for_an_array():
+    """An estimator and a critic of one's own may give lists of numbers, at every level."""
+    for level in ("group", "turn", "token"):
+        batch = credit.assign(GROUPS, lambda rewards: [list(row) for row in rewards], level=level)
+        assert [x.size for x in batch.advantages] == [3, 3, 3, 3], level
+        assert batch.advantages[0][-1] == 1.0, level
+
+
+def test_data():
+    """Samples, datums, selections and running statistics."""
+    datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
+    calls = {
+        "Sample.prompt": lambda x: rlkit.Sample(x, [1, 2, 3], [-1.0] * 3),
+        "Sample.tokens": lambda x: rlkit.Sample([1], x, [-1.0] * 3),
+        "Sample.logprobs": lambda x: rlkit.Sample([1], [1, 2, 3], np.negative(x)),
+        "Sample.versions": lambda x: rlkit.Sample([1], [1, 2, 3], [-1.0] * 3, versions=x),
+        "Datum.tokens": lambda x: rlkit.Datum(x, [0, 1, 1]),
+        "Datum.mask": lambda x: rlkit.Datum([1, 2, 3], np.not_equal(x, 1) if isinstance(x, np.ndarray) else x),
+        "completion": lambda x: rlkit.Datum.supervised([1], x),
+        "select": datum.select,
+        "expand": datum.expand,
+        "keep": lambda x: filters.Selection(x, {}),
+        "rewards": advantages.RunningBaseline().update,
+        "roles": lambda x: advantages.RunningBaseline().update([1.0, 2.0, 3.0], x),
+        "per_turn": ONE.per_turn,
+        "groups": credit.assign,
+        "Trajectory.turns": Trajectory,
+    }
+    wide = ("a column", "a square", "a tensor's column")
+    right = {  # what some of them take
+        "Sample.prompt": ("too long",),
+        "completion": ("too long",),
+        "rewards": ("too long",),
+        "keep": (),
+        "Sample.versions": ("nothing",),
+        "roles": ("nothing",),
+        **dict.fromkeys(("select", "expand", "per_turn"), wide),  # [n, K], too
+    }
+    cases = []
+    for name, call in calls.items():
+        for what, x in wrong([1, 2, 3], alone=False):
+            if what not in right.get(name, ()) and (name != "Sample.logprobs" or isinstance(x, np.ndarray)):
+                named = {"Datum.tokens": "Datum.mask", "Sample.tokens": "Sample.logprobs"}.get(name, name)
+                cases.append((what, named if what == "too long" else name, lambda c=call, x=x: c(x)))
+    assert not listed(cases)
+
+
+def test_integers():
+    """Ids and versions that are not integers, refused where they are given: a worker could only fail at them later."""
+    datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
+    for name, value in {"target_tokens": np.ones((3, 2)), "versions": [1.0, 1.0, 2.0]}.items():
+        with pytest.raises(DataError, match=rf"inputs\['{name}'\]: has dtype float64; expected integers"):
+            datum.with_inputs(**{name: value})
+        assert datum.with_inputs(**{name: np.asarray(value, np.int32)}).inputs[name].dtype == np.int64
+    with pytest.raises(DataError, match=r"versions\[1\]: is 3.5; expected an integer"):
+        filters.stale([3, 3.5], current=6, max_lag=1)
+
+
+def test_logprobs_are_at_most_0():
+    """Every input whose name ends so, also [n, K] and one's own; a margin of 0.1 is for the rounding of bfloat16."""
+    names = ("sampling_logprobs", "reference_logprobs", "old_logprobs", "teacher_logprobs", "my_logprobs")
+    datum = rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1])
+    for name in names:
+        assert datum.with_inputs(**{name: [-1.0, 0.09, 0.0]}).inputs[name].dtype == np.float32
+        with pytest.raises(DataError, match=rf"inputs\['{name}'\]\[2\]: is 0.5; expected a logprob"):
+            datum.with_inputs(**{name: [-1.0, 0.5, 0.0]})
+    with pytest.raises(DataError, match=r"teacher_logprobs'\]\[1\]\[1\]: is 0.5"):
+        datum.with_inputs(teacher_logprobs=[[-1.0, 0.5]] * 3)
+
+
+def test_settings_given_as_inputs():
+    """A mixing weight, a label and a coefficient are in their ranges, also where the loss is part of another."""
+    from rlkit.losses import prepare, with_entropy, with_kl
+
+    lp = [-1.0, -1.0, -1.0]
+    of_mix = {"sampling_logprobs": lp, "advantages": 1.0, "expert": 0, "mu": 0.5, "reference_logprobs": lp}
+    of_kto = {"reference_logprobs": lp, "desirable": 1}
+    composed = with_entropy(with_kl("mix", "kl_now"), "entropy_now")
+    coefs = {"kl_now": 0.5, "entropy_now": -0.5}
+    cases = [
+        ("mix", of_mix, {"mu": (0.0, 1, [0.0, 0.5, 1.0]), "expert": (0, 1.0, [0, 1, 1])}),
+        (composed, {**of_mix, **coefs}, {"kl_now": (0, 5.0, [0.0, 1.0, 2.0]), "entropy_now": (-1.0, 1.0)}),
+        ("kto", of_kto, {"desirable": (0, 1, 0.0, 1.0)}),
+    ]
+    refused = [
+        ("mix", of_mix, {"mu": (2.0, -0.1, [0.5, 1.5, 0.5]), "expert": (0.5, 2, -1, [0, 2, 0])}),
+        (composed, {**of_mix, **coefs}, {"mu": (2.0,), "expert": (0.5,), "kl_now": (-0.1, [0.1, -0.1, 0.1])}),
+        ("kto", of_kto, {"desirable": (7, 0.5, -1, [1, 0, 1])}),
+    ]
+    for raises, table in ((False, cases), (True, refused)):
+        for loss, inputs, values in table:
+            prepared = prepare(loss)
+            for name, value in ((name, value) for name, each in values.items() for value in each):
+                data = [rlkit.Datum([1, 2, 3, 4], [0, 1, 1, 1], {**inputs, name: value})]
+                problem = outcome(prepared.check, {"data": data}, [f"data[0].inputs['{name}']"])
+                assert problem == ("" if raises else "accepted: None"), (prepared.name, name, value, problem)
+
+
+NUMBERS = (np.float32, np.float64, torch.tensor, np.array, lambda x: torch.tensor(x, dtype=torch.bfloat16))
+WHOLE = (np.int64, np.uint8, torch.tensor, np.array)
+FIELDS = {  # a class, the fields without a default number, and what else it needs
+    rlkit.Adam: ({}, {}),
+    rlkit.SamplingParams: ({"top_k": 5}, {}),
+    rlkit.Lora: ({"seed": 3, "train_unembed": True}, {}),
+    TaskSettings: ({"n": 2, "min_n": 1, "max_tokens": 3, "max_turns": 2, "temperature": 0.5, "deadline": 8.0}, {}),
+    Limits: ({"turns": 2, "tokens": 3, "seconds": 0.5, "at_once": 1}, {}),
+    Retention: ({"every": 5, "metric": None}, {}),
+    Plan: ({"min_n": 2, "max_total_tokens": 9, "max_length": 64, "call_timeout": 0.5, "progress": False}, {}),
+    Trajectory: ({"index": 1, "seed": 2, "nonterminal_reward": 0.5}, {"turns": []}),
+    rlkit.Sample: ({}, {"prompt": [1], "tokens": [2], "logprobs": [-1.0]}),
+}
+
+
+def test_fields_are_plain_numbers():
+    """A number of numpy's, or of torch's without dimensions, becomes Python's own: it cannot change, and is JSON."""
+    count = 0
+    for kind, (more, needed) in FIELDS.items():
+        fields = attrs.fields(kind)
+        values = {f.name: f.default for f in fields if isinstance(f.default, (bool, int, float))} | more
+        for name, value in ((name, value) for name, value in values.items() if value is not None):
+            others = {key: x for key, x in more.items() if key != name} | needed
+            makers = (
+                (np.bool_, torch.tensor, np.array)
+                if isinstance(value, bool)
+                else WHOLE
+                if isinstance(value, int)
+                else NUMBERS
+            )
+            for make in makers:
+                if type(value) is int and value < 0 and make is np.uint8:
+                    continue
+                given = make(value)
+                kept = getattr(kind(**others, **{name: given}), name)
+                assert type(kept) is type(value), (kind, name, make)
+                assert json.loads(json.dumps(kept)) == pytest.approx(value, rel=1e-2)
+                count += 1
+            for bad in (np.array([value]), torch.tensor([value, value]), np.array([[value]]), "1"):
+                problem = outcome(kind, {**others, name: bad}, [f"{kind.__name__}.{name}"])
+                assert not problem, (kind, name, bad, problem)
+    assert count > 100
+    rate = torch.tensor(0.5)
+    adam = rlkit.Adam(learning_rate=rate)
+    rate.fill_(9.0)
+    assert adam.learning_rate == 0.5
+    assert rlkit.SamplingParams(stop=[torch.tensor(3), np.int64(4)]).stop == (3, 4)
+
+
+def test_groups_of_one_warn_once():
+    """A column of rewards is as many groups of one: nothing is compared, and it says so once for each line."""
+    column, row, one = np.array([[1.0], [0.0], [2.0]]), np.array([[1.0, 0.0, 2.0]]), [[1.0]]
+    compare = ["grpo", "dr_grpo", "rloo", "loo_std", "gpg", "opmd", "asymre", "maxrl", "rec", "pass_at_k"]
+    calls = {name: advantages.registry[name] for name in compare} | {
+        "opo": lambda r: advantages.opo(r, lengths=np.ones_like(r)),
+        "reinforce_pp_baseline": lambda r: advantages.reinforce_pp_baseline(r, lengths=np.ones_like(r)),
+        "step_wise_grpo": lambda r: advantages.step_wise_grpo(r, np.ones_like(r)),
+        "gdpo": lambda r: advantages.gdpo([r, r]),
+        "by_group": lambda r: advantages.by_group("grpo", np.ravel(r), np.repeat(np.arange(len(r)), len(r[0]))),
+        "assign": lambda r: credit.assign([Group([attrs.evolve(ONE)] * len(x)) for x in r]),
+        "zero_variance": filters.zero_variance,
+        "dynamic_sampling": filters.dynamic_sampling,
+        "group_informativeness": metrics.group_informativeness,
+    }
+    for name, call in calls.items():
+        for value, times in ((column, 1), (row, 0), (one, 0)):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("default")
+                for _ in range(3):
+                    call(value)
+            texts = [str(each.message) for each in said]
+            assert len(texts) == times, (name, value, texts)
+            assert all(
+                "every group has one member" in text and each.filename == __file__
+                for each, text in zip(said, texts, strict=True)
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert advantages.grpo(column, singleton="raw").tolist() == column.tolist()
+        assert advantages.reinforce(column).tolist() == column.tolist()
+        assert not advantages.gigpo([[1.0, 0.0]], [["a", "b"]]).any()  # states that occur once
+        with pytest.raises(DataError, match="at least two"):
+            advantages.grpo(column, singleton="error")
