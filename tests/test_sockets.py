@@ -6,6 +6,7 @@ tests/rollouts/test_ray.py.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -25,10 +26,9 @@ pytestmark = pytest.mark.skipif(not PROC.exists(), reason="no Linux")
 # Files of rlkit that listen, or have others listen. Whoever adds one says here what shows where.
 PLACES = {
     "rlkit/_http.py": "test_servers",
-    "rlkit/_commands/_ranks.py": "test_two_ranks_that_add_up",
     "rlkit/_ray_cluster.py": "tests/rollouts/test_ray.py",
     "rlkit/backends/local/distributed/server.py": "tests/backends/local/distributed/test_launch.py",
-    "rlkit/backends/local/_serve.py": "it is a client of the store",
+    "rlkit/backends/local/_serve.py": "it is a client of the store of ranks that Ray places",
     "rlkit/backends/vllm/_server.py": "it looks for a free port of loopback",
     "rlkit/backends/vllm/_engine.py": "vLLM",
     "rlkit/envs/_openenv_child.py": "test_a_server_of_an_environment",
@@ -55,6 +55,25 @@ def test_every_place_is_known():
         if re.search(LISTENS, path.read_text("utf-8"))
     }
     assert found == PLACES.keys()
+
+
+def test_stores_of_torch_open_no_port_to_others():
+    """A TCPStore listens on every address, unless it is given a socket; ranks on one machine share a file."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for folder in ("rlkit", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if "TCPStore" in (text := path.read_text("utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "TCPStore"
+        if not any(
+            k.arg == "master_listen_fd" or (k.arg == "is_master" and ast.unparse(k.value) == "False")
+            for k in node.keywords
+        )
+    ]
+    assert wrong == []
+    text = (ROOT / "rlkit/backends/local/distributed/server.py").read_text("utf-8")
+    assert text.count("TCPStore(") == 1  # for ranks that Ray places
 
 
 def test_what_cannot_be_bound_is_named():
