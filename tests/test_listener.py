@@ -104,6 +104,17 @@ def test_strangers_are_closed_in_time(opened, monkeypatch):
     known.close()
 
 
+def test_answers_leave_at_once(opened):
+    """An accepted connection has TCP_NODELAY, so that a body does not wait until its head is acknowledged."""
+    listener, path = opened()
+    status, known = asking(listener, path)
+    with contextlib.closing(known):
+        assert status == 200
+        (connection,) = listener.connections.let_in
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_clients_with_the_key_come_first(opened, monkeypatch):
     """However many silent connections there are."""
     monkeypatch.setattr("rlkit._http._CONNECTIONS", 16)

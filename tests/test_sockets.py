@@ -6,7 +6,9 @@ tests/rollouts/test_ray.py.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import http.client
 import os
 import re
 import subprocess
@@ -25,10 +27,9 @@ pytestmark = pytest.mark.skipif(not PROC.exists(), reason="no Linux")
 # Files of rlkit that listen, or have others listen. Whoever adds one says here what shows where.
 PLACES = {
     "rlkit/_http.py": "test_servers",
-    "rlkit/_commands/_ranks.py": "test_two_ranks_that_add_up",
     "rlkit/_ray_cluster.py": "tests/rollouts/test_ray.py",
     "rlkit/backends/local/distributed/server.py": "tests/backends/local/distributed/test_launch.py",
-    "rlkit/backends/local/_serve.py": "it is a client of the store",
+    "rlkit/backends/local/_serve.py": "it is a client of the store of ranks that Ray places",
     "rlkit/backends/vllm/_server.py": "it looks for a free port of loopback",
     "rlkit/backends/vllm/_engine.py": "vLLM",
     "rlkit/envs/_openenv_child.py": "test_a_server_of_an_environment",
@@ -55,6 +56,42 @@ def test_every_place_is_known():
         if re.search(LISTENS, path.read_text("utf-8"))
     }
     assert found == PLACES.keys()
+
+
+def test_stores_of_torch_open_no_port_to_others():
+    """A TCPStore listens on every address, unless it is given a socket; ranks on one machine share a file."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for folder in ("rlkit", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if "TCPStore" in (text := path.read_text("utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "TCPStore"
+        if not any(
+            k.arg == "master_listen_fd" or (k.arg == "is_master" and ast.unparse(k.value) == "False")
+            for k in node.keywords
+        )
+    ]
+    assert wrong == []
+    text = (ROOT / "rlkit/backends/local/distributed/server.py").read_text("utf-8")
+    assert text.count("TCPStore(") == 1  # for ranks that Ray places
+
+
+# Where the option is set, if not in the file that listens.
+SET_IN = {"rlkit/backends/local/distributed/server.py": "rlkit/backends/local/distributed/wire.py"}
+
+
+def test_every_listener_sends_at_once():
+    """asyncio sets TCP_NODELAY on sockets that name their protocol alone; else an answer in two packets takes 40 ms."""
+    texts = {name: (ROOT / name).read_text("utf-8") for name in PLACES}
+    listeners = [name for name, text in texts.items() if re.search(r"create_server\(|\.listen\(", text)]
+    assert set(SET_IN) < set(listeners)
+    wrong = []
+    for name in listeners:
+        text = (ROOT / SET_IN.get(name, name)).read_text("utf-8")
+        if not re.search(r"setsockopt\(socket\.IPPROTO_TCP, socket\.TCP_NODELAY, 1\)|proto=socket\.IPPROTO_TCP", text):
+            wrong.append(name)
+    assert wrong == []
 
 
 def test_what_cannot_be_bound_is_named():
@@ -101,13 +138,35 @@ def test_two_ranks_that_add_up():
     assert wrong == set()
 
 
+APP = """
+import os, socket
+
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    one.getpeername()
+                    found.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            except OSError:
+                continue
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": repr(found).encode()})
+"""
+
+
 def test_a_server_of_an_environment(tmp_path):
+    """On loopback; what it accepts has TCP_NODELAY."""
     pytest.importorskip("uvicorn")
-    (tmp_path / "words.py").write_text("async def app(scope, receive, send):\n    pass\n")
+    (tmp_path / "words.py").write_text(APP)
     command = [sys.executable, str(ROOT / "rlkit/envs/_openenv_child.py"), str(tmp_path), "words:app"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
         port = int(process.stdout.readline())
         assert [(address, found) for address, found, _ in listening(process.pid)] == [("127.0.0.1", port)]
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+            connection.request("GET", "/")
+            assert connection.getresponse().read() == b"[1]"
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

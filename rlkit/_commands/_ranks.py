@@ -1,15 +1,15 @@
 """Check that two processes can sum an array with torch.distributed, as training on several processes does.
 
-``python -m rlkit._commands._ranks RANK PORT BACKEND`` is one of them.
+``python -m rlkit._commands._ranks RANK FILE BACKEND`` is one of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 
@@ -50,27 +50,25 @@ def add_up(backend: str, *, deadline: float = 120.0) -> AddedUp:
     paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109  # "" in a notebook
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # torch would listen on every address
-        port, file = listening.getsockname()[1], listening.fileno()
+    with tempfile.TemporaryDirectory(prefix="rlkit-ranks-") as folder:  # of mode 0700; a TCPStore would be open to all
         processes = [
             subprocess.Popen(  # noqa: S603  # this interpreter, this file
-                [sys.executable, "-P", "-m", __name__, str(rank), str(port), str(file), backend],
+                [sys.executable, "-P", "-m", __name__, str(rank), f"{folder}/store", backend],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
                 text=True,
-                pass_fds=[file] if rank == 0 else [],
             )
             for rank in range(SIZE)
         ]
-    try:
-        said = [process.communicate(timeout=max(0.1, began + deadline - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"two processes did not sum an array within {deadline:g} s") from error
-    finally:
-        for process in processes:
-            with process:  # which closes its pipes and waits
-                process.kill()
+        try:
+            said = [process.communicate(timeout=max(0.1, began + deadline - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"two processes did not sum an array within {deadline:g} s") from error
+        finally:
+            for process in processes:
+                with process:  # which closes its pipes and waits
+                    process.kill()
     for process, (_, errors) in zip(processes, said, strict=True):
         if process.returncode:
             raise RuntimeError((errors.strip().splitlines() or [f"ended with status {process.returncode}"])[-1])
@@ -80,15 +78,13 @@ def add_up(backend: str, *, deadline: float = 120.0) -> AddedUp:
     return AddedUp(time.monotonic() - began - ROUNDS * told["seconds"], told["seconds"])
 
 
-def main(rank: int, port: int, file: int, backend: str) -> None:
+def main(rank: int, file: str, backend: str) -> None:
     """Sum an array with the other process; print how long it took."""
     import torch
     import torch.distributed as dist
 
     wait = timedelta(seconds=60)
-    own = {"is_master": True, "master_listen_fd": file} if rank == 0 else {}
-    store = dist.TCPStore("127.0.0.1", port, SIZE, timeout=wait, **own)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=wait)
+    dist.init_process_group(backend, store=dist.FileStore(file), rank=rank, world_size=SIZE, timeout=wait)
     place = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     seconds, right = float("inf"), True
     for _ in range(ROUNDS):
@@ -103,4 +99,4 @@ def main(rank: int, port: int, file: int, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import contextvars
 import functools
 import os
 import weakref
@@ -17,7 +18,7 @@ from rlkit import _check, _packages
 from rlkit.envs import calling
 from rlkit.envs._adapters import function_schema, package
 from rlkit.envs.protocol import Action, Message, StepResult, Tasks, TaskSettings, check_name
-from rlkit.errors import ConfigError, EnvBusy, EnvError, RlkitError, UnknownNameError
+from rlkit.errors import ConfigError, EnvBusy, EnvError, RlkitError, UnknownNameError, UnsupportedError
 from rlkit.tools import Malformed, error_message, formats, read_calls, tool_message
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = ["openreward"]
 
 _INSTALL = _packages.command("openreward")
 _BUSY = (429, 502, 503, 504)
+_calling: contextvars.ContextVar[bool] = contextvars.ContextVar("_calling", default=False)
 
 
 def openreward(
@@ -71,7 +73,8 @@ def openreward(
 
     While episodes are played, a server without capacity (HTTP 429, 502, 503, 504, or out of reach, after the SDK's own
     attempts) raises ``EnvBusy``; a tool that raises there, or a session that is gone, ``EnvError``: the episode has
-    failed, and is not the fault of the policy.
+    failed, and is not the fault of the policy. A call of a tool whose answer is lost is not sent again, since the tool
+    may have run: it raises ``EnvBusy``, too, and rollouts begin the episode again.
 
     Raises:
         UnknownNameError: no such split; the message lists them.
@@ -137,10 +140,30 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Clients] = weakr
 
 def _client(base_url: str | None, api_key: str | None) -> AsyncEnvironmentsAPI:
     sdk = package("openreward", "openreward", _INSTALL)
+    _call_once()
     if base_url is not None:
         return sdk.AsyncEnvironmentsAPI(base_url=base_url, api_key=api_key)
     os.environ.setdefault("OPENREWARD_DISABLE_UPDATE_CHECK", "1")
     return sdk.AsyncOpenReward(api_key=api_key).environments
+
+
+@functools.cache
+def _call_once() -> None:
+    """Make the SDK repeat a tool call of rlkit's only if it resumes the first one.
+
+    After a 429 or a lost connection it would send the call anew, although the tool may have run: a step twice.
+    """
+    module = package("openreward", "openreward.api.environments.client", _INSTALL)
+    send = getattr(module, "resumable_sse", None)
+    if send is None:
+        raise UnsupportedError("rlkit.envs.openreward needs openreward 0.1.167, or a later one with resumable_sse")
+
+    def once(*args: object, **options: object) -> object:
+        if _calling.get():
+            options["resumable_only"] = True
+        return send(*args, **options)
+
+    module.resumable_sse = once  # type: ignore[attr-defined]  # the SDK looks it up there
 
 
 @atexit.register
@@ -242,10 +265,13 @@ class _Env:
     async def _called(self, call: Awaitable[ToolOutput]) -> ToolOutput:
         errors = package("openreward", "openreward.api.errors", _INSTALL)
         with _in_our_terms(self._place.where):
+            token = _calling.set(True)
             try:
                 return await call
             except errors.ToolCallError as error:
                 raise _Refused(error.detail) from error
+            finally:
+                _calling.reset(token)
 
 
 class _Refused(Exception):

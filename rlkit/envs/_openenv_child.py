@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = folder  # in place of this file's own
     module, _, name = app.partition(":")
     application = getattr(importlib.import_module(module), name or "app")
-    with socket.socket() as listening:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listening:  # or asyncio leaves TCP_NODELAY off
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
         print(listening.getsockname()[1], flush=True)

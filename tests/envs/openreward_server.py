@@ -11,7 +11,7 @@ from openreward.environments.types import TextBlock, ToolOutput
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-SESSIONS = {"open": 0, "opened": 0}
+SESSIONS = {"open": 0, "opened": 0, "looked": 0}
 
 
 class Value(BaseModel):
@@ -64,6 +64,7 @@ class Sums(Counted):
     @tool
     async def look(self, p: Text) -> ToolOutput:
         """Says something back."""
+        SESSIONS["looked"] += 1
         return ToolOutput(blocks=[TextBlock(text=f"you said {p.text}")], reward=0.25)
 
     @tool
@@ -170,7 +171,10 @@ class Doors(Counted):
 
 
 class Refusing:
-    """Answers 429 to sessions of the deployment "full", 401 to "private", and tells how many sessions are open."""
+    """Answers 429 to sessions of the deployment "full", 401 to "private", and tells how many sessions are open.
+
+    A call with the text "lost" is carried out, and then answered by 429, as a proxy may do.
+    """
 
     def __init__(self, app):
         self.app = app
@@ -188,7 +192,27 @@ class Refusing:
             answer = JSONResponse({"detail": "no capacity"}, 429, {"Retry-After": "0"})
         elif deployment == "private":
             answer = JSONResponse({"detail": "who are you?"}, 401)
+        elif path == "/sums/call":  # "/call" redirects there
+            asked = await receive()
+            if b'"lost"' in asked["body"]:
+                await self.app(scope, replay(asked, receive), drop)
+                answer = JSONResponse({"detail": "too many requests"}, 429, {"Retry-After": "0"})
+            receive = replay(asked, receive)
         await (self.app if answer is None else answer)(scope, receive, send)
+
+
+def replay(first, receive):
+    """``receive``, that gives ``first`` before."""
+    left = [first]
+
+    async def next_message():
+        return left.pop() if left else await receive()
+
+    return next_message
+
+
+async def drop(message):
+    """Send nothing."""
 
 
 if __name__ == "__main__":

@@ -264,6 +264,14 @@ def test_a_tool_that_fails_fails_the_episode(url):
     assert not isinstance(caught.value, rlkit.EnvBusy)
 
 
+def test_a_call_whose_answer_is_lost_is_made_once(url):
+    """A 429 after the tool has run, from a proxy: EnvBusy, and not the SDK's second call in the same episode."""
+    before = state(url)["looked"]
+    with pytest.raises(rlkit.EnvBusy, match="429"):
+        played(openreward("sums", base_url=url), tool_call("look", text="lost"))
+    assert state(url)["looked"] - before == 1
+
+
 @pytest.mark.parametrize("name", ["full", "closed"])
 def test_a_server_without_capacity(url, name):
     """429 when the environment is made, or the session: EnvBusy, after few requests, and nothing stays open."""

@@ -78,6 +78,20 @@ def test_every_name_in_the_sources_of_rollouts_is_standard():
     assert [name for name in counted if standard(name) is None] == []
 
 
+def test_what_rollouts_average_is_not_added_up():
+    """What a counter adds up is a sum over steps, too, and what it averages is not."""
+    text = "".join(path.read_text() for path in (Path(rlkit.__file__).parent / "rollouts").glob("*.py"))
+    wrong, count = [], 0
+    for how, name in re.findall(r'(add|mean|_count)\(f?"([a-z_{}./]+)', text):
+        name = re.sub(r"\{[^}]*\}", "x", name.replace("{env}", "env/x"))
+        name = name if "/" in name else f"env/x/{name}"
+        if not name.endswith("/x") and not name.startswith("rollout/ended/"):  # counted, and divided at the end
+            count += 1
+            wrong += [name] if (reduction(name) == "sum") != (how != "mean") else []
+    assert count > 30
+    assert wrong == []
+
+
 def test_what_training_reports_is_standard():
     policy = rlkit.connect("toy", seed=0)
     got = rollout_sync(policy.sampler().result(), Moody, n=8, max_turns=2, min_n=1)

@@ -21,7 +21,7 @@ from rlkit.backends.local.checks import check_options
 from rlkit.backends.local.distributed.losses import RemoteLoss
 from rlkit.backends.local.distributed.ranks import Replicas
 from rlkit.backends.local.distributed.sampling import BASE, Request, answer_of, request_of
-from rlkit.backends.local.distributed.server import Server, on_one_node, torchrun_store
+from rlkit.backends.local.distributed.server import Server, on_one_node, open_file_store, torchrun_store
 from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.distributed.wire import Message, Peer, Reply, unpacked_data
 from rlkit.backends.local.sampling.sampler import Snapshot
@@ -166,11 +166,14 @@ def serve_torchrun(start: float) -> NoReturn:
 def main() -> None:
     """Serve in a process that rank 0 started."""
     settings = json.loads(sys.stdin.read())
-    timeout = timedelta(seconds=settings["start"])
-    host = str(settings.get("host", "127.0.0.1"))
-    store = dist.TCPStore(host, int(settings["port"]), is_master=False, timeout=timeout)
-    rank, size = int(settings["rank"]), int(settings["size"])
-    Server(Replica, store, rank, size, settings["address"], lambda: os._exit(1), loopback=host == "127.0.0.1").run()
+    store: dist.Store
+    if "folder" in settings:
+        store = open_file_store(settings["folder"], settings["start"])
+    else:  # Ray's placement
+        timeout = timedelta(seconds=settings["start"])
+        store = dist.TCPStore(settings["host"], int(settings["port"]), is_master=False, timeout=timeout)
+    rank, size, loopback = int(settings["rank"]), int(settings["size"]), settings.get("host") in (None, "127.0.0.1")
+    Server(Replica, store, rank, size, settings["address"], lambda: os._exit(1), loopback=loopback).run()
     sys.stdout.flush()
     os._exit(0)  # threads of libraries that were loaded would be waited for
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 import numpy as np
 
+from rlkit._fallback import Outcome, try_path
 from rlkit.backends.tinker import guard
 from rlkit.errors import RlkitError
 from rlkit.types import Datum
@@ -109,17 +110,26 @@ def _traced(prepared: PreparedLoss, data: Sequence[Datum]) -> Graph | None:
 
     from rlkit.losses.traceable import traceable
 
-    names, scalars = _inputs(prepared, data)
-    try:
+    made: list[Graph] = []
+
+    def trial() -> Outcome:
+        names, scalars = _inputs(prepared, data)
         function = traceable(prepared, inputs=names, scalars=scalars)
         used = [datum for datum in data if datum.mask.any()][:2]
         ranks = {"logprobs": 1, "mask": 1, **{name: used[0].inputs[name].ndim for name in names}}
         graph = fx.symbolic_trace(function)
-        if not _same(function, graph, names, used):
-            return None
-    except (RlkitError, ValueError, TypeError, KeyError, RuntimeError, NotImplementedError):
-        return None
-    return Graph(function, ranks, (graph.code, *ranks.items()))
+        made.append(Graph(function, ranks, (graph.code, *ranks.items())))
+        return Outcome(_same(function, graph, names, used), "its graph computes another function")
+
+    if _own(prepared.function):
+        path, slower = f"the loss {prepared.name!r} on the service", "it runs here, in two passes"
+        works = try_path(path, trial, slower, refusals=(Exception,))
+    else:
+        try:
+            works = bool(trial())
+        except (RlkitError, ValueError, TypeError, KeyError, RuntimeError, NotImplementedError):  # what users write
+            works = False
+    return made[0] if works else None
 
 
 def arrays(prepared: PreparedLoss, datum: Datum) -> dict[str, np.ndarray]:

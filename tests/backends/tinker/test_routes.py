@@ -3,6 +3,7 @@ the fake service runs too."""
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import attrs
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import losses
+from rlkit import _fallback, losses
 from rlkit.backends.tinker import _routes
 from rlkit.backends.tinker.session import Session
 from rlkit.losses import with_entropy, with_kl
+from rlkit.losses.prepare import prepare
 from rlkit.server import _losses as served
 from rlkit.testing import FakeTinker
 from tests.losses.calls import COMPOSED, NAMES, VARIANTS, example, identity, needs
@@ -244,6 +246,28 @@ def test_a_function_is_run_as_it_is_written(service):
     assert check_equal(connect(service, server_losses="all"), data, traceable).kind == "server"
     assert "cannot be traced" in check_equal(connect(service, server_losses="all"), data, mine).why
     assert check_equal(connect(service, server_losses="never"), data, losses.ppo).kind == "client"
+
+
+def test_a_bug_that_keeps_a_loss_from_the_service_warns_once(monkeypatch):
+    """With its traceback, for rlkit's own losses; those of users run here without a word."""
+    monkeypatch.setattr(_fallback, "_warned", set())
+
+    def broken(*_):
+        raise TypeError("a bug")
+
+    def mine(logprobs, advantages):
+        return -(advantages * logprobs).sum()
+
+    monkeypatch.setattr(_routes, "_same", broken)
+    data, sent = episodes("ppo"), _routes.ServerLosses(None, "all", offered=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for loss in (mine, "ppo", "ppo", mine):
+            assert "cannot be traced" in sent.choose(prepare(loss), data)
+    (text,) = [str(each.message) for each in said]
+    assert text.startswith("the loss 'ppo' on the service failed and is not used, so it runs here, in two passes.")
+    assert "in broken\n" in text
+    assert text.endswith("TypeError: a bug")
 
 
 def test_what_hosted_losses_cannot_say_takes_another_way(service):

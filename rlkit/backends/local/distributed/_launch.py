@@ -53,7 +53,8 @@ class Child:
             start_new_session=True,  # Ctrl-C is the user's process's
         )
         self.pid = self._process.pid
-        _orphans.adopt(self.pid)
+        folder = settings.get("folder")  # of torch's store; rank 0 removes it, unless it is killed
+        _orphans.adopt(self.pid, ending=["rm", "-rf", str(folder)] if folder else ())
         assert self._process.stdin is not None  # noqa: S101  # it is a pipe
         with contextlib.suppress(OSError), self._process.stdin as stdin:  # it is gone already: ``status`` says so
             stdin.write(json.dumps({**settings, "rank": rank, "threads": threads}).encode())

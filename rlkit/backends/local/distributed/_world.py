@@ -10,7 +10,9 @@ import atexit
 import ctypes
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -28,6 +30,7 @@ from rlkit.backends.local.distributed.server import (
     check_free,
     join_group,
     on_one_node,
+    open_file_store,
     open_groups,
     open_store,
     torchrun_size,
@@ -75,6 +78,7 @@ class World:
         self._children: list[Child | RayChild] = []
         self._peers: list[Peer] = []
         self._threads: int | None = None
+        self._folder = ""
         self._groups: list[dist.ProcessGroup] = []
         _worlds.add(self)
         self._torchrun = torchrun_size() is not None
@@ -84,7 +88,7 @@ class World:
                 self._peers.append(Peer(connection, self._handle, partial(self._gone, rank)))
         except BaseException:
             self._end_all(0.0)
-            self._give_threads_back()
+            self._give_back()
             raise
         for peer in self._peers:
             peer.start()
@@ -157,7 +161,7 @@ class World:
         self._end_all(_GRACE)
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._give_threads_back()
+        self._give_back()
 
     def leak(self) -> None:
         """Never free the process groups: gloo would wait for threads that did not come along in a fork, and crash."""
@@ -166,20 +170,23 @@ class World:
 
     def _find(self) -> list[Connection]:
         settings, host = self.settings, "127.0.0.1"
-        placed: RayRanks | None = None
+        store: dist.Store
         if self._torchrun:
             store, _, size = torchrun_store(settings.start)
             host = "127.0.0.1" if on_one_node() else os.environ["MASTER_ADDR"]
             listener = Listener(host)
             listener.announce(store)
-        else:
-            size = settings.count
-            if settings.ray is not None:
-                placed = RayRanks(settings)
-                host = placed.host
-            store = open_store(host, settings.start)
+        elif settings.ray is not None:
+            placed, size = RayRanks(settings), settings.count
+            host = placed.host
+            store = reached = open_store(host, settings.start)
             listener = Listener(host)
-            self._spawn(int(store.port), listener.address, placed)
+            self._spawn({"port": int(reached.port)}, listener.address, placed)
+        else:
+            size, self._folder = settings.count, tempfile.mkdtemp(prefix="rlkit-ranks-")  # of mode 0700
+            store = open_file_store(self._folder, settings.start)
+            listener = Listener(host)
+            self._spawn({"folder": self._folder}, listener.address, None)
         try:
             connections = listener.accept(size, settings.start, self._check_children)
         finally:
@@ -196,14 +203,14 @@ class World:
             sys.excepthook = excepthook
         return connections
 
-    def _spawn(self, port: int, address: Mapping[str, str | int], placed: RayRanks | None) -> None:
+    def _spawn(self, store: Mapping[str, str | int], address: Mapping[str, str | int], placed: RayRanks | None) -> None:
         threads, settings = self.settings.threads, self.settings
         if threads is None and placed is None and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, torch.get_num_threads() // settings.count)  # or they would take turns on the cores
         if threads is not None:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(threads)
-        own = {"port": port, "address": address, "size": settings.count, "start": settings.start}
+        own = {**store, "address": address, "size": settings.count, "start": settings.start}
         for rank in range(1, settings.count):
             start = Child if placed is None else placed.start
             self._children.append(start(rank, own, threads))
@@ -242,9 +249,12 @@ class World:
             for tick in list(self.ticks):
                 tick()
 
-    def _give_threads_back(self) -> None:
+    def _give_back(self) -> None:
+        """Give back the threads of torch and the folder of the store."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_all(self, patience: float) -> None:
         for peer in self._peers:

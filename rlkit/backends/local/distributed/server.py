@@ -32,6 +32,7 @@ __all__ = [
     "join_group",
     "knock",
     "on_one_node",
+    "open_file_store",
     "open_groups",
     "open_store",
     "torchrun_size",
@@ -54,8 +55,15 @@ def check_free() -> None:
         )
 
 
+def open_file_store(folder: str, start: float) -> dist.FileStore:
+    """Return a store of ranks on one machine: a file, which needs no port that others could read and write."""
+    store = dist.FileStore(os.path.join(folder, "store"))  # noqa: PTH118  # torch takes no Path
+    store.set_timeout(timedelta(seconds=start))
+    return store
+
+
 def open_store(host: str, start: float) -> dist.TCPStore:
-    """Return a store that listens on one address of this machine alone.
+    """Return a store that listens on one address of this machine alone, for ranks on other machines.
 
     torch would take every address, whatever its host, and anybody who reaches its port reads and writes.
     """
@@ -149,26 +157,30 @@ class Listener:
         """
         end = time.monotonic() + start
         connections: dict[int, Connection] = {}
-        self._socket.settimeout(0.2)
+        self._socket.settimeout(0.05)
         while len(connections) < size - 1:
             check()
             if time.monotonic() > end:
                 missing = [rank for rank in range(1, size) if rank not in connections]
                 raise BackendError(f"processes: ranks {missing} did not connect in {start:g} s; see Processes(start=)")
-            try:
+            with contextlib.suppress(TimeoutError):
                 link, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            connection = Connection(link)
-            with contextlib.suppress(OSError, EOFError, ValueError, KeyError):
-                link.settimeout(10.0)
-                hello = connection.receive()
-                link.settimeout(None)
-                if hmac.compare_digest(str(hello.fields["token"]), self.token):
-                    connections[int(hello.fields["rank"])] = connection
-                    continue
-            connection.close()
+                # In a thread, so that silent connections keep no rank out.
+                threading.Thread(target=self._greet, args=(link, connections), name="rlkit-hello", daemon=True).start()
         return [connections[rank] for rank in range(1, size)]
+
+    def _greet(self, link: socket.socket, connections: dict[int, Connection]) -> None:
+        """Add the connection of a rank that shows the token; close any other."""
+        connection, rank, token = Connection(link), 0, b""
+        with contextlib.suppress(Exception):  # strangers may send anything
+            link.settimeout(10.0)
+            hello = connection.receive(stranger=True).fields
+            rank, token = int(hello["rank"]), str(hello["token"]).encode()
+            link.settimeout(None)
+        if hmac.compare_digest(token, self.token.encode()):
+            connections[rank] = connection
+        else:
+            connection.close()
 
     def close(self) -> None:
         """Stop accepting connections."""

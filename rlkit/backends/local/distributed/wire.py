@@ -29,6 +29,7 @@ __all__ = ["Connection", "Handler", "Message", "Peer", "RemoteError", "Reply", "
 _DTYPES = {"<f4", "<f8", "<i8", "|b1"}
 _HEAD = struct.Struct(">I")
 _LONGEST = 1 << 28  # bytes of a head
+_HELLO = 1000  # and of the first one
 
 
 @attrs.frozen(eq=False)
@@ -67,8 +68,11 @@ class Connection:
         for part in message.frame():
             self._link.sendall(part)
 
-    def receive(self) -> Message:
+    def receive(self, *, stranger: bool = False) -> Message:
         """Return the next message.
+
+        Args:
+            stranger: the other end has shown no token yet, so the message is short and has no arrays.
 
         Raises:
             EOFError: the other end closed.
@@ -76,11 +80,11 @@ class Connection:
             ValueError: what came is not a message.
         """
         (length,) = _HEAD.unpack(self._read(_HEAD.size))
-        if length > _LONGEST:
+        if length > (_HELLO if stranger else _LONGEST):
             raise ValueError(f"a message has a header of {length} bytes, which is too long")
         kind, fields, shapes = json.loads(bytes(self._read(length)))
         arrays = []
-        for dtype, shape in shapes:
+        for dtype, shape in () if stranger else shapes:
             if dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape):
                 raise ValueError(f"a message has an array of unsupported dtype {dtype} or shape {shape}")
             body = self._read(np.dtype(dtype).itemsize * math.prod(shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit.backends.local.distributed import Processes
+from rlkit.backends.local.distributed import Processes, _world
 from rlkit.backends.local.distributed.settings import read_processes
 from tests.sockets import PROC, listening, open_to_others
 
@@ -65,10 +66,13 @@ def test_torchrun(tiny, tmp_path):
 
 @pytest.mark.skipif(not PROC.exists(), reason="no Linux")
 def test_they_listen_on_loopback_alone(connect):
-    """torch's store, gloo and rank 0."""
+    """Each rank's gloo; torch's store is a file that no other user can open."""
     connect(2)
-    assert len(listening(os.getpid())) >= 3
+    assert len(listening(os.getpid())) >= 2
     assert open_to_others(os.getpid()) == []
+    folder = Path(_world._world._folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / "store").stat().st_size
 
 
 def test_from_a_prompt(tiny, tmp_path):
@@ -76,11 +80,17 @@ def test_from_a_prompt(tiny, tmp_path):
     text = LOOP.replace("seed=0)", "seed=0, processes=2)", 1).replace("again.close()", "")
     code = f"import sys; sys.argv[1:] = {[tiny('llama'), str(tmp_path)]!r}\n{text}"
     done = subprocess.run(
-        [sys.executable, "-i", "-q"], input=code, capture_output=True, text=True, env=environment(), timeout=250
+        [sys.executable, "-i", "-q"],
+        input=code,
+        capture_output=True,
+        text=True,
+        env=environment() | {"TMPDIR": str(tmp_path)},
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (lines.count("began"), lines.count("done"), lines.count("1 8.0")) == (1, 1, 1), done.stderr
+    assert list(tmp_path.glob("rlkit-ranks-*")) == []  # the store's folder
 
 
 def test_errors_are_shown_as_on_one_process(tiny, tmp_path):

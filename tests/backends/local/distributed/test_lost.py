@@ -194,7 +194,7 @@ def test_a_lost_rank_is_a_typed_error(tiny, tmp_path, story):
 
 
 def test_no_orphans(tiny, tmp_path):
-    """Where the user's process is killed, its ranks end, too, even one that hangs."""
+    """Where the user's process is killed, its ranks end, too, even one that hangs, and nothing is left."""
     code = (
         BEGIN + "policy = connect(lora=rlkit.Lora(rank=2))\ntrain(policy)\nprint('ready', flush=True)\ntime.sleep(600)"
     )
@@ -203,10 +203,11 @@ def test_no_orphans(tiny, tmp_path):
         [sys.executable, "-W", "ignore", "-c", code, tiny("llama"), str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )
     try:
         assert process.stdout.readline().strip() == "ready"
+        (folder,) = tmp_path.glob("rlkit-ranks-*")  # of torch's store
         ranks = ranks_of(process.pid)
         assert len(ranks) == 1
         os.kill(ranks[0], signal.SIGSTOP)
@@ -215,6 +216,7 @@ def test_no_orphans(tiny, tmp_path):
         process.wait()
         process.stdout.close()
     end = time.monotonic() + 30
-    while Path(f"/proc/{ranks[0]}/cmdline").exists() and Path(f"/proc/{ranks[0]}/cmdline").read_text():
+    running = Path(f"/proc/{ranks[0]}/cmdline")
+    while folder.exists() or (running.exists() and running.read_text()):
         assert time.monotonic() < end
         time.sleep(0.05)

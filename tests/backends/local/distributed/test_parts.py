@@ -11,6 +11,7 @@ import pytest
 import rlkit
 from rlkit.backends.local.distributed.losses import Losses
 from rlkit.backends.local.distributed.ranks import shares_of
+from rlkit.backends.local.distributed.server import Listener, knock
 from rlkit.backends.local.distributed.wire import Connection, Message, Peer, RemoteError, packed_data, unpacked_data
 from rlkit.backends.queue import Worker
 from rlkit.losses.prepare import prepare
@@ -55,6 +56,41 @@ def test_what_is_no_message_is_refused(head):
         end = Connection(there)
         with pytest.raises(ValueError):  # json's is one, too
             end.receive()
+        end.close()
+
+
+def _head(text):
+    return len(text).to_bytes(4, "big") + text
+
+
+FIRST = {  # what a stranger says, in place of the token
+    "nothing": b"",
+    "half a length": b"\0\0",
+    "a long head": (1 << 20).to_bytes(4, "big"),
+    "no JSON": _head(b"x"),
+    "no message": _head(b"5"),
+    "no fields": _head(b'["hello",1,[]]'),
+    "no token": _head(b'["hello",{"rank":1},[]]'),
+    "another token": _head(b'["hello",{"rank":1,"token":"x"},[]]'),
+    "a token that is no text": _head(b'["hello",{"rank":1,"token":"\\ud800"},[]]'),
+    "an array": _head(b'["hello",{"rank":1,"token":"x"},[["<f8",[1000000000000]]]]'),
+}
+
+
+def test_strangers_keep_no_rank_out():
+    """However many are silent or say what is no greeting, before a rank comes and shows the token."""
+    listener = Listener("127.0.0.1")
+    address = listener.address
+    strangers = [socket.create_connection((address["host"], address["port"])) for _ in FIRST]
+    for stranger, said in zip(strangers, FIRST.values(), strict=True):
+        stranger.sendall(said)
+    ranks = [knock(None, rank, address) for rank in (2, 1)]
+    found = listener.accept(3, 5.0, lambda: None)
+    listener.close()
+    for connection, rank in zip(found, reversed(ranks), strict=True):
+        rank.send(Message("here", {"number": ranks.index(rank)}))
+        assert connection.receive().fields == {"number": ranks.index(rank)}
+    for end in (*found, *ranks, *strangers):
         end.close()
 
 
