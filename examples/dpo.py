@@ -79,7 +79,7 @@ def train(s: Settings) -> list[float]:
         reference = policy.base_sampler().result()
 
         def datum(prompt: str, answer: str) -> rlkit.Datum:
-            said = np.append(policy.tokenizer.encode(answer), policy.tokenizer.eos_ids[-1])
+            said = np.append(policy.tokenizer.encode(answer), chat.end)
             return rlkit.Datum.supervised(chat.start(prompt).prompt, said, weights=1.0)
 
         data = [[datum(pair["prompt"], pair[side]) for side in ("chosen", "rejected")] for pair in pairs]

@@ -73,7 +73,7 @@ def read(path: Path | None) -> list[Any]:
 
 def datum(chat: Chat, talk: list[Any]) -> rlkit.Datum:
     """Return the conversation as a datum that trains its last turn and the end token after it."""
-    said = np.append(chat.tokenizer.encode(talk[-1]["content"]), chat.tokenizer.eos_ids[-1])
+    said = np.append(chat.tokenizer.encode(talk[-1]["content"]), chat.end)
     return rlkit.Datum.supervised(chat.start(talk[:-1]).prompt, said)
 
 

@@ -169,6 +169,15 @@ class ControlText:
         """Return int64 [K], sorted: the ids of the special tokens."""
         return self._special_ids
 
+    def leading_ids(self, text: str) -> list[int]:
+        """Return the ids of the control tokens that ``text`` begins with, white space aside."""
+        ids: list[int] = []
+        while self._all and (match := self._all.match(text := text.lstrip())):
+            token = self._single(match[0])
+            ids += [] if token is None else [token]
+            text = text[match.end() :]
+        return ids
+
     def mark(self, value: _Json, *, foreign: bool = True, where: str = "message") -> _Json:
         """Return ``value`` with every string in it marked: a string, or what JSON knows.
 

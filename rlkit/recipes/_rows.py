@@ -240,7 +240,7 @@ def conversation_of(chat: Chat, messages: Sequence[Row], where: str) -> list[Dat
     if not cuts or cuts[0] == 0:
         what = "has no message of the assistant" if not cuts else "begins with a message of the assistant"
         raise DataError(f"{where}: the conversation {what}, so it has nothing to learn")
-    end = _end(chat)
+    end = chat.end
     conversation = chat.start(list(messages[: cuts[0]]))
     turns = []
     for cut, following in zip(cuts, [*cuts[1:], len(messages)], strict=True):
@@ -279,16 +279,3 @@ def _messages(value: object, where: str) -> list[Row]:
     if not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise DataError(f"{where}: its messages are not a list of mappings with role and content")
     return messages
-
-
-def _end(chat: Chat) -> np.ndarray:
-    """Return the token that ends a turn: of the model's end tokens the one that its template writes, else the first."""
-    ends = chat.tokenizer.eos_ids
-    if not ends:
-        return np.zeros(0, np.int64)
-    if chat.tokenizer.chat_template is not None:
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        rendered = chat.tokenizer.apply_chat_template(said, add_generation_prompt=False)
-        written = [token for token in rendered.tolist() if token in ends]
-        ends = tuple(written[-1:]) or ends
-    return np.array(ends[:1], np.int64)
