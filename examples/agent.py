@@ -96,7 +96,7 @@ def warm_up(s: Settings, policy: TrainerBackend, chat: Chat) -> None:
         prompt = chat.start(PROMPTS[number % len(PROMPTS)], schemas).prompt
         call = {"name": agent_program.TOOL["name"], "arguments": {"number": number}}
         tokens = policy.tokenizer.encode(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
-        data.append(rlkit.Datum.supervised(prompt, np.append(tokens, policy.tokenizer.eos_ids[0])))
+        data.append(rlkit.Datum.supervised(prompt, np.append(tokens, chat.end)))
     for _ in range(s.warm_up):
         policy.forward_backward([d.with_inputs(weights=1 / len(data)) for d in data], "cross_entropy")
         policy.optim_step(rlkit.Adam(learning_rate=s.rate)).result()

@@ -69,7 +69,8 @@ def teacher_of(s: Settings) -> Any:
     if s.teacher != "toy":
         return rlkit.sampler(s.teacher, model=s.teacher_model)
     made = rlkit.connect("toy", seed=1)
-    chat, number = Chat(made.tokenizer), np.append(made.tokenizer.encode("555-0199"), made.tokenizer.eos_ids[0])
+    chat = Chat(made.tokenizer)
+    number = np.append(made.tokenizer.encode("555-0199"), chat.end)
     data = [rlkit.Datum.supervised(chat.start(prompt).prompt, number) for prompt in s.prompts]
     for _ in range(60):
         made.forward_backward(data, "cross_entropy")

@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from rlkit._packages import missing
 from rlkit._warn import warn
 from rlkit.errors import ConfigError
 
-__all__ = ["append", "cut", "from_json", "owned", "plain", "read", "replacing", "synced", "to_json"]
+__all__ = ["Interpolated", "append", "cut", "from_json", "owned", "plain", "read", "replacing", "synced", "to_json"]
 
 # Errors of systems that cannot sync, on network drives and some that are mounted by programs.
 _UNKNOWN = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -160,8 +161,29 @@ _SHOWN = 200  # characters of somebody else's message
 _MAX_DEPTH = 50  # the parsers' time grows with its square
 
 
+class Interpolated(str):
+    """A text from ``${oc.env:NAME}`` or another interpolation; ``source`` is the interpolation as it is written."""
+
+    __slots__ = ("source",)
+    source: str
+
+    def __new__(cls, text: str, source: str) -> Self:
+        made = super().__new__(cls, text)
+        made.source = cut(source, 80)
+        return made
+
+    def parse(self) -> object:
+        """Return the value of an override with this text. Raises ConfigError: it is not valid YAML."""
+        omega = _omegaconf()
+        try:
+            _shallow(self.source, self)
+            return _value(omega, self)
+        except _failures(omega) as error:
+            raise ConfigError(f"{cut(repr(str(self)))} cannot be read: {_reason(error)}") from error
+
+
 def read(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> dict[str, object]:
-    """Return what a file holds, changed by overrides, with its references resolved.
+    """Return what a file holds, changed by overrides, with its interpolations resolved; their texts know their source.
 
     Raises:
         ConfigError: the file or an override cannot be read.
@@ -174,15 +196,42 @@ def read(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> dict[
         key, _, assigned = text.partition("=")
         _shallow(key, text)
         try:
-            parsed = omega.OmegaConf.to_container(omega.OmegaConf.from_dotlist([f"it={assigned}"]))["it"]
-            omega.OmegaConf.update(settings, key, parsed, merge=True, force_add=True)
+            omega.OmegaConf.update(settings, key, _value(omega, assigned), merge=True, force_add=True)
         except _failures(omega) as error:
             raise ConfigError(f"{cut(key)}: cannot be set: {_reason(error)}") from error
     try:
-        return dict(omega.OmegaConf.to_container(settings, resolve=True, throw_on_missing=True))
+        resolved = omega.OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
     except _failures(omega) as error:
         where = "the settings" if path is None else str(path)
-        raise ConfigError(f"{where}: {_reason(error)}") from error
+        place = getattr(error, "full_key", None)
+        raise ConfigError(f"{where}: {f'{cut(place)}: ' if place else ''}{_reason(error)}") from error
+    written = omega.OmegaConf.to_container(settings, resolve=False)
+    return {key: _mark(written, written[key], value) for key, value in resolved.items()}
+
+
+def _value(omega: types.ModuleType, text: str) -> object:
+    """Return the value that ``text`` has in YAML."""
+    return omega.OmegaConf.to_container(omega.OmegaConf.from_dotlist([f"it={text}"]))["it"]
+
+
+def _mark(root: Mapping[object, object], written: object, resolved: object) -> object:
+    """Return ``resolved`` with each text that an interpolation gave as ``Interpolated``."""
+    while isinstance(written, str) and (reference := re.fullmatch(r"\$\{([\w.]+)\}", written)):
+        found: object = root  # a reference to another setting has the source of that one
+        for part in reference[1].split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is None:
+            break
+        written = found
+    if isinstance(resolved, dict):
+        inner = written if isinstance(written, Mapping) else dict.fromkeys(resolved, written)
+        return {key: _mark(root, inner.get(key), value) for key, value in resolved.items()}
+    if isinstance(resolved, list):
+        items = written if isinstance(written, list) else [written] * len(resolved)
+        return [_mark(root, *pair) for pair in zip(items, resolved, strict=True)]
+    if isinstance(resolved, str) and isinstance(written, str) and "${" in written:
+        return Interpolated(resolved, written)
+    return resolved
 
 
 def _omegaconf() -> types.ModuleType:
@@ -252,7 +301,8 @@ def _reason(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)  # of a yaml.MarkedYAMLError
     if mark is not None:
         return f"line {mark.line + 1}, column {mark.column + 1}: {cut(str(getattr(error, 'problem', '')))}"
-    return cut(str(error).strip().partition("\n")[0]) or type(error).__name__
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).strip().partition("\n")[0]).strip('"')
+    return cut(text) or type(error).__name__
 
 
 def cut(text: str, most: int = _SHOWN) -> str:

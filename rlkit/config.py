@@ -46,8 +46,9 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
 
     Args:
         kind: the class; its fields may be attrs classes too.
-        path: the file; None for none. ``${other.key}`` stands for another value, ``${oc.env:NAME}`` for the
-            environment's.
+        path: the file; None for none. ``${other.key}`` stands for another value, ``${oc.env:NAME,default}`` for that of
+            an environment variable. Such a text is read as YAML where the setting is a number, a boolean or another
+            type without texts; 0 and 1 are booleans, too. It stays text where the setting takes any value.
         overrides: texts ``"a.b=value"``, the value as in YAML; ``"a.0.b=value"`` is of the first entry of a list.
 
     Raises:
@@ -160,17 +161,35 @@ def structure(kind: type[attrs.AttrsInstance], values: object, where: str = "") 
     try:
         return kind(**arguments)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+        text = str(error)
+        for key, value in values.items():
+            if isinstance(value, _files.Interpolated) and re.search(rf"\b{re.escape(key)}\b", str(error)):
+                text += f" ({key} is written as {value.source})"
+        raise ConfigError(f"{where}: {text}" if where else text) from error
 
 
 def _convert(hint: Any, value: object, where: str) -> object:
-    """Return ``value`` as the type of an annotation; nothing but a whole number for a float is converted silently."""
+    """Return ``value`` as the type of an annotation; it converts only whole numbers for floats, and interpolations."""
     if hint in (Any, object):
-        return value
+        return _without_sources(value)
+    if isinstance(value, _files.Interpolated):
+        return _convert_interpolated(hint, value, where)
     convert = _CONVERTERS.get(typing.get_origin(hint) or hint)
     if convert is None:
         convert = structure if attrs.has(hint) else _convert_plain
     return convert(hint, value, where)
+
+
+def _convert_interpolated(hint: Any, text: _files.Interpolated, where: str) -> object:
+    """Return the text if the annotation takes it, otherwise its value in YAML."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    with contextlib.suppress(ConfigError):
+        return _convert_union(hint, text, where) if union else _convert(hint, str(text), where)
+    try:
+        switch = hint is bool and text in ("0", "1")  # as programs read variables, though not YAML
+        return _convert(hint, text == "1" if switch else text.parse(), where)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (written as {text.source})") from error
 
 
 def _convert_union(hint: object, value: object, where: str) -> object:
@@ -232,6 +251,15 @@ _CONVERTERS: Mapping[object, Callable[[Any, object, str], object]] = {
     dict: _convert_mapping,
     Mapping: _convert_mapping,
 }
+
+
+def _without_sources(value: object) -> object:
+    """Return ``value`` with plain texts for those of interpolations."""
+    if isinstance(value, Mapping):
+        return {key: _without_sources(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_without_sources(x) for x in value]
+    return str(value) if isinstance(value, _files.Interpolated) else value
 
 
 def _plain(value: object) -> object:

@@ -95,6 +95,67 @@ def test_what_is_dumped_is_read_back(tmp_path):
     assert again == found
 
 
+def test_variables_fill_settings_of_every_type(tmp_path, monkeypatch):
+    """By default and by variable, direct, by reference and in parts; what may be text stays text."""
+    monkeypatch.delenv("RLKIT_UNSET", raising=False)
+    variables = {"RATE": "1e-6", "RANK": "8", "YES": "true", "ONE": "1", "LIST": "[1, 2]", "NULL": "null"}
+    for name, text in variables.items():
+        monkeypatch.setenv(f"RLKIT_{name}", text)
+    cases = {
+        "rate: ${oc.env:RLKIT_UNSET,1e-6}": ("rate", 1e-6),
+        "rate: ${oc.env:RLKIT_RATE}": ("rate", 1e-6),
+        "rate: ${oc.env:RLKIT_RANK,2}": ("rate", 8.0),
+        "rate: ${decay}\ndecay: ${oc.env:RLKIT_RATE}": ("rate", 1e-6),
+        "rate: 1e-${oc.env:RLKIT_RANK}": ("rate", 1e-8),
+        "lora: {rank: '${oc.env:RLKIT_RANK,4}'}": ("lora", Lora(8)),
+        "flag: ${oc.env:RLKIT_UNSET,true}": ("flag", True),
+        "flag: ${oc.env:RLKIT_UNSET,no}": ("flag", False),
+        "flag: ${oc.env:RLKIT_YES}": ("flag", True),
+        "flag: ${oc.env:RLKIT_ONE}": ("flag", True),
+        "flag: ${oc.env:RLKIT_UNSET,0}": ("flag", False),
+        "maybe: ${oc.env:RLKIT_UNSET,null}": ("maybe", None),
+        "maybe: ${oc.env:RLKIT_NULL}": ("maybe", None),
+        "maybe: ${oc.env:RLKIT_RANK}": ("maybe", 8),
+        "either: ${oc.env:RLKIT_RATE}": ("either", 1e-6),
+        "either: ${oc.env:RLKIT_UNSET,auto}": ("either", "auto"),
+        "sizes: ${oc.env:RLKIT_LIST}": ("sizes", (1, 2)),
+        "sizes: ['${oc.env:RLKIT_RANK}', 3]": ("sizes", (8, 3)),
+        "extra: {a: '${oc.env:RLKIT_RATE}'}": ("extra", {"a": 1e-6}),
+        "needed: ${oc.env:RLKIT_RANK}": ("needed", "8"),
+        "needed: ${oc.env:RLKIT_UNSET,1e-6}": ("needed", "1e-06"),  # as OmegaConf writes a default
+        "folder: ${oc.env:RLKIT_RANK}": ("folder", Path("8")),
+        "mode: ${oc.env:RLKIT_UNSET,b}": ("mode", "b"),
+        "anything: {a: ['${oc.env:RLKIT_RANK}']}": ("anything", {"a": ["8"]}),
+        "anything: ${oc.decode:${oc.env:RLKIT_RANK}}": ("anything", 8),
+    }
+    for text, (name, expected) in cases.items():
+        found = getattr(load(Settings, written(tmp_path, f"{text}\n"), [] if "needed" in text else ["needed=x"]), name)
+        assert found == expected, text
+        assert type(found) is type(expected), text
+    assert load(Settings, None, ["needed=x", "rate=${oc.env:RLKIT_RATE}"]).rate == 1e-6
+    assert type(load(Settings, written(tmp_path, "needed: x\nanything: ['${needed}']")).anything[0]) is str
+
+
+def test_what_a_variable_cannot_fill_names_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLKIT_WORD", "fast")
+    monkeypatch.setenv("RLKIT_ZERO", "0")
+    monkeypatch.delenv("RLKIT_UNSET", raising=False)
+    word = "${oc.env:RLKIT_WORD}"
+    for text, message in {
+        f"rate: {word}": f"rate: is 'fast'; expected a value of type float (written as {word})",
+        f"maybe: {word}": f"maybe: is 'fast'; expected a value of type int (written as {word})",
+        f"flag: {word}": f"flag: is 'fast'; expected a value of type bool (written as {word})",
+        f"mode: {word}": f"mode: is 'fast'; expected one of 'a', 'b' (written as {word})",
+        f"rate: ${{decay}}\ndecay: {word}": f"rate: is 'fast'; expected a value of type float (written as {word})",
+        "rate: ${lora.rank}\nlora: {rank: '8'}": "rate: is '8'; expected a value of type float",
+        "lora: {rank: '${oc.env:RLKIT_ZERO}'}": "(rank is written as ${oc.env:RLKIT_ZERO})",
+        "rate: ${oc.env:RLKIT_UNSET}": "rate: Environment variable 'RLKIT_UNSET' not found",
+    }.items():
+        with pytest.raises(rlkit.ConfigError) as caught:
+            load(Settings, written(tmp_path, f"needed: x\n{text}\n"))
+        assert str(caught.value).endswith(message), text
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "match"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -50,18 +51,47 @@ def test_the_loop_of_the_readme_learns(tmp_path, monkeypatch):
     """What the README shows is not only valid: the mean reward rises from about 0.2 to nearly 1."""
     monkeypatch.chdir(tmp_path)
     names = {}
-    ((_, block),) = blocks(ROOT / "README.md")
+    _, (_, block) = blocks(ROOT / "README.md")
     exec(compile(block, "README.md", "exec"), names)  # noqa: S102
     assert names["means"][0] < 0.4
     assert names["means"][-1] > 0.9
 
 
-def test_the_readme_names_what_is_registered():
+def test_the_readmes_real_model_trains(tmp_path, monkeypatch, tiny):
+    """Its first program, on a small random model and for two steps; again, it has nothing left to do."""
+    from rlkit.tracking import read_metrics
+
+    (mark, block), _ = blocks(ROOT / "README.md")
+    assert mark == "no-run"
+    for old, new in {'"smollm2-135m-instruct"': repr(tiny("llama")), "run.steps(10)": "run.steps(2)"}.items():
+        assert block.count(old) == 1
+        block = block.replace(old, new)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        exec(compile(block, "README.md", "exec"), {})  # noqa: S102
+        assert [row["step"] for row in read_metrics("runs/sums") if "rollout/cut" in row["metrics"]] == [0, 1]
+
+
+def test_the_readmes_questions():
+    """Sums and differences of two digits with their right answers, none of which an echo of the question holds."""
+    path = re.search(r'Path\("(.*?)"\)', (ROOT / "README.md").read_text("utf-8"))[1]
+    rows = [json.loads(line) for line in (ROOT / path).read_text("utf-8").splitlines()]
+    right = {
+        f"{a} {sign} {b}": a + b if sign == "+" else a - b for a in range(1, 10) for b in range(1, 10) for sign in "+-"
+    }
+    right = {terms: str(value) for terms, value in right.items() if value > 0 and str(value) not in terms.split()}
+    assert sorted((row["prompt"], row["answer"]) for row in rows) == sorted(
+        (f"What is {terms}?", answer) for terms, answer in right.items()
+    )
+
+
+def test_the_overview_names_what_is_registered():
     """Its table of losses and estimators is the registries' own."""
     import rlkit
     from rlkit import losses
 
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
     rows = {
         row[1].strip(): set(re.findall(r"`(\w+)`", row[2]))
         for row in re.finditer(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)

@@ -157,6 +157,13 @@ def test_the_lines_of_the_pages_can_be_run():
         assert "gem" not in named or "constraints" not in line, f"{page.name}: {line}"
 
 
+def test_the_lines_with_torch_name_the_pinned_version():
+    """One version in README, Makefile and constraints.txt, so that nothing later replaces the build that came first."""
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)[1]
+    for page, count in (("README.md", 2), ("Makefile", 3)):
+        assert re.findall(r"torch==(\S+)", (ROOT / page).read_text("utf-8")) == [pinned] * count, page
+
+
 def test_every_extra_has_a_program():
     """tests/install: what each extra promises is used where it alone is installed."""
     from tests.install import check, programs

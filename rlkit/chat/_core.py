@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from rlkit import _check
 from rlkit._interaction import Action, Message, Observation
+from rlkit._warn import warn
 from rlkit.backends.protocol import Tokenizer
 from rlkit.chat._rendering import RendererPrompts, find_renderer
 from rlkit.chat.messages import is_list, read_messages, read_text
@@ -24,6 +25,8 @@ from rlkit.tools.types import Malformed, Parsed
 from rlkit.types import SamplingParams
 
 __all__ = ["Chat", "Conversation"]
+
+_warned: set[str] = set()  # of end tokens
 
 
 class Conversation:
@@ -267,7 +270,8 @@ class Chat:
             configs or of its renderers: by that one.
 
     Attributes:
-        ends: the ids that end a turn of the policy.
+        ends: the ids that end a turn of the policy: the model's end tokens, the renderer's, and the control token that
+            the template writes after a turn. If the last is not among the others, ``Chat`` warns once.
 
     Raises:
         ConfigError: an argument of the wrong type, a template that is not valid or lacks the thinking switch, or a
@@ -334,7 +338,28 @@ class Chat:
         self.control = self.renderer.control if self.renderer else ControlText(tokenizer, texts)
         if thinking is not None and self.renderer is None:
             self.variables |= self._switch(thinking)
-        self.ends = frozenset(tokenizer.eos_ids) | (self.renderer.ends if self.renderer else frozenset())
+        known = frozenset(tokenizer.eos_ids) | (self.renderer.ends if self.renderer else frozenset())
+        self._closing = self._find_closing(known)
+        self.ends = known if self._closing is None else known | {self._closing}
+
+    @functools.cached_property
+    def end(self) -> np.ndarray:
+        """Return int64 [1], the token to train after a turn: the one that the template writes; [0] if it has none.
+
+        If the template writes no control token directly after a turn, it is the last of the model's end tokens that the
+        model's own template writes, or else the first.
+
+        >>> import rlkit
+        >>> tokenizer = rlkit.connect("toy").tokenizer
+        >>> tokenizer.decode(Chat(tokenizer).end, skip_special=False)
+        '<|im_end|>'
+        """
+        ends = self.tokenizer.eos_ids if self._closing is None else (self._closing,)
+        if self._closing is None and ends and self.tokenizer.chat_template is not None:
+            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            rendered = self.tokenizer.apply_chat_template(said, add_generation_prompt=False)
+            ends = tuple(token for token in rendered.tolist() if token in ends)[-1:] or ends
+        return np.array(ends[:1], np.int64)
 
     def with_options(self, **changes: object) -> Chat:
         """Return a chat with the same tokenizer and these arguments of ``Chat`` replaced.
@@ -432,19 +457,8 @@ class Chat:
                 return read, None
         return (None, unread) if renderer is None else (renderer.parse(ids, prompt, tools, text), None)
 
-    @functools.cached_property
-    def turn_end(self) -> np.ndarray:
-        """int64 [1]: the end token that the template writes after an answer, else the model's first; [0]: no token."""
-        ends = self.tokenizer.eos_ids
-        if self.template is not None:
-            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            rendered = self.control.encode(self.template.render(said, head=False, **{**self.variables, "tools": None}))
-            written = [token for token in rendered.tolist() if token in ends]
-            ends = tuple(written[-1:]) or ends
-        return np.array(ends[:1], np.int64)
-
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return ``params`` that stop at the renderer's end tokens too, where the tokenizer does not name them."""
+        """Return ``params`` that stop at all of ``ends``, also at those that are not the model's end tokens."""
         more: list[int] = sorted(self.ends.difference(self.tokenizer.eos_ids))
         if not more or params.stop == ():
             return params
@@ -456,6 +470,41 @@ class Chat:
     def prompts(self, tools: Sequence[Message]) -> TemplatePrompts | RendererPrompts:
         """Return what writes the prompts of one conversation."""
         return RendererPrompts(self, self.renderer, tools) if self.renderer else TemplatePrompts(self, tools)
+
+    def _find_closing(self, known: frozenset[int]) -> int | None:
+        """Return the control token that ends a turn of the policy as it is written; warn if it is not in ``known``.
+
+        None: text follows a turn, or nothing, or the template writes the last turn unlike the others with an unknown
+        token, which may begin something else.
+        """
+        said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+        last, inner = (self._written_after("Yes.", messages) for messages in (said, [*said, said[0]]))
+        if not last or known.intersection(last) or last[:1] != inner[:1]:
+            return next((token for token in last if token in known), None)
+        text = self.tokenizer.decode(last[:1], skip_special=False)
+        ends = self.tokenizer.decode(list(self.tokenizer.eos_ids), skip_special=False) or "it has none"
+        message = (
+            f"Chat: the chat template ends a turn with {text!r} (id {last[0]}), which is not an end token of the model "
+            f"({ends}); conversations stop there and train it, requests without a Chat do not stop there"
+        )
+        if message not in _warned:
+            warn(message)
+            _warned.add(message)
+        return last[0]
+
+    def _written_after(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """Return the control tokens that come directly after ``text`` in the rendered messages."""
+        try:
+            if self.renderer is not None:
+                ids = self.renderer.render(messages, (), head=False)
+                rendered = self.tokenizer.decode(ids, skip_special=False)
+            elif self.template is not None:
+                rendered = self.template.render(messages, head=False, **{**self.variables, "tools": None})
+            else:
+                return []
+        except DataError:
+            return []
+        return self.control.leading_ids(rendered.partition(text)[2])
 
     def _switch(self, thinking: bool) -> dict[str, bool]:
         known = [name for name in ("enable_thinking", "thinking") if self.template and name in self.template.names]

@@ -188,7 +188,7 @@ class RendererPrompts:
         head = chat.control.encode(chat.prefill, first=False)
         ids = ids[head.size :] if np.array_equal(ids[: head.size], head) else ids
         ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
-        ids = ids[: ends[0] + 1] if ends.size else np.concatenate([ids, chat.turn_end])
+        ids = ids[: ends[0] + 1] if ends.size else np.concatenate([ids, chat.end])
         content = plain["content"].strip()
         at = self._text(ids).rfind(content) if content else 0
         lead = next((k for k in range(ids.size) if len(self._text(ids[:k])) >= at), 0)

@@ -169,6 +169,15 @@ class ControlText:
         """Return int64 [K], sorted: the ids of the special tokens."""
         return self._special_ids
 
+    def leading_ids(self, text: str) -> list[int]:
+        """Return the ids of the control tokens that ``text`` begins with, white space aside."""
+        ids: list[int] = []
+        while self._all and (match := self._all.match(text := text.lstrip())):
+            token = self._single(match[0])
+            ids += [] if token is None else [token]
+            text = text[match.end() :]
+        return ids
+
     def mark(self, value: _Json, *, foreign: bool = True, where: str = "message") -> _Json:
         """Return ``value`` with every string in it marked: a string, or what JSON knows.
 
@@ -323,7 +332,7 @@ class TemplatePrompts:
         said = written.removeprefix(chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
         found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
-        end = chat.turn_end
+        end = chat.end
         if found is not None:
             said, end = said[: found[0]], np.array([found[1]], np.int64)
         at = max(said.rfind(message["content"].strip()), 0) if message["content"].strip() else 0

@@ -125,10 +125,10 @@ def check(settings: attrs.AttrsInstance, where: str = "") -> list[str]:
 
 
 def _on(value: object) -> bool:
-    """Return whether a value switches something on: not null, false, 0, "none" or ``enable: false``."""
+    """Return whether a value switches something on: not null, false, 0, "none", their texts, or ``enable: false``."""
     if isinstance(value, Mapping):
         return _on(value.get("enable", any(_on(x) for x in value.values())))
-    return bool(value) and value != "none"
+    return bool(value) and str(value).lower() not in ("none", "null", "false", "0")  # texts: ${oc.env:NAME,false}
 
 
 def _shuffles(value: object) -> bool:

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("transformers")
 
 import rlkit
-from rlkit.chat import Chat
+from rlkit.chat import Chat, _core
 from rlkit.envs.protocol import Action
 from rlkit.errors import ConfigError, DataError
-from tests.chat.build import CHATML, END, LLAMA3, TEMPLATES, smollm2, tokenizer
+from tests.chat.build import CHATML, END, LLAMA3, SPECIAL, TEMPLATES, smollm2, tokenizer, trained, wrapped
 from tests.each import for_each
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -351,6 +351,58 @@ def test_a_template_that_does_not_show_the_turn():
     conversation = chat.start("Hi")
     with pytest.raises(DataError, match="shows the policy's turn 0 times"):
         conversation.add(said(chat, "3"), "ok")
+
+
+def base_model(monkeypatch, template, ends=("<|endoftext|>",)):
+    """A tokenizer whose model knows few end tokens, as those of base models do; no warning was given before."""
+    monkeypatch.setattr(_core, "_warned", set())
+    return wrapped(trained(SPECIAL, []), {"eos_token": "<|endoftext|>"}, template, ends)
+
+
+def test_a_template_that_ends_turns_by_a_token_of_its_own(monkeypatch):
+    """One warning; the chat stops there, trains it and closes turns with it once. The tokenizer is not changed."""
+    t = base_model(monkeypatch, CHATML)
+    message = r"ends a turn with '<\|im_end\|>' \(id \d+\), which is not an end token.*\(<\|endoftext\|>\)"
+    with pytest.warns(UserWarning, match=message) as warned:
+        chat = Chat(t)
+    assert len(warned) == 1
+    Chat(t), chat.with_options(history="append")
+    (end,) = t.encode("<|im_end|>", special=True).tolist()
+    assert (chat.end.tolist(), chat.ends) == ([end], {end, *t.eos_ids})
+    assert t.eos_ids == tuple(t.encode("<|endoftext|>", special=True))
+    params = rlkit.SamplingParams(max_tokens=4)
+    assert chat.params(params).stop == (end,)
+    assert chat.params(rlkit.SamplingParams(stop=("x",))).stop == ("x", "<|im_end|>")
+    assert chat.params(rlkit.SamplingParams(stop=())).stop == ()
+    assert said(chat, "3<|im_end|>") == "3"
+    conversation = played(chat, "Hi", ("3<|im_end|>", "And 2?"))
+    assert "3<|im_end|>\n<|im_start|>user" in shown(t, conversation.prompt)
+
+
+def test_end_tokens_that_need_no_word(monkeypatch):
+    """An end token of the model is trained as the template writes it; other tokens after a turn end none."""
+    always_a_head = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    last_differs = "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if loop.last else '<|eot_id|>' }}{% endfor %}"
+    text_first = "{% for m in messages %}{{ m.content }}. END <|eom_id|>{% endfor %}"
+    both = ("<|endoftext|>", "<|im_end|>")
+    block = "{% for m in messages %}{{ m.content }}<|eom_id|><|im_end|>{% endfor %}"
+    refuses = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}<|eom_id|>"
+    for template, ends, end in (
+        (CHATML, both, "<|im_end|>"),
+        (TEMPLATES["glm"], ("<|endoftext|>", "<|user|>"), "<|user|>"),
+        (always_a_head, both, "<|endoftext|>"),
+        (last_differs, ("<|endoftext|>",), "<|endoftext|>"),
+        (text_first, both, "<|endoftext|>"),
+        (block, both, "<|im_end|>"),
+        (refuses, both, None),
+        (None, both, "<|endoftext|>"),
+        (None, (), ""),
+    ):
+        t = base_model(monkeypatch, template, ends)
+        chat = Chat(t)
+        assert chat.ends == set(t.eos_ids), template
+        assert chat.params(rlkit.SamplingParams()).stop is None, template
+        assert end is None or shown(t, chat.end) == end, template
 
 
 @for_each(

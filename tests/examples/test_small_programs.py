@@ -40,6 +40,12 @@ def test_sft(tmp_path):
     assert second[1] < second[0] < first[0]
 
 
+def test_programs_train_the_end_that_the_template_writes():
+    """Not one of the model's end tokens by its place in a list, which may be another than the template's."""
+    found = [path.name for path in FOLDER.rglob("*.py") if "eos_ids" in path.read_text("utf-8")]
+    assert found == []
+
+
 def test_dpo(tmp_path):
     """The chosen answers gain on the rejected ones; another loss over pairs does too."""
     assert run("dpo", tmp_path / "a")[-1] == 1.0

@@ -181,10 +181,15 @@ def copied(target: Path) -> None:
 
 
 def readme(place: Environment, _: Path) -> None:
-    """README's own lines, then every example that they promise, gem.py with its own line, first_hour.py."""
+    """README's lines and its program, then all extras and every example, gem.py with its own line, first_hour.py."""
     copied(place.work)
     for line in install_lines("README.md"):
         place.run(line)
+    program = re.search(
+        r"^```python no-run\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )[1]
+    place.run(f"python - <<'END'\n{program}END\nrlkit report runs/sums")
+    place.run(next(line for line in install_lines("docs/programs.md") if "[all]" in line))
     for line in EXAMPLES.strip().splitlines():
         place.run(line)
     with served(place, "rlkit serve --model smollm2-135m-instruct") as address:

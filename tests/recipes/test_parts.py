@@ -330,6 +330,19 @@ def test_conversations_that_are_imitated():
             data.read_examples([rowless], "demonstrations")
 
 
+def test_the_end_that_a_template_writes_is_learnt(monkeypatch):
+    """Also if the model does not know it as an end token: a policy that learnt another one would never stop there."""
+    monkeypatch.setattr("rlkit.chat._core._warned", set())
+    template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"  # the toy ends with <|im_end|>
+    tokenizer = rlkit.connect("toy").tokenizer
+    with pytest.warns(UserWarning, match="ends a turn with '<|im_start|>'"):
+        chat = Chat(tokenizer, template=template)
+    rows = [{"prompt": "a", "response": "b", "chosen": "b", "rejected": "c"}]
+    learnt = [d for kind in ("demonstrations", "pairs") for d in data.read_examples(rows, kind)[0].datums(chat)]
+    texts = [tokenizer.decode(d.select(d.tokens), skip_special=False) for d in learnt]
+    assert texts == ["b<|im_start|>", "b<|im_start|>", "c<|im_start|>"]
+
+
 def test_preferences():
     """Chosen first; both go on from one prompt."""
     tokenizer = rlkit.connect("toy").tokenizer

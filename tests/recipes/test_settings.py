@@ -87,6 +87,26 @@ def test_both_run(tmp_path, rows, tiny, caplog):
     assert [step for step, _ in curve(outcome)] == [0, 1]
 
 
+def test_variables_of_the_environment_fill_typed_keys(tmp_path, monkeypatch):
+    """As files for clusters use them: rates, counts and switches, with a default or without."""
+    monkeypatch.setenv("RLKIT_BATCH", "96")
+    monkeypatch.delenv("RLKIT_UNSET", raising=False)
+    (tmp_path / "run.yaml").write_text(
+        "name: ${oc.env:RLKIT_BATCH}\n"
+        "algorithm: {optimizer: {lr: '${oc.env:RLKIT_UNSET,1e-5}'}}\n"
+        "buffer: {batch_size: '${oc.env:RLKIT_BATCH}', total_steps: '${oc.env:RLKIT_UNSET,null}'}\n"
+        "continue_from_checkpoint: ${oc.env:RLKIT_UNSET,false}\n"
+        "cluster: {node_num: '${oc.env:RLKIT_UNSET,1}'}\n"
+    )
+    found = recipes.load(tmp_path / "run.yaml")
+    assert (found.name, found.algorithm.optimizer.lr) == ("96", 1e-5)
+    assert (found.buffer.batch_size, found.buffer.total_steps, found.continue_from_checkpoint) == (96, None, False)
+    monkeypatch.setenv("RLKIT_BATCH", "many")
+    message = r"^buffer.batch_size: is 'many'; expected a value of type int \(written as \$\{oc.env:RLKIT_BATCH\}\)$"
+    with pytest.raises(rlkit.ConfigError, match=message):
+        recipes.load(tmp_path / "run.yaml")
+
+
 def test_the_services_key_by_its_other_name(monkeypatch):
     """TRINITY_API_KEY is taken where TINKER_API_KEY is not set."""
     settings = recipes.load(CONFIGS / "gsm8k_tinker.yaml")
@@ -325,6 +345,10 @@ def test_refused_keys_that_switch_nothing_on():
     assert keys.check(recipes.load(overrides=given)) == []
     with pytest.raises(rlkit.ConfigError, match="explorer.dynamic_timeout"):
         keys.check(recipes.load(overrides=["explorer.dynamic_timeout={enable: true}"]))
+    unset = "${oc.env:RLKIT_UNSET,false}"
+    assert keys.check(recipes.load(overrides=[f"model.trust_remote_code={unset}"])) == []
+    with pytest.raises(rlkit.ConfigError, match=r"model.trust_remote_code: is 'True'"):
+        keys.check(recipes.load(overrides=["model.trust_remote_code=${oc.env:RLKIT_UNSET,true}"]))
     inner = "buffer.explorer_input.taskset.format.image_key=images"
     with pytest.raises(rlkit.ConfigError, match="buffer.explorer_input.taskset.format.image_key"):
         keys.check(recipes.load(overrides=[inner]))
