@@ -332,7 +332,7 @@ def test_weights_of_turns_are_multiplied():
 
 
 def test_what_is_wrong_is_said_at_the_call():
-    """An estimator of tokens at another level, and a mode of weights that there is not."""
+    """A token estimator at another level and an unknown mode of weights are refused."""
     samples = [rlkit.Sample([5], [7, 8], [-0.5, -0.5]), rlkit.Sample([5], [9, 4], [-1.0, -1.0])]
     groups = [Group.of_samples(samples, [1.0, 0.0])]
     for level in ("group", "turn"):

@@ -169,7 +169,7 @@ class Threads:
     """Threads of this process: tasks stay as they are."""
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Check that there are no options.
+        """Refuse options: this executor takes none.
 
         Raises:
             ConfigError: there are some.

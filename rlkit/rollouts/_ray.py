@@ -161,7 +161,7 @@ def _check_sendable(where: str, value: object) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Allow this process ``memory`` more bytes than it has; beyond that there is a MemoryError.
+    """Limit this process to ``memory`` more bytes than it uses now; a larger request raises MemoryError.
 
     Only Linux holds a process to what it maps for itself; shared memory, such as Ray's store of objects, is not in it.
     """

@@ -41,9 +41,9 @@ class Console:
     """A tracker that prints a row per step: in colour on a terminal if rich is installed.
 
     Args:
-        columns: heading -> the metric's name; None: reward, signal (the share that can teach something), cut (at
-            max_tokens), tokens, loss without these, KL and the like, of those that there are
-            (over several environments as their names say: means, and failures added up).
+        columns: heading -> the metric's name. None: reward, signal (the share of groups that can teach something), cut
+            (the share that reached max_tokens) and tokens, or else the loss; then KL and others that the run logs.
+            Over several environments they are averaged, and failures are added up.
         file: the output; None: standard output.
 
     Raises:

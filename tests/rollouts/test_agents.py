@@ -215,7 +215,7 @@ async def careful(task, session):
 
 
 def test_an_agent_that_fails_at_a_cut_turn_is_truncated():
-    """Where its API or its wish for JSON makes it fail; not at what it could have gone on with, or went on with."""
+    """It is truncated only if its API or its JSON needs the whole answer; otherwise it could have gone on."""
     responses, json = {"fails_when_cut": True}, {"draw": Draw(json_field="response_format")}
     cases = [
         ([("long", responses)], True),

@@ -90,7 +90,7 @@ def test_what_is_trained_is_what_is_sampled(tiny, tmp_path, server):
 
 
 def test_a_server_that_scores_without_the_adapter_is_warned_of(tiny, tmp_path, server):
-    """Also where no trainer is there to compare with: what it draws is told from what it scores."""
+    """Tell drawing from scoring by the logprobs alone, also without a trainer to compare with."""
     with connected(tiny, tmp_path, server.url) as policy:
         for _ in range(3):
             step(policy)
