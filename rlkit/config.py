@@ -186,6 +186,8 @@ def _convert_interpolated(hint: Any, text: _files.Interpolated, where: str) -> o
     with contextlib.suppress(ConfigError):
         return _convert_union(hint, text, where) if union else _convert(hint, str(text), where)
     try:
+        if not text.strip():  # YAML would read null
+            raise ConfigError(where, "is empty", "a value, or the text null")
         switch = hint is bool and text in ("0", "1")  # as programs read variables, though not YAML
         return _convert(hint, text == "1" if switch else text.parse(), where)
     except ConfigError as error:

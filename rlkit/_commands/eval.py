@@ -3,6 +3,7 @@
 rlkit eval RUN chain_sum                                  the newest checkpoint of a run, on a reasoning-gym task
 rlkit eval smollm2-135m-instruct chain_sum leg_counting   an untrained model, on two of them
 rlkit eval policies/step-00000200-... questions.jsonl     a saved path, on rows with "prompt" and "answer"
+rlkit eval RUN rows.jsonl --set prompt_key=question --set response_key=reward_model.ground_truth
 rlkit eval RUN digits --import my_tasks                   your own environment, as `rlkit train` knows it
 rlkit eval RUN --harness lm-eval --tasks arc_easy,piqa    benchmarks of lm-eval; their scores go into the run
 rlkit eval RUN --harness inspect --tasks quiz.py@quiz     a task of inspect
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 
+_KEYS = ("prompt_key", "response_key", "messages_key", "system_prompt_key")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``rlkit eval``."""
     parser.add_argument("policy", metavar="POLICY", help=_shared.KINDS)
@@ -39,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help=text)
     parser.add_argument("--size", type=int, default=100, help="maximal number of tasks of each kind (default: 100)")
     parser.add_argument("--split", default="test", help="split of generated tasks (default: test)")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks, or a file's prompt_key or response_key")
     parser.add_argument("--reward", help="for a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
     parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
     parser.add_argument("-k", type=int, nargs="+", default=[], help="values of k for pass@k, each at most n")
@@ -116,9 +120,10 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     if options.reward is not None and not files:
         why = "generated tasks score themselves"
         raise ConfigError("--reward", f"is {options.reward!r}", "a file of rows to score", why)
-    if options.set and len(files) == len(options.tasks):
-        raise ConfigError("--set", f"is {options.set[0]!r}", "generated tasks", "files have no settings")
     args = settings("--set", options.set)
+    form = {name: args.pop(name) for name in _KEYS if name in args} if files else {}
+    if args and len(files) == len(options.tasks):
+        raise ConfigError("--set", f"is {options.set[0]!r}", f"for files, {' or '.join(_KEYS)}, which name their fields")
     tasks: list[Task] = []
     for path in options.tasks:
         source, split, workflow, given = (
@@ -135,7 +140,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
             name=Path(path).stem,
             path=source,
             split=split,
-            format=Format(response_key="answer"),
+            format=Format(**{"response_key": "answer", **form}),
             default_reward_fn_type=options.reward,
             default_workflow_type=workflow,
             workflow_args=given,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -103,7 +104,9 @@ class Conversation:
         if message["role"] != "assistant":
             raise DataError("message.role", f"is {message['role']!r}", "'assistant'")
         marked = self._chat.control.mark(self._with_calls(message), foreign=False)
-        before, tokens, said = self._prompts.answer([*self._safe, marked])
+        following = [] if observation is None or _holds_tokens(observation) else _messages(observation)
+        mark = self._chat.control.mark
+        before, tokens, said = self._prompts.answer([*self._safe, marked], [mark(each) for each in following])
         whole = np.concatenate([before, tokens])
         if not lead:
             self.prompt = _check.frozen(np.concatenate([self.prompt, before]))
@@ -357,8 +360,9 @@ class Chat:
         ends = self.tokenizer.eos_ids if self._closing is None else (self._closing,)
         if self._closing is None and ends and self.tokenizer.chat_template is not None:
             said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            rendered = self.tokenizer.apply_chat_template(said, add_generation_prompt=False)
-            ends = tuple(token for token in rendered.tolist() if token in ends)[-1:] or ends
+            with contextlib.suppress(DataError):  # a template that cannot be rendered without tools
+                rendered = self.tokenizer.apply_chat_template(said, add_generation_prompt=False)
+                ends = tuple(token for token in rendered.tolist() if token in ends)[-1:] or ends
         return np.array(ends[:1], np.int64)
 
     def with_options(self, **changes: object) -> Chat:

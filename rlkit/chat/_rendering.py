@@ -17,7 +17,16 @@ from rlkit._interaction import Action, Message
 from rlkit._packages import missing
 from rlkit._warn import warn
 from rlkit.backends.protocol import Tokenizer
-from rlkit.chat.templates import CUT, ControlText, check_written, continue_head, find_answer, without
+from rlkit.chat.templates import (
+    CUT,
+    ControlText,
+    check_written,
+    continue_head,
+    find_answer,
+    size_of_lead,
+    without,
+    without_prefill,
+)
 from rlkit.errors import ConfigError, DataError
 from rlkit.tools.types import Malformed, Parsed, ToolCall
 
@@ -172,7 +181,7 @@ class RendererPrompts:
         """Render all messages and the head of the policy's turn: int64 [P]."""
         return self._prefilled(self._renderer.render(messages, self._tools))
 
-    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
+    def answer(self, messages: Sequence[Message], following: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
         """Return the last message, the assistant's, as it is written after the others; see ``TemplatePrompts``."""
         message, chat = messages[-1], self._chat
         before, whole = self._renderer.render(messages[:-1], self._tools), self._whole(messages)
@@ -185,13 +194,22 @@ class RendererPrompts:
         else:  # a token may hold the end of the prompt and the beginning of the answer
             cut = next(k for k in range(whole.size + 1) if len(self._text(whole[:k])) >= start)
             ids = np.concatenate([chat.control.encode(self._text(whole[:cut])[start:], first=False), whole[cut:]])
-        head = chat.control.encode(chat.prefill, first=False)
-        ids = ids[head.size :] if np.array_equal(ids[: head.size], head) else ids
+        if chat.prefill:
+            rest = without_prefill(self._text(ids), plain, chat.prefill)
+            ids = (
+                ids
+                if rest == self._text(ids)
+                else chat.control.encode(chat.control.mark(rest, foreign=False), first=False)
+            )
         ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
-        ids = ids[: ends[0] + 1] if ends.size else np.concatenate([ids, chat.end])
-        content = plain["content"].strip()
-        at = self._text(ids).rfind(content) if content else 0
-        lead = next((k for k in range(ids.size) if len(self._text(ids[:k])) >= at), 0)
+        if ends.size:
+            ids = ids[: ends[0] + 1]
+        else:
+            more = self._whole([*messages, *following])[whole.size :] if following else whole[:0]
+            ids = np.concatenate([ids, more[:1] if np.isin(more[:1], list(chat.ends)).any() else chat.end])
+        lead = (
+            0 if "tool_calls" in message else size_of_lead(chat, ids, self._text(ids).rfind(plain["content"].strip()))
+        )
         return ids[:lead], ids[lead:], str(message["content"])
 
     def _whole(self, messages: Sequence[Message]) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -15,8 +14,11 @@ from rlkit.errors import DataError
 
 __all__ = ["is_list", "read_call", "read_content", "read_messages", "read_text", "read_tools"]
 
-_ROLE = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
-_ROLES = {"developer": "system", "function": "tool"}  # what most templates do not know -> what it is called there
+FIELDS = ("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id")
+_ROLES = ("system", "user", "assistant", "tool")
+_OTHER_ROLES = {"developer": "system", "function": "tool"}  # what most templates do not know -> its name there
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
+_WEIGHTS = ("weight", "train", "trainable", "loss", "loss_mask", "mask")
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _MEDIA = ("audio", "image", "images", "video", "videos")
 
@@ -27,15 +29,16 @@ def read_messages(value: object, where: str = "messages") -> list[Message]:
     Read are the messages of OpenAI's API and of the data sets in use. Contents become text: the texts of several parts
     are joined, by a line break except in the assistant's; null is the empty text in the role tool and beside tool
     calls. Arguments of calls become objects. ``developer`` becomes ``system``, ``function`` and ``function_call``, the
-    older form of calls, ``tool`` and ``tool_calls``, and ``reasoning`` becomes ``reasoning_content``. Other fields that
-    are null are left out, and those that are not known are kept for the template.
+    older form of calls, ``tool`` and ``tool_calls``, and ``reasoning`` and ``thinking`` become ``reasoning_content``.
+    Other fields that are null are left out, and those that are not known are kept for the template.
 
     Args:
         value: a sequence of mappings; also an object array, which is what pandas reads from parquet.
         where: begins error messages, as in ``messages[1].content``.
 
     Raises:
-        DataError: a field of another form, an image or other part that is not text, or a refusal.
+        DataError: another role or a field of another form, an image or other part that is not text, a refusal, or a
+            weight.
 
     >>> read_messages([{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}])
     [{'role': 'user', 'content': '2 + 2?'}]
@@ -72,9 +75,24 @@ def read_text(value: object, where: str) -> str:
 def read_tools(value: object, where: str = "tools") -> list[Message]:
     """Return function schemas: a list of them, or JSON text of one, as data sets have it. Raises DataError."""
     tools = _parsed(value, where) if isinstance(value, str) else value
-    if not is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):
+    if not is_list(tools):
         raise DataError(where, f"got {_check.shown(value)}", "a list of function schemas")
-    return [dict(tool) for tool in tools]
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where}[{i}]", f"got {_check.shown(tool)}", '{"type": "function", "function": {"name", ...}}'
+            )
+    return [as_json(tool) for tool in tools]
+
+
+def as_json(value: Any) -> Any:
+    """Return a value with lists for arrays and plain numbers for numpy's, at any depth: pandas nests them."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [as_json(inner) for inner in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _message(value: object, where: str) -> dict[str, Any]:
@@ -83,10 +101,9 @@ def _message(value: object, where: str) -> dict[str, Any]:
     given = {str(key): field for key, field in value.items() if field is not None}
     if "role" not in given and "from" in given:
         raise DataError(where, f"has the fields {sorted(given)}", "role and content", "rename from and value")
-    role = given.get("role")
-    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
-        raise DataError(f"{where}.role", f"got {_check.shown(role)}", "a name such as 'user'")
-    role = _ROLES.get(role, role)
+    role = _OTHER_ROLES.get(str(given.get("role")), given.get("role"))
+    if role not in _ROLES:
+        raise DataError(f"{where}.role", f"got {_check.shown(role)}", f"one of: {', '.join(_ROLES)}")
     _refuse(given, where)
     message: dict[str, Any] = {"role": role, "content": ""}
     calls = _calls(given, role, where)
@@ -95,31 +112,32 @@ def _message(value: object, where: str) -> dict[str, Any]:
         message["content"] = read_content(content, role, f"{where}.content")
     elif not calls and role != "tool":
         raise DataError(f"{where}.content", "got None", "text", "null only beside tool_calls, or of a tool")
-    for name, to in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning_content")):
-        if thought := given.pop(name, None):
-            message[to] = read_text(thought, f"{where}.{name}")
+    for name in _THOUGHTS:
+        thought = given.pop(name, None)
+        if thought and message.setdefault("reasoning_content", read_text(thought, f"{where}.{name}")) != thought:
+            raise DataError(f"{where}.{name}", "differs from the message's other reasoning", "one of them")
     if calls:
         message["tool_calls"] = calls
     for name in ("name", "tool_call_id"):
         if name in given:
             message[name] = read_text(given.pop(name), f"{where}.{name}")
-    return message | {name: field for name, field in given.items() if name != "role"}
+    return message | {name: as_json(field) for name, field in given.items() if name != "role"}
 
 
 def _refuse(given: dict[str, Any], where: str) -> None:
     """Raise DataError for a field that would change what is learnt, and remove those that change nothing."""
     for name in _MEDIA:
         media = given.pop(name, None)
-        if media is not None and not (is_list(media) and len(media) == 0):
+        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
             raise DataError(
                 f"{where}.{name}", f"got {_check.shown(media)}", "text alone", "no other input is supported"
             )
     if refusal := given.pop("refusal", None):
         raise DataError(f"{where}.refusal", f"got {_check.shown(refusal)}", "an answer in content")
-    weight = given.pop("weight", 1)
-    if isinstance(weight, bool) or weight != 1:
-        why = "leave the message out of the row, or weigh datums with weights="
-        raise DataError(f"{where}.weight", f"got {_check.shown(weight)}", "1", why)
+    for name in _WEIGHTS:
+        if (weight := given.pop(name, 1)) != 1:
+            why = "what is not to be learnt belongs into prompt, before response"
+            raise DataError(f"{where}.{name}", f"got {_check.shown(weight)}", "1 or true", why)
 
 
 def read_content(value: object, role: str, where: str) -> str:
@@ -150,6 +168,8 @@ def _calls(given: dict[str, Any], role: str, where: str) -> list[dict[str, Any]]
         raise DataError(field, f"got {_check.shown(calls)}", "a list of calls")
     read = [_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
     legacy = given.pop("function_call", None)
+    if isinstance(legacy, Mapping) and not any(legacy.values()):  # null in a table
+        legacy = None
     if legacy is not None:
         field = f"{where}.function_call"
         read.append({"type": "function", "function": read_call(legacy, field)})
@@ -176,12 +196,20 @@ def read_call(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(where, f"got {_check.shown(value)}", "an object with name and arguments")
     name = read_text(value.get("name"), f"{where}.name")
+    others = value.keys() - {"name", "arguments", "id", "type", "index"}
+    if "arguments" not in value and others:
+        raise DataError(where, f"has the fields {sorted(map(str, value))}", "name and arguments")
     arguments, field = value.get("arguments"), f"{where}.arguments"
     if isinstance(arguments, str):
         arguments = _parsed(arguments, field) if arguments.strip() else {}
     if not isinstance(arguments, (Mapping, type(None))):
         raise DataError(field, f"got {_check.shown(value['arguments'])}", "a JSON object, or its text")
-    return {"name": name, "arguments": dict(arguments or {})}
+    arguments = as_json(arguments or {})
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(field, f"got {_check.shown(arguments)}", "a JSON object", str(error)) from None
+    return {"name": name, "arguments": arguments}
 
 
 def _parsed(text: str, where: str) -> object:

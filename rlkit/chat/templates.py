@@ -16,6 +16,8 @@ Messages are marked here: see ``ControlText``. ``rlkit.chat._rendering`` has the
 from __future__ import annotations
 
 import datetime as dt
+import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +96,55 @@ class Template:
             what = f"the chat template refuses messages with the roles {_check.roles(messages)}"
             raise DataError(f"{what}: {str(error) or type(error).__name__}") from error
         return text
+
+    @functools.cached_property
+    def call_form(self) -> tuple[bool, bool] | None:
+        """How the template reads tool calls: arguments as JSON text, and null for an empty content; None: it does not.
+
+        Templates differ in both, and leave calls out silently, or fail, where these are given in another form.
+        """
+        function = {"name": "probe_name", "arguments": {"probe_key": 1}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        asked: list[Message] = [{"role": "user", "content": "Q"}, turn]
+        answered = [*asked, {"role": "tool", "content": "R", "tool_call_id": "call00000"}]
+        other = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object"}}}
+        forms = [(as_text, null) for null in (False, True) for as_text in (False, True)]
+        for tools, form in itertools.product((None, [other]), forms):
+            try:
+                texts = [
+                    self.render(in_form(said, form), head=said is answered, tools=tools) for said in (asked, answered)
+                ]
+            except DataError:
+                continue
+            if all("probe_name" in text and "probe_key" in text for text in texts):
+                return form
+        return None
+
+    @functools.cached_property
+    def thoughts(self) -> str:
+        """The name under which the template reads reasoning."""
+        names = ("reasoning_content", "thinking", "reasoning")
+        return next((x for x in names if re.search(rf"(?:\.|['\"]){x}\b", self.text)), names[0])
+
+
+def in_form(messages: Sequence[Message], form: tuple[bool, bool], thoughts: str = "reasoning_content") -> list[Message]:
+    """Return messages in the form that a template reads: see ``Template.call_form`` and ``Template.thoughts``."""
+    return [_message_in_form(message, form, thoughts) for message in messages]
+
+
+def _message_in_form(message: Message, form: tuple[bool, bool], thoughts: str) -> Message:
+    as_text, null = form
+    if "reasoning_content" in message and thoughts != "reasoning_content":
+        message = {thoughts if name == "reasoning_content" else name: value for name, value in message.items()}
+    if "tool_calls" not in message or form == (False, False):
+        return message
+    calls = message["tool_calls"]
+    if as_text:
+        functions = [(call, call["function"]) for call in calls]
+        calls = [{**call, "function": {**f, "arguments": _json(f["arguments"])}} for call, f in functions]
+    content = None if null and message["content"] == "" else message["content"]
+    return {**message, "content": content, "tool_calls": calls}
 
 
 def _environment(now: dt.datetime) -> Environment:
@@ -294,7 +345,7 @@ class TemplatePrompts:
         self._template = chat.tool_template if tools else chat.template
         self.renders_tools = self._template is not None and "tools" in self._template.names
         self._tools = chat.control.mark(list(tools), where="tools") if tools and self.renders_tools else None
-        self.writes_calls = self._template is not None and "tool_calls" in self._template.text
+        self.writes_calls = self._template is not None and self._template.call_form is not None
         self._rendered = -1, ""  # how many messages the last prompt has, and its text without prefill
 
     def turn(self, action: Action) -> Message:
@@ -306,11 +357,14 @@ class TemplatePrompts:
     def first(self, messages: Sequence[Message]) -> np.ndarray:
         """Render all messages and the head of the policy's turn: int64 [P]."""
         text = self._text(messages)
+        self._check_written(messages, text)
         self._rendered = len(messages), text
         return self._encode(text + self._chat.prefill, first=True)
 
-    def answer(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
+    def answer(self, messages: Sequence[Message], following: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, str]:
         """Return the last of ``messages``, the assistant's, as it is written after the prompt of those before it.
+
+        ``following`` are the messages after it, whose head may be what ends it.
 
         Returns:
             int64 [k]: what the template puts before the content of an answer, an empty thought for one; int64 [n]: the
@@ -322,21 +376,25 @@ class TemplatePrompts:
         message, chat = messages[-1], self._chat
         if self._template is None:
             check_written(message, lambda name: False)
-            written = str(message["content"])
+            before, written = "", str(message["content"])
         else:
             before, whole = self._text(messages[:-1]), self._text(messages, head=False)
             check_written(message, lambda name: self._text(without(messages, name), head=False) != whole)
             texts = before, self._text(messages[:-1], head=False), whole
             start = find_answer(message, *texts)
             written = continue_head(message, *texts) if start < 0 else whole[start:]
-        said = written.removeprefix(chat.prefill)
+        said = without_prefill(written, message, chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
         found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
-        end = chat.end
         if found is not None:
             said, end = said[: found[0]], np.array([found[1]], np.int64)
-        at = max(said.rfind(message["content"].strip()), 0) if message["content"].strip() else 0
-        return self._encode(said[:at]), np.concatenate([self._encode(said[at:]), end]), said
+        else:
+            after = _after(self._text([*messages, *following]), before, said) if self._template and following else None
+            end = np.array(chat.control.leading_ids(after or "")[:1], np.int64)
+            end = end if np.isin(end, list(chat.ends)).any() else chat.end
+        ids, content = self._encode(said), message["content"].replace(CUT, "").strip()
+        lead = 0 if "tool_calls" in message else size_of_lead(chat, ids, said.replace(CUT, "").rfind(content))
+        return ids[:lead], np.concatenate([ids[lead:], end]), said
 
     def following(
         self,
@@ -361,7 +419,7 @@ class TemplatePrompts:
             return np.concatenate([prompt, action.tokens, self._encode(text + self._chat.prefill)])
         known, before = self._rendered
         before = before if known == turn else self._text(messages[:turn])  # the prompt may have been given as tokens
-        said = messages[turn]["content"] if said is None else said
+        demonstrated, said = said is not None, messages[turn]["content"] if said is None else said
         rest = _after(text, before, said)
         if rest is None:
             if not keep:
@@ -371,6 +429,9 @@ class TemplatePrompts:
         ended = action.tokens.size > 0 and int(action.tokens[-1]) in self._chat.ends
         if ended and ids.size and ids[0] in (action.tokens[-1], *self._closing(messages[: turn + 1], before, said)):
             ids = ids[1:]
+        elif demonstrated and ended and np.isin(ids[:1], self._chat.control.special_ids).any() and not keep:
+            return self.first(messages)  # within a conversation the template ends the turn otherwise
+        self._check_written(messages[turn + 1 :], text)
         self._rendered = len(messages), text
         return np.concatenate([prompt, action.tokens, ids])
 
@@ -391,8 +452,20 @@ class TemplatePrompts:
             raise DataError("conversation", what, "once", "tokens cannot be appended to it")
         return parts[1]
 
+    def _check_written(self, messages: Sequence[Message], text: str) -> None:
+        """Raise DataError for a message that the template leaves out, as some do with roles that they do not know."""
+        lean = None
+        for message in messages if self._template else ():
+            content = message["content"].strip()
+            if message["role"] != "assistant" and content not in text:
+                lean = _lean(text) if lean is None else lean
+                if _lean(content) not in lean and _lean(_json(content)[1:-1]) not in lean:
+                    what = f"the chat template does not write the message of the role {message['role']!r}"
+                    raise DataError("messages", what, "a template that writes it", _check.shown(content))
+
     def _text(self, messages: Sequence[Message], *, head: bool = True) -> str:
         if self._template is not None:
+            messages = in_form(messages, self._template.call_form or (False, False), self._template.thoughts)
             return self._template.render(messages, head=head, **{**self._chat.variables, "tools": self._tools})
         texts = [message.get("content") for message in messages]
         if not all(isinstance(text, str) for text in texts):
@@ -429,31 +502,55 @@ def find_answer(message: Message, before: str, bare: str, whole: str) -> int:
     for written in (head, head.rstrip()):
         if start < 0 and written and written in whole:
             start = whole.rfind(written) + len(written)
-    structured = {"tool_calls", "reasoning_content"} & message.keys()
-    if start >= 0 and (structured or _holds(whole[start:], content)):
+    rest, structured = whole[max(start, 0) :], {"tool_calls", "reasoning_content"} & message.keys()
+    if start >= 0 and (_holds(rest, content) or (_holds(head + rest, content) and not _holds(head, content))):
         return start
-    if structured or not content.lstrip().startswith(_unwritten(head, whole)):
-        what = f"is written otherwise than after the prompt, which ends with {_check.shown(head)}"
+    if structured or not content.lstrip().startswith(_unwritten(head, whole).strip()):
+        name = "content" if start >= 0 else min(structured, default="content")
+        what = f"is written otherwise, or not at all, after the prompt, which ends with {_check.shown(head)}"
         why = "thinking, template and prefill of the chat change the prompt"
-        raise DataError(min(structured, default="content"), what, "an answer that continues the prompt", why)
+        raise DataError(name, what, "an answer that continues the prompt", why)
     return -1
 
 
 def continue_head(message: Message, before: str, bare: str, whole: str) -> str:
     """Return the rest of the content of an answer for which ``find_answer`` gave -1."""
-    more = _unwritten(before.removeprefix(bare) if before.startswith(bare) else "", whole)
+    tail = _unwritten(before.removeprefix(bare) if before.startswith(bare) else "", whole)
     content = str(message["content"])
-    return content.lstrip()[len(more) :] if more else content
+    if not tail.strip():
+        return content
+    content = content.lstrip()
+    return content[len(tail) :] if content.startswith(tail) else content[len(tail.strip()) :]
 
 
 def _unwritten(head: str, whole: str) -> str:
     """Return the end of a turn's head that the template does not write before an answer: ``<think>``, for one."""
-    return next(head[i:].strip() for i in range(len(head), -1, -1) if head[:i] in whole)
+    return next(head[i:] for i in range(len(head), -1, -1) if head[:i] in whole)
+
+
+def without_prefill(written: str, message: Message, prefill: str) -> str:
+    """Return an answer, as it is written, after the prefill, with which the prompt ends. Raises DataError."""
+    cuts = re.compile("".join(re.escape(character) + f"{CUT}?" for character in prefill))
+    for text in (written, str(message["content"])):
+        if begins := cuts.match(text):
+            return text[begins.end() :]
+    raise DataError("content", f"does not begin with Chat.prefill, {prefill!r}", "an answer that does")
+
+
+def size_of_lead(chat: Chat, ids: np.ndarray, at: int) -> int:
+    """Return how many tokens there are before the ``at``-th character of their text."""
+    sizes = (len(chat.tokenizer.decode(ids[:k], skip_special=False)) for k in range(1, ids.size + 1))
+    return sum(1 for _ in itertools.takewhile(lambda size: size <= at, sizes))
+
+
+def _lean(text: str) -> str:
+    """Return a text without white space and separators."""
+    return "".join(text.replace(CUT, "").split())
 
 
 def _holds(text: str, content: str) -> bool:
     """Return whether all of ``content`` is in ``text``, white space aside."""
-    return "".join(content.split()) in "".join(text.split())
+    return _lean(content) in _lean(text)
 
 
 def without(messages: Sequence[Message], name: str) -> list[Message]:

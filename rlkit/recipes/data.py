@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import importlib
+import itertools
 import json
 import logging
 import re
@@ -18,7 +20,7 @@ from rlkit import _check
 from rlkit._interaction import Message
 from rlkit.backends.hub import hub_trouble
 from rlkit.chat import Chat, Conversation
-from rlkit.chat.messages import is_list, read_messages, read_text, read_tools
+from rlkit.chat.messages import FIELDS, is_list, read_messages, read_text, read_tools
 from rlkit.errors import ConfigError, DataError
 from rlkit.recipes.settings import Format
 from rlkit.trajectory import Trajectory, Turn, datums
@@ -34,6 +36,8 @@ __all__ = [
     "read_examples",
     "read_prompt",
     "read_rows",
+    "unread_fields",
+    "with_system",
 ]
 
 logger = logging.getLogger("rlkit.recipes")
@@ -129,14 +133,10 @@ def field(row: Row, key: str, where: str) -> object:
     Raises:
         DataError: the row has none, naming those that it has, or it is null.
     """
-    if key in row:
-        value = row[key]
-    else:
-        value = row
-        for part in key.split(".") if "." in key else [key]:
-            if not isinstance(value, Mapping) or part not in value:
-                raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}")
-            value = value[part]
+    value = _find(row, key)
+    if value is _MISSING:
+        why = "the keys of format, such as prompt_key, name others"
+        raise DataError(where, f"has the fields {sorted(map(str, row))}", f"a field {key!r}", why)
     if value is None:
         raise DataError(f"{where}: {key}", "is null", "a value")
     return value
@@ -148,6 +148,25 @@ def _decoded(file: Path) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is encoded as UTF-16; expected UTF-8")
     return data.decode("utf-8-sig")
+
+
+_MISSING = object()
+
+
+def _find(row: Row, key: str) -> object:
+    """Return the value of a key, which may have dots; _MISSING if there is none."""
+    value: object = row
+    for part in [key] if key in row else key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _given(row: Row, key: str) -> object:
+    """Return the value of a key; None also where there is none."""
+    value = _find(row, key)
+    return None if value is _MISSING else value
 
 
 def _lines(file: Path) -> list[Row]:
@@ -202,7 +221,9 @@ def _hub(name: str, split: str, subset: str | None, where: str) -> Sequence[Row]
 def each_row(given: Sequence[Row], where: str) -> Iterator[tuple[Row, str]]:
     """Yield each row, and its name for messages."""
     for i in range(len(given)):  # a data set of a hub is read row by row
-        yield given[i], f"{where}: row {i}"
+        row, name = given[i], f"{where}: row {i}"
+        _check.require(isinstance(row, Mapping), name, row, "a mapping", error=DataError)
+        yield row, name
 
 
 @attrs.frozen
@@ -291,14 +312,16 @@ def read_examples(given: Sequence[Row], kind: str, form: Format | None = None, w
     (['2 + 2?'], ['4', '5'])
     """
     form = Format() if form is None else form
-    read = {"pairs": _pair, "texts": _text}.get(kind, _demonstration)
-    examples, fields, used = [], set[str](), {"split"}
+    kinds = {"pairs": _pair, "texts": _text, "demonstrations": _demonstration, "mixed": _demonstration}
+    read = kinds[_check.choice("kind", kind, tuple(kinds))]
+    examples, unread = [], set[str]()
     for row, name in each_row(given, where):
         example, keys = read(row, form, name)
-        used |= keys
-        fields |= row.keys()
+        unread |= unread_fields(
+            row, keys, [*example.prompt, *(message for each in example.answers for message in each)]
+        )
         examples.append(example)
-    name_unread(fields, used, where)
+    name_unread(unread, where)
     return examples
 
 
@@ -335,40 +358,58 @@ def fit(
     return found
 
 
-def name_unread(fields: set[str], used: Iterable[str | None], where: str) -> None:
-    """Log the fields of rows that are not read; a key with dots is a field's part."""
-    read = {part for key in used if key for part in (key, key.partition(".")[0])}
-    if unread := fields - read:
-        logger.warning("%s: not read: the fields %s", where, ", ".join(sorted(map(str, unread))))
+def unread_fields(row: Row, keys: Iterable[str | None], messages: Sequence[Message] = ()) -> set[str]:
+    """Return the fields of a row, and of its messages, that are not read; a key with dots reads its first field."""
+    read = {"split"} | {part for key in keys if key for part in (key, key.partition(".")[0])}
+    inner = {f"{name} of messages" for message in messages for name in message.keys() - set(FIELDS)}
+    return {str(key) for key in row.keys() - read} | inner
 
 
-def _demonstration(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
-    key = _messages_key(row, form)
-    if row.get(key) is not None:
-        messages, used = read_messages(row[key], f"{where}: {key}"), {key}
+def name_unread(fields: set[str], where: str) -> None:
+    """Log the fields that are not read."""
+    if fields:
+        logger.warning("%s: not read: the fields %s", where, ", ".join(sorted(fields)))
+
+
+def _demonstration(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
+    key, text_key = _messages_key(row, form), form.response_key
+    if text_key == "response" and _given(row, text_key) is None and _given(row, "completion") is not None:
+        text_key = "completion"
+    if _given(row, key) is not None:
+        messages = read_messages(_given(row, key), f"{where}: {key}")
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
         if not first:
             what = "begins with a" if messages and messages[0]["role"] == "assistant" else "has no"
-            raise DataError(f"{where}: {key}: the conversation {what} message of the assistant: nothing can be learnt")
-        prompt, answer = messages[:first], messages[first:]
+            why = "put a question before it, or leave the row out"
+            raise DataError(f"{where}: {key}", f"the conversation {what} message of the assistant", "one to learn", why)
+        prompt, answer, keys = messages[:first], messages[first:], [key]
+    elif _find(row, form.prompt_key) is _MISSING and _find(row, text_key) is _MISSING:
+        expected = f"a field {form.messages_key!r}, or {form.prompt_key!r} and {text_key!r}"
+        why = "format.messages_key, prompt_key and response_key name others"
+        raise DataError(where, f"has the fields {sorted(map(str, row))}", expected, why)
     else:
         prompt = read_prompt(field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
-        key = form.response_key
-        if key == "response" and row.get(key) is None and row.get("completion") is not None:
-            key = "completion"
-        used = {form.prompt_key, key}
+        key, keys = text_key, [form.prompt_key, text_key]
         answer = _answer(field(row, key, where), f"{where}: {key}")
         if not any(message["role"] == "assistant" for message in answer):
             raise DataError(f"{where}: {key}", "has no message of the assistant", "an answer to learn")
-    key = f"{where}: {key}"
-    _check_learnt(answer, key)
-    return Example(where, prompt, (answer,), _tools(row, form, where)), used | {form.tools_key}
+    _check_learnt(answer, f"{where}: {key}")
+    prompt = with_system(prompt, row, form, where)
+    return Example(where, prompt, (answer,), _tools(row, form, where)), [*keys, form.tools_key, form.system_prompt_key]
 
 
-def _pair(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
+def with_system(prompt: Sequence[Message], row: Row, form: Format, where: str) -> list[Message]:
+    """Return a prompt with the row's own system prompt, if the format names a key for one and the prompt has none."""
+    key = form.system_prompt_key
+    if key is None or prompt[0]["role"] == "system":
+        return list(prompt)
+    return [{"role": "system", "content": read_text(field(row, key, where), f"{where}: {key}")}, *prompt]
+
+
+def _pair(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
     sides = [_answer(field(row, key, where), f"{where}: {key}") for key in (form.chosen_key, form.rejected_key)]
     whole = [side for side in sides if side[0]["role"] != "assistant"]
-    given = row.get(form.prompt_key)
+    given = _given(row, form.prompt_key)
     if len(whole) == 1:
         raise DataError(where, "has one answer with its prompt and one without", "both in the same form")
     if given is None and not whole:
@@ -383,35 +424,44 @@ def _pair(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
         elif len(side) > 1:
             raise DataError(name, f"has {len(side)} messages", "one answer", "a pair differs in its last message alone")
         _check_learnt(side[-1:], name)
-    prompt = whole[0][:-1] if whole else prompt
-    used = {form.prompt_key, form.chosen_key, form.rejected_key, form.tools_key}
-    return Example(where, prompt, tuple(side[-1:] for side in sides), _tools(row, form, where)), used
+    if _essence(sides[0][-1]) == _essence(sides[1][-1]):
+        raise DataError(f"{where}: {form.rejected_key}", "is the same as chosen", "another answer", "leave the row out")
+    prompt = with_system(whole[0][:-1] if whole else prompt, row, form, where)
+    keys = [form.prompt_key, form.chosen_key, form.rejected_key, form.tools_key, form.system_prompt_key]
+    return Example(where, prompt, tuple(side[-1:] for side in sides), _tools(row, form, where)), keys
 
 
 def _check_prompt(
     said: Sequence[Message], prompt: Sequence[Message], *, text: bool, whole: Sequence[Message], where: str
 ) -> None:
     """Raise DataError unless an answer's conversation goes on from the prompt, and from the other's."""
-    if said != whole:
-        raise DataError(where, "goes on from another conversation than chosen", "one that differs in its last message")
-    asked = [message["content"] for message in said if message["role"] == "user"]
-    if text and prompt[0]["content"] not in (asked[:1] + asked[-1:]):
+    for i, (one, other) in enumerate(itertools.zip_longest(said, whole)):
+        if one is None or other is None or _essence(one) != _essence(other):
+            why = "a pair differs in its last message alone"
+            raise DataError(f"{where}[{i}]", "differs from the same message of chosen", "one conversation", why)
+    asked = [message["content"].strip() for message in said if message["role"] == "user"]
+    if text and prompt[0]["content"].strip() not in (asked[:1] + asked[-1:]):
         raise DataError(where, "does not have the row's prompt as a message of the user", "a conversation that has it")
-    if not text and prompt != said:
+    if not text and [_essence(message) for message in prompt] != [_essence(message) for message in said]:
         raise DataError(where, "does not begin with the row's prompt", "a conversation that does")
 
 
-def _text(row: Row, form: Format, where: str) -> tuple[Example, set[str]]:
+def _essence(message: Message) -> list[object]:
+    """Return what a template writes of a message: ids and fields that are not known may differ."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return [message["role"], message["content"].strip(), message.get("reasoning_content"), calls]
+
+
+def _text(row: Row, form: Format, where: str) -> tuple[Example, list[str | None]]:
     text = read_text(field(row, form.prompt_key, where), f"{where}: {form.prompt_key}")
-    return Example(where, text=text), {form.prompt_key}
+    return Example(where, text=text), [form.prompt_key]
 
 
 def _check_learnt(messages: Sequence[Message], where: str) -> None:
     """Raise DataError for an answer from which nothing but its end would be learnt."""
     for message in messages:
-        if message["role"] == "assistant" and not any(
-            message.get(name) for name in ("content", "tool_calls", "reasoning_content")
-        ):
+        nothing = not message["content"].strip() and not message.keys() & {"tool_calls", "reasoning_content"}
+        if message["role"] == "assistant" and nothing:
             raise DataError(where, "has an empty answer", "text to learn", "leave the row out")
 
 
@@ -422,10 +472,10 @@ def _messages_key(row: Row, form: Format) -> str:
 def read_prompt(value: object, where: str) -> list[Message]:
     """Return a prompt: text of the user, or messages."""
     if isinstance(value, str):
-        return [{"role": "user", "content": read_text(value, where)}]
-    if not is_list(value):
+        return [{"role": "user", "content": _plain_text(value, where)}]
+    if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
         raise DataError(where, f"got {_check.shown(value)}", "text, or a list of messages")
-    messages = read_messages(value, where)
+    messages = read_messages([value] if isinstance(value, Mapping) else value, where)
     if not messages or messages[-1]["role"] == "assistant":
         what = "ends with a message of the assistant" if messages else "has no messages"
         raise DataError(where, what, "messages that an answer follows")
@@ -435,7 +485,7 @@ def read_prompt(value: object, where: str) -> list[Message]:
 def _answer(value: object, where: str) -> list[Message]:
     """Return an answer: text, one message, or messages."""
     if isinstance(value, str):
-        return [{"role": "assistant", "content": read_text(value, where)}]
+        return [{"role": "assistant", "content": _plain_text(value, where)}]
     if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
         why = "a number is written as text"
         raise DataError(where, f"got {_check.shown(value)}", "text, a message, or a list of messages", why)
@@ -445,6 +495,17 @@ def _answer(value: object, where: str) -> list[Message]:
     return messages
 
 
+def _plain_text(value: str, where: str) -> str:
+    """Return a text. Raises DataError: it is JSON of messages, which would be learnt as such."""
+    found: object = None
+    if value.lstrip().startswith(("[", "{")) and '"role"' in value:
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+    if any(isinstance(each, Mapping) and "role" in each for each in (found if is_list(found) else [found])):
+        raise DataError(where, f"got {_check.shown(value)}", "messages", "this is their JSON text; read it first")
+    return read_text(value, where)
+
+
 def _tools(row: Row, form: Format, where: str) -> list[Message]:
-    tools = row.get(form.tools_key)
+    tools = _given(row, form.tools_key)
     return [] if tools is None else read_tools(tools, f"{where}: {form.tools_key}")

@@ -25,11 +25,19 @@ import attrs
 
 from rlkit import _check, answers, envs
 from rlkit._interaction import Message
-from rlkit.chat.messages import read_text
 from rlkit.envs import Action, Tasks, TaskSettings, TaskSource
 from rlkit.errors import ConfigError, DataError
 from rlkit.recipes._scoring import bound, read_answer, rewards
-from rlkit.recipes.data import each_row, field, name_unread, raw_prompt, read_prompt, read_rows
+from rlkit.recipes.data import (
+    each_row,
+    field,
+    name_unread,
+    raw_prompt,
+    read_prompt,
+    read_rows,
+    unread_fields,
+    with_system,
+)
 from rlkit.recipes.settings import TABLE, Buffer, ExplorerInput, Format, Taskset
 from rlkit.registry import Registry
 from rlkit.types import NEW_OPTIONS, SamplingParams
@@ -134,26 +142,23 @@ def _rows(
     score = None if reward is None else bound(reward, {**(args or {}), **taskset.reward_fn_args})
     if form.system_prompt is not None:  # the chat adds it to what is rendered
         system = (form.system_prompt or None) if plain or form.raw else None
-    built, fields, read = [], set[str](), {"split", form.response_key, form.system_prompt_key}
+    built, unread = [], set[str]()
     for row, where in each_row(given, source):
         key = form.messages_key if form.prompt_key not in row and form.messages_key in row else form.prompt_key
-        read.add(key)
-        fields |= row.keys()
         asked = field(row, key, where)
         messages = read_prompt(asked, f"{where}: {key}")
         answer = None if score is None else field(row, form.response_key, where)
         if reward is not None:
             answer = read_answer(reward, answer, f"{where}: {form.response_key}")
-        if form.system_prompt_key is not None:
-            system = read_text(field(row, form.system_prompt_key, where), f"{where}: {form.system_prompt_key}")
-        messages = _complete(messages, system, behind, where)
+        unread |= unread_fields(row, (key, form.response_key, form.system_prompt_key), messages)
+        messages = _complete(with_system(messages, row, form, where), system, behind, where)
         if plain or form.raw:
             texts = "".join(message["content"] for message in messages)
             prompt: object = raw_prompt(_as_text(messages, where) if plain else texts)
         else:  # a text stays one, as rows of your own code are
             prompt = messages[0]["content"] if isinstance(asked, str) and len(messages) == 1 else messages
         built.append({"prompt": prompt, "answer": answer})
-    name_unread(fields, read, source)
+    name_unread(unread, source)
     return envs.function(built, _nothing if score is None else score, name=taskset.name, split=taskset.split)
 
 

@@ -180,8 +180,8 @@ def test_thinking_switch():
     off = shown(t, Chat(t, thinking=False).start("Hi").prompt)
     assert off.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert shown(t, Chat(t, thinking=True).start("Hi").prompt).endswith("<|im_start|>assistant\n")
-    granite = Chat(t, thinking=True, template="{% if thinking %}T{% endif %}")
-    assert shown(t, granite.start("Hi").prompt) == "T"
+    granite = Chat(t, thinking=True, template="{{ messages[0].content }}{% if thinking %}T{% endif %}")
+    assert shown(t, granite.start("Hi").prompt) == "HiT"
     with pytest.raises(ConfigError, match="does not read enable_thinking"):
         Chat(tokenizer("chatml"), thinking=False)
     with pytest.raises(ConfigError, match="the model has no template"):
@@ -258,14 +258,17 @@ def test_templates_by_name_use_the_one_for_tools():
     class Two:
         def __init__(self, inner):
             self.inner = inner
-            self.chat_template = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools[0].function.name }}"}
+            self.chat_template = {
+                "default": "D{{ messages[0].content }}",
+                "tool_use": "T{{ tools[0].function.name + messages[0].content }}",
+            }
 
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
     t = Two(tokenizer("chatml"))
     assert shown(t, Chat(t).start("Hi").prompt) == "DHi"
-    assert shown(t, Chat(t).start("Hi", [TOOL]).prompt) == "Tadd"
+    assert shown(t, Chat(t).start("Hi", [TOOL]).prompt) == "TaddHi"
 
 
 def test_tools_are_rendered_by_the_template():

@@ -265,7 +265,7 @@ DEMONSTRATIONS = [
     ({"prompt": 5, "response": "A"}, "prompt: got 5 (int)", ""),
     ({"prompt": [user("Q"), assistant("A")], "response": "B"}, "prompt: ends with a message of the assistant", ""),
     ({"prompt": "Q"}, "has the fields ['prompt']; expected a field 'response'", ""),
-    ({"text": "Q"}, "has the fields ['text']; expected a field 'prompt'", ""),
+    ({"text": "Q"}, "has the fields ['text']; expected a field 'messages', or 'prompt' and 'response'", ""),
     ({"messages": [user("Q")]}, "messages: the conversation has no message of the assistant", ""),
     ({"messages": [assistant("A")]}, "messages: the conversation begins with a message of the assistant", ""),
     ({"messages": [user("Q"), assistant("")]}, "messages: has an empty answer", ""),
@@ -312,7 +312,7 @@ PAIRS = [
     ),
     (
         {"chosen": [user("Q"), assistant("4")], "rejected": [user("R"), assistant("5")]},
-        "!rejected: goes on from another",
+        "!rejected[0]: differs from the same message of chosen",
     ),
     ({"prompt": "Q", "chosen": [user("Q"), assistant("4")], "rejected": "5"}, "!has one answer with its prompt"),
     ({"chosen": "4", "rejected": "5"}, "!has the fields ['chosen', 'rejected']; expected a field 'prompt'"),
@@ -474,7 +474,12 @@ SAID = [user("2+2?"), assistant("<think>\nsum\n</think>\n\n4!"), user("3+3?")]
         (None, assistant("6!"), "", "<think>\n\n</think>\n\n6!"),
         (None, assistant("<think>\nsum\n</think>\n\n6!"), "", "<think>\nsum\n</think>\n\n6!"),
         (False, assistant("6!"), "<think>\n\n</think>\n\n", "6!"),
-        (False, assistant("<think>\nsum\n</think>\n\n6!"), "content: is written otherwise than after the prompt", ""),
+        (
+            False,
+            assistant("<think>\nsum\n</think>\n\n6!"),
+            "content: is written otherwise, or not at all, after the prompt",
+            "",
+        ),
         (
             None,
             assistant("6!", reasoning_content="sum"),
@@ -509,11 +514,13 @@ def test_a_head_that_the_template_writes_for_samplers_alone(answer):
     chat = Chat(TOKENIZER, template=opened + "{% if add_generation_prompt %}assistant:<think>\n{% endif %}")
     (example,) = data.read_examples([{"prompt": "2+2?", "response": answer}], "demonstrations")
     if answer == "4":
-        with pytest.raises(DataError, match="content: is written otherwise than after the prompt, which ends with"):
+        with pytest.raises(
+            DataError, match="content: is written otherwise, or not at all, after the prompt, which ends with"
+        ):
             example.datums(chat)
         return
     (datum,) = example.datums(chat)
-    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"user:2+2?{END}assistant:<think>\n\nsum</think>4{END}"
+    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"user:2+2?{END}assistant:<think>\nsum</think>4{END}"
 
 
 @for_each("thinking", [None, True, False])
