@@ -22,7 +22,8 @@ from rlkit.gateway import Gateway, GatewayError
 from rlkit.gateway.dialects.chat import ChatCall
 from rlkit.recipes import data, tasks
 from rlkit.recipes.settings import ExplorerInput, Format, Taskset
-from tests.chat.build import QWEN3
+from tests.chat.build import CHATML, LLAMA3, QWEN3
+from tests.chat.build import tokenizer as bpe
 from tests.each import for_each
 from tests.gateway.parts import Scripted
 
@@ -104,6 +105,17 @@ PROMPTS = [
     ([user("Q"), assistant("A", reasoning_content="hm"), user("Q")], Q + turn("assistant", "(hm)A") + Q),
     ([user("Q"), assistant("A", reasoning="hm"), user("Q")], Q + turn("assistant", "(hm)A") + Q),
     ([user("Q"), assistant("A", tool_calls=[], audio=None), user("Q")], Q + turn("assistant", "A") + Q),
+    ([{"role": "human", "content": "Q"}], r"[0].role"),
+    ([{"role": "User", "content": "Q"}], r"[0].role"),
+    ([user("Q"), assistant("A", train=False), user("Q")], r"[1].train"),
+    ([user("Q"), assistant("A", thinking="a", reasoning="b"), user("Q")], r"[1].thinking"),
+    ([user("Q"), assistant("A", thinking="hm"), user("Q")], Q + turn("assistant", "(hm)A") + Q),
+    (
+        [user("Q"), assistant("", tool_calls=[{"name": "add", "parameters": {"x": 1}}]), user("Q")],
+        r"[1].tool_calls[0]",
+    ),
+    (calling('{"x": 1e400}'), r"[1].tool_calls[0].function.arguments"),
+    ([{**user("Q"), "function_call": {"name": None, "arguments": None}}], Q),
     ([user(None)], r"[0].content"),
     ([{"role": "user"}], r"[0].content"),
     ([{"role": "system", "content": None}, user("Q")], r"[0].content"),
@@ -188,19 +200,19 @@ def prompt_of(example):
 
 
 def by_task(messages, tmp_path):
-    (task,) = tasks.make_tasks(Taskset(path=written(tmp_path, messages)), ExplorerInput(), "t")
+    (task,) = tasks.make_tasks(Taskset(path=file_of(tmp_path, messages)), ExplorerInput(), "t")
     return CHAT.start(task.make().reset(0)).prompt
 
 
 def by_eval(messages, tmp_path):
     parser = argparse.ArgumentParser()
     eval_command.add_options(parser)
-    path = written(tmp_path, messages)
+    path = file_of(tmp_path, messages)
     (task,) = eval_command._tasks(parser.parse_args(["toy", path]))
     return CHAT.start(task.make().reset(0)).prompt
 
 
-def written(tmp_path, messages):
+def file_of(tmp_path, messages):
     path = tmp_path / "rows.jsonl"
     row = {"prompt": messages, "response": "4", "answer": "4"}
     path.write_text(json.dumps(row, default=np.ndarray.tolist), "utf-8")
@@ -218,7 +230,7 @@ def test_one_conversation_has_one_prompt(door, messages, expected, tmp_path):
     if expected.startswith("["):
         with pytest.raises((DataError, GatewayError)) as error:
             door(*given)
-        assert re.search(re.escape(expected) + r": (got|has|is) .*; expected ", str(error.value))
+        assert re.search(re.escape(expected) + r": (got|has|is|differs) .*; expected ", str(error.value))
     else:
         assert TOKENIZER.decode(door(*given), skip_special=False) == expected + HEAD
 
@@ -568,3 +580,180 @@ def test_check_sees_rows_that_do_not_fit(backend, tmp_path, tiny, capsys):
         code = main(["train", str(tmp_path / "run.yaml"), "--check", *given])
         assert code == 2 * bool(expected)
         assert expected in capsys.readouterr().err
+
+
+TALK = [user("What is 1 + 2?"), assistant("it is 3."), user("and 2?"), assistant("it is 2 .")]
+BLANK = (  # as Vicuna and Llama-2 write: an answer begins with a blank, which joins its first word
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }}{% else %} ASSISTANT: {{ m.content }}"
+    "<|endoftext|>{% endif %}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+)
+
+
+@for_each("template", [BLANK, CHATML, LLAMA3])
+@for_each("talk", [TALK, [TALK[0], assistant(" it is")], [TALK[0], assistant("\nit is\n\nthe  3 ")]])
+def test_tokens_are_those_of_the_whole_text(template, talk):
+    """With merges: no token of an answer is cut in two, whether it is learnt, preferred or part of the history."""
+    t = bpe("llama3" if template is LLAMA3 else "chatml")
+    chat = Chat(t, template=template)
+    whole = chat.control.encode(chat.template.render(talk))
+    row = {"prompt": talk[:-1], "chosen": talk[-1], "rejected": "no"}
+    for kind, given in (("demonstrations", {"messages": talk}), ("pairs", row)):
+        datum = data.read_examples([given], kind)[0].datums(chat)[0]
+        if talk[-1]["content"].startswith("\n"):  # the prompt of a sampler ends before the line break
+            assert t.decode(whole, skip_special=False).startswith(t.decode(datum.tokens, skip_special=False))
+        else:
+            assert datum.tokens.tolist() == whole[: len(datum)].tolist()
+        answer = t.decode(datum.select(datum.tokens), skip_special=False)
+        assert answer.strip().startswith(("it is 3." if kind == "demonstrations" else talk[-1]["content"]).strip()[:5])
+
+
+def written(content="{{ m.content }}", arguments="{{ c.function.arguments | tojson }}", of="m.tool_calls or []"):
+    """A template of calls, in the manner of one family or another."""
+    return (
+        "{% for m in messages %}{{ m.role }}: " + content + "{% for c in " + of + " %}{{ c.function.name }}" + arguments
+        + "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )  # fmt: skip
+
+
+FAMILIES = {  # a template, and whether text beside calls is written
+    "objects": (written(), True),
+    "text": (written(arguments="{{ '' + c.function.arguments }}"), True),
+    "null": (
+        written(
+            "{% if m.content is not none %}{{ m.content }}{% endif %}", of="m.tool_calls or [] if m.content is none"
+        ),
+        False,
+    ),
+    "instead": (written("{% if not m.tool_calls %}{{ m.content }}{% endif %}"), False),
+    "none": (CHATML, True),  # they are written as hermes does
+}
+
+
+@for_each("family", FAMILIES)
+def test_calls_are_given_as_the_template_reads_them(family):
+    """As objects or text, beside null or an empty content; where a template would lose something, it is refused."""
+    template, beside = FAMILIES[family]
+    chat = Chat(TOKENIZER, template=template)
+    said = calling('{"x": 2}')
+    prompt = TOKENIZER.decode(chat.start(said).prompt, skip_special=False)
+    assert "add" in prompt
+    assert '"x": 2' in prompt
+    for content in (None, "I look."):
+        row = {"messages": [said[0], assistant(content, tool_calls=said[1]["tool_calls"])]}
+        (example,) = data.read_examples([row], "demonstrations")
+        if content and not beside:
+            with pytest.raises(DataError, match=r"row 0: (content|tool_calls): is (not )?written"):
+                example.datums(chat)
+            continue
+        (datum,) = example.datums(chat)
+        learnt = TOKENIZER.decode(datum.select(datum.tokens), skip_special=False)
+        assert learnt.startswith(content or ("<tool_call>" if family == "none" else "add"))
+        assert '"x": 2' in learnt
+        assert learnt.endswith(END)
+
+
+def test_messages_that_a_template_leaves_out():
+    """A role that it does not know, a tool's result for one, is refused and not lost."""
+    skipping = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    chat = Chat(TOKENIZER, template=skipping)
+    with pytest.raises(DataError, match="does not write the message of the role 'tool'"):
+        chat.start([user("Q"), assistant("A"), {"role": "tool", "content": "4"}])
+    quoted = Chat(TOKENIZER, template="{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
+    assert TOKENIZER.decode(quoted.start([user('a "b"\nc')]).prompt) == r'"a \"b\"\nc"'
+
+
+@for_each("name", ["reasoning_content", "thinking", "reasoning"])
+@for_each("given", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_the_name_that_the_template_reads(name, given):
+    template = f"{{% for m in messages %}}{{{{ m.{name} or '' }}}}{{{{ m.content }}}}<|im_end|>{{% endfor %}}"
+    (example,) = data.read_examples([{"messages": [user("Q"), assistant("A", **{given: "hm"})]}], "demonstrations")
+    (datum,) = example.datums(Chat(TOKENIZER, template=template))
+    assert TOKENIZER.decode(datum.select(datum.tokens), skip_special=False) == f"hmA{END}"
+
+
+def test_a_turn_ends_otherwise_within_a_conversation():
+    """What ends the last turn is learnt of each, and the history has what the template writes there."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' and loop.last %}<|im_end|>"
+        "{% else %}<|im_start|>{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (example,) = data.read_examples(
+        [{"messages": [user("Q"), assistant("A"), user("R"), assistant("B")]}], "demonstrations"
+    )
+    shown = [TOKENIZER.decode(d.tokens, skip_special=False) for d in example.datums(Chat(TOKENIZER, template=template))]
+    first, second = "user: Q<|im_start|>assistant: A", "<|im_start|>user: R<|im_start|>assistant: B<|im_end|>"
+    assert shown == [first + END, first + second]
+
+
+def test_a_prefill_begins_the_answer():
+    """An answer goes on from it; another one, which would make a thought that never ends, is refused."""
+    chat = Chat(TOKENIZER, template=QWEN3, prefill="OK: ")
+    (example,) = data.read_examples([{"prompt": "Q", "response": "OK: a"}], "demonstrations")
+    (datum,) = example.datums(chat)
+    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"{Q}{HEAD}OK: a{END}"
+    (example,) = data.read_examples([{"prompt": "Q", "response": "a"}], "demonstrations")
+    with pytest.raises(DataError, match=r"content: does not begin with Chat\.prefill, 'OK: '"):
+        example.datums(chat)
+
+
+def test_what_two_answers_share_is_not_their_prompt():
+    """Only what the template puts before them: not a word that is in the calls of both, too."""
+    sides = [assistant("add", tool_calls=[call({"x": x}, id="c1")]) for x in (1, 2)]
+    (example,) = data.read_examples([{"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}], "pairs")
+    chosen, _ = example.datums(CHAT)
+    assert TOKENIZER.decode(chosen.select(chosen.tokens)) == 'addc1:add{"x": 1}'
+
+
+@for_each(
+    ("row", "kind", "expected"),
+    [
+        ("Q", "pairs", "row 0: got 'Q'"),
+        (None, "demonstrations", "row 0: got None"),
+        ({"prompt": "Q", "chosen": "a", "rejected": "a"}, "pairs", "rejected: is the same as chosen"),
+        ({"prompt": "Q", "response": " \n"}, "demonstrations", "response: has an empty answer"),
+        ({"prompt": json.dumps([user("Q")]), "response": "A"}, "demonstrations", "this is their JSON text"),
+        ({"prompt": "Q", "chosen": json.dumps([assistant("A")]), "rejected": "b"}, "pairs", "this is their JSON text"),
+        ({"messages": [user("Q"), assistant("A")], "tools": [{"name": "add"}]}, "demonstrations", "tools[0]: got"),
+    ],
+)
+def test_other_rows_that_are_refused(row, kind, expected):
+    with pytest.raises(DataError, match=re.escape(expected)):
+        data.read_examples([row], kind)
+    with pytest.raises(rlkit.ConfigError, match="kind: got 'preferences'"):
+        data.read_examples([], "preferences")
+
+
+def test_keys_with_dots_and_a_system_prompt_of_the_row():
+    form = Format(prompt_key="input.text", messages_key="m.x", tools_key="a.b", system_prompt_key="sys")
+    row = {"input": {"text": "Q"}, "chosen": "A", "rejected": "B", "a": {"b": [ADD]}, "sys": "S"}
+    (pair,) = data.read_examples([row], "pairs", form)
+    chosen, _ = pair.datums(CHAT)
+    assert TOKENIZER.decode(chosen.tokens, skip_special=False) == f"[add]{turn('system', 'S')}{Q}{HEAD}A{END}"
+    (example,) = data.read_examples([{"m": {"x": [user("Q"), assistant("A")]}, "sys": "S"}], "demonstrations", form)
+    assert [message["role"] for message in example.prompt] == ["system", "user"]
+
+
+def test_tables_nest_arrays(caplog):
+    """As pandas reads them; ids of messages and calls may differ in a pair, and what is not read is named."""
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"required": np.array(["x"], object)}}}
+    said = np.array([user("Q"), assistant("", tool_calls=np.array([call({"x": np.array([1.5])})], object))], object)
+    row = {"messages": said, "tools": np.array([schema], object), "images": np.array([], float)}
+    (example,) = data.read_examples([row], "demonstrations", where="t")
+    (datum,) = example.datums(CHAT)
+    assert TOKENIZER.decode(datum.select(datum.tokens)) == 'call00000:add{"x": [1.5]}'
+    sides = [[{**user("Q"), "id": i}, {**assistant(text), "id": i}] for i, text in enumerate("AB")]
+    data.read_examples([{"chosen": sides[0], "rejected": sides[1]}], "pairs", where="p")
+    names = ["t: not read: the fields images", "p: not read: the fields id of messages"]
+    assert [record.getMessage() for record in caplog.records] == names
+
+
+def test_eval_names_the_fields_of_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "Q", "reward_model": NESTED}), "utf-8")
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    given = ["toy", str(path), "--set", "prompt_key=question", "--set", "response_key=reward_model.ground_truth"]
+    (task,) = eval_command._tasks(parser.parse_args(given))
+    assert task.make().step(Action("34")).reward == 1.0
+    with pytest.raises(rlkit.ConfigError, match="for files, prompt_key or response_key"):
+        eval_command._tasks(parser.parse_args([*given, "--set", "size=3"]))
