@@ -43,7 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help=text)
     parser.add_argument("--size", type=int, default=100, help="maximal number of tasks of each kind (default: 100)")
     parser.add_argument("--split", default="test", help="split of generated tasks (default: test)")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of generated tasks, or a file's prompt_key or response_key")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a setting of generated tasks, or a file's prompt_key or response_key",
+    )
     parser.add_argument("--reward", help="for a file's rows: a name in rlkit.recipes.rewards (default: answer_reward)")
     parser.add_argument("-n", type=int, default=1, help="episodes per task (default: 1)")
     parser.add_argument("-k", type=int, nargs="+", default=[], help="values of k for pass@k, each at most n")
@@ -123,7 +129,9 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     args = settings("--set", options.set)
     form = {name: args.pop(name) for name in _KEYS if name in args} if files else {}
     if args and len(files) == len(options.tasks):
-        raise ConfigError("--set", f"is {options.set[0]!r}", f"for files, {' or '.join(_KEYS)}, which name their fields")
+        raise ConfigError(
+            "--set", f"is {options.set[0]!r}", f"for files, {' or '.join(_KEYS)}, which name their fields"
+        )
     tasks: list[Task] = []
     for path in options.tasks:
         source, split, workflow, given = (

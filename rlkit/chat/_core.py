@@ -483,8 +483,10 @@ class Chat:
         """
         said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
         last, inner = (self._written_after("Yes.", messages) for messages in (said, [*said, said[0]]))
-        if not last or known.intersection(last) or last[:1] != inner[:1]:
-            return next((token for token in last if token in known), None)
+        at = next((i for i, token in enumerate(last) if token in known), len(last))
+        within = last[: at + 1] == inner[: at + 1]  # not only after the last turn, as some templates put the eos
+        if not last or (within and at < len(last)) or last[:1] != inner[:1]:
+            return next(iter(last[at:]), None)
         text = self.tokenizer.decode(last[:1], skip_special=False)
         ends = self.tokenizer.decode(list(self.tokenizer.eos_ids), skip_special=False) or "it has none"
         message = (

@@ -502,6 +502,8 @@ def find_answer(message: Message, before: str, bare: str, whole: str) -> int:
     for written in (head, head.rstrip()):
         if start < 0 and written and written in whole:
             start = whole.rfind(written) + len(written)
+    if start < 0 and not head and content.strip() in whole:  # the history is written otherwise, and turns have no head
+        start = len(whole[: whole.rfind(content.strip())].rstrip())
     rest, structured = whole[max(start, 0) :], {"tool_calls", "reasoning_content"} & message.keys()
     if start >= 0 and (_holds(rest, content) or (_holds(head + rest, content) and not _holds(head, content))):
         return start

@@ -671,6 +671,20 @@ def test_thoughts_have_the_name_that_the_template_reads(name, given):
     assert TOKENIZER.decode(datum.select(datum.tokens), skip_special=False) == f"hmA{END}"
 
 
+def test_a_system_prompt_that_is_written_before_the_last_question_alone():
+    """It is in the prompt of the answer, as in that of a sampler; the answer begins with the template's blank."""
+    template = (
+        "{% set ns = namespace(s='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set ns.s = m.content + ' ' %}"
+        "{% elif m.role == 'user' %}[{{ ns.s if loop.last else '' }}{{ m.content }}]"
+        "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "system", "content": "S"}, user("Q"), assistant("A")]}
+    (example,) = data.read_examples([row], "demonstrations")
+    (datum,) = example.datums(Chat(TOKENIZER, template=template))
+    assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"[S Q] A{END}"
+
+
 def test_a_turn_ends_otherwise_within_a_conversation():
     """What ends the last turn is learnt of each, and the history has what the template writes there."""
     template = (
@@ -683,6 +697,19 @@ def test_a_turn_ends_otherwise_within_a_conversation():
     shown = [TOKENIZER.decode(d.tokens, skip_special=False) for d in example.datums(Chat(TOKENIZER, template=template))]
     first, second = "user: Q<|im_start|>assistant: A", "<|im_start|>user: R<|im_start|>assistant: B<|im_end|>"
     assert shown == [first + END, first + second]
+
+
+def test_an_eos_after_the_last_turn_alone_does_not_end_turns(monkeypatch):
+    """What the template writes after every turn does, and there is a warning: the model does not know it as an end."""
+    monkeypatch.setattr("rlkit.chat._core._warned", set())
+    template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}<|im_end|>"
+    with pytest.warns(UserWarning, match="ends a turn with '<|im_start|>'"):
+        chat = Chat(TOKENIZER, template=template)
+    (example,) = data.read_examples(
+        [{"messages": [user("Q"), assistant("A"), user("R"), assistant("B")]}], "demonstrations"
+    )
+    learnt = [TOKENIZER.decode(d.select(d.tokens), skip_special=False) for d in example.datums(chat)]
+    assert "".join(learnt) == "A<|im_start|>B<|im_start|>"
 
 
 def test_a_prefill_begins_the_answer():
