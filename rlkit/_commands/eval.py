@@ -117,6 +117,7 @@ def _check_files(options: argparse.Namespace) -> None:
 def _tasks(options: argparse.Namespace) -> list[Task]:
     """Return all tasks of the names and files given."""
     from rlkit import _check, recipes
+    from rlkit.config import structure
     from rlkit.errors import ConfigError
     from rlkit.recipes.settings import ExplorerInput, Format, Taskset
     from rlkit.recipes.tasks import make_tasks
@@ -148,7 +149,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
             name=Path(path).stem,
             path=source,
             split=split,
-            format=Format(**{"response_key": "answer", **form}),
+            format=structure(Format, {"response_key": "answer", **form}, "--set"),
             default_reward_fn_type=options.reward,
             default_workflow_type=workflow,
             workflow_args=given,
