@@ -106,7 +106,10 @@ class Conversation:
         marked = self._chat.control.mark(self._with_calls(message), foreign=False)
         following = [] if observation is None or _holds_tokens(observation) else _messages(observation)
         mark = self._chat.control.mark
-        before, tokens, said = self._prompts.answer([*self._safe, marked], [mark(each) for each in following])
+        try:
+            before, tokens, said = self._prompts.answer([*self._safe, marked], [mark(each) for each in following])
+        except DataError as error:
+            raise DataError(f"messages[{len(self.messages)}].{error}") from error
         whole = np.concatenate([before, tokens])
         if not lead:
             self.prompt = _check.frozen(np.concatenate([self.prompt, before]))

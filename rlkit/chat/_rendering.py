@@ -21,7 +21,6 @@ from rlkit.chat.templates import (
     CUT,
     ControlText,
     check_written,
-    continue_head,
     find_answer,
     size_of_lead,
     without,
@@ -188,29 +187,28 @@ class RendererPrompts:
         check_written(message, lambda name: not np.array_equal(self._whole(without(messages, name)), whole))
         texts = [self._text(ids) for ids in (before, self._whole(messages[:-1]), whole)]
         plain: Message = {**message, "content": message["content"].replace(CUT, "")}
-        start = find_answer(plain, *texts)
-        if start < 0:
-            ids = chat.control.encode(continue_head(message, *texts), first=False)
-        else:  # a token may hold the end of the prompt and the beginning of the answer
-            cut = next(k for k in range(whole.size + 1) if len(self._text(whole[:k])) >= start)
-            ids = np.concatenate([chat.control.encode(self._text(whole[:cut])[start:], first=False), whole[cut:]])
+        found = find_answer(plain, *texts)
+        ids = self._as_text(found) if isinstance(found, str) else self._from(whole, found)
         if chat.prefill:
-            rest = without_prefill(self._text(ids), plain, chat.prefill)
-            ids = (
-                ids
-                if rest == self._text(ids)
-                else chat.control.encode(chat.control.mark(rest, foreign=False), first=False)
-            )
+            text = self._text(ids)
+            rest = without_prefill(text, plain, chat.prefill)
+            ids = self._from(ids, len(text) - len(rest)) if text.endswith(rest) else self._as_text(rest)
         ends = np.flatnonzero(np.isin(ids, list(chat.ends)))
         if ends.size:
             ids = ids[: ends[0] + 1]
         else:
             more = self._whole([*messages, *following])[whole.size :] if following else whole[:0]
             ids = np.concatenate([ids, more[:1] if np.isin(more[:1], list(chat.ends)).any() else chat.end])
-        lead = (
-            0 if "tool_calls" in message else size_of_lead(chat, ids, self._text(ids).rfind(plain["content"].strip()))
-        )
+        lead = size_of_lead(chat, ids, message)
         return ids[:lead], ids[lead:], str(message["content"])
+
+    def _as_text(self, text: str) -> np.ndarray:
+        return self._chat.control.encode(self._chat.control.mark(text, foreign=False), first=False)
+
+    def _from(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """Return the tokens after ``start`` characters; one that holds the end of these and more is encoded anew."""
+        cut = next(k for k in range(ids.size + 1) if len(self._text(ids[:k])) >= start)
+        return np.concatenate([self._chat.control.encode(self._text(ids[:cut])[start:], first=False), ids[cut:]])
 
     def _whole(self, messages: Sequence[Message]) -> np.ndarray:
         return self._renderer.render(messages, self._tools, head=False)

@@ -357,7 +357,7 @@ class TemplatePrompts:
     def first(self, messages: Sequence[Message]) -> np.ndarray:
         """Render all messages and the head of the policy's turn: int64 [P]."""
         text = self._text(messages)
-        self._check_written(messages, text)
+        self._check_written(messages, 0, text)
         self._rendered = len(messages), text
         return self._encode(text + self._chat.prefill, first=True)
 
@@ -380,20 +380,19 @@ class TemplatePrompts:
         else:
             before, whole = self._text(messages[:-1]), self._text(messages, head=False)
             check_written(message, lambda name: self._text(without(messages, name), head=False) != whole)
-            texts = before, self._text(messages[:-1], head=False), whole
-            start = find_answer(message, *texts)
-            written = continue_head(message, *texts) if start < 0 else whole[start:]
+            found = find_answer(message, before, self._text(messages[:-1], head=False), whole)
+            written = found if isinstance(found, str) else whole[found:]
         said = without_prefill(written, message, chat.prefill)
         ends = [(chat.tokenizer.decode([token], skip_special=False), token) for token in chat.ends]
-        found = min(((said.index(text), token) for text, token in ends if text and text in said), default=None)
-        if found is not None:
-            said, end = said[: found[0]], np.array([found[1]], np.int64)
+        at, token = min(((said.index(text), token) for text, token in ends if text and text in said), default=(-1, -1))
+        if at >= 0:
+            said, end = said[:at], np.array([token], np.int64)
         else:
             after = _after(self._text([*messages, *following]), before, said) if self._template and following else None
             end = np.array(chat.control.leading_ids(after or "")[:1], np.int64)
             end = end if np.isin(end, list(chat.ends)).any() else chat.end
-        ids, content = self._encode(said), message["content"].replace(CUT, "").strip()
-        lead = 0 if "tool_calls" in message else size_of_lead(chat, ids, said.replace(CUT, "").rfind(content))
+        ids = self._encode(said)
+        lead = size_of_lead(chat, ids, message)
         return ids[:lead], np.concatenate([ids[lead:], end]), said
 
     def following(
@@ -431,7 +430,7 @@ class TemplatePrompts:
             ids = ids[1:]
         elif demonstrated and ended and np.isin(ids[:1], self._chat.control.special_ids).any() and not keep:
             return self.first(messages)  # within a conversation the template ends the turn otherwise
-        self._check_written(messages[turn + 1 :], text)
+        self._check_written(messages, turn + 1, text)
         self._rendered = len(messages), text
         return np.concatenate([prompt, action.tokens, ids])
 
@@ -452,16 +451,16 @@ class TemplatePrompts:
             raise DataError("conversation", what, "once", "tokens cannot be appended to it")
         return parts[1]
 
-    def _check_written(self, messages: Sequence[Message], text: str) -> None:
-        """Raise DataError for a message that the template leaves out, as some do with roles that they do not know."""
+    def _check_written(self, messages: Sequence[Message], first: int, text: str) -> None:
+        """Raise DataError for a message, from ``first`` on, that the template leaves out: of a tool, for one."""
         lean = None
-        for message in messages if self._template else ():
-            content = message["content"].strip()
-            if message["role"] != "assistant" and content not in text:
+        for i in range(first, len(messages)) if self._template else ():
+            role, content = messages[i]["role"], messages[i]["content"].strip()
+            if role != "assistant" and content not in text:
                 lean = _lean(text) if lean is None else lean
                 if _lean(content) not in lean and _lean(_json(content)[1:-1]) not in lean:
-                    what = f"the chat template does not write the message of the role {message['role']!r}"
-                    raise DataError("messages", what, "a template that writes it", _check.shown(content))
+                    what = f"is not written by the chat template, which leaves out the role {role!r}"
+                    raise DataError(f"messages[{i}].content", what, "a template that writes it")
 
     def _text(self, messages: Sequence[Message], *, head: bool = True) -> str:
         if self._template is not None:
@@ -485,8 +484,8 @@ def check_written(message: Message, is_written: Callable[[str], bool]) -> None:
             raise DataError(name, "is not written by the model's chat template", "a template that writes it", why)
 
 
-def find_answer(message: Message, before: str, bare: str, whole: str) -> int:
-    """Return where an answer begins in ``whole``, or -1: there is only its content, which continues the prompt.
+def find_answer(message: Message, before: str, bare: str, whole: str) -> int | str:
+    """Return where an answer begins in ``whole``; if it is not there, the rest of its content after the prompt.
 
     Args:
         message: the answer.
@@ -507,27 +506,16 @@ def find_answer(message: Message, before: str, bare: str, whole: str) -> int:
     rest, structured = whole[max(start, 0) :], {"tool_calls", "reasoning_content"} & message.keys()
     if start >= 0 and (_holds(rest, content) or (_holds(head + rest, content) and not _holds(head, content))):
         return start
-    if structured or not content.lstrip().startswith(_unwritten(head, whole).strip()):
+    tail = next(head[i:] for i in range(len(head), -1, -1) if head[:i] in whole)  # ``<think>``, for one: not in whole
+    if structured or not content.lstrip().startswith(tail.strip()):
         name = "content" if start >= 0 else min(structured, default="content")
         what = f"is written otherwise, or not at all, after the prompt, which ends with {_check.shown(head)}"
         why = "thinking, template and prefill of the chat change the prompt"
         raise DataError(name, what, "an answer that continues the prompt", why)
-    return -1
-
-
-def continue_head(message: Message, before: str, bare: str, whole: str) -> str:
-    """Return the rest of the content of an answer for which ``find_answer`` gave -1."""
-    tail = _unwritten(before.removeprefix(bare) if before.startswith(bare) else "", whole)
-    content = str(message["content"])
     if not tail.strip():
         return content
     content = content.lstrip()
-    return content[len(tail) :] if content.startswith(tail) else content[len(tail.strip()) :]
-
-
-def _unwritten(head: str, whole: str) -> str:
-    """Return the end of a turn's head that the template does not write before an answer: ``<think>``, for one."""
-    return next(head[i:] for i in range(len(head), -1, -1) if head[:i] in whole)
+    return content[len(tail) if content.startswith(tail) else len(tail.strip()) :]
 
 
 def without_prefill(written: str, message: Message, prefill: str) -> str:
@@ -539,8 +527,12 @@ def without_prefill(written: str, message: Message, prefill: str) -> str:
     raise DataError("content", f"does not begin with Chat.prefill, {prefill!r}", "an answer that does")
 
 
-def size_of_lead(chat: Chat, ids: np.ndarray, at: int) -> int:
-    """Return how many tokens there are before the ``at``-th character of their text."""
+def size_of_lead(chat: Chat, ids: np.ndarray, message: Message) -> int:
+    """Return how many of an answer's tokens the template puts before its content; 0 if it has more than content."""
+    content = message["content"].replace(CUT, "").strip()
+    if not content or {"tool_calls", "reasoning_content"} & message.keys():
+        return 0
+    at = chat.tokenizer.decode(ids, skip_special=False).rfind(content)
     sizes = (len(chat.tokenizer.decode(ids[:k], skip_special=False)) for k in range(1, ids.size + 1))
     return sum(1 for _ in itertools.takewhile(lambda size: size <= at, sizes))
 

@@ -380,7 +380,7 @@ def test_answers_are_learnt_as_they_are_written(kind):
             tokens = conversation.demonstrate({"role": "assistant", **answer}, "And 1?")
         except DataError as error:
             lost = str(error).partition(":")[0]
-            assert lost == "reasoning_content" or kind in BEGUN
+            assert lost == "messages[1].reasoning_content" or kind in BEGUN
             continue
         whole = chat.tokenizer.decode(np.concatenate([prompt, tokens]), skip_special=False)
         assert answer.get("content") or "add" in chat.tokenizer.decode(tokens, skip_special=False)
@@ -388,3 +388,19 @@ def test_answers_are_learnt_as_they_are_written(kind):
         assert [token in chat.ends for token in tokens.tolist()].index(True) == tokens.size - 1
         assert all(text in whole for text in (answer["content"] or "7", answer.get("reasoning") or "7"))
         assert "And 1?" in chat.tokenizer.decode(conversation.prompt)
+
+
+def test_a_prefill_begins_a_given_answer():
+    """What comes after it is learnt, control tokens included; an answer that does not begin so is refused."""
+    chat = chat_of("qwen3", prefill="<think>\nhm")
+    conversation = chat.start("7 + 0?", SCHEMAS)
+    tokens = conversation.demonstrate(
+        {"role": "assistant", "content": None, "reasoning": "hm so", "tool_calls": [CALL]}
+    )
+    assert chat.tokenizer.decode(conversation.prompt).endswith("<think>\nhm")
+    learnt = chat.tokenizer.decode(tokens, skip_special=False)
+    assert learnt.startswith(" so\n</think>\n\n<tool_call>\n")
+    assert learnt.endswith("</tool_call><|im_end|>")
+    assert int(tokens[-1]) in chat.ends
+    with pytest.raises(DataError, match=r"messages\[1\]\.content: does not begin with Chat\.prefill"):
+        chat.start("7 + 0?").demonstrate({"role": "assistant", "content": "7"})

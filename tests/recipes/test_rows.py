@@ -508,7 +508,7 @@ def test_templates_that_rewrite_the_history(thinking, answer, before, learnt):
     for row, kind in zip(rows, ("demonstrations", "pairs"), strict=True):
         (example,) = data.read_examples([row], kind)
         if not learnt:
-            with pytest.raises(DataError, match=f"data: row 0: {before}"):
+            with pytest.raises(DataError, match=rf"data: row 0: messages\[3\]\.{before}"):
                 example.datums(chat)
             continue
         datum = example.datums(chat)[-1 if kind == "demonstrations" else 0]
@@ -642,7 +642,7 @@ def test_calls_are_given_as_the_template_reads_them(family):
         row = {"messages": [said[0], assistant(content, tool_calls=said[1]["tool_calls"])]}
         (example,) = data.read_examples([row], "demonstrations")
         if content and not beside:
-            with pytest.raises(DataError, match=r"row 0: (content|tool_calls): is (not )?written"):
+            with pytest.raises(DataError, match=r"row 0: messages\[1\]\.(content|tool_calls): is (not )?written"):
                 example.datums(chat)
             continue
         (datum,) = example.datums(chat)
@@ -656,7 +656,10 @@ def test_messages_that_a_template_leaves_out():
     """A role that it does not know, a tool's result for one, is refused and not lost."""
     skipping = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     chat = Chat(TOKENIZER, template=skipping)
-    with pytest.raises(DataError, match="does not write the message of the role 'tool'"):
+    with pytest.raises(
+        DataError,
+        match=r"messages\[2\]\.content: is not written by the chat template, which leaves out the role 'tool'",
+    ):
         chat.start([user("Q"), assistant("A"), {"role": "tool", "content": "4"}])
     quoted = Chat(TOKENIZER, template="{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
     assert TOKENIZER.decode(quoted.start([user('a "b"\nc')]).prompt) == r'"a \"b\"\nc"'
@@ -719,7 +722,7 @@ def test_a_prefill_begins_the_answer():
     (datum,) = example.datums(chat)
     assert TOKENIZER.decode(datum.tokens, skip_special=False) == f"{Q}{HEAD}OK: a{END}"
     (example,) = data.read_examples([{"prompt": "Q", "response": "a"}], "demonstrations")
-    with pytest.raises(DataError, match=r"content: does not begin with Chat\.prefill, 'OK: '"):
+    with pytest.raises(DataError, match=r"messages\[1\]\.content: does not begin with Chat\.prefill, 'OK: '"):
         example.datums(chat)
 
 
@@ -729,6 +732,9 @@ def test_what_two_answers_share_is_not_their_prompt():
     (example,) = data.read_examples([{"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}], "pairs")
     chosen, _ = example.datums(CHAT)
     assert TOKENIZER.decode(chosen.select(chosen.tokens)) == 'addc1:add{"x": 1}'
+    sides = [assistant(text, reasoning_content="hm") for text in "45"]  # thoughts are the answers' own
+    (example,) = data.read_examples([{"prompt": "Q", "chosen": sides[0], "rejected": sides[1]}], "pairs")
+    assert [TOKENIZER.decode(d.select(d.tokens)) for d in example.datums(CHAT)] == ["(hm)4", "(hm)5"]
 
 
 @for_each(
@@ -761,7 +767,7 @@ def test_keys_with_dots_and_a_system_prompt_of_the_row():
 
 
 def test_tables_nest_arrays(caplog):
-    """As pandas reads them; ids of messages and calls may differ in a pair, and what is not read is named."""
+    """Read nested arrays as lists, let ids differ within a pair, and name the fields that are not read."""
     schema = {"type": "function", "function": {"name": "add", "parameters": {"required": np.array(["x"], object)}}}
     said = np.array([user("Q"), assistant("", tool_calls=np.array([call({"x": np.array([1.5])})], object))], object)
     row = {"messages": said, "tools": np.array([schema], object), "images": np.array([], float)}
