@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check, advantages, metrics
-from rlkit._check import answered
 from rlkit._shuffle import epoch_order
 from rlkit.advantages import token_weights
 from rlkit.advantages.tokens import MODES
@@ -305,7 +304,6 @@ def _seeds(seed: int | Sequence[int]) -> Sequence[int]:
 Parts: TypeAlias = Sequence[Sequence[Datum]]
 
 
-@answered
 def assign(
     groups: Sequence[Group],
     estimator: str | Estimator = "grpo",
@@ -404,7 +402,7 @@ def _resolve(estimator: str | Estimator, config: Config, level: str) -> Estimato
     """Return the estimator, which takes these settings."""
     _check.choice("level", level, tuple(LEVELS))
     function: Estimator = advantages.registry.resolve(estimator)
-    _check.options("assign(config)", function, config, kind="estimators")
+    _check.options("assign(config)", function, config)
     return function
 
 

@@ -10,7 +10,6 @@ import concurrent.futures
 
 __all__ = [
     "AgentError",
-    "ArgumentError",
     "BackendError",
     "BackendTimeout",
     "CheckpointError",
@@ -53,10 +52,6 @@ class DataError(RlkitError, ValueError):
 
 class ConfigError(RlkitError, ValueError):
     """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
-
-
-class ArgumentError(ConfigError, TypeError):
-    """A call has an argument that the function does not take, or lacks one; names of other libraries get a hint."""
 
 
 class MissingPackageError(ConfigError, ModuleNotFoundError):

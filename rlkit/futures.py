@@ -9,14 +9,13 @@ import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlkit import _check
-from rlkit.errors import ArgumentError, BackendError, BackendTimeout, RequestCancelled
+from rlkit.errors import BackendError, BackendTimeout, RequestCancelled
 
 __all__ = ["Future", "all_done", "settled"]
 
-_HINT = "it holds a value that is not ready yet: call .result() or await it, and use that value"
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -239,30 +238,6 @@ class Future(Generic[T]):
 
     def __del__(self) -> None:
         self._drop()
-
-    if not TYPE_CHECKING:  # type checkers must still refuse the names that are answered here
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("__"):  # asked for by copy, pickle and the like
-                raise AttributeError(f"'Future' object has no attribute {name!r}")
-            raise AttributeError(f"a Future has no {name!r}; {_HINT}")
-
-        def __getitem__(self, item: object) -> NoReturn:
-            raise ArgumentError(f"a Future is not the list itself; {_HINT}")
-
-        def __iter__(self) -> NoReturn:
-            raise ArgumentError(f"a Future cannot be iterated; {_HINT}")
-
-        def __len__(self) -> NoReturn:
-            raise ArgumentError(f"a Future has no length; {_HINT}")
-
-        def __enter__(self) -> NoReturn:
-            raise ArgumentError(f"a Future is not a context manager; {_HINT}")
-
-        def __exit__(self, *exc: object) -> None: ...
-
-        def __bool__(self) -> bool:
-            return True  # and not a matter of its length
 
     def __repr__(self) -> str:
         if not self.done():

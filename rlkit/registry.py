@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
@@ -37,19 +37,15 @@ class Registry(dict[str, Any]):
     rlkit.errors.UnknownNameError: no colour named 'rad'; did you mean 'red'? There are: red
     """
 
-    def __init__(
-        self, kind: str, *, entry_point_group: str | None = None, elsewhere: Callable[[str], str] | None = None
-    ) -> None:
+    def __init__(self, kind: str, *, entry_point_group: str | None = None) -> None:
         """Return an empty registry.
 
         Args:
             kind: what it holds, for messages.
             entry_point_group: of packages that add to it.
-            elsewhere: a missing name -> where to find it instead, "" where that is unknown.
         """
         super().__init__()
         self.kind = kind
-        self._elsewhere = elsewhere
         self._group = entry_point_group
 
     def register(self, name: str) -> Callable[[F], F]:
@@ -90,7 +86,6 @@ class Registry(dict[str, Any]):
 
     def table(self) -> list[tuple[str, str]]:
         """Return (name, first line of its docstring), sorted by name."""
-        self._load_entry_points()
         return [(name, (inspect.getdoc(self[name]) or "").partition("\n")[0]) for name in sorted(self)]
 
     def __getitem__(self, name: str) -> Any:
@@ -102,13 +97,25 @@ class Registry(dict[str, Any]):
         return value
 
     def __missing__(self, name: object) -> Any:
-        self._load_entry_points()
-        if name in self:
+        if name in self:  # now that entry points are loaded
             return super().__getitem__(str(name))
-        elsewhere = self._elsewhere(str(name)) if self._elsewhere is not None else ""
-        if elsewhere:
-            raise UnknownNameError(f"no {self.kind} named {name!r}: {elsewhere}")
         raise UnknownNameError(f"no {self.kind} named {name!r}{_check.near(str(name), sorted(self))}")
+
+    def __contains__(self, name: object) -> bool:
+        self._load_entry_points()
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:  # overridden, so that dict(registry) calls __getitem__, which imports
+        return iter(self.keys())
+
+    def keys(self) -> Any:
+        """Return the names, those of entry points too."""
+        self._load_entry_points()
+        return super().keys()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the implementation, or ``default`` if there is none of that name."""
+        return self[name] if name in self else default  # noqa: SIM401 (this is get)
 
     def values(self) -> Any:
         """Import and return the implementations."""

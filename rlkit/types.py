@@ -10,7 +10,6 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._check import answered, hinted
 from rlkit._rows import HIGHEST, Number, Numbers, TokenIds
 from rlkit.errors import ConfigError, DataError, RlkitError
 
@@ -131,7 +130,6 @@ def _modules(names: tuple[str, ...] | list[str] | Literal["all-linear"] | None) 
     return tuple(names)
 
 
-@answered
 @attrs.frozen
 class SamplingParams(Drawn):
     r"""How to sample.
@@ -179,7 +177,6 @@ class SamplingParams(Drawn):
         self._convert_drawn(ConfigError)
 
 
-@answered
 @attrs.frozen
 class Adam:
     """One step of AdamW (decoupled weight decay, arXiv:1711.05101); every number may change from step to step.
@@ -205,7 +202,6 @@ class Adam:
         _check.convert(self, "eps", _check.real, above=0.0)
 
 
-@answered
 @attrs.frozen
 class Lora:
     """A low-rank adapter (arXiv:2106.09685): W + (alpha / rank) B A, B = 0 at first, no dropout.
@@ -275,7 +271,6 @@ _REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entrop
 _ONE_PER_TOKEN = (*_REAL_INPUTS, "old_values", "sampling_logprobs", "reference_logprobs", "old_logprobs", "versions")
 
 
-@answered
 @attrs.frozen(eq=False, repr=False)
 class Datum:
     """A sequence of tokens, which of them the policy chose, and the inputs of a loss for those.
@@ -368,8 +363,6 @@ class Datum:
         return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
 
 
-@hinted("sample")
-@answered
 @attrs.frozen(eq=False, repr=False)
 class Sample(Drawn):
     """A sampler's result for one completion.
@@ -466,7 +459,6 @@ class Sample(Drawn):
         return f"Sample(P={self.prompt.size}, n={self.tokens.size}, stop_reason={self.stop_reason!r})"
 
 
-@hinted("output")
 @attrs.frozen(eq=False, repr=False)
 class ForwardBackwardOutput:
     """The output of ``forward`` and ``forward_backward``, before any update.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 import types
 
+import numpy as np
 import pytest
 
 import rlkit
-from rlkit import ConfigError, Registry, UnknownNameError, errors
+from rlkit import ConfigError, Registry, UnknownNameError, errors, losses
 from tests.each import for_each
 
 
@@ -105,3 +106,68 @@ def test_connect_names_its_backends():
         ConfigError, match=r"^connect\('toy'\): no option 'seeed'; did you mean 'seed'\? There are: model"
     ):
         rlkit.connect("toy", seeed=1)
+
+
+def refuse(call, *arguments) -> str:
+    """The error of a call."""
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+class TestRegistering:
+    """What a cell of a notebook does again and again."""
+
+    def test_the_same_function_takes_the_place_of_the_old_one(self):
+        def define(factor):
+            @losses.register("mine_again")
+            def mine(logprobs, weights=1.0):
+                return -factor * (weights * logprobs).sum()
+
+            return mine
+
+        try:
+            define(1.0)
+            second = define(2.0)
+            assert losses.registry["mine_again"] is second
+            assert "already exists" in refuse(losses.register("mine_again"), len)
+        finally:
+            losses.registry.pop("mine_again", None)
+
+    def test_lambdas_are_not_the_same(self):
+        try:
+            losses.register("mine_again")(lambda logprobs: logprobs.sum())
+            assert "already exists" in refuse(losses.register("mine_again"), lambda logprobs: -logprobs.sum())
+        finally:
+            losses.registry.pop("mine_again", None)
+
+    @for_each("wrong", [3, "text", None, [len], np.zeros(3)])
+    def test_what_is_no_function_is_refused(self, wrong):
+        assert "a function or a class" in refuse(losses.register("mine_again"), wrong)
+        assert "mine_again" not in losses.registry
+
+    def test_without_a_name(self):
+        assert '@register("name")' in refuse(losses.register, len)
+
+
+def test_every_way_to_read_it_imports(registry, monkeypatch):
+    """``get``, ``in``, ``dict`` and loops give implementations, never dotted names, and know entry points (trap T8)."""
+    import json
+
+    point = types.SimpleNamespace(name="added", value="json:loads")
+    monkeypatch.setattr("rlkit.registry.entry_points", lambda *, group: [point] if group == "rlkit.test" else [])
+    assert "added" in registry
+    assert registry.get("added") is json.loads
+    assert registry.get("lazy") is json.dumps
+    assert registry.get("nothing") is None
+    assert registry.get("nothing", 3) == 3
+    for name, value in [*dict(registry).items(), *registry.items(), *((n, registry[n]) for n in registry)]:
+        assert callable(value), name
+    assert set(registry) == set(registry.keys()) == {"one", "lazy", "added"}
+
+
+def test_iterating_loads_entry_points(registry, monkeypatch):
+    """Also where nothing was looked up before."""
+    point = types.SimpleNamespace(name="added", value="json:loads")
+    monkeypatch.setattr("rlkit.registry.entry_points", lambda *, group: [point])
+    assert sorted(registry) == ["added", "lazy", "one"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from rlkit import _check
-from rlkit._check import answered
 from rlkit.backends._reference import reference_logprobs
 from rlkit.backends.early import resolve_class
 from rlkit.backends.options import LocalKwargs, LocalOptions, TinkerKwargs, ToyKwargs
@@ -42,7 +41,6 @@ def connect(name: Literal["tinker"], **options: Unpack[TinkerKwargs]) -> Trainer
 def connect(name: str, **options: object) -> TrainerBackend: ...
 
 
-@answered
 def connect(name: str, **options: object) -> TrainerBackend:
     """Open a trainer: ``"toy"``, ``"local"``, ``"tinker"``, or what a package adds to the group ``rlkit.backends``.
 
@@ -71,14 +69,13 @@ def connect(name: str, **options: object) -> TrainerBackend:
     'hello'
     """
     make = resolve_class(registry, name, options, LocalOptions, "connect")
-    _check.options(f"connect({name!r})", make, options, kind="connect")
+    _check.options(f"connect({name!r})", make, options)
     backend: TrainerBackend = make(**options)
     hint = f"rlkit.sampler({name!r}) opens a sampler" if isinstance(make, OpensSamplers) else ""
     _check.members(f"connect({name!r})", backend, TrainerBackend, hint)
     return backend
 
 
-@answered
 def sampler(name: str, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
     """Open a frozen policy without a trainer: a teacher, a reference, a finished policy.
 

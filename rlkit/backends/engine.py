@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 import numpy as np
 
-from rlkit._check import answered, hinted
 from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends.protocol import Sampler, Tokenizer
@@ -154,7 +153,6 @@ class OpensEngine(Protocol):
         """Return the engine of a loaded policy; called in the thread that trains."""
 
 
-@hinted("sampler")
 class SuccessiveSampler(Resource):
     """A ``LiveSampler`` over snapshots, each of which serves the requests that are made while it is the newest.
 
@@ -184,7 +182,6 @@ class SuccessiveSampler(Resource):
         self._open()
         return self._update(self)
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:

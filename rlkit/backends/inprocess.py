@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from rlkit import _check
-from rlkit._check import answered, hinted
 from rlkit._packages import has_torch
 from rlkit._resource import Resource
 from rlkit.backends import saves
@@ -76,7 +75,6 @@ class BaseTrainer(Resource):
         data, prepared, want = self._checked(data, loss, config, want, backward=False)
         return self._queue.submit("forward", lambda: self._run(data, prepared, want, backward=False))
 
-    @answered
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
     ) -> Future[ForwardBackwardOutput]:
@@ -86,7 +84,6 @@ class BaseTrainer(Resource):
         adds = any(datum.mask.any() for datum in data)
         return self._queue.forward_backward(lambda: self._run(data, prepared, want, backward=True), adds=adds)
 
-    @answered
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
         """Apply the accumulated gradient and clear it. See ``TrainerBackend.optim_step``.
 
@@ -97,7 +94,6 @@ class BaseTrainer(Resource):
         self._last_adam = params
         return future
 
-    @answered
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
         """Save weights and optimizer; the future gives the path. See ``TrainerBackend.save``.
 
@@ -289,7 +285,6 @@ class InProcessTrainer(BaseTrainer):
         return True
 
 
-@hinted("policy")
 class InProcessBackend(InProcessTrainer):
     """``TrainerBackend`` over the hooks of ``InProcessTrainer`` and three more."""
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from rlkit import _check, _packages
-from rlkit._check import Uncalled
 from rlkit._rows import TokenIds
 from rlkit.backends.hub import hub_source
 from rlkit.backends.protocol import Tokenizer
-from rlkit.errors import ArgumentError, ConfigError, DataError, UnsupportedError
+from rlkit.errors import ConfigError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +56,7 @@ def same_tokenizer(one: Tokenizer, two: Tokenizer, *, ends: bool = True) -> str:
 BRINGS_CODE = "it brings its own code, which rlkit never runs; expected an architecture that is part of transformers"
 
 
-class LocalTokenizer(Uncalled):
+class LocalTokenizer:
     """A transformers tokenizer as a ``Tokenizer``.
 
     Attributes:
@@ -136,13 +135,13 @@ class LocalTokenizer(Uncalled):
         Raises:
             UnsupportedError: the tokenizer has no chat template.
             DataError: the template refuses the messages, or does what its sandbox forbids.
-            ArgumentError: an argument of transformers that decides on the form of the result, which is fixed here.
+            ConfigError: an argument of transformers that decides on the form of the result, which is fixed here.
         """
         if self.chat_template is None and "chat_template" not in variables:
             raise UnsupportedError("the model's tokenizer has no chat template; encode the text yourself")
         taken = self._GIVEN & variables.keys()
         if taken:
-            raise ArgumentError(
+            raise ConfigError(
                 f"apply_chat_template: no argument {min(taken)!r}; it returns token ids, int64 [T], and passes other "
                 "arguments to the template as variables"
             )

@@ -93,28 +93,7 @@ F = TypeVar("F", bound=Callable[..., object])
 Level = Literal["datum", "pair", "batch"]
 Weights: TypeAlias = "Tensor | float"  # [n], or one for all
 
-_AS_LOSSES = {
-    "dapo": "DAPO is 'ppo' with clip_high_threshold=1.28, and weights of token_weights(mode='token-mean')",
-    "bnpo": "it is 'ppo' with weights of rlkit.advantages.token_weights(mode='token-mean')",
-    "sft": "it is 'cross_entropy'",
-    "nll": "it is 'cross_entropy'",
-    "kl": "rlkit.losses.with_kl(loss, coef=...) adds one to a loss",
-}
-
-
-def _elsewhere(name: str) -> str:
-    from rlkit.advantages import registry as estimators
-
-    if name.lower() in estimators:
-        estimator = name.lower()
-        return (
-            f"{estimator} is an estimator (rlkit.advantages.{estimator}); pass its advantages to the loss 'ppo' or "
-            "another policy loss"
-        )
-    return _AS_LOSSES.get(name.lower(), "")
-
-
-registry = Registry("loss", entry_point_group="rlkit.losses", elsewhere=_elsewhere)
+registry = Registry("loss", entry_point_group="rlkit.losses")
 register = registry.register
 
 

@@ -15,7 +15,6 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._check import INPUTS, answer, input_hint
 from rlkit.errors import BackendError, ConfigError, DataError
 from rlkit.losses.base import Level, Reached, Untouched, marks, ranges, registry
 from rlkit.metrics import names
@@ -197,10 +196,6 @@ class PreparedLoss:
         needed = (*self.inputs, "target_tokens") if self.driver == "target_logprobs" else self.inputs
         for i, datum in enumerate(data):
             self._check_datum(i, datum, needed)
-        for name in self.optional:
-            if name in INPUTS and data and not any(name in datum.inputs for datum in data):
-                what = f"names {name!r}, which no datum has, so its default would be used"
-                raise DataError(f"the loss {self.name!r} {what}{input_hint(name)}")
         if self.level == "pair":
             check_pairs(self.name, data, alike=preference(self.function) is not None)
 
@@ -209,7 +204,7 @@ class PreparedLoss:
         if missing:
             there = ", ".join(sorted(datum.inputs)) or "none"
             what = f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
-            raise DataError(what + input_hint(missing[0]))
+            raise DataError(what)
         targets = datum.inputs["target_tokens"].shape if self.driver == "target_logprobs" else (0, 0)
         if len(targets) != 2:
             raise DataError(f"data[{i}].inputs['target_tokens']", f"has shape {targets}", f"({len(datum)}, K)")
@@ -473,9 +468,9 @@ def _bound(name: str, settings: dict[str, object], config: Mapping[str, object] 
         raise ConfigError(_check.problem("config", f"got {_check.shown(config)}", "a mapping of settings, or None"))
     for key in config or {}:
         if key not in settings:
-            there = ", ".join(sorted(settings)) or "none"
-            hint = answer("losses", str(key), settings)
-            raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting; it has: {there}{hint}")
+            raise ConfigError(
+                f"config[{key!r}]: the loss {name!r} has no such setting{_check.near(str(key), settings)}"
+            )
     settings = {**settings, **(config or {})}
     for key, value in settings.items():
         if value is inspect.Parameter.empty:

@@ -18,17 +18,12 @@ from rlkit.chat.messages import is_list, read_text
 from rlkit.envs import Action
 from rlkit.errors import ConfigError, DataError
 from rlkit.recipes._trinity_math import boxed_verdict, dapo_verdict
-from rlkit.recipes.settings import TABLE
 from rlkit.registry import Registry
 from rlkit.rewards import overlong_penalty
 
 __all__ = ["bound", "read_answer", "rewards"]
 
-rewards = Registry(
-    "reward function",
-    entry_point_group="rlkit.rewards",
-    elsewhere=lambda name: TABLE["foreign"]["rewards"].get(name, ""),
-)
+rewards = Registry("reward function", entry_point_group="rlkit.rewards")
 """Name -> function ``(action, answer, **reward_fn_args)`` that returns a number."""
 
 _R1 = r"<think>.*?</think>\s*<answer>.*?</answer>\s*$"

@@ -321,7 +321,7 @@ def best_of_group(rewards: Iterable[ArrayLike]) -> list[np.ndarray]:
     return chosen
 
 
-registry = Registry("algorithm", elsewhere=lambda name: TABLE["foreign"]["algorithms"].get(name, ""))
+registry = Registry("algorithm")
 """Name -> ``Recipe``."""
 
 

@@ -144,7 +144,7 @@ def _check_model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -
     name, path = policy.backend, policy.options.get("model")
     if settings.options:
         backend = backends.registry[name]
-        _check.options("options", backend, dict(settings.options), kind="connect")
+        _check.options("options", backend, dict(settings.options))
         if isinstance(backend, ChecksOptions):
             backend.check_options(**policy.options)
     if name == "local" and isinstance(path, str):

@@ -332,5 +332,5 @@ class Plan:
         Raises:
             ConfigError: there is no such field, or as for the class.
         """
-        _check.options("rollout", Plan, options, kind="Plan")
+        _check.options("rollout", Plan, options)
         return attrs.evolve(self, **options)

@@ -197,7 +197,7 @@ def planned(plan: Plan | None, options: Mapping[str, object], caller: Callable[.
     """Return the plan with ``options`` in it, which ``caller`` was given besides its own."""
     _check.require(plan is None or isinstance(plan, Plan), "plan", plan, "an rlkit.rollouts.Plan")
     own = [p.name for p in inspect.signature(caller).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    _check.options(caller.__name__, Plan, options, kind="Plan", more=own)
+    _check.options(caller.__name__, Plan, options, more=own)
     return (Plan() if plan is None else plan).with_options(**options)
 
 

@@ -154,7 +154,7 @@ def test_settings_of_a_name_and_of_a_function():
     """``config`` binds settings; an unknown one lists those that there are."""
     for given in ("ppo", registry["ppo"]):
         assert prepare(given, {"dual_clip": 2.0}).settings["dual_clip"] == 2.0
-        with pytest.raises(ConfigError, match=r"config\['clip'\].*clip_high_threshold, clip_low_threshold, dual_clip"):
+        with pytest.raises(ConfigError, match=r"config\['clip'\].*clip_low_threshold, clip_high_threshold, dual_clip"):
             prepare(given, {"clip": 0.2})
     with pytest.raises(ConfigError, match="it has: none"):
         prepare("reinforce", {"beta": 1.0})

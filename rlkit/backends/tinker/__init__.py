@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import attrs
 
 from rlkit import _check
-from rlkit._check import hinted
 from rlkit.backends.checking import Checked, Remote, Start, check_adam
 from rlkit.backends.engine import SuccessiveSampler
 from rlkit.backends.inprocess import BaseTrainer
@@ -43,7 +42,6 @@ __all__ = ["TinkerBackend", "TinkerSampler"]
 T = TypeVar("T")
 
 
-@hinted("policy")
 class TinkerBackend(BaseTrainer):
     """A LoRA policy that a Tinker service trains and samples.
 

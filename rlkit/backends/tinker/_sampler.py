@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._check import answered, hinted
 from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends.protocol import Tokenizer
@@ -34,7 +33,6 @@ U = TypeVar("U")
 _SEED_LIMIT = 2**31 - 2**16  # servers count on from a seed, sample by sample, some of them in 32 bits
 
 
-@hinted("sampler")
 @attrs.define(eq=False, repr=False, slots=False)
 class TinkerSampler(Resource):
     """A snapshot, or the base model: the protocol over the SDK's sampling client, with a deadline for each request.
@@ -51,7 +49,6 @@ class TinkerSampler(Resource):
     _off_temperature: OffTemperature = attrs.field(kw_only=True)
     _closed: bool = attrs.field(default=False, init=False)
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:

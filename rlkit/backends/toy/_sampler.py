@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
-from rlkit._check import answered, hinted
 from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends._penalties import TokenCounts
@@ -163,7 +162,6 @@ class Completions:
         ]
 
 
-@hinted("sampler")
 @attrs.define(eq=False, repr=False, slots=False)
 class ToySampler(Resource):
     """A frozen toy policy."""
@@ -177,7 +175,6 @@ class ToySampler(Resource):
     max_length: int = attrs.field(kw_only=True)
     version: int = attrs.field(kw_only=True)
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
@@ -316,7 +313,6 @@ class RunningRequests:
                 request.future.set_result(outcome)
 
 
-@hinted("sampler")
 @attrs.define(eq=False, repr=False, slots=False)
 class LiveToySampler(ToySampler):
     """A ``LiveSampler`` of the toy backend."""
@@ -326,7 +322,6 @@ class LiveToySampler(ToySampler):
     _update: Callable[[LiveToySampler], Future[int]] = attrs.field(kw_only=True)
     switches: Literal["token", "request"] = attrs.field(default="token", init=False)
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:

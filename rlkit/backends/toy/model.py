@@ -12,9 +12,8 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._check import Uncalled
 from rlkit._rows import TokenIds
-from rlkit.errors import ArgumentError, BackendError, CheckpointError
+from rlkit.errors import BackendError, CheckpointError, ConfigError
 from rlkit.types import Adam, Datum
 
 __all__ = ["AdamState", "ByteTokenizer", "Distributions", "Features", "Weights", "base_weights"]
@@ -23,7 +22,7 @@ _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _CONTROL = re.compile("|".join(map(re.escape, _SPECIAL)).encode())
 
 
-class ByteTokenizer(Uncalled):
+class ByteTokenizer:
     """UTF-8 bytes as tokens, and three special ones: <|im_start|> 256, <|im_end|> 257 (the end), <|endoftext|> 258."""
 
     vocab_size = 259
@@ -63,7 +62,7 @@ class ByteTokenizer(Uncalled):
     ) -> np.ndarray:
         """Return int64 [T]: each message between <|im_start|> and <|im_end|>, then the head of the assistant's."""
         if variables:
-            raise ArgumentError(f"apply_chat_template: the toy's template takes no variables; got {sorted(variables)}")
+            raise ConfigError(f"apply_chat_template: the toy's template takes no variables; got {sorted(variables)}")
         checked = _check.messages("apply_chat_template(messages)", messages)
         start, end = [256], [257, 10]
         parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in checked]

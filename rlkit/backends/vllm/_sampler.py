@@ -22,7 +22,6 @@ from typing import Literal, Protocol, TypeVar, cast
 import numpy as np
 
 from rlkit import _check
-from rlkit._check import answered, hinted
 from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends.engine import SuccessiveSampler
@@ -97,7 +96,6 @@ class Served(Protocol):
         """Return the answer to a request, from one of the servers."""
 
 
-@hinted("sampler")
 class VllmSampler(Resource):
     """A frozen policy that is sampled in vLLM's wire format.
 
@@ -130,7 +128,6 @@ class VllmSampler(Resource):
         self._scored = scored
         self._seeds = seeds
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
@@ -241,7 +238,6 @@ class Aborts(Protocol):
         """Abort the request of that id, wherever it is; one that is nowhere is not an error."""
 
 
-@hinted("sampler")
 class ContinuingSampler(SuccessiveSampler):
     """A ``LiveSampler`` over servers of vLLM.
 
@@ -274,7 +270,6 @@ class ContinuingSampler(SuccessiveSampler):
             self._loop.soon(self._interrupt)
         return version
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:

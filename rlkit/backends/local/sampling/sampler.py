@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 from torch import nn
 
 from rlkit import _check
-from rlkit._check import answered, hinted
 from rlkit._rows import TokenIds
 from rlkit.backends._penalties import TokenCounts
 from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
@@ -229,7 +228,6 @@ class Owner(Protocol):
     about: str
 
 
-@hinted("sampler")
 class LocalSampler:
     """A frozen policy of a local backend; its requests are decoded together with everybody's."""
 
@@ -248,7 +246,6 @@ class LocalSampler:
         self._seeds = seeds
         self._submit = submit
 
-    @answered
     def sample(
         self, prompt: TokenIds, params: SamplingParams, *, n: int = 1, seed: int | None = None
     ) -> Future[list[Sample]]:
@@ -366,7 +363,6 @@ class Updated(Protocol):
         """See ``Scheduler.update``."""
 
 
-@hinted("sampler")
 class LiveLocalSampler(LocalSampler):
     """A ``LiveSampler`` of a local backend, whose requests have their own decoder.
 
