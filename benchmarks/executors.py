@@ -34,7 +34,7 @@ class Sampler:
     version = 0
 
     def sample(self, prompt, params, *, n=1, seed=None):  # noqa: ARG002
-        sample = rlkit.Sample(np.asarray(prompt), [65, 66], [-1.0, -1.0], "stop", version=0, **params.drawn_with)
+        sample = rlkit.Sample(np.asarray(prompt), [65, 66], [-1.0, -1.0], "stop", version=0, **params.sampling_options)
         return rlkit.Future.of([sample] * n)
 
     def logprobs(self, tokens, *, temperature=1.0):  # noqa: ARG002

@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import attrs
 import numpy as np
 
 from rlkit.errors import ConfigError, DataError, RlkitError
@@ -168,20 +169,33 @@ def plain(value: object) -> object:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def convert(thing: object, names: str, check: Callable[..., object], *, none: bool = False, **limits: object) -> None:
-    """Set fields of an instance of attrs, frozen or not, to what ``check`` returns for them.
+def checked(
+    default: object, check: Callable[..., object], *, none: bool = False, kw_only: bool | None = None, **limits: object
+) -> Any:
+    """Return a field of an attrs class whose value is what ``check`` returns for it.
 
     Args:
-        thing: the instance; an error names its class and the field.
-        names: of the fields, with spaces between.
-        check: a check of this module.
+        default: of the field.
+        check: a check of this module; its error names the class and the field.
         none: whether None is allowed, and stays.
+        kw_only: as of ``attrs.field``; None: as the class says.
         limits: keyword arguments of ``check``.
+
+    >>> @attrs.frozen
+    ... class Pause:
+    ...     seconds: float = checked(1.0, real, low=0.0)
+    >>> Pause(-1)
+    Traceback (most recent call last):
+    rlkit.errors.ConfigError: Pause.seconds: got -1; expected a finite number >= 0.0
     """
-    for name in names.split():
-        value = getattr(thing, name)
-        if value is not None or not none:
-            object.__setattr__(thing, name, check(f"{type(thing).__name__}.{name}", value, **limits))
+    converter: Any = attrs.Converter(  # a lambda: attrs would show the annotation of a function's argument as the field's
+        lambda value, made, field: (
+            None if value is None and none else check(f"{type(made).__name__}.{field.name}", value, **limits)
+        ),
+        takes_self=True,
+        takes_field=True,
+    )
+    return attrs.field(default=default, converter=converter, kw_only=kw_only)
 
 
 def entries(where: str, value: object, count: int | None = None, why: str = "") -> None:

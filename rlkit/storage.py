@@ -18,15 +18,14 @@ from rlkit._warn import warn
 from rlkit.errors import CheckpointError, ConfigError, DataError
 from rlkit.trajectory import Failure, Group, Trajectory, Turn
 from rlkit.trajectory.types import checked_groups
-from rlkit.types import DRAWN_WITH, NEW_OPTIONS, Sample
+from rlkit.types import SAMPLING_OPTIONS, Sample
 
 __all__ = ["TornLine", "append", "from_record", "read", "to_record"]
 
 FORMAT = "rlkit.group"
-_DRAWN = ("stop_reason", "version", *DRAWN_WITH)  # of a sample
+_DRAWN = ("stop_reason", "version", *SAMPLING_OPTIONS)  # of a sample
 _ENDS = ("nonterminal_reward", "nonterminal_override")
 _PLAIN = ("ended", "terminated", "truncated", "env", "index", "seed", "reduction")  # of a trajectory
-# 1: nonterminal_reward replaced an episode's rewards; 2: no min_p, no penalties; 3: no weight, no versions
 VERSION = 4
 
 
@@ -119,17 +118,17 @@ def from_record(record: object, *, where: str = "record") -> Group:
     """Return the group of a line.
 
     Raises:
-        DataError: naming the place, where the record is not a group's, or of a newer version.
+        DataError: naming the place, where the record is not a group's, or of another version.
     """
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
         raise DataError(where, "does not have this format", f"{FORMAT!r}")
     version = record.get("version")
-    if not isinstance(version, int) or version not in range(1, VERSION + 1):
-        what, why = f"has the version {version!r}", "read it with an rlkit as new as the one that wrote it"
-        raise DataError(where, what, f"1 to {VERSION}", why)
+    if version != VERSION:
+        what, why = f"has the version {version!r}", "read it with the rlkit that wrote it"
+        raise DataError(where, what, f"{VERSION}", why)
     try:
         return Group(
-            [_read_trajectory(each, version) for each in record["trajectories"]],
+            [_read_trajectory(each) for each in record["trajectories"]],
             failures=[Failure(**each) for each in record["failures"]],
             env=record["env"],
             index=record["index"],
@@ -172,22 +171,18 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
     }
 
 
-def _read_trajectory(record: Mapping[str, Any], version: int) -> Trajectory:
+def _read_trajectory(record: Mapping[str, Any]) -> Trajectory:
     before = np.zeros(0, np.int64)
     turns = []
     for each in record["turns"]:
         kept = _check.integer("prompt.kept", each["prompt"]["kept"], low=0, high=before.size, error=DataError)
         added = np.asarray(each["prompt"]["added"], dtype=np.int64)
-        drawn = {name: each[name] for name in _DRAWN if version > 2 or name not in NEW_OPTIONS}
-        drawn |= {"versions": each.get("versions")}
+        drawn = {name: each[name] for name in (*_DRAWN, "versions")}
         sample = Sample(np.concatenate([before[:kept], added]), each["tokens"], _floats(each["logprobs"]), **drawn)
-        reward, several = _reward(each["reward"]), each["rewards"] if version > 1 else None
-        several = None if several is None else [_reward(x) for x in several]
-        weight = each["weight"] if version > 3 else 1.0
-        turns.append(Turn(sample, reward, each["metrics"], rewards=several, weight=weight))
+        several = None if each["rewards"] is None else [_reward(x) for x in each["rewards"]]
+        turns.append(Turn(sample, _reward(each["reward"]), each["metrics"], rewards=several, weight=each["weight"]))
         before = np.concatenate([sample.prompt, sample.tokens])
-    ends = {name: record[name] for name in _ENDS} if version > 1 else {_ENDS[1]: record[_ENDS[0]]}
-    return Trajectory(turns, **{name: record[name] for name in (*_PLAIN, "tags", "metrics", "messages")}, **ends)
+    return Trajectory(turns, **{name: record[name] for name in (*_PLAIN, *_ENDS, "tags", "metrics", "messages")})
 
 
 def _common(one: np.ndarray, two: np.ndarray) -> int:

@@ -1,56 +1,68 @@
-"""The data that flows between the parts: frozen, validated, numpy inside."""
+"""The data that flows: how to sample, what was sampled, what to learn from it, what training gives back.
+
+All classes are frozen. Each field is checked by its converter when an object is made; the error names class, field and
+index. So what receives a ``Datum`` or a ``Sample`` need not look at its fields again. Arrays are read-only copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, TypeAlias, TypedDict, cast
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit._rows import HIGHEST, Number, Numbers, TokenIds
 from rlkit.errors import ConfigError, DataError, RlkitError
 
 __all__ = [
-    "DRAWN_WITH",
-    "NEW_OPTIONS",
+    "OPTIONAL_OPTIONS",
+    "SAMPLING_OPTIONS",
     "Adam",
     "Datum",
-    "Drawn",
-    "DrawnWith",
     "ForwardBackwardOutput",
     "Lora",
     "Sample",
+    "SamplingOptions",
     "SamplingParams",
 ]
 
-NEW_OPTIONS: Mapping[str, float] = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
+Input: TypeAlias = Number | Numbers | Sequence[Sequence[Number]]
+Stops: TypeAlias = tuple[str, ...] | tuple[int, ...] | None
+
+
+def _check_top_k(where: str, value: object, *, error: type[RlkitError]) -> int:
+    value = _check.plain(value)
+    off = type(value) is int and value == -1
+    return -1 if off else _check.integer(where, value, low=1, why="or -1 for off", error=error)
+
+
+# name -> the value that changes nothing, the check of a value, its limits
+_OPTIONS: Mapping[str, tuple[float, Callable[..., object], Mapping[str, Any]]] = {
+    "temperature": (1.0, _check.temperature, {"zero": True}),
+    "top_p": (1.0, _check.real, {"above": 0.0, "high": 1.0}),
+    "top_k": (-1, _check_top_k, {}),
+    "min_p": (0.0, _check.real, {"low": 0.0, "high": 1.0}),
+    "repetition_penalty": (1.0, _check.real, {"low": 0.001, "high": 1000.0}),
+    "presence_penalty": (0.0, _check.real, {"low": -2.0, "high": 2.0}),
+    "frequency_penalty": (0.0, _check.real, {"low": -2.0, "high": 2.0}),
 }
-"""Options that not every sampler has, and their neutral values."""
-
-DRAWN_WITH = ("temperature", "top_p", "top_k", *NEW_OPTIONS)
-
-
-class DrawnWith(TypedDict, total=False):
-    """The options that change how tokens are drawn."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+SAMPLING_OPTIONS = tuple(_OPTIONS)
+"""The options that change the distribution which tokens are drawn from."""
+OPTIONAL_OPTIONS: Mapping[str, float] = {name: _OPTIONS[name][0] for name in SAMPLING_OPTIONS[3:]}
+"""Those that not every sampler has, with their neutral values."""
 
 
-class Drawn:
-    """A mixin of the two classes with these fields."""
+def _option(name: str, error: type[RlkitError]) -> Any:
+    neutral, check, limits = _OPTIONS[name]
+    return checked(neutral, check, kw_only=name in OPTIONAL_OPTIONS or None, error=error, **limits)
+
+
+class SamplingOptions:
+    """The options that ``SamplingParams`` asks for and ``Sample`` records."""
 
     __slots__ = ()
 
@@ -63,9 +75,9 @@ class Drawn:
     frequency_penalty: float
 
     @property
-    def drawn_with(self) -> DrawnWith:
-        """The fields that say how tokens are drawn, by name: a sampler passes them on to its samples."""
-        return cast("DrawnWith", {name: getattr(self, name) for name in DRAWN_WITH})
+    def sampling_options(self) -> dict[str, Any]:
+        """The options by name, as a sampler passes them on: ``Sample(..., **params.sampling_options)``."""
+        return {name: getattr(self, name) for name in SAMPLING_OPTIONS}
 
     @property
     def truncates(self) -> bool:
@@ -82,32 +94,12 @@ class Drawn:
         """Whether tokens are drawn from another distribution than the policy's at that temperature."""
         return self.temperature > 0 and (self.truncates or self.penalizes)
 
-    def _convert_drawn(self, error: type[RlkitError]) -> None:
-        _check.convert(self, "temperature", _check.temperature, zero=True, error=error)
-        _check.convert(self, "top_p", _check.real, above=0.0, high=1.0, error=error)
-        _check.convert(self, "top_k", _top_k, error=error)
-        _check.convert(self, "min_p", _check.real, low=0.0, high=1.0, error=error)
-        _check.convert(self, "repetition_penalty", _check.real, low=0.001, high=1000.0, error=error)
-        _check.convert(self, "presence_penalty frequency_penalty", _check.real, low=-2.0, high=2.0, error=error)
 
-
-def _top_k(where: str, value: object, error: type[RlkitError]) -> int:
-    value = _check.plain(value)
-    if type(value) is int and value == -1:
-        return value
-    return _check.integer(where, value, low=1, why="or -1 for off", error=error)
-
-
-ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output head
-
-Stops: TypeAlias = tuple[str, ...] | tuple[int, ...] | None
-
-
-def _stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None) -> Stops:
+def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None) -> Stops:
     where, expected = "SamplingParams.stop", "None, or a tuple of non-empty strings, or a tuple of token ids >= 0"
     if stop is None:
         return None
-    if isinstance(stop, (str, bytes)) or not isinstance(stop, (tuple, list)):
+    if not isinstance(stop, (tuple, list)):
         raise ConfigError(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)")
     texts = tuple(x for x in stop if isinstance(x, str) and x)
     if len(texts) == len(stop):
@@ -120,18 +112,8 @@ def _stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] | None
     )
 
 
-def _modules(names: tuple[str, ...] | list[str] | Literal["all-linear"] | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    if names == ALL_LINEAR:
-        return (ALL_LINEAR,)
-    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise ConfigError("Lora.target_modules", _check.shown(names), "a tuple of module names, or 'all-linear'")
-    return tuple(names)
-
-
 @attrs.frozen
-class SamplingParams(Drawn):
+class SamplingParams(SamplingOptions):
     r"""How to sample.
 
     The options act in the order of transformers: penalties, temperature, top_k, top_p, min_p. (vLLM has min_p before
@@ -152,8 +134,7 @@ class SamplingParams(Drawn):
         presence_penalty: in [-2, 2]; taken off the logits of tokens that the completion has; 0 is off.
         frequency_penalty: in [-2, 2]; taken off them once for each time that the completion has the token; 0 is off.
 
-    ``truncates``, ``penalizes`` and ``reshapes`` (either of them, and not greedy) say what a set of options does, and
-    ``drawn_with`` gives those that a ``Sample`` records, as a dict: ``Sample(..., **params.drawn_with)``.
+    ``truncates``, ``penalizes`` and ``reshapes`` (either of them, and not greedy) say what a set of options does.
 
     >>> SamplingParams(max_tokens=8, stop=["\n"]).stop
     ('\n',)
@@ -162,209 +143,56 @@ class SamplingParams(Drawn):
     rlkit.errors.ConfigError: SamplingParams.temperature: got -1; expected a finite number >= 0.0
     """
 
-    max_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: Stops = attrs.field(default=None, converter=_stop)
-    min_p: float = attrs.field(default=0.0, kw_only=True)
-    repetition_penalty: float = attrs.field(default=1.0, kw_only=True)
-    presence_penalty: float = attrs.field(default=0.0, kw_only=True)
-    frequency_penalty: float = attrs.field(default=0.0, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        _check.convert(self, "max_tokens", _check.integer, low=1, high=2**31 - 1)
-        self._convert_drawn(ConfigError)
+    max_tokens: int = checked(64, _check.integer, low=1, high=2**31 - 1)
+    temperature: float = _option("temperature", ConfigError)
+    top_p: float = _option("top_p", ConfigError)
+    top_k: int = _option("top_k", ConfigError)
+    stop: Stops = attrs.field(default=None, converter=_check_stop)
+    min_p: float = _option("min_p", ConfigError)
+    repetition_penalty: float = _option("repetition_penalty", ConfigError)
+    presence_penalty: float = _option("presence_penalty", ConfigError)
+    frequency_penalty: float = _option("frequency_penalty", ConfigError)
 
 
-@attrs.frozen
-class Adam:
-    """One step of AdamW (decoupled weight decay, arXiv:1711.05101); every number may change from step to step.
-
-    Args:
-        learning_rate: >= 0.
-        beta1, beta2: in [0, 1).
-        eps: > 0.
-        weight_decay: >= 0.
-        grad_clip_norm: >= 0, the global norm above which the gradient is scaled down; 0 is off.
-    """
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-    def __attrs_post_init__(self) -> None:
-        _check.convert(self, "learning_rate weight_decay grad_clip_norm", _check.real, low=0.0)
-        _check.convert(self, "beta1 beta2", _check.real, low=0.0, below=1.0)
-        _check.convert(self, "eps", _check.real, above=0.0)
+def _refuse(where: str, array: np.ndarray, bad: np.ndarray, expected: str, why: str = "") -> None:
+    """Raise DataError for the first entry of ``array`` that is ``bad``."""
+    if bad.any():
+        index = tuple(np.argwhere(bad)[0])
+        raise DataError(where + "".join(f"[{i}]" for i in index), f"is {array[index]}", expected, why)
 
 
-@attrs.frozen
-class Lora:
-    """A low-rank adapter (arXiv:2106.09685): W + (alpha / rank) B A, B = 0 at first, no dropout.
-
-    Args:
-        rank: >= 1.
-        alpha: > 0.
-        seed: of the initial A; None takes the backend's.
-        train_mlp, train_attn: whether the linear layers of MLPs and of attention get one.
-        train_unembed: whether the output head gets one. None: on the local backend where the head is not tied to the
-            embedding, since other libraries can neither merge nor serve the adapter of a tied head; elsewhere True.
-        target_modules: names of modules instead of the three flags, as in peft. "all-linear" is attention and MLP, and
-            not the output head.
-
-    >>> Lora(target_modules="all-linear") == Lora(train_unembed=False)
-    True
-    """
-
-    rank: int = 32
-    alpha: float = 32.0
-    seed: int | None = None
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool | None = None
-    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_modules)
-
-    def __attrs_post_init__(self) -> None:
-        _check.convert(self, "rank", _check.integer, low=1)
-        _check.convert(self, "alpha", _check.real, above=0.0)
-        _check.convert(self, "seed", _check.integer, none=True, low=0)
-        _check.convert(self, "train_mlp train_attn", _check.flag)
-        _check.convert(self, "train_unembed", _check.flag, none=True)
-        if self.target_modules == (ALL_LINEAR,):
-            object.__setattr__(self, "target_modules", None)
-            object.__setattr__(self, "train_unembed", bool(self.train_unembed))
-        trains = self.train_mlp or self.train_attn or self.train_unembed is not False
-        if self.target_modules is None and not trains:
-            raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")
+def _refuse_probabilities(where: str, logprobs: np.ndarray) -> None:
+    why = f"a logprob is at most 0, plus rounding up to {HIGHEST}; is it a probability, or is its sign reversed?"
+    _refuse(where, logprobs, logprobs > HIGHEST, "a logprob", why)
 
 
-for _public in (Adam, Lora, SamplingParams):
-    _public.__module__ = "rlkit.types"  # where users import them from
-
-Input: TypeAlias = Number | Numbers | Sequence[Sequence[Number]]
-
-# The types that callers may pass, for type checkers; values are checked and converted once all fields are set.
+def _check_prompt(value: TokenIds) -> np.ndarray:
+    return _check.token_ids("Sample.prompt", value, low_length=1)
 
 
-def _tokens(value: TokenIds) -> np.ndarray:
-    return value  # type: ignore[return-value]
+def _check_completion(value: TokenIds) -> np.ndarray:
+    return _check.token_ids("Sample.tokens", value)
 
 
-def _maybe_tokens(value: TokenIds | None) -> np.ndarray | None:
-    return value  # type: ignore[return-value]
+def _check_logprobs(value: Numbers) -> np.ndarray:
+    array = _check.as_array("Sample.logprobs", value, "float32 [n]").astype(np.float32)
+    _refuse("Sample.logprobs", array, ~np.isfinite(array), "a finite number")
+    _refuse_probabilities("Sample.logprobs", array)
+    return _check.frozen(array)
 
 
-def _numbers(value: Numbers) -> np.ndarray:
-    return value  # type: ignore[return-value]
-
-
-def _inputs(value: Mapping[str, Input]) -> Mapping[str, np.ndarray]:
-    return value  # type: ignore[return-value]
-
-
-_REAL_INPUTS = ("advantages", "weights", "values", "returns", "rewards", "entropy")
-# With a loss's [n] a column [n, 1] of these broadcasts to [n, n]: each token would get the sum of all.
-_ONE_PER_TOKEN = (*_REAL_INPUTS, "old_values", "sampling_logprobs", "reference_logprobs", "old_logprobs", "versions")
+def _check_versions(value: TokenIds | None) -> np.ndarray | None:
+    if value is None:
+        return None
+    array = _check.as_array("Sample.versions", value, "int [n]")
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError("Sample.versions", f"has type {array.dtype}", "integers")
+    _refuse("Sample.versions", array, array < 0, "an integer >= 0")
+    return _check.frozen(array.astype(np.int64))
 
 
 @attrs.frozen(eq=False, repr=False)
-class Datum:
-    """A sequence of tokens, which of them the policy chose, and the inputs of a loss for those.
-
-    Args:
-        tokens: int64 [T], T >= 2.
-        mask: bool [T]; True where the policy chose the token. ``mask[0]`` is False, since nothing comes before it,
-            so n = mask.sum() < T.
-        inputs: name -> float32 or int64 array of shape (), [T] or [T, K]; entry i describes token i (rule R1). An
-            array of length n is scattered to the masked-in positions. Masked-out entries become
-            0. Integers stay integers, except for advantages, weights, values, returns, rewards, entropy and
-            names that end in ``logprobs``, which are at most 0, but for rounding up to 0.1. ``target_tokens`` and
-            ``versions`` are integers. [T, K] is for ``target_tokens`` and what goes with them, such as
-            ``teacher_logprobs``; advantages, weights, values, returns and the policies' logprobs are one number per
-            token.
-        temperature: the sampling temperature, in [0.001, 1000]; 0 means greedy.
-        truncated: sampled with top_p, top_k, min_p or a penalty, so that ``sampling_logprobs`` are not the policy's;
-            losses that use them refuse such a datum.
-
-    Raises:
-        DataError: naming the field and the index.
-
-    >>> datum = Datum(tokens=[5, 6, 7, 8], mask=[0, 0, 1, 1], inputs={"advantages": [0.5, -0.5]})
-    >>> datum.inputs["advantages"]
-    array([ 0. ,  0. ,  0.5, -0.5], dtype=float32)
-    >>> datum.select(datum.tokens)
-    array([7, 8])
-    """
-
-    tokens: np.ndarray = attrs.field(converter=_tokens)
-    mask: np.ndarray = attrs.field(converter=_numbers)
-    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict, converter=_inputs)
-    temperature: float = 1.0
-    truncated: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        tokens = _check.token_ids("Datum.tokens", self.tokens, low_length=2)
-        mask = _mask("Datum.mask", self.mask, tokens.size)
-        if not isinstance(self.inputs, Mapping):
-            raise DataError(_check.problem("Datum.inputs", f"got {_check.shown(self.inputs)}", "a mapping of arrays"))
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "mask", mask)
-        inputs = {name: _aligned(name, value, mask) for name, value in self.inputs.items()}
-        object.__setattr__(self, "inputs", MappingProxyType(inputs))
-        _check.convert(self, "temperature", _check.temperature, zero=True, error=DataError)
-        _check.convert(self, "truncated", _check.flag, error=DataError)
-
-    @classmethod
-    def supervised(cls, prompt: TokenIds, completion: TokenIds, weights: Number | Numbers = 1.0) -> Datum:
-        """Return a datum for cross entropy: ``completion`` int [n >= 1] is to be learnt after ``prompt`` int [P >= 1].
-
-        ``weights`` is a number, or one number per completion token.
-        """
-        prompt = _check.token_ids("prompt", prompt, low_length=1)
-        completion = _check.token_ids("completion", completion, low_length=1)
-        mask = np.arange(prompt.size + completion.size) >= prompt.size
-        return cls(np.concatenate([prompt, completion]), mask, {"weights": weights})
-
-    def with_inputs(self, **inputs: Input) -> Datum:
-        """Return a copy with these inputs added or replaced."""
-        return attrs.evolve(self, inputs={**self.inputs, **inputs})
-
-    def select(self, x: Input) -> np.ndarray:
-        """Select [T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
-        array = _check.as_array("select(x)", x, f"length {self.mask.size}")
-        if array.ndim == 0 or array.shape[0] != self.mask.size:
-            raise DataError(
-                _check.problem("select(x)", _check.shown(array), f"length {self.mask.size}", "one per token")
-            )
-        selected: np.ndarray = array[self.mask]
-        return selected
-
-    def expand(self, x: Input) -> np.ndarray:
-        """Expand [n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
-        n = int(self.mask.sum())
-        array = _check.as_array("expand(x)", x, f"length {n}")
-        if array.ndim == 0 or array.shape[0] != n:
-            raise DataError(_check.problem("expand(x)", _check.shown(array), f"length {n}", "one per masked-in token"))
-        out = np.zeros((self.mask.size, *array.shape[1:]), array.dtype)
-        out[self.mask] = array
-        return out
-
-    def __len__(self) -> int:
-        return int(self.tokens.size)
-
-    def __repr__(self) -> str:
-        return f"Datum(T={self.tokens.size}, n={int(self.mask.sum())}, inputs={sorted(self.inputs)})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
-
-
-@attrs.frozen(eq=False, repr=False)
-class Sample(Drawn):
+class Sample(SamplingOptions):
     """A sampler's result for one completion.
 
     Args:
@@ -379,44 +207,37 @@ class Sample(Drawn):
         versions: int64 [n], the same for each token, where several policies drew them one after the other, as when
             weights are updated in flight; None: ``version`` drew all.
         min_p, repetition_penalty, presence_penalty, frequency_penalty: how it was drawn. See ``SamplingParams``, whose
-            ``truncates``, ``penalizes``, ``reshapes`` and ``drawn_with`` a sample has, too.
+            ``truncates``, ``penalizes``, ``reshapes`` and ``sampling_options`` a sample has, too.
     """
 
-    prompt: np.ndarray = attrs.field(converter=_tokens)
-    tokens: np.ndarray = attrs.field(converter=_tokens)
-    logprobs: np.ndarray = attrs.field(converter=_numbers)
-    stop_reason: Literal["stop", "length"] = "stop"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    version: int = 0
-    min_p: float = attrs.field(default=0.0, kw_only=True)
-    repetition_penalty: float = attrs.field(default=1.0, kw_only=True)
-    presence_penalty: float = attrs.field(default=0.0, kw_only=True)
-    frequency_penalty: float = attrs.field(default=0.0, kw_only=True)
-    versions: np.ndarray | None = attrs.field(default=None, kw_only=True, converter=_maybe_tokens)
+    prompt: np.ndarray = attrs.field(converter=_check_prompt)
+    tokens: np.ndarray = attrs.field(converter=_check_completion)
+    logprobs: np.ndarray = attrs.field(converter=_check_logprobs)
+    stop_reason: Literal["stop", "length"] = checked("stop", _check.choice, options=("stop", "length"), error=DataError)
+    temperature: float = _option("temperature", DataError)
+    top_p: float = _option("top_p", DataError)
+    top_k: int = _option("top_k", DataError)
+    version: int = checked(0, _check.integer, low=0, error=DataError)
+    min_p: float = _option("min_p", DataError)
+    repetition_penalty: float = _option("repetition_penalty", DataError)
+    presence_penalty: float = _option("presence_penalty", DataError)
+    frequency_penalty: float = _option("frequency_penalty", DataError)
+    versions: np.ndarray | None = attrs.field(default=None, kw_only=True, converter=_check_versions)
 
     def __attrs_post_init__(self) -> None:
-        prompt = _check.token_ids("Sample.prompt", self.prompt, low_length=1)
-        tokens = _check.token_ids("Sample.tokens", self.tokens)
-        logprobs = _check.as_array("Sample.logprobs", self.logprobs, "float32 [n]").astype(np.float32)
-        if logprobs.shape != tokens.shape:
-            what = f"has shape {logprobs.shape}"
-            raise DataError(_check.problem("Sample.logprobs", what, f"{tokens.shape}", "one per sampled token"))
-        bad = np.flatnonzero(~np.isfinite(logprobs))
-        if bad.size:
-            raise DataError(_check.problem(f"Sample.logprobs[{bad[0]}]", f"is {logprobs[bad[0]]}", "a finite number"))
-        object.__setattr__(self, "prompt", prompt)
-        object.__setattr__(self, "tokens", tokens)
-        _check_logprobs("Sample.logprobs", logprobs)
-        object.__setattr__(self, "logprobs", _check.frozen(logprobs))
-        _check.choice("Sample.stop_reason", self.stop_reason, ("stop", "length"), error=DataError)
-        self._convert_drawn(DataError)
-        _check.convert(self, "version", _check.integer, low=0, error=DataError)
-        if self.versions is not None:
-            version, versions = _versions(self.versions, tokens.size, self.version)
-            object.__setattr__(self, "version", version)
-            object.__setattr__(self, "versions", versions)
+        for name, array in (("logprobs", self.logprobs), ("versions", self.versions)):
+            if array is not None and array.shape != self.tokens.shape:
+                what = f"has shape {array.shape}"
+                raise DataError(f"Sample.{name}", what, f"{self.tokens.shape}", "one per sampled token")
+        if self.versions is None:
+            return
+        oldest = int(self.versions.min(initial=2**62)) if self.versions.size else self.version
+        if self.version not in (0, oldest):
+            what, why = f"is {self.version}", "the oldest of versions, or omit it"
+            raise DataError("Sample.version", what, f"{oldest}", why)
+        object.__setattr__(self, "version", oldest)
+        if (self.versions == oldest).all():  # one policy drew all: the same as a sample without versions
+            object.__setattr__(self, "versions", None)
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -438,12 +259,11 @@ class Sample(Drawn):
                 explicit ``sampling_logprobs=`` takes the place of the recorded ones and says that truncation and
                 penalties have been corrected for.
         """
-        n = self.tokens.size
         if advantage is not None:
             if "advantages" in inputs:
                 raise DataError("Sample.datum: got both advantage and advantages=; give one of them")
             array = _check.as_array("advantage", advantage, "a number, or one per token")
-            inputs["advantages"] = np.full(n, array) if array.ndim == 0 else array
+            inputs["advantages"] = np.full(self.tokens.size, array) if array.ndim == 0 else array
         taken = {"tokens", "mask", "inputs", "prompt", "temperature", "truncated"} & inputs.keys()
         if taken:
             raise DataError(f"Sample.datum: {min(taken)!r} comes from the sample; change it with attrs.evolve")
@@ -457,6 +277,144 @@ class Sample(Drawn):
 
     def __repr__(self) -> str:
         return f"Sample(P={self.prompt.size}, n={self.tokens.size}, stop_reason={self.stop_reason!r})"
+
+
+def _check_tokens(value: TokenIds) -> np.ndarray:
+    return _check.token_ids("Datum.tokens", value, low_length=2)
+
+
+def _check_mask(value: Numbers) -> np.ndarray:
+    array = _check.as_array("Datum.mask", value, "bool [T]")
+    _refuse("Datum.mask", array, (array != 0) & (array != 1), "True or False")
+    return _check.frozen(array.astype(bool))
+
+
+def _check_mapping(value: Mapping[str, Input]) -> Mapping[str, np.ndarray]:
+    _check.require(isinstance(value, Mapping), "Datum.inputs", value, "a mapping of arrays", error=DataError)
+    return value  # type: ignore[return-value]  # its arrays are aligned once the mask is known
+
+
+@attrs.frozen(eq=False, repr=False)
+class Datum:
+    """A sequence of tokens, which of them the policy chose, and the inputs of a loss for those.
+
+    Args:
+        tokens: int64 [T], T >= 2.
+        mask: bool [T]; True where the policy chose the token. ``mask[0]`` is False, since nothing comes before it,
+            so n = mask.sum() < T.
+        inputs: name -> float32 or int64 array of shape (), [T] or [T, K]; entry i describes token i (rule R1). An
+            array of length n is scattered to the masked-in positions. Masked-out entries become
+            0. Integers stay integers, except for advantages, weights, values, old_values, returns, rewards, entropy and
+            names that end in ``logprobs``, which are at most 0, but for rounding up to 0.1. ``target_tokens`` and
+            ``versions`` are integers. [T, K] is for ``target_tokens`` and what goes with them, such as
+            ``teacher_logprobs``; advantages, weights, values, returns and the policies' logprobs are one number per
+            token.
+        temperature: the sampling temperature, in [0.001, 1000]; 0 means greedy.
+        truncated: sampled with top_p, top_k, min_p or a penalty, so that ``sampling_logprobs`` are not the policy's;
+            losses that use them refuse such a datum.
+
+    Raises:
+        DataError: naming the field and the index.
+
+    >>> datum = Datum(tokens=[5, 6, 7, 8], mask=[0, 0, 1, 1], inputs={"advantages": [0.5, -0.5]})
+    >>> datum.inputs["advantages"]
+    array([ 0. ,  0. ,  0.5, -0.5], dtype=float32)
+    >>> datum.select(datum.tokens)
+    array([7, 8])
+    """
+
+    tokens: np.ndarray = attrs.field(converter=_check_tokens)
+    mask: np.ndarray = attrs.field(converter=_check_mask)
+    inputs: Mapping[str, np.ndarray] = attrs.field(factory=dict, converter=_check_mapping)
+    temperature: float = _option("temperature", DataError)
+    truncated: bool = checked(False, _check.flag, error=DataError)
+
+    def __attrs_post_init__(self) -> None:
+        mask, expected = self.mask, self.tokens.shape
+        if mask.shape != expected:
+            raise DataError("Datum.mask", f"has shape {mask.shape}", f"{expected}", "one entry per token")
+        if mask[0]:
+            raise DataError("Datum.mask[0]", "is True", "False", "no token precedes the first one")
+        aligned = {name: _align_input(name, value, mask) for name, value in self.inputs.items()}
+        object.__setattr__(self, "inputs", MappingProxyType(aligned))
+
+    @classmethod
+    def supervised(cls, prompt: TokenIds, completion: TokenIds, weights: Number | Numbers = 1.0) -> Datum:
+        """Return a datum for cross entropy: ``completion`` int [n >= 1] is to be learnt after ``prompt`` int [P >= 1].
+
+        ``weights`` is a number, or one number per completion token.
+        """
+        prompt = _check.token_ids("prompt", prompt, low_length=1)
+        completion = _check.token_ids("completion", completion, low_length=1)
+        tokens = np.concatenate([prompt, completion])
+        return cls(tokens, np.arange(tokens.size) >= prompt.size, {"weights": weights})
+
+    def with_inputs(self, **inputs: Input) -> Datum:
+        """Return a copy with these inputs added or replaced."""
+        return attrs.evolve(self, inputs={**self.inputs, **inputs})
+
+    def select(self, x: Input) -> np.ndarray:
+        """Select [T] or [T, K] -> [n] or [n, K]: the entries of the policy's own tokens."""
+        selected: np.ndarray = _rows_of("select(x)", x, self.mask.size, "one per token")[self.mask]
+        return selected
+
+    def expand(self, x: Input) -> np.ndarray:
+        """Expand [n] or [n, K] -> [T] or [T, K]: the inverse of ``select``, 0 elsewhere."""
+        array = _rows_of("expand(x)", x, int(self.mask.sum()), "one per masked-in token")
+        out = np.zeros((self.mask.size, *array.shape[1:]), array.dtype)
+        out[self.mask] = array
+        return out
+
+    def __len__(self) -> int:
+        return int(self.tokens.size)
+
+    def __repr__(self) -> str:
+        return f"Datum(T={self.tokens.size}, n={int(self.mask.sum())}, inputs={sorted(self.inputs)})"
+
+    def __reduce__(self) -> tuple[object, ...]:  # a MappingProxyType cannot be pickled
+        return type(self), (self.tokens, self.mask, dict(self.inputs), self.temperature, self.truncated)
+
+
+def _rows_of(where: str, x: Input, length: int, why: str) -> np.ndarray:
+    array = _check.as_array(where, x, f"length {length}")
+    if array.ndim == 0 or array.shape[0] != length:
+        raise DataError(where, _check.shown(array), f"length {length}", why)
+    return array
+
+
+_REAL_INPUTS = ("advantages", "weights", "values", "old_values", "returns", "rewards", "entropy")
+_INTEGER_INPUTS = ("target_tokens", "versions")
+_ONE_PER_TOKEN = (*_REAL_INPUTS, "sampling_logprobs", "reference_logprobs", "old_logprobs", "versions")
+
+
+def _align_input(name: str, value: object, mask: np.ndarray) -> np.ndarray:
+    """Return ``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
+    where, length, n = f"Datum.inputs[{name!r}]", mask.size, int(mask.sum())
+    if not isinstance(name, str) or not name.isidentifier():
+        raise DataError("Datum.inputs", f"has the key {name!r}", "an identifier that a loss can name")
+    array = _check.as_array(where, value, f"shape (), ({n},) or ({length},)")
+    shape, kind = array.shape, array.dtype.kind
+    if kind == "b":
+        raise DataError(where, "holds booleans", "numbers", "write 0.0 and 1.0")
+    if len(shape) > 2 or 0 in shape[1:] or (shape and shape[0] not in (n, length)):
+        expected = f"(), ({n},), ({length},), ({n}, K) or ({length}, K)"
+        raise DataError(where, f"has shape {shape}", expected, "one entry per token")
+    if len(shape) == 2 and name in _ONE_PER_TOKEN:  # with a loss's [n], [n, 1] would broadcast to [n, n]
+        raise DataError(where, f"has shape {shape}", f"(), ({n},) or ({length},)", _check.squeeze(shape))
+    if name in _INTEGER_INPUTS and array.size and kind not in "iu":
+        raise DataError(where, f"has dtype {array.dtype}", "integers", f"write {name}.astype(int)")
+    if shape:
+        scattered = np.zeros((length, *shape[1:]), array.dtype)
+        scattered[mask] = array if shape[0] == n else array[mask]
+        array = scattered
+    if kind in "iu" and name not in _REAL_INPUTS and not name.endswith("logprobs"):
+        return _check.frozen(array.astype(np.int64))
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    _refuse(where, array, ~np.isfinite(array), "a finite float32")
+    if name.endswith("logprobs"):
+        _refuse_probabilities(where, array)
+    return _check.frozen(array)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -485,81 +443,69 @@ class ForwardBackwardOutput:
         return f"ForwardBackwardOutput({len(self.masks)} datums, metrics={dict(self.metrics)})"
 
 
-def _mask(where: str, value: object, length: int) -> np.ndarray:
-    array = _check.as_array(where, value, f"bool [{length}]")
-    if array.shape != (length,):
-        raise DataError(_check.problem(where, f"has shape {array.shape}", f"({length},)", "one entry per token"))
-    bad = np.flatnonzero((array != 0) & (array != 1))
-    if bad.size:
-        raise DataError(_check.problem(f"{where}[{bad[0]}]", f"is {array[bad[0]]}", "True or False"))
-    if array[0]:
-        raise DataError(_check.problem(f"{where}[0]", "is True", "False", "no token precedes the first one"))
-    return _check.frozen(array.astype(bool))
+@attrs.frozen
+class Adam:
+    """One step of AdamW (decoupled weight decay, arXiv:1711.05101); every number may change from step to step.
+
+    Args:
+        learning_rate: >= 0.
+        beta1, beta2: in [0, 1).
+        eps: > 0.
+        weight_decay: >= 0.
+        grad_clip_norm: >= 0, the global norm above which the gradient is scaled down; 0 is off.
+    """
+
+    learning_rate: float = checked(1e-4, _check.real, low=0.0)
+    beta1: float = checked(0.9, _check.real, low=0.0, below=1.0)
+    beta2: float = checked(0.95, _check.real, low=0.0, below=1.0)
+    eps: float = checked(1e-8, _check.real, above=0.0)
+    weight_decay: float = checked(0.0, _check.real, low=0.0)
+    grad_clip_norm: float = checked(0.0, _check.real, low=0.0)
 
 
-def _versions(value: object, n: int, version: int) -> tuple[int, np.ndarray | None]:
-    """Return (the oldest version, one per token; None where all are the same)."""
-    where = "Sample.versions"
-    array = _check.as_array(where, value, f"int [{n}]")
-    if array.shape != (n,) or (n and array.dtype.kind not in "iu"):
-        raise DataError(where, f"has shape {array.shape} and type {array.dtype}", f"int [{n}]", "one per sampled token")
-    if n == 0:
-        return version, None
-    oldest = _check.integer(f"min({where})", int(array.min()), low=0, error=DataError)
-    if version not in (0, oldest):
-        raise DataError("Sample.version", f"is {version}", f"{oldest}", "the oldest of versions, or omit it")
-    return oldest, None if (array == oldest).all() else _check.frozen(array.astype(np.int64))
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output head
 
 
-def _check_logprobs(where: str, array: np.ndarray) -> None:
-    """Raise DataError where an entry cannot be the logprob of a sampled token."""
-    high = np.argwhere(array > HIGHEST)
-    if high.size or (array.ndim == 0 and array > HIGHEST):
-        index = "".join(f"[{i}]" for i in high[0]) if high.size else ""
-        what = f"is {array[tuple(high[0])] if high.size else array}"
-        why = f"a logprob is at most 0, plus rounding up to {HIGHEST}; is it a probability, or is its sign reversed?"
-        raise DataError(_check.problem(where + index, what, "a logprob", why))
+def _check_modules(names: tuple[str, ...] | list[str] | Literal["all-linear"] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if names == ALL_LINEAR:
+        return (ALL_LINEAR,)
+    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(n, str) and n for n in names):
+        raise ConfigError("Lora.target_modules", _check.shown(names), "a tuple of module names, or 'all-linear'")
+    return tuple(names)
 
 
-def _check_input_shape(where: str, name: str, shape: tuple[int, ...], n: int, length: int) -> None:
-    if len(shape) > 2 or 0 in shape[1:] or (shape and shape[0] not in (n, length)):
-        expected = f"(), ({n},), ({length},), ({n}, K) or ({length}, K)"
-        raise DataError(_check.problem(where, f"has shape {shape}", expected, "one entry per token"))
-    if len(shape) == 2 and name in _ONE_PER_TOKEN:
-        raise DataError(where, f"has shape {shape}", f"(), ({n},) or ({length},)", _check.squeeze(shape))
+@attrs.frozen
+class Lora:
+    """A low-rank adapter (arXiv:2106.09685): W + (alpha / rank) B A, B = 0 at first, no dropout.
 
+    Args:
+        rank: >= 1.
+        alpha: > 0.
+        seed: of the initial A; None takes the backend's.
+        train_mlp, train_attn: whether the linear layers of MLPs and of attention get one.
+        train_unembed: whether the output head gets one. None: on the local backend where the head is not tied to the
+            embedding, since other libraries can neither merge nor serve the adapter of a tied head; elsewhere True.
+        target_modules: names of modules instead of the three flags, as in peft. "all-linear" is attention and MLP, and
+            not the output head.
 
-def _check_integers(where: str, name: str, array: np.ndarray) -> None:
-    if name in ("target_tokens", "versions") and array.size and array.dtype.kind not in "iu":
-        raise DataError(where, f"has dtype {array.dtype}", "integers", f"write {name}.astype(int)")
+    >>> Lora(target_modules="all-linear") == Lora(train_unembed=False)
+    True
+    """
 
+    rank: int = checked(32, _check.integer, low=1)
+    alpha: float = checked(32.0, _check.real, above=0.0)
+    seed: int | None = checked(None, _check.integer, none=True, low=0)
+    train_mlp: bool = checked(True, _check.flag)
+    train_attn: bool = checked(True, _check.flag)
+    train_unembed: bool | None = checked(None, _check.flag, none=True)
+    target_modules: tuple[str, ...] | None = attrs.field(default=None, converter=_check_modules)
 
-def _aligned(name: str, value: object, mask: np.ndarray) -> np.ndarray:
-    """Return ``value`` as (), [T] or [T, K], float32 or int64, 0 where masked out, finite elsewhere."""
-    where = f"Datum.inputs[{name!r}]"
-    if not isinstance(name, str) or not name.isidentifier():
-        raise DataError(_check.problem("Datum.inputs", f"has the key {name!r}", "an identifier that a loss can name"))
-    length, n = mask.size, int(mask.sum())
-    array = _check.as_array(where, value, f"shape (), ({n},) or ({length},)")
-    if array.dtype.kind == "b":
-        raise DataError(_check.problem(where, "holds booleans", "numbers", "write 0.0 and 1.0"))
-    _check_input_shape(where, name, array.shape, n, length)
-    _check_integers(where, name, array)
-    real = array.dtype.kind == "f" or name in _REAL_INPUTS or name.endswith("logprobs")
-    if array.ndim and array.shape[0] == n:
-        scattered = np.zeros((length, *array.shape[1:]), array.dtype)
-        scattered[mask] = array
-        array = scattered
-    elif array.ndim:
-        array = np.where(mask.reshape(-1, *[1] * (array.ndim - 1)), array, 0)
-    if not real:
-        return _check.frozen(array.astype(np.int64))
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    bad = np.argwhere(~np.isfinite(array))
-    if bad.size or (array.ndim == 0 and not np.isfinite(array)):
-        index = "".join(f"[{i}]" for i in bad[0])
-        raise DataError(_check.problem(where + index, f"is {array[tuple(bad[0])]}", "a finite float32"))
-    if name.endswith("logprobs"):
-        _check_logprobs(where, array)
-    return _check.frozen(array)
+    def __attrs_post_init__(self) -> None:
+        if self.target_modules == (ALL_LINEAR,):
+            object.__setattr__(self, "target_modules", None)
+            object.__setattr__(self, "train_unembed", bool(self.train_unembed))
+        trains = self.train_mlp or self.train_attn or self.train_unembed is not False
+        if self.target_modules is None and not trains:
+            raise ConfigError("Lora: train_mlp, train_attn and train_unembed are all False; nothing would train")

@@ -59,7 +59,7 @@ def equal(one, two):
                 a, b = getattr(u, name), getattr(v, name)
                 assert a.dtype == b.dtype
                 assert a.tobytes() == b.tobytes()
-            for name in ("stop_reason", "drawn_with", "version"):
+            for name in ("stop_reason", "sampling_options", "version"):
                 assert getattr(u.sample, name) == getattr(v.sample, name)
             assert u.sample.token_versions.tolist() == v.sample.token_versions.tolist()
     return True
@@ -112,35 +112,6 @@ def odd():
 def test_everything_comes_back(tmp_path):
     append(tmp_path / "a", [odd()])
     assert equal(odd(), next(read(tmp_path / "a")))
-
-
-def test_lines_of_version_3():
-    """There turns had no weight."""
-    record = to_record(Group([Trajectory([Turn(Sample([5], [6], [-1.0]), weight=0.5)])]))
-    del record["trajectories"][0]["turns"][0]["weight"]
-    (trajectory,) = from_record(record | {"version": 3}).trajectories
-    assert trajectory.turns[0].weight == 1.0
-
-
-def test_lines_of_version_2():
-    """There samples had neither min_p nor penalties, as all that there were then."""
-    record = to_record(Group([Trajectory([Turn(Sample([5], [6], [-1.0], top_p=0.5))])]))
-    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        del record["trajectories"][0]["turns"][0][name]
-    (trajectory,) = from_record(record | {"version": 2}).trajectories
-    assert trajectory.turns[0].sample.drawn_with == Sample([5], [6], [-1.0], top_p=0.5).drawn_with
-    with pytest.raises(DataError, match="min_p"):
-        from_record(record)
-
-
-def test_lines_of_version_1():
-    """There a nonterminal reward stood in the place of all others, and each turn had one reward."""
-    turn = Turn(Sample([5], [6], [-1.0]), 0.5)
-    for terminated, reward in ((True, 0.5), (False, -1.0)):
-        record = to_record(Group([Trajectory([turn], nonterminal_reward=-1.0, terminated=terminated)]))
-        (old,) = record["trajectories"]
-        del old["nonterminal_override"], old["turns"][0]["rewards"]
-        assert from_record(record | {"version": 1}).rewards.tolist() == [reward]
 
 
 def test_a_line_can_be_read_by_people_and_is_linear(tmp_path):

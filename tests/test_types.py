@@ -64,9 +64,10 @@ def test_inputs_are_aligned():
 
 def test_integers_stay_integers_but_for_known_reals():
     """target_tokens are int64; advantages given as ints are float32 all the same."""
-    datum = Datum(T, M, {"target_tokens": [[1, -1], [2, 3]], "advantages": [1, -1], "reference_logprobs": [-1, -2]})
-    assert datum.inputs["target_tokens"].dtype == np.int64
-    assert datum.inputs["advantages"].dtype == datum.inputs["reference_logprobs"].dtype == np.float32
+    real = ("advantages", "weights", "values", "old_values", "returns", "rewards", "entropy", "reference_logprobs")
+    datum = Datum(T, M, {"target_tokens": [[1, -1], [2, 3]], "mine": [7, 8], **dict.fromkeys(real, [-1, -2])})
+    assert datum.inputs["target_tokens"].dtype == datum.inputs["mine"].dtype == np.int64
+    assert {name: datum.inputs[name].dtype for name in real} == dict.fromkeys(real, np.dtype(np.float32))
 
 
 def test_arrays_are_copies_and_read_only():
@@ -254,7 +255,7 @@ def test_options_that_reshape_are_told_like_top_p(name, value):
     """min_p and the penalties stand in the sample, keyword-only, and make a datum that losses with a ratio refuse."""
     sample = Sample([1], [2], [-1.0], **{name: value})
     assert sample.reshapes
-    assert sample.drawn_with == SamplingParams(**{name: value}).drawn_with
+    assert sample.sampling_options == SamplingParams(**{name: value}).sampling_options
     assert sample.datum(1.0).truncated
     assert not sample.datum(1.0, sampling_logprobs=[-1.0]).truncated
     assert not attrs.evolve(sample, temperature=0.0).datum(1.0).truncated  # its temperature says it all

@@ -13,7 +13,7 @@ from rlkit import _check
 from rlkit._rows import TokenIds
 from rlkit.backends.protocol import Tokenizer
 from rlkit.errors import ConfigError, DataError, UnsupportedError
-from rlkit.types import DRAWN_WITH, NEW_OPTIONS, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 
 __all__ = [
     "SeedStream",
@@ -96,8 +96,8 @@ def checked_request(
     if not isinstance(params, SamplingParams):
         raise ConfigError(_check.problem("sample(params)", f"got {_check.shown(params)}", "rlkit.SamplingParams(...)"))
     for name in lacks:
-        if getattr(params, name) != NEW_OPTIONS[name]:
-            there = ", ".join(x for x in (*DRAWN_WITH, "stop") if x not in lacks)
+        if getattr(params, name) != OPTIONAL_OPTIONS[name]:
+            there = ", ".join(x for x in (*SAMPLING_OPTIONS, "stop") if x not in lacks)
             raise UnsupportedError(
                 f"sample(params): {name}={getattr(params, name)}: this sampler has no such option; it has {there}"
             )

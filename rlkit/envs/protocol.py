@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, overload, runtim
 import attrs
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit._interaction import Action, Message, Observation, StepResult
 from rlkit._shuffle import epoch_places
 from rlkit.errors import ConfigError
@@ -102,25 +103,22 @@ class TaskSettings:
     5
     """
 
-    n: int | None = None
-    min_n: int | None = None
-    temperature: float | None = None
-    max_tokens: int | None = None
-    max_turns: int | None = None
-    max_total_tokens: int | None = None
-    deadline: float | None = None
-    reduction: Literal["sum", "mean", "max", "min", "last"] | None = None
-    nonterminal_reward: float | None = None
-    nonterminal_override: float | None = None
+    n: int | None = checked(None, _check.integer, none=True, low=1)
+    min_n: int | None = checked(None, _check.integer, none=True, low=1)
+    temperature: float | None = checked(None, _check.temperature, none=True, zero=True)
+    max_tokens: int | None = checked(None, _check.integer, none=True, low=1)
+    max_turns: int | None = checked(None, _check.integer, none=True, low=1)
+    max_total_tokens: int | None = checked(None, _check.integer, none=True, low=1)
+    deadline: float | None = checked(None, _check.real, none=True, above=0.0, why="seconds")
+    reduction: Literal["sum", "mean", "max", "min", "last"] | None = checked(
+        None, _check.choice, none=True, options=_REDUCTIONS
+    )
+    nonterminal_reward: float | None = checked(None, _check.real, none=True)
+    nonterminal_override: float | None = checked(None, _check.real, none=True)
 
     def __attrs_post_init__(self) -> None:
-        _check.convert(self, "n min_n max_tokens max_turns max_total_tokens", _check.integer, none=True, low=1)
         if self.n is not None and self.min_n is not None:
             _check.integer("TaskSettings.min_n", self.min_n, low=1, high=self.n, why="of n episodes")
-        _check.convert(self, "temperature", _check.temperature, none=True, zero=True)
-        _check.convert(self, "deadline", _check.real, none=True, above=0.0, why="seconds")
-        _check.optional(_check.choice, "TaskSettings.reduction", self.reduction, _REDUCTIONS)
-        _check.convert(self, " ".join(_ENDS), _check.real, none=True)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise ConfigError(
                 "TaskSettings.nonterminal_reward", "is given with nonterminal_override", "only one of the two"
@@ -151,14 +149,13 @@ class Task:
     make: Callable[[], Env | Harness] = attrs.field(repr=False)
     name: str = "env"
     index: int | None = None
-    seed: int | None = None
+    seed: int | None = checked(None, _check.integer, none=True, low=0)
     settings: TaskSettings = attrs.field(factory=TaskSettings)
     score: Callable[[Sequence[Action]], object] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         _check.require(callable(self.make), "Task.make", self.make, "a callable")
         check_name("Task.name", self.name)
-        _check.convert(self, "seed", _check.integer, none=True, low=0)
         _check.require(isinstance(self.settings, TaskSettings), "Task.settings", self.settings, "TaskSettings")
 
 

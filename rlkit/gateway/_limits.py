@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 import attrs
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit.gateway.types import GatewayError
 
 __all__ = ["Limits", "Meter"]
@@ -39,14 +40,10 @@ class Limits:
     True
     """
 
-    turns: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    at_once: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        _check.convert(self, "turns tokens at_once", _check.integer, none=True, low=1)
-        _check.convert(self, "seconds", _check.real, none=True, above=0.0)
+    turns: int | None = checked(None, _check.integer, none=True, low=1)
+    tokens: int | None = checked(None, _check.integer, none=True, low=1)
+    seconds: float | None = checked(None, _check.real, none=True, above=0.0)
+    at_once: int | None = checked(None, _check.integer, none=True, low=1)
 
 
 class Meter:

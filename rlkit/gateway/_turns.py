@@ -19,7 +19,7 @@ from rlkit.futures import Future
 from rlkit.gateway.types import Choice, Draw, Finish, GatewayError, Reply, Request
 from rlkit.tools import Parsed, ToolCall
 from rlkit.tools.formats import formats
-from rlkit.types import DRAWN_WITH, DrawnWith, Sample, SamplingParams
+from rlkit.types import SAMPLING_OPTIONS, Sample, SamplingParams
 
 __all__ = ["add_scores", "params_for", "read", "seed_for", "stops"]
 
@@ -37,8 +37,8 @@ def params_for(chat: Chat, draw: Draw, own: SamplingParams | None, room: int) ->
     """
     base = own or SamplingParams(max_tokens=2**31 - 1)
     most = min(room, base.max_tokens, room if draw.max_tokens is None else draw.max_tokens)
-    asked = {} if own is not None else {name: getattr(draw, name) for name in DRAWN_WITH}
-    said = cast("DrawnWith", {name: value for name, value in asked.items() if value is not None})
+    asked = {} if own is not None else {name: getattr(draw, name) for name in SAMPLING_OPTIONS}
+    said = {name: value for name, value in asked.items() if value is not None}
     return chat.params(attrs.evolve(base, max_tokens=most, stop=stops(draw, own), **said))
 
 

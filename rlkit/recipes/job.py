@@ -31,7 +31,7 @@ from rlkit.recipes.settings import check as check_keys
 from rlkit.recipes.tasks import MASKED
 from rlkit.rollouts import Plan
 from rlkit.trajectory import Group
-from rlkit.types import NEW_OPTIONS, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
 
 __all__ = ["NOTE", "Job", "Learnt", "build_job", "check_rows", "make_plan"]
 
@@ -112,8 +112,8 @@ def _check_sampling(settings: Settings, method: Method, mode: str, backend: str,
 def _check_whole(key: str, params: SamplingParams, loss: object) -> None:
     """Raise unless tokens are drawn from the policy's whole distribution."""
     if params.temperature == 0 or params.reshapes:
-        drawn = params.drawn_with.items()
-        others = {k: v for k, v in drawn if k in ("top_p", "top_k") or v != NEW_OPTIONS.get(k, v)}
+        drawn = params.sampling_options.items()
+        others = {k: v for k, v in drawn if k in ("top_p", "top_k") or v != OPTIONAL_OPTIONS.get(k, v)}
         what = f"is {params.temperature}, " + ", ".join(f"{name} {value}" for name, value in others.items())
         why = f"the loss {loss} forms a ratio to the sampling policy"
         raise ConfigError(key, what, "sampling from the whole distribution", why)
@@ -121,7 +121,7 @@ def _check_whole(key: str, params: SamplingParams, loss: object) -> None:
 
 def _check_service(key: str, params: SamplingParams, *, rescored: bool) -> None:
     """Raise for settings that a Tinker service does not support."""
-    if any(getattr(params, name) != neutral for name, neutral in NEW_OPTIONS.items()):
+    if any(getattr(params, name) != neutral for name, neutral in OPTIONAL_OPTIONS.items()):
         what, expected = "has min_p or a penalty", "only top_p and top_k"
         raise ConfigError("model", what, expected, "a Tinker service supports no others")
     if params.temperature != 1 and not rescored:

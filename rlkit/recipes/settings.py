@@ -18,14 +18,14 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
 from rlkit import _files, config
 from rlkit.errors import ConfigError
 from rlkit.recipes._hints import HINT
-from rlkit.types import NEW_OPTIONS, DrawnWith
+from rlkit.types import OPTIONAL_OPTIONS
 
 __all__ = ["TABLE", "Algorithm", "Settings", "Taskset", "check", "load", "table"]
 
@@ -176,10 +176,10 @@ class Sampling(Section):
     max_tokens: int | None = None
 
     @property
-    def cut(self) -> DrawnWith:
+    def cut(self) -> dict[str, Any]:
         """The settings that replace ``model``'s, except the temperature."""
-        names = ("top_p", "top_k", *NEW_OPTIONS)
-        return cast("DrawnWith", {x: getattr(self, x) for x in names if getattr(self, x) is not None})
+        names = ("top_p", "top_k", *OPTIONAL_OPTIONS)
+        return {x: getattr(self, x) for x in names if getattr(self, x) is not None}
 
 
 @attrs.frozen

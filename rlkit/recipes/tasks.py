@@ -40,7 +40,7 @@ from rlkit.recipes.data import (
 )
 from rlkit.recipes.settings import TABLE, Buffer, ExplorerInput, Format, Taskset
 from rlkit.registry import Registry
-from rlkit.types import NEW_OPTIONS, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
 
 __all__ = ["WORKFLOWS", "environments", "make_tasks", "rewards"]
 
@@ -227,7 +227,7 @@ def training_tasks(buffer: Buffer) -> TaskSource:
         where = f"buffer.explorer_input.tasksets[{i}]"
         if each.name in parts:
             raise ConfigError(f"{where}.name", f"is {each.name!r}", "a unique name")
-        for name, neutral in (("top_p", 1.0), ("top_k", -1), *NEW_OPTIONS.items()):
+        for name, neutral in (("top_p", 1.0), ("top_k", -1), *OPTIONAL_OPTIONS.items()):
             if getattr(each.rollout_args, name) not in (None, neutral):
                 what, why = f"is {getattr(each.rollout_args, name)}", f"set model.{name} for all task sets"
                 raise ConfigError(f"{where}.rollout_args.{name}", what, "null", why)

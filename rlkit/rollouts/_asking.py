@@ -328,7 +328,7 @@ class Asker:
             raise BackendError(f"rollout: the sampler did not return {n} completion(s) of the prompt")
         newest = self.sampler.version  # another one where it is a live sampler that was updated
         for sample in samples:  # losses and corrections take these from the sample
-            for name, value in params.drawn_with.items():
+            for name, value in params.sampling_options.items():
                 if getattr(sample, name) != value:
                     what = f"has {name}={getattr(sample, name)}"
                     raise BackendError("rollout: a sample of the sampler", what, f"{value}", "as requested")

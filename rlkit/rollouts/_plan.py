@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check, _packages
+from rlkit._check import checked
 from rlkit._packages import PACKAGE
 from rlkit.envs.protocol import TaskSettings
 from rlkit.errors import ConfigError, EnvBusy
@@ -255,42 +256,33 @@ class Plan:
     4
     """
 
-    n: int = 8
-    min_n: int | None = None
+    n: int = checked(8, _check.integer, low=1)
+    min_n: int | None = checked(None, _check.integer, none=True, low=1)
     params: SamplingParams = attrs.field(factory=SamplingParams)
     chat: Chat | None = None
-    seed: int = 0
-    max_turns: int | None = 16
-    max_total_tokens: int | None = None
-    max_length: int | None = None
+    seed: int = checked(0, _check.integer, low=0)
+    max_turns: int | None = checked(16, _check.integer, none=True, low=1)
+    max_total_tokens: int | None = checked(None, _check.integer, none=True, low=1)
+    max_length: int | None = checked(None, _check.integer, none=True, low=2)
     reduction: str = "sum"
     nonterminal_reward: float | None = None
     nonterminal_override: float | None = None
-    concurrency: int = 128
-    deadline: float = 1800.0
-    call_timeout: float | None = None
-    close_timeout: float = 5.0
+    concurrency: int = checked(128, _check.integer, low=1)
+    deadline: float = checked(1800.0, _check.real, above=0.0, why="seconds")
+    call_timeout: float | None = checked(None, _check.real, none=True, above=0.0, why="seconds")
+    close_timeout: float = checked(5.0, _check.real, above=0.0, why="seconds")
     executor: str = "threads"
     executor_options: Mapping[str, object] = attrs.field(factory=dict, converter=read_only)
     retry: tuple[type[Exception], ...] = attrs.field(default=(EnvBusy, ConnectionError), converter=_listed)
-    attempts: int = 3
-    refill: int = 0
-    share: float = 1.0
-    shared_start: bool = True
+    attempts: int = checked(3, _check.integer, low=1)
+    refill: int = checked(0, _check.integer, low=0)
+    share: float = checked(1.0, _check.real, above=0.0, high=1.0)
+    shared_start: bool = checked(True, _check.flag)
     tags: Mapping[str, str | float] = attrs.field(factory=dict, converter=read_only)
-    progress: bool | None = None
+    progress: bool | None = checked(None, _check.flag, none=True)
 
     def __attrs_post_init__(self) -> None:
-        _check.convert(self, "n concurrency attempts", _check.integer, low=1)
-        _check.convert(self, "seed refill", _check.integer, low=0)
-        _check.convert(self, "min_n", _check.integer, none=True, low=1, high=self.n, why="of n episodes")
-        _check.convert(self, "max_turns max_total_tokens", _check.integer, none=True, low=1)
-        _check.convert(self, "max_length", _check.integer, none=True, low=2)
-        _check.convert(self, "deadline close_timeout", _check.real, above=0.0, why="seconds")
-        _check.convert(self, "call_timeout", _check.real, none=True, above=0.0, why="seconds")
-        _check.convert(self, "share", _check.real, above=0.0, high=1.0)
-        _check.convert(self, "shared_start", _check.flag)
-        _check.convert(self, "progress", _check.flag, none=True)
+        _check.optional(_check.integer, "Plan.min_n", self.min_n, high=self.n, why="of n episodes")
         _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
             raise ConfigError("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat")

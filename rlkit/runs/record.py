@@ -23,6 +23,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit._files import from_json, to_json
 from rlkit._warn import warn
 from rlkit.backends import saves
@@ -209,17 +210,13 @@ class Retention:
     2
     """
 
-    last: int = 2
-    every: int | None = None
-    best: int = 0
+    last: int = checked(2, _check.integer, low=1, why="a run resumes from the latest")
+    every: int | None = checked(None, _check.integer, none=True, low=1)
+    best: int = checked(0, _check.integer, low=0)
     metric: str | None = None
-    lowest: bool = False
+    lowest: bool = checked(False, _check.flag)
 
     def __attrs_post_init__(self) -> None:
-        _check.convert(self, "last", _check.integer, low=1, why="a run resumes from the latest")
-        _check.convert(self, "every", _check.integer, none=True, low=1)
-        _check.convert(self, "best", _check.integer, low=0)
-        _check.convert(self, "lowest", _check.flag)
         _check.require(self.metric is None or isinstance(self.metric, str), "Retention.metric", self.metric, "a name")
         if self.best and not self.metric:
             raise ConfigError("Retention.best: needs a metric; set metric=")

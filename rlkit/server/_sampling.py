@@ -16,7 +16,7 @@ from rlkit.server._adapter import BackendSnapshot
 from rlkit.server._losses import UNKNOWN
 from rlkit.server._state import SamplerSession, ServerState, endpoint, post
 from rlkit.server._wire import ApiError, Fields, Request, Response
-from rlkit.types import NEW_OPTIONS, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, SamplingParams
 
 __all__ = ["new_sampler"]
 
@@ -238,7 +238,7 @@ def _params(fields: Fields, max_length: int) -> SamplingParams:
             top_p=float(fields.real("top_p", 1.0)),
             top_k=fields.integer("top_k", -1),
             stop=None if stop is None else tuple(cast("Iterable[str]", stop)),
-            **{name: float(fields.real(name, neutral)) for name, neutral in NEW_OPTIONS.items()},
+            **{name: float(fields.real(name, neutral)) for name, neutral in OPTIONAL_OPTIONS.items()},
         )
     except (ValueError, TypeError) as error:
         raise ApiError(400, f"asample: sampling_params: {error}") from error

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import attrs
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit.errors import ConfigError
 
 __all__ = ["Fault", "Faults", "Kind"]
@@ -44,19 +45,16 @@ class Fault:
     kind: Kind
     endpoint: str = "*"
     when: Literal["before", "after"] = "before"
-    times: int | None = 1
-    skip: int = 0
+    times: int | None = checked(1, _check.integer, none=True, low=1)
+    skip: int = checked(0, _check.integer, low=0)
     operation: str | None = None
-    seconds: float = 1.0
+    seconds: float = checked(1.0, _check.real, low=0.0)
 
     def __attrs_post_init__(self) -> None:
         _check.choice("Fault.kind", self.kind, _KINDS)
         _check.choice("Fault.when", self.when, ("before", "after"))
         if self.kind == "opfail" and self.when == "after":
             raise ConfigError("Fault(kind='opfail'): an operation that failed had no effect; expected when='before'")
-        _check.convert(self, "times", _check.integer, none=True, low=1)
-        _check.convert(self, "skip", _check.integer, low=0)
-        _check.convert(self, "seconds", _check.real, low=0.0)
 
     def matches(self, endpoint: str, operation: str | None) -> bool:
         """Return whether it applies to such a request."""

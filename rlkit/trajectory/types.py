@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit.errors import DataError
 from rlkit.rewards import reduction
 from rlkit.types import Sample
@@ -138,7 +139,7 @@ class Turn:
     reward: float = attrs.field(default=0.0, converter=keep)
     metrics: Mapping[str, float] = attrs.field(factory=dict, converter=read_only)
     rewards: Sequence[float] | None = attrs.field(default=None, kw_only=True, converter=keep)
-    weight: float = attrs.field(default=1.0, kw_only=True)
+    weight: float = checked(1.0, _check.real, kw_only=True, low=0.0, error=DataError)
 
     def __attrs_post_init__(self) -> None:
         _check.require(isinstance(self.sample, Sample), "Turn.sample", self.sample, "an rlkit.Sample", error=DataError)
@@ -147,7 +148,6 @@ class Turn:
             object.__setattr__(self, "rewards", several(self.rewards, self.reward))
             object.__setattr__(self, "reward", float(sum(self.rewards)))
         numbers("Turn.metrics", self.metrics)
-        _check.convert(self, "weight", _check.real, low=0.0, error=DataError)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -213,27 +213,23 @@ class Trajectory:
     """
 
     turns: Sequence[Turn] = attrs.field(converter=keep)
-    terminated: bool = attrs.field(default=False, kw_only=True)
-    truncated: bool = attrs.field(default=False, kw_only=True)
+    terminated: bool = checked(False, _check.flag, kw_only=True, error=DataError)
+    truncated: bool = checked(False, _check.flag, kw_only=True, error=DataError)
     ended: str = attrs.field(default="", kw_only=True)
     env: str = attrs.field(default="env", kw_only=True)
-    index: int | None = attrs.field(default=None, kw_only=True)
-    seed: int | None = attrs.field(default=None, kw_only=True)
-    reduction: str = attrs.field(default="sum", kw_only=True)
-    nonterminal_reward: float | None = attrs.field(default=None, kw_only=True)
-    nonterminal_override: float | None = attrs.field(default=None, kw_only=True)
+    index: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)
+    seed: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)
+    reduction: str = checked("sum", _check.choice, kw_only=True, options=REDUCTIONS, error=DataError)
+    nonterminal_reward: float | None = checked(None, _check.real, none=True, kw_only=True, error=DataError)
+    nonterminal_override: float | None = checked(None, _check.real, none=True, kw_only=True, error=DataError)
     tags: Mapping[str, str | float] = attrs.field(factory=dict, kw_only=True, converter=read_only)
     metrics: Mapping[str, float] = attrs.field(factory=dict, kw_only=True, converter=read_only)
     messages: Sequence[Mapping[str, object]] = attrs.field(factory=tuple, kw_only=True, converter=keep)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "turns", items("Trajectory.turns", self.turns, Turn))
-        _check.convert(self, "terminated truncated", _check.flag, error=DataError)
         for name in ("ended", "env"):
             text(f"Trajectory.{name}", getattr(self, name))
-        _check.convert(self, "index seed", _check.integer, none=True, low=0, error=DataError)
-        _check.choice("Trajectory.reduction", self.reduction, REDUCTIONS, error=DataError)
-        _check.convert(self, "nonterminal_reward nonterminal_override", _check.real, none=True, error=DataError)
         if self.nonterminal_reward is not None and self.nonterminal_override is not None:
             raise DataError("Trajectory.nonterminal_reward", "is given with nonterminal_override", "one of the two")
         numbers("Trajectory.metrics", self.metrics)
@@ -339,16 +335,14 @@ class Group:
     trajectories: Sequence[Trajectory] = attrs.field(converter=keep)
     failures: Sequence[Failure] = attrs.field(factory=tuple, kw_only=True, converter=keep)
     env: str = attrs.field(default="env", kw_only=True)
-    index: int | None = attrs.field(default=None, kw_only=True)
-    number: int = attrs.field(default=0, kw_only=True)
-    step: int = attrs.field(default=0, kw_only=True)
+    index: int | None = checked(None, _check.integer, none=True, kw_only=True, low=0, error=DataError)
+    number: int = checked(0, _check.integer, kw_only=True, low=0, error=DataError)
+    step: int = checked(0, _check.integer, kw_only=True, low=0, error=DataError)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "trajectories", items("Group.trajectories", self.trajectories, Trajectory))
         object.__setattr__(self, "failures", items("Group.failures", self.failures, Failure))
         text("Group.env", self.env)
-        _check.convert(self, "index", _check.integer, none=True, low=0, error=DataError)
-        _check.convert(self, "number step", _check.integer, low=0, error=DataError)
 
     @classmethod
     def of_samples(cls, samples: Sequence[Sample], rewards: Sequence[float] | np.ndarray) -> Group:

@@ -44,7 +44,7 @@ class Told:
         stop, ids = "length" if ids.size > params.max_tokens else stop, ids[: params.max_tokens]
         whole = np.concatenate([prompt, ids])
         logprobs = self._sampler.logprobs(whole, temperature=params.temperature).result()[prompt.size :]
-        sample = rlkit.Sample(prompt, ids, logprobs, stop, version=self.version, **params.drawn_with)
+        sample = rlkit.Sample(prompt, ids, logprobs, stop, version=self.version, **params.sampling_options)
         with self._lock:
             self.samples += [sample] * n
         return rlkit.Future.of([sample] * n)

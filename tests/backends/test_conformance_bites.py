@@ -14,7 +14,7 @@ from rlkit.backends.toy import ToyBackend, ToySampler
 from rlkit.backends.toy.model import AdamState, Weights
 from rlkit.futures import Future
 from rlkit.testing import BackendConformance
-from rlkit.types import NEW_OPTIONS
+from rlkit.types import OPTIONAL_OPTIONS
 
 
 class SharesWeights(ToyBackend):
@@ -152,8 +152,8 @@ class ForgetsOptions(ToySampler):
     """Says that it drew by the new options, and did not."""
 
     def sample(self, prompt, params, *, n=1, seed=None):
-        drawn = super().sample(prompt, attrs.evolve(params, **NEW_OPTIONS), n=n, seed=seed).result()
-        return Future.of([attrs.evolve(s, **params.drawn_with) for s in drawn])
+        drawn = super().sample(prompt, attrs.evolve(params, **OPTIONAL_OPTIONS), n=n, seed=seed).result()
+        return Future.of([attrs.evolve(s, **params.sampling_options) for s in drawn])
 
 
 class IgnoresOptions(ToyBackend):

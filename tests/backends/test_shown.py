@@ -10,7 +10,6 @@ import pytest
 
 import rlkit
 
-PARAMS = rlkit.SamplingParams(max_tokens=2)
 KINDS = ("toy", "local", "tinker")
 
 
@@ -58,53 +57,6 @@ def test_no_copies(policy, attempt):
     for thing in (policy, policy.sampler().result()):
         with pytest.raises(TypeError, match="can ?not be pickled"):
             attempt(thing)
-
-
-@pytest.mark.parametrize(
-    ("attribute", "words"),
-    [
-        ("sample", "policy.sampler().result().sample(prompt, params, n=8)"),
-        ("generate", "policy.sampler().result().sample(prompt, params, n=8)"),
-        ("model", "save(name) writes the weights"),
-        ("step", "optim_step"),
-    ],
-)
-def test_what_a_policy_is_not(policy, attribute, words):
-    """Attributes of other libraries' policies stay missing, and say what takes their place."""
-    assert not hasattr(policy, attribute)
-    assert getattr(policy, attribute, 3) == 3
-    with pytest.raises(AttributeError) as caught:
-        getattr(policy, attribute)
-    assert words in str(caught.value)
-
-
-def test_wrong_arguments_of_methods(policy):
-    """Misnamed arguments of a training call or a request are answered; nothing was accumulated by them."""
-    sampler = policy.sampler().result()
-    for call, words in (
-        (lambda: policy.forward_backward([], loss_fn="ppo"), "forward_backward: no argument 'loss_fn'; write loss="),
-        (lambda: policy.forward_backward([]), "forward_backward: lacks loss="),
-        (lambda: policy.optim_step(lr=1e-4), "write optim_step(rlkit.Adam(learning_rate=...))"),
-        (lambda: policy.save(), "save: lacks name="),
-        (lambda: sampler.sample([1]), "sample: lacks params="),
-        (lambda: sampler.sample([1], PARAMS, max_tokens=3), "rlkit.SamplingParams(...)"),
-        (lambda: sampler.sample([1], PARAMS, num_generations=3), "write n="),
-        (lambda: sampler.sample([1], PARAMS, 3), "by name only: n=, seed="),
-    ):
-        with pytest.raises(rlkit.ConfigError) as caught:
-            call()
-        assert words in str(caught.value)
-    with pytest.raises(rlkit.BackendError, match="no gradient"):
-        policy.optim_step(rlkit.Adam())
-
-
-def test_attributes_of_samples_and_outputs(policy):
-    sample = policy.sampler().result().sample([1], PARAMS).result()[0]
-    with pytest.raises(AttributeError, match=r"decode the text: policy\.tokenizer\.decode\(sample\.tokens\)"):
-        _ = sample.text
-    out = policy.forward([sample.datum(1.0)], "ppo").result()
-    with pytest.raises(AttributeError, match=r"use output\.metrics\['loss:sum'\]"):
-        _ = out.loss
 
 
 @pytest.mark.parametrize("policy", ["toy", "local"], indirect=True)

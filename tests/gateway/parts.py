@@ -46,7 +46,7 @@ class Scripted:
         stop = "stop" if ids.size <= params.max_tokens else "length"
         ids = ids[: params.max_tokens]
         logprobs = -0.001 - 0.001 * (np.arange(ids.size) + i)
-        return Sample(prompt, ids, logprobs, stop, version=self.version, **params.drawn_with)
+        return Sample(prompt, ids, logprobs, stop, version=self.version, **params.sampling_options)
 
     def logprobs(self, tokens, *, temperature=1.0):
         return Future.of(np.zeros(len(tokens), np.float32))

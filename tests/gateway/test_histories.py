@@ -51,7 +51,7 @@ class Speaks(RandomSampler):
                 ids = np.append(ids, self.tokenizer.eos_ids[-1])
             ids = np.concatenate([ids, rng.integers(0, self.tokenizer.vocab_size, rng.integers(0, 3))])
             logprobs = -rng.exponential(size=ids.size)
-            samples.append(rlkit.Sample(np.asarray(prompt), ids, logprobs, "stop", **params.drawn_with))
+            samples.append(rlkit.Sample(np.asarray(prompt), ids, logprobs, "stop", **params.sampling_options))
         self.requests.append((np.asarray(prompt), samples))
         return rlkit.Future.of(samples)
 
@@ -214,7 +214,7 @@ class Silent(RandomSampler):
     def sample(self, prompt, params, *, n=1, seed=None):
         self.requests.append(prompt)
         ids = np.arange(97, 100)[: 3 * (len(self.requests) % 2)]
-        return rlkit.Future.of([rlkit.Sample(prompt, ids, -np.ones(ids.size), "stop", **params.drawn_with)] * n)
+        return rlkit.Future.of([rlkit.Sample(prompt, ids, -np.ones(ids.size), "stop", **params.sampling_options)] * n)
 
 
 def test_an_empty_turn_is_continued_though_the_next_prompt_is_the_same():

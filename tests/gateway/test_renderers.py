@@ -28,7 +28,7 @@ class Writes:
 
     def sample(self, prompt, params, *, n=1, seed=None):
         logprobs = -0.001 * np.arange(1, self.next.size + 1)
-        return rlkit.Future.of([rlkit.Sample(prompt, self.next, logprobs, "stop", **params.drawn_with)] * n)
+        return rlkit.Future.of([rlkit.Sample(prompt, self.next, logprobs, "stop", **params.sampling_options)] * n)
 
 
 @pytest.mark.parametrize("kind", KINDS)

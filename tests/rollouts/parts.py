@@ -35,7 +35,7 @@ class RandomSampler:
             tokens = rng.integers(0, 259, length)
             logprobs = -rng.exponential(size=length)
             stop = "stop" if length < params.max_tokens else "length"
-            samples.append(Sample(prompt, tokens, logprobs, stop, version=self.version, **params.drawn_with))
+            samples.append(Sample(prompt, tokens, logprobs, stop, version=self.version, **params.sampling_options))
         if self.wait is None:
             return Future.of(samples)
         answer = concurrent.futures.Future()

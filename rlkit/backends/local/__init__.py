@@ -43,7 +43,7 @@ from rlkit.backends.sampling import SeedStream
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.losses.prepare import PreparedLoss
-from rlkit.types import DRAWN_WITH, Adam, Datum, ForwardBackwardOutput, Lora
+from rlkit.types import SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -256,7 +256,7 @@ class LocalBackend(InProcessBackend):
             self._engine is None
             and self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
         )
-        offers = {} if self._engine is not None else {"sampling_options": (*DRAWN_WITH, "stop")}
+        offers = {} if self._engine is not None else {"sampling_options": (*SAMPLING_OPTIONS, "stop")}
         return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant, **offers}
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from rlkit.backends.tinker.session import Session, open_sampler
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.metrics.names import with_ending
-from rlkit.types import DRAWN_WITH, NEW_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
+from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, Adam, Datum, ForwardBackwardOutput, Lora
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient, types
@@ -214,7 +214,7 @@ class TinkerBackend(BaseTrainer):
             those of ``SamplingParams``.
         """
         session = self._session
-        options = tuple(x for x in (*DRAWN_WITH, "stop") if x not in NEW_OPTIONS)
+        options = tuple(x for x in (*SAMPLING_OPTIONS, "stop") if x not in OPTIONAL_OPTIONS)
         offers = {"server_losses": session.offers_losses(), "sampling_options": options}
         return {"models": dict(session.models), **offers}
 

@@ -18,7 +18,7 @@ from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request,
 from rlkit.backends.tinker import _requests
 from rlkit.errors import BackendError, UnsupportedError
 from rlkit.futures import Future, all_done
-from rlkit.types import NEW_OPTIONS, Sample, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, types
@@ -71,7 +71,7 @@ class TinkerSampler(Resource):
             seed,
             vocab_size=self.tokenizer.vocab_size,
             max_length=self.max_length,
-            lacks=tuple(NEW_OPTIONS),
+            lacks=tuple(OPTIONAL_OPTIONS),
         )
         number = self._seeds.of(seed, params)
         options = types.SamplingParams(
@@ -175,7 +175,7 @@ class TinkerSampler(Resource):
             logprobs=np.asarray(sequence.logprobs, np.float32),
             stop_reason="stop" if sequence.stop_reason == "stop" else "length",
             version=self.version,
-            **params.drawn_with,
+            **params.sampling_options,
         )
 
     def _rescored(self, samples: list[Sample]) -> Inner[list[Sample]]:

@@ -156,7 +156,7 @@ class Completions:
                 logprobs,
                 "stop" if ended else "length",
                 versions=np.array(self._versions[: len(tokens)]),
-                **self._params.drawn_with,
+                **self._params.sampling_options,
             )
             for tokens, logprobs, ended in zip(self._tokens, self._logprobs, self._ended, strict=True)
         ]

@@ -130,7 +130,7 @@ def read_samples(
             what = f"choice {index} has the logprob {max(logprobs)}, but a logprob is at most 0"
             raise BackendError(f"{where}: {what}; start the server with --logprobs-mode processed_logprobs")
         array = np.minimum(np.array(logprobs, np.float32), 0.0)
-        samples[index] = Sample(prompt, tokens, array, reason, **params.drawn_with, version=version)
+        samples[index] = Sample(prompt, tokens, array, reason, **params.sampling_options, version=version)
     if any(sample is None for sample in samples):
         raise BackendError(f"{where}: two choices have the same index")
     return cast("list[Sample]", samples)

@@ -292,7 +292,7 @@ class ContinuingSampler(SuccessiveSampler):
         self, policy: VllmSampler, prompt: np.ndarray, params: SamplingParams, seed: int, index: int, most: int
     ) -> Sample:
         """Draw sample ``index``, by as many requests as it takes."""
-        row = Sample(prompt, [], [], "length", **params.drawn_with, version=policy.version)
+        row = Sample(prompt, [], [], "length", **params.sampling_options, version=policy.version)
         versions: list[int] = []
         stop = Stop(params.stop, self.tokenizer)
         number, ended = seed_of(seed) + index, False
@@ -314,7 +314,9 @@ class ContinuingSampler(SuccessiveSampler):
                 if at is not None:
                     tokens, logprobs, versions = tokens[: at + 1], logprobs[: at + 1], versions[: at + 1]
                     reason, ended = "stop", True
-            row = Sample(prompt, tokens, logprobs, reason, **params.drawn_with, versions=np.array(versions, np.int64))
+            row = Sample(
+                prompt, tokens, logprobs, reason, **params.sampling_options, versions=np.array(versions, np.int64)
+            )
             number = seed_of(int(np.random.SeedSequence([seed, index, tokens.size]).generate_state(1, np.uint64)[0]))
         return row
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlkit.backends.protocol import Sampler, TrainerBackend
 from rlkit.futures import Future
-from rlkit.types import NEW_OPTIONS, Adam, Datum, Sample, SamplingParams
+from rlkit.types import OPTIONAL_OPTIONS, Adam, Datum, Sample, SamplingParams
 
 __all__ = ["STEP", "Harness", "Unchecked", "worst"]
 
@@ -36,7 +36,7 @@ class Harness:
     exact: ClassVar[bool] = True
     recovers: ClassVar[bool] = True
     tempered: ClassVar[bool] = True
-    offers: ClassVar[Collection[str]] = frozenset(NEW_OPTIONS)
+    offers: ClassVar[Collection[str]] = frozenset(OPTIONAL_OPTIONS)
 
     def make(self, folder: Path, **options: object) -> TrainerBackend:
         """Make a new backend that saves under ``folder``."""

@@ -130,7 +130,7 @@ class SamplingTests(Harness):
                 sampler.sample(self.prompt(policy), params)
             return
         sample = sampler.sample(self.prompt(policy), params).result()[0]
-        assert sample.drawn_with == params.drawn_with
+        assert sample.sampling_options == params.sampling_options
         assert sample.datum(1.0).truncated
         with pytest.raises(DataError, match=r"data\[0\].*penalty"):
             policy.forward([sample.datum(1.0)], "ppo")

@@ -74,7 +74,7 @@ class Sampler(contextlib.AbstractContextManager):
                 if not ended[i]:
                     logprobs[i].append(float(lps[i]))
                     ended[i] = stop(rows[i])
-        how = params.drawn_with
+        how = params.sampling_options
         parts = zip(rows, logprobs, ended, strict=True)
         return Future.of(
             [

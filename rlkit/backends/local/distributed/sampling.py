@@ -191,7 +191,7 @@ def _sample(
 ) -> Sample:
     oldest, mixed = int(versions[0]), bool((versions != versions[0]).any())
     several = versions if mixed else None
-    drawn = request.params.drawn_with
+    drawn = request.params.sampling_options
     return Sample(request.prompt, tokens, logprobs, reason, version=oldest, versions=several, **drawn)
 
 

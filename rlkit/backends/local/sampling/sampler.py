@@ -159,7 +159,7 @@ class SampleRequest:
             row.logprobs,
             reason,
             versions=np.array(row.versions),
-            **self.params.drawn_with,
+            **self.params.sampling_options,
         )
         if len(self.samples) == len(self.rngs):
             _settle(self.future, [self.samples[i] for i in range(len(self.rngs))])
