@@ -79,20 +79,16 @@ def _penalized(logits: np.ndarray, params: SamplingParams, counts: TokenCounts |
 
 
 def _truncated(logprobs: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Apply top_k, then keep the smallest set of most probable tokens that reaches top_p, at least one, then min_p."""
-    order = np.argsort(-logprobs, kind="stable")
-    ordered = logprobs[order]
+    """Apply top_k, then keep the smallest set of most probable tokens that reaches top_p, at least one, then min_p.
+
+    Tokens as probable as the last one that is kept stay, too.
+    """
+    descending = -np.sort(-logprobs)
     if params.top_k > 0:
-        ordered[params.top_k :] = -np.inf
-    if params.top_p < 1:
-        probs = np.exp(ordered)
-        before = probs.cumsum() - probs
-        ordered[before >= params.top_p * probs.sum()] = -np.inf
-    if params.min_p > 0:
-        ordered[np.exp(ordered - ordered[0]) < params.min_p] = -np.inf
-    out = np.full_like(logprobs, -np.inf)
-    out[order] = _log_softmax(ordered)
-    return out
+        descending = descending[: params.top_k]
+    mass = np.exp(descending)
+    kept = (mass.cumsum() - mass < params.top_p * mass.sum()) & (mass >= params.min_p * mass[0])
+    return _log_softmax(np.where(logprobs >= descending[kept][-1], logprobs, -np.inf))
 
 
 class Completions:
