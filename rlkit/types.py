@@ -118,8 +118,8 @@ class SamplingParams(SamplingOptions):
 
     The options act in the order of transformers: penalties, temperature, top_k, top_p, min_p. (vLLM has min_p before
     the other two, so that top_p is of what min_p left.) All but the temperature draw from another distribution than the
-    policy's: its samples make ``Datum.truncated`` datums, which losses with a ratio refuse. Tokens exactly as probable as
-    the last one that top_k or top_p keeps are kept, too.
+    policy's: its samples make ``Datum.truncated`` datums, which losses with a ratio refuse. Tokens exactly as probable
+    as the last one that top_k or top_p keeps are kept, too.
 
     Args:
         max_tokens: in [1, 2^31); the completion also ends where the model's context does.

@@ -65,7 +65,7 @@ def test_inputs_are_aligned():
 def test_integers_stay_integers_but_for_known_reals():
     """target_tokens are int64; advantages given as ints are float32 all the same."""
     real = ("advantages", "weights", "values", "old_values", "returns", "rewards", "entropy", "reference_logprobs")
-    datum = Datum(T, M, {"target_tokens": [[1, -1], [2, 3]], "mine": [7, 8], **dict.fromkeys(real, [-1, -2])})
+    datum = Datum(T, M, {"target_tokens": [[1, -1], [2, 3]], "mine": [7, 8], **{name: [-1, -2] for name in real}})
     assert datum.inputs["target_tokens"].dtype == datum.inputs["mine"].dtype == np.int64
     assert {name: datum.inputs[name].dtype for name in real} == dict.fromkeys(real, np.dtype(np.float32))
 
