@@ -188,14 +188,13 @@ def checked(
     Traceback (most recent call last):
     rlkit.errors.ConfigError: Pause.seconds: got -1; expected a finite number >= 0.0
     """
-    converter: Any = (
-        attrs.Converter(  # a lambda: attrs would show the annotation of a function's argument as the field's
-            lambda value, made, field: (
-                None if value is None and none else check(f"{type(made).__name__}.{field.name}", value, **limits)
-            ),
-            takes_self=True,
-            takes_field=True,
-        )
+    # A lambda, since attrs would show the annotation of a function's argument as the field's own.
+    converter: Any = attrs.Converter(
+        lambda value, made, field: (
+            None if value is None and none else check(f"{type(made).__name__}.{field.name}", value, **limits)
+        ),
+        takes_self=True,
+        takes_field=True,
     )
     return attrs.field(default=default, converter=converter, kw_only=kw_only)
 
