@@ -5,9 +5,8 @@ from __future__ import annotations
 from rlkit import _check
 from rlkit.backends.early import resolve_class
 from rlkit.backends.options import ModelOptions
-from rlkit.backends.protocol import Tokenizer
+from rlkit.backends.protocol import Critic, Tokenizer
 from rlkit.critics.estimates import gae_datums
-from rlkit.critics.protocol import Critic
 from rlkit.registry import Registry
 
 __all__ = ["Critic", "critic", "gae_datums", "registry"]

@@ -10,10 +10,9 @@ import numpy as np
 
 from rlkit import _check
 from rlkit.backends import saves
-from rlkit.backends.checking import Start
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.toy.model import AdamState, Features, Weights
-from rlkit.critics._inprocess import InProcessCritic, check_tokenizer
+from rlkit.backends.trainer import InProcessCritic, check_start_options, check_tokenizer
 from rlkit.types import Adam, Datum, Lora
 
 if TYPE_CHECKING:
@@ -50,20 +49,20 @@ class ToyCritic(InProcessCritic):
         init_from: str | None = None,
         max_length: int = 2**20,
     ) -> None:
-        start = Start.of("critic", model, lora, folder, resume_from, init_from)
+        path, resumes = check_start_options("critic", model, lora, folder, resume_from, init_from)
         _check.integer("max_length", max_length, low=2)
         tokenizer = check_tokenizer(tokenizer, None)
         self._features = Features(tokenizer.vocab_size)
         self._weights = Weights(AdamState.started(np.zeros(self._features.size)))
         version = 0
-        if start.path is not None:
-            saved, state = saves.read(start.path, backend="toy-critic")
+        if path is not None:
+            saved, state = saves.read(path, backend="toy-critic")
             with saves.restoring(saved):
-                self._weights.read(saved / "critic.npz", state, optimizer=start.resumes)
-                version = int(state["version"]) if start.resumes else 0
+                self._weights.read(saved / "critic.npz", state, optimizer=resumes)
+                version = int(state["version"]) if resumes else 0
         super().__init__("toy-critic", tokenizer=tokenizer, max_length=max_length, folder=folder, version=version)
 
-    def _values_and_parts(
+    def _compute_values(
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
         from rlkit._packages import torch

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from numpy.typing import ArrayLike
 
 from rlkit.advantages import gae
+from rlkit.backends.protocol import Critic
 from rlkit.credit import assign
-from rlkit.critics.protocol import Critic
 from rlkit.trajectory import Group, Trajectory
 from rlkit.trajectory.types import token_rewards
 from rlkit.types import Datum

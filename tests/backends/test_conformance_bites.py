@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.queue import CallQueue, RunHere
 from rlkit.backends.toy import ToyBackend, ToySampler
 from rlkit.backends.toy.model import AdamState, Weights
+from rlkit.backends.trainer import CallQueue, ThreadExecutor
 from rlkit.futures import Future
 from rlkit.testing import BackendConformance
 from rlkit.types import OPTIONAL_OPTIONS
@@ -86,7 +86,7 @@ class IgnoresWeights(ToyBackend):
         return super().forward_backward(data, loss, config=config, want=want)
 
 
-class NeverRefuses(RunHere):
+class NeverRefuses(ThreadExecutor):
     def start(self, call):
         return super().start(attrs.evolve(call, trains=False))
 

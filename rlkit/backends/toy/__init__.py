@@ -13,12 +13,11 @@ import numpy as np
 
 from rlkit import _check
 from rlkit.backends import saves
-from rlkit.backends.checking import Start
-from rlkit.backends.inprocess import InProcessBackend
 from rlkit.backends.protocol import Sampler
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.toy._sampler import LiveToySampler, Policy, RunningRequests, ToySampler
 from rlkit.backends.toy.model import AdamState, ByteTokenizer, Distributions, Features, Weights, base_weights
+from rlkit.backends.trainer import InProcessBackend, assemble_output, check_start_options
 from rlkit.futures import Future
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
 
@@ -65,14 +64,14 @@ class ToyBackend(InProcessBackend):
         init_from: str | None = None,
         max_length: int | None = None,
     ) -> None:
-        start = Start.of("connect", model, lora, folder, resume_from, init_from)
+        path, resumes = check_start_options("connect", model, lora, folder, resume_from, init_from)
         _check.optional(_check.integer, "max_length", max_length, low=2)
         tokenizer = ByteTokenizer()
         self._features = Features(tokenizer.vocab_size)
         self._base_weights = base_weights(self._features.size, tokenizer.vocab_size)
         self._weights = Weights(AdamState.started(self._base_weights))
         self._seeds = SeedStream(entropy_of(seed))
-        version, saved_length = self._load(start.path, optimizer=start.resumes)
+        version, saved_length = self._load(path, optimizer=resumes)
         length = saved_length if max_length is None else max_length
         self._running = RunningRequests()
         super().__init__(
@@ -84,7 +83,6 @@ class ToyBackend(InProcessBackend):
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
         from rlkit._packages import torch
-        from rlkit.backends.checking import output
 
         yield from ()
         rows = [self._forward(datum) for datum in data]
@@ -100,7 +98,7 @@ class ToyBackend(InProcessBackend):
         if backward:
             self._weights.add(gradient)
         extras = {name: [getattr(row, name) for row in rows] for name in want}
-        return output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [part])
+        return assemble_output(data, [row.chosen(datum) for row, datum in zip(rows, data, strict=True)], extras, [part])
 
     def _forward(self, datum: Datum) -> Distributions:
         before = np.flatnonzero(datum.mask) - 1
@@ -127,7 +125,7 @@ class ToyBackend(InProcessBackend):
             version=self.version,
             policy=Policy(self._weights.value, self.version),
             requests=self._running,
-            update=lambda live: self._queue.submit("update", lambda: live.become(self._weights.value, self.version)),
+            update=lambda live: self._queue.enqueue("update", lambda: live.become(self._weights.value, self.version)),
         )
 
     def _base(self) -> ToySampler:
@@ -143,7 +141,7 @@ class ToyBackend(InProcessBackend):
                 weights.read(folder / "toy.npz", state, optimizer=False)
                 return self._sampler_of(weights.value, int(state.get("version", 0)))
 
-        return self._queue.submit("saved_sampler", job)
+        return self._queue.enqueue("saved_sampler", job)
 
     def _sampler_of(self, weights: np.ndarray, version: int) -> ToySampler:
         return ToySampler(

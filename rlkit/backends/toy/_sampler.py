@@ -17,7 +17,7 @@ from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends._penalties import TokenCounts
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, checked_targets, streams
+from rlkit.backends.sampling import SeedStream, Stop, check_prompt, check_request, check_targets, streams
 from rlkit.backends.toy.model import Distributions, Features
 from rlkit.errors import BackendError, RequestCancelled
 from rlkit.futures import Future
@@ -183,14 +183,14 @@ class ToySampler(Resource):
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
         weights = self._open()
-        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         return Future.of(self._scores(weights, array, array[:, None], temperature)[:, 0])
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """See ``TopK``."""
         weights, size = self._open(), self.tokenizer.vocab_size
-        array = checked_prompt("top_logprobs(tokens)", tokens, size, self.max_length)
+        array = check_prompt("top_logprobs(tokens)", tokens, size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=size, why="the vocabulary")
         whole = self._scores(weights, array, np.tile(np.arange(size), (array.size, 1)))
         ids = np.argsort(-whole, axis=1, kind="stable")[:, :k]
@@ -200,8 +200,8 @@ class ToySampler(Resource):
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""
         weights, size = self._open(), self.tokenizer.vocab_size
-        array = checked_prompt("target_logprobs(tokens)", tokens, size, self.max_length)
-        return Future.of(self._scores(weights, array, checked_targets(targets, array.size, size)))
+        array = check_prompt("target_logprobs(tokens)", tokens, size, self.max_length)
+        return Future.of(self._scores(weights, array, check_targets(targets, array.size, size)))
 
     def _scores(self, weights: np.ndarray, tokens: np.ndarray, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """Return the logprobs [T, K] of ``ids`` [T, K]; 0 where an id is -1, and in row 0."""
@@ -231,7 +231,7 @@ class ToySampler(Resource):
     def _begin(self, prompt: TokenIds, params: SamplingParams, n: int, seed: int | None) -> Completions:
         """Return the rows of a request, checked, before their first token."""
         most = self.max_length
-        tokens = checked_request(prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=most)
+        tokens = check_request(prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=most)
         rngs, limit = streams(self._seeds.of(seed, params), n), min(params.max_tokens, most - tokens.size)
         return Completions(self._features, self.tokenizer, tokens, params, rngs, limit)
 
@@ -256,7 +256,7 @@ class _Request:
 
 
 class RunningRequests:
-    """What live samplers have been asked for; see ``rlkit.backends.queue.Background``."""
+    """What live samplers have been asked for; see ``rlkit.backends.trainer.Background``."""
 
     def __init__(self) -> None:
         self._requests: list[_Request] = []
