@@ -107,7 +107,11 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class TrainerBackend(Protocol):
-    """A policy that can be trained. A context manager."""
+    """A policy that can be trained. A context manager.
+
+    A call checks its arguments and raises. If an accepted training call fails later, it changes nothing, its future
+    raises, and the calls made after it are refused with ``TrainerFailed`` until one of these errors has been read.
+    """
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,7 +133,7 @@ class TrainerBackend(Protocol):
         config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
-        """Return logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
+        """Return logprobs and, with ``loss``, its value; no gradient. ``want`` names further outputs: "entropy", ..."""
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
@@ -141,7 +145,11 @@ class TrainerBackend(Protocol):
         """
 
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
-        """Apply the accumulated gradient and clear it; "grad_norm:mean" where known."""
+        """Apply the accumulated gradient and clear it; the metrics have "grad_norm:mean" where it is known.
+
+        Raises:
+            BackendError: no gradient is accumulated.
+        """
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot of the policy as of this call."""
@@ -150,13 +158,22 @@ class TrainerBackend(Protocol):
         """Return a sampler of the base model, without what was trained."""
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
-        """Write the state; ``name`` is a label, the returned path is unique and the only handle."""
+        """Write weights, and with ``optimizer`` its state; ``name`` is a label, the path is unique and the only handle.
+
+        Args:
+            name: letters, digits, dot, dash and underscore.
+            optimizer: whether the path can be given to ``resume_from=``, and not only to ``init_from=``.
+            sampler: whether a service also saves weights to sample from.
+
+        Raises:
+            BackendError: a gradient is accumulated and would be lost.
+        """
 
     def discard(self) -> Future[None]:
         """Drop the accumulated gradient, and accept calls again after a failure.
 
         Raises:
-            BackendError: a service holds the gradient and cannot drop it, or its state is not known.
+            BackendError: a service holds the gradient and cannot drop it, or its state is unknown.
         """
 
     def close(self) -> None:

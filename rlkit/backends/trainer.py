@@ -218,11 +218,11 @@ class Call(Generic[T]):
 
     def check(self, *, sent: bool = False) -> None:
         """Raise TrainerFailed (or RankLost) if a failure refuses this call; once ``sent``, only a final one does."""
-        # No lock: a failure is replaced as a whole. A failure that is not final concerns no call that was sent: calls
-        # sent before it are done, and calls after it are refused when their turn to be sent comes.
+        # No lock: a failure is replaced as a whole. A call that was sent came before any failure that is not final, or
+        # belongs to a later generation.
         failure = self.queue.failure
         if failure is not None and (failure.final or (not sent and self.generation <= failure.generation)):
-            raise _make_refusal(self.name, failure, sent=sent) from failure.error
+            raise _make_refusal(self.name, failure, sent=sent)
 
     def report_done(self) -> None:
         """Report that its job has run; on a service, that it was sent."""
@@ -322,6 +322,7 @@ class Worker:
 
     def __init__(self, name: str, background: Background | None = None) -> None:
         self._loop = _Loop(background or _Idle())
+        self.wake = self._loop.wake  # not a method of this class: a background keeps it, and would keep the worker
         self._name, self._process = name, os.getpid()
         self._thread = threading.Thread(target=self._loop.run, args=(users_line(),), name=f"rlkit-{name}", daemon=True)
         self._thread.start()
@@ -340,10 +341,6 @@ class Worker:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.jobs.put((job, future, self._loop.given_up))
         return future
-
-    def wake(self) -> None:
-        """Have the thread ask ``background.delay()`` again."""
-        self._loop.jobs.put(_WAKE)
 
     def drain(self) -> None:
         """Wait until the jobs submitted so far have run."""
@@ -396,7 +393,12 @@ class _Loop:
         self.given_up = 0
         self.budget = 0.0
 
+    def wake(self) -> None:
+        """Have the thread ask ``background.delay()`` again."""
+        self.jobs.put(_WAKE)
+
     def run(self, opened: Line) -> None:
+        """Run jobs and the background until ``_END``; ``opened`` is the user's line, for warnings."""
         warn_at(opened)
         closing = False
         while True:

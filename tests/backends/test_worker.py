@@ -109,8 +109,13 @@ def test_close_runs_what_was_submitted():
 
 
 def test_nothing_finished_or_forgotten_is_kept():
-    """The thread keeps no finished job while it waits for the next, and ends when its worker is forgotten."""
-    worker, big = Worker("test"), Turns(0)
+    """The thread keeps no finished job while it waits for the next, and ends when its worker is forgotten.
+
+    Also where the background wakes the worker, as that of every backend does.
+    """
+    turns, big = Turns(0), Turns(0)
+    worker = Worker("test", turns)
+    turns.wake = worker.wake
     kept, thread = weakref.ref(big), worker._thread
     worker.submit(lambda big=big: big.done).result(60.0)
     worker.drain()

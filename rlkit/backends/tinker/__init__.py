@@ -1,7 +1,7 @@
 """``TinkerBackend``: the hosted Tinker service, or any server of its API, as a backend.
 
-Calls are sent as they are made and read in order (``calls``); a loss takes the cheapest way that is exact (``routes``,
-``custom``); what the SDK raises comes back in rlkit's terms (``faults``).
+Calls are sent as they are made and read in order (``_requests``); a loss takes the cheapest way that is exact
+(``_routes``, ``_sending``); errors of the SDK are raised as rlkit's (``connection``).
 """
 
 from __future__ import annotations
