@@ -14,8 +14,7 @@ from pathlib import Path
 import attrs
 
 from rlkit import _check, _packages, backends, storage, tracking
-from rlkit.backends.tokenizers import tokenizer_from
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
 from rlkit.chat.templates import Template
 from rlkit.config import dump
 from rlkit.envs import TaskSource

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
+from rlkit.backends.toy._sampler import Completions
 
 import rlkit
 from rlkit.backends.protocol import LiveSampler, LiveSampling
-from rlkit.backends.toy._sampler import Completions
 from tests.backends.live import PROMPT, Updating, step
 
 pytest.importorskip("torch")

@@ -7,11 +7,11 @@ import time
 
 import numpy as np
 import pytest
+from rlkit.backends.toy._sampler import Completions
 
 import rlkit
 from rlkit import BackendError, ConfigError, SamplingParams, UnsupportedError
 from rlkit.advantages import grpo
-from rlkit.backends.toy._sampler import Completions
 from rlkit.corrections import token_tis
 from rlkit.envs import StepResult, Tasks
 from rlkit.rollouts import Plan, async_rollouts

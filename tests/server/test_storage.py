@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.toy.model import base_weights
+from rlkit.backends.toy import base_weights
 from rlkit.server import BackendModels, Service, _checkpoints
 from rlkit.testing import FakeTinker
 from tests.server.sdk import datum, prompt
