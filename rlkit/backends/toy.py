@@ -443,9 +443,11 @@ class ToyBackend(InProcessBackend):
         return self._sample_from(self._base_weights, 0)
 
     def _live(self, *, recompute: bool) -> SuccessiveSampler:
-        del recompute  # no request runs while the weights change, since a request is one call
+        del recompute  # nothing is kept
         return SuccessiveSampler(
-            self._snapshot(), lambda live: self._queue.enqueue("update", lambda: live.become(self._snapshot()))
+            self._snapshot(),
+            lambda live: self._queue.enqueue("update", lambda: live.become(self._snapshot())),
+            switches="token",  # a request is one call, so none is running when the weights change
         )
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
