@@ -33,9 +33,9 @@ from rlkit.backends.protocol import Sampler, Tokenizer
 from rlkit.backends.sampling import (
     SeedStream,
     Stop,
-    checked_prompt,
-    checked_request,
-    checked_targets,
+    check_prompt,
+    check_request,
+    check_targets,
     entropy_of,
     streams,
 )
@@ -253,7 +253,7 @@ class ToySampler(Resource):
         """See ``Sampler.sample``."""
         weights = self._open()
         size, most, lacks = self.tokenizer.vocab_size, self.max_length, tuple(OPTIONAL_OPTIONS)
-        prompt = checked_request(prompt, params, n, seed, vocab_size=size, max_length=most, lacks=lacks)
+        prompt = check_request(prompt, params, n, seed, vocab_size=size, max_length=most, lacks=lacks)
         rngs = streams(self._seeds.of(seed, params), n)  # one per sample: sample i is the same for any n
         ends, state = Stop(params.stop, self.tokenizer), self._features.start(n)
         features = np.zeros((n, self._features.size))
@@ -298,11 +298,11 @@ class ToySampler(Resource):
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""
         array = self._check_text("target_logprobs(tokens)", tokens)
-        return Future.of(self._score(array, checked_targets(targets, array.size, self.tokenizer.vocab_size)))
+        return Future.of(self._score(array, check_targets(targets, array.size, self.tokenizer.vocab_size)))
 
     def _check_text(self, where: str, tokens: TokenIds) -> np.ndarray:
         self._open()
-        return checked_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
+        return check_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
 
     def _score(self, tokens: np.ndarray, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """Return the logprobs [T, K] of ``ids`` [T, K]; 0 where an id is -1, and in row 0."""
