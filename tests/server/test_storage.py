@@ -40,7 +40,7 @@ def trained(training, steps):
 
 
 def state(fake, training):
-    return fake.service.backend(training.model_id)._weights.state
+    return fake.service.backend(training.model_id)._weights
 
 
 def test_with_and_without_optimizer(fake):

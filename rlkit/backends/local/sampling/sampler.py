@@ -16,7 +16,7 @@ from torch import nn
 
 from rlkit import _check
 from rlkit._rows import TokenIds
-from rlkit.backends._penalties import TokenCounts
+from rlkit.backends._drawing import TokenCounts
 from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
 from rlkit.backends.protocol import Tokenizer
 from rlkit.backends.sampling import (
