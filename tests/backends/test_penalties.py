@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit import SamplingParams
-from rlkit.backends._drawing import TokenCounts
 from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rlkit.backends._drawing import (
-    draw,
-    penalize,
-)
+from rlkit.backends._drawing import TokenCounts, draw, penalize  # noqa: E402
 
 GRID = np.append((np.arange(60) + 0.5) / 60, [0.0, 1 - 2**-53])
 
