@@ -16,6 +16,7 @@ import attrs
 from torch import Tensor
 
 from rlkit import _check
+from rlkit._check import checked
 from rlkit.errors import ConfigError
 from rlkit.losses.prepare import guard_shapes
 from rlkit.registry import Registry
@@ -197,14 +198,9 @@ class AdaptiveCoefficient:
     batch is larger than five horizons.
     """
 
-    coef: float
-    target: float
-    horizon: float
-
-    def __attrs_post_init__(self) -> None:
-        self.coef = _check.real("coef", self.coef, low=0.0)
-        self.target = _check.real("target", self.target, above=0.0)
-        self.horizon = _check.real("horizon", self.horizon, above=0.0)
+    coef: float = checked(attrs.NOTHING, _check.real, low=0.0)
+    target: float = checked(attrs.NOTHING, _check.real, above=0.0)
+    horizon: float = checked(attrs.NOTHING, _check.real, above=0.0)
 
     def update(self, kl: float, n: int = 1) -> float:
         """Return the coefficient after measuring ``kl`` on ``n`` >= 0 samples."""
@@ -236,19 +232,16 @@ class AdaptiveEntropy:
     Source: arXiv:2505.22312. Peers: TRL's ``use_adaptive_entropy`` is the same.
     """
 
-    target: float = 0.2
-    delta: float = 0.005
-    coef: float = 0.0
-    low: float = 0.0
-    high: float = 1.0
+    target: float = checked(0.2, _check.real, low=0.0)
+    delta: float = checked(0.005, _check.real, low=0.0)
+    coef: float = checked(0.0, _check.real)
+    low: float = checked(0.0, _check.real, low=0.0)
+    high: float = checked(1.0, _check.real)
 
     def __attrs_post_init__(self) -> None:
-        self.target = _check.real("target", self.target, low=0.0)
-        self.delta = _check.real("delta", self.delta, low=0.0)
-        self.low, self.high = _check.real("low", self.low, low=0.0), _check.real("high", self.high)
         if self.low > self.high:
-            raise ConfigError(f"low {self.low} is above high {self.high}")
-        self.coef = _check.real("coef", self.coef, low=self.low, high=self.high)
+            raise ConfigError(f"AdaptiveEntropy.low {self.low} is above high {self.high}")
+        _check.real("AdaptiveEntropy.coef", self.coef, low=self.low, high=self.high)
 
     def update(self, entropy: float) -> float:
         """Return the coefficient to use next, after measuring ``entropy`` (the mean per token)."""

@@ -1,6 +1,6 @@
 """What a loss is, and what stands between a loss and a backend.
 
-A loss is a function of one datum's own tokens, the n tokens that the policy chose, and returns a sum over them:
+A loss is a function of the tokens that the policy chose in one datum, n of them, and returns a sum over these tokens:
 
     def clipped(logprobs, sampling_logprobs, advantages, weights=1.0, *, high=1.2):
         ratio = (logprobs - sampling_logprobs).exp()
@@ -8,8 +8,9 @@ A loss is a function of one datum's own tokens, the n tokens that the policy cho
 
 Its signature is its schema. The first parameter, its driver, is what the model computes: ``logprobs`` [n],
 ``target_logprobs`` [n, K] or ``values`` [n]. The other positional ones are inputs of the datums, [n] or (); a datum may
-lack those with a default. Only ``entropy`` [n] comes from the model, too. Keyword-only ones are settings, and
-``config`` sets them. A loss returns a scalar tensor, or (scalar, metrics).
+lack those with a default. Only ``entropy`` [n] comes from the model, too. ``weights`` multiplies every term, so that all
+scaling lives there. Keyword-only parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or
+(scalar, metrics); ``@loss(level=...)`` gives it pairs of datums, or all at once.
 
 A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work, then
 ``gradient(logprobs, data)`` for each micro-batch. It propagates that gradient to its parameters, and nothing else.

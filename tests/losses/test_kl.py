@@ -189,5 +189,5 @@ def test_state_goes_through_json(fresh):
 )
 def test_bad_numbers(make, name):
     """Numbers out of range are refused by name."""
-    with pytest.raises(ConfigError, match=f"^{name}\\b"):
+    with pytest.raises(ConfigError, match=rf"^(Adaptive\w+\.)?{name}\b"):
         make()

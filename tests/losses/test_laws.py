@@ -462,6 +462,13 @@ def test_gmpo_takes_the_upper_bound_for_a_zero_advantage():
     assert value == pytest.approx(math.sqrt(2.0))
 
 
+def test_an_advantage_of_the_threshold_counts_as_bad():
+    """TOPR bounds its ratio; beyond the threshold the token has a weight of 1."""
+    inputs = {"sampling_logprobs": [np.full(2, -1.0)], "advantages": [np.array([0.5, 0.75])]}
+    _, (gradient,), _ = call("topr", [np.full(2, -1.0 - np.log(2))], inputs, {"threshold": 0.5})
+    np.testing.assert_allclose(gradient, [-0.25, -0.75])
+
+
 def test_sppo_has_two_bounds():
     """Bounds that are not each other's inverse: each drops what lies beyond it, and nothing else."""
     ratios = np.log([0.55, 0.65, 1.35, 1.45])

@@ -246,8 +246,9 @@ def test_pairs():
         rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]}),
     )
     other = attrs.evolve(two, tokens=[1, 9, 5])
+    elsewhere = [attrs.evolve(one, tokens=[1, 9, 3, 4]), other]  # another prompt, in a pair of its own
     for name in PAIRS:
-        prepare(name).check([one, two])
+        prepare(name).check([one, two, *elsewhere])
         for data, message in (
             ([one, two, one], rf"3 datums; the loss '{name}' takes \(chosen, rejected\) pairs"),
             ([one, attrs.evolve(two, mask=[0, 0, 0])], r"data\[1\].mask is all False"),
@@ -306,44 +307,31 @@ def test_datums_without_tokens():
     assert (nothing.value, nothing.driver[0].shape) == (0.0, (0,))
 
 
-def bad_signatures():
-    def first(advantages, logprobs):
-        return logprobs.sum()
-
-    def many(logprobs, *others):
-        return logprobs.sum()
-
-    def named(logprobs, **others):
-        return logprobs.sum()
-
-    def unset(logprobs, *, beta):
-        return beta * logprobs.sum()
-
-    return [
-        (lambda: prepare(first), "the first parameter of the loss 'first' must be one of"),
-        (lambda: prepare(many), r"the loss 'many' takes \*others"),
-        (lambda: prepare(named), r"the loss 'named' takes \*\*others"),
-        (lambda: prepare(unset), "config lacks 'beta'"),
-        (lambda: prepare(dict), "no readable signature|must be one of"),
-        (lambda: loss(level="token"), r"^loss\(level\): got 'token'"),
-        (lambda: loss(elementwise=1), r"^loss\(elementwise\): got 1"),
-        (lambda: loss(level="pair", elementwise=True), r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
-        (lambda: with_kl("ppo", -0.1), "^kl_coef"),
-        (lambda: with_kl("ppo", float("nan")), "^kl_coef"),
-        (lambda: with_kl("ppo", "not a name"), "^coef"),
-        *[(lambda n=n: with_kl("ppo", n), n) for n in ("logprobs", "weights", "advantages", "reference_logprobs")],
-        (lambda: with_kl("ppo", "clip_low_threshold"), "already has a parameter 'clip_low_threshold'"),
-        (lambda: with_kl(with_kl("ppo")), "already has a parameter 'kl_coef'"),
-        (lambda: with_kl("value_huber"), "driven by 'values'"),
-        (lambda: with_kl(many), "one by one"),
-        (lambda: with_entropy("ppo", float("inf")), "^entropy_coef"),
-        (lambda: with_entropy("ppo", None), "^entropy_coef"),
-        (lambda: prepare("pppo"), "no loss named"),
-        (lambda: with_kl("pppo"), "no loss named"),
-    ]
+NO_LOSSES = [
+    (lambda: prepare(lambda advantages, logprobs: 0), "the first parameter of the loss '<lambda>' must be one of"),
+    (lambda: prepare(lambda logprobs, *others: 0), r"the loss '<lambda>' takes \*others"),
+    (lambda: prepare(lambda logprobs, **others: 0), r"the loss '<lambda>' takes \*\*others"),
+    (lambda: prepare(lambda logprobs, *, beta: 0), "config lacks 'beta'"),
+    (lambda: prepare(dict), "the loss 'dict'"),
+    (lambda: loss(level="token"), r"^loss\(level\): got 'token'"),
+    (lambda: loss(elementwise=1), r"^loss\(elementwise\): got 1"),
+    (lambda: loss(level="pair", elementwise=True), r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
+    (lambda: with_kl("ppo", -0.1), "^kl_coef"),
+    (lambda: with_kl("ppo", float("nan")), "^kl_coef"),
+    (lambda: with_kl("ppo", "not a name"), "^coef"),
+    *[(lambda n=n: with_kl("ppo", n), n) for n in ("logprobs", "weights", "advantages", "reference_logprobs")],
+    (lambda: with_kl("ppo", "clip_low_threshold"), "already has a parameter 'clip_low_threshold'"),
+    (lambda: with_kl(with_kl("ppo")), "already has a parameter 'kl_coef'"),
+    (lambda: with_kl("value_huber"), "driven by 'values'"),
+    (lambda: with_kl(lambda logprobs, *others: 0), "one by one"),
+    (lambda: with_entropy("ppo", float("inf")), "^entropy_coef"),
+    (lambda: with_entropy("ppo", None), "^entropy_coef"),
+    (lambda: prepare("pppo"), "no loss named"),
+    (lambda: with_kl("pppo"), "no loss named"),
+]
 
 
-@for_each(("make", "message"), bad_signatures())
+@for_each(("make", "message"), NO_LOSSES)
 def test_what_cannot_be_a_loss(make, message):
     """A signature, marks or a composition that cannot work is refused before anything runs."""
     with pytest.raises((ConfigError, UnknownNameError), match=message):
