@@ -8,8 +8,8 @@ A loss is a function of the tokens that the policy chose in one datum, n of them
 
 Its signature is its schema. The first parameter, its driver, is what the model computes: ``logprobs`` [n],
 ``target_logprobs`` [n, K] or ``values`` [n]. The other positional ones are inputs of the datums, [n] or (); a datum may
-lack those with a default. Only ``entropy`` [n] comes from the model, too. ``weights`` multiplies every term, so that all
-scaling lives there. Keyword-only parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or
+lack those with a default. Only ``entropy`` [n] comes from the model, too. ``weights`` multiplies every term: scaling
+lives there alone. Keyword-only parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or
 (scalar, metrics); ``@loss(level=...)`` gives it pairs of datums, or all at once.
 
 A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work, then
