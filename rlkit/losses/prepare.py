@@ -178,17 +178,8 @@ def prepare(loss: str | Callable[..., object], config: Mapping[str, object] | No
     """
     function = registry.resolve(loss)
     name = loss if isinstance(loss, str) else str(getattr(function, "__name__", type(function).__name__))
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the loss {name!r} has no readable signature: {error}") from error
-    for p in parameters:
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            raise ConfigError(f"the loss {name!r} takes {p}; a loss names its inputs and settings one by one")
-    positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
-    driver, *inputs = positional or ("",)
-    if driver not in _DRIVERS:
-        raise ConfigError(f"the first parameter of the loss {name!r} must be one of {', '.join(_DRIVERS)}")
+    positional, defaults = _read_signature(name, function)
+    driver, *inputs = positional
     optional = {key: positional[key] for key in inputs if positional[key] is not inspect.Parameter.empty}
     marked = marks(function)
     return PreparedLoss(
@@ -200,10 +191,25 @@ def prepare(loss: str | Callable[..., object], config: Mapping[str, object] | No
         inputs=tuple(key for key in inputs if key not in optional and key != "entropy"),
         optional=optional,
         entropy="entropy" in inputs,
-        settings=_bind_settings(name, {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}, config),
+        settings=_bind_settings(name, defaults, config),
         order=tuple(positional),
         named=isinstance(loss, str),
     )
+
+
+def _read_signature(name: str, function: Callable[..., object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the defaults of the positional parameters, the driver first, and those of the settings."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the loss {name!r} has no readable signature: {error}") from error
+    for p in parameters:
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise ConfigError(f"the loss {name!r} takes {p}; a loss names its inputs and settings one by one")
+    positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
+    if next(iter(positional), None) not in _DRIVERS:
+        raise ConfigError(f"the first parameter of the loss {name!r} must be one of {', '.join(_DRIVERS)}")
+    return positional, {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _bind_settings(name: str, defaults: Mapping[str, object], config: object) -> dict[str, object]:
@@ -323,9 +329,9 @@ class PreparedLoss:
             some = [some[0].with_inputs(weights=np.where(weights == 0, np.float32(1), weights))]
         entropy = [torch.full((int(datum.mask.sum()),), 0.5) for datum in some]
         with contextlib.suppress(BackendError):  # not finite on made-up numbers, which does not matter for real ones
-            self.gradient([self._make_dummy(datum) for datum in some], some, entropy=entropy)
+            self.gradient([self._dummy_driver(datum) for datum in some], some, entropy=entropy)
 
-    def _make_dummy(self, datum: Datum) -> Tensor:
+    def _dummy_driver(self, datum: Datum) -> Tensor:
         if self.driver == "target_logprobs":
             return torch.full(datum.inputs["target_tokens"][datum.mask].shape, -1.0)
         near = datum.inputs.get("sampling_logprobs")  # at these the ratio is 1, where every loss of a ratio is finite
@@ -367,22 +373,26 @@ class PreparedLoss:
             names.add(metrics, reported, len(call))
         total = torch.stack(values).sum() if values else torch.zeros(())
         sources = [x for each in leaves.values() for x in each]
-        found: Sequence[Tensor | None] = [None] * len(sources)
-        if used:
-            if not total.requires_grad:
-                what = f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
-                raise ConfigError(what)
-            found = torch.autograd.grad(total, sources, allow_unused=True)  # a batch's loss may pass over a datum
-        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
-        places = range(len(logprobs)) if places is None else places
-        for i, gradient in enumerate(gradients):
+        gradients = self._differentiate(total, sources) if values else [torch.zeros_like(x) for x in sources]
+        value = float(total.detach())
+        self._check_finite(value, gradients, range(len(logprobs)) if places is None else places)
+        return LossGradient(value, metrics, gradients[: len(logprobs)], gradients[len(logprobs) :] or None)
+
+    def _differentiate(self, total: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient with respect to each source, 0 for those that the loss was not given or passed over."""
+        if not total.requires_grad:
+            what = f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
+            raise ConfigError(what)
+        found = torch.autograd.grad(total, sources, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
+
+    def _check_finite(self, value: float, gradients: Sequence[Tensor], places: Sequence[int]) -> None:
+        for i, gradient in enumerate(gradients):  # of the driver, then of the entropy
             if not torch.isfinite(gradient).all():
                 place = places[i % len(places)]
                 raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{place}]")
-        value = float(total.detach())
         if not math.isfinite(value):
             raise BackendError(f"the loss {self.name!r} is {value}")
-        return LossGradient(value, metrics, gradients[: len(logprobs)], gradients[len(logprobs) :] or None)
 
     def _cut_calls(self, used: list[int], driver: Sequence[Tensor]) -> list[list[int]]:
         """Return the places of the datums of each call."""
@@ -398,20 +408,13 @@ class PreparedLoss:
         """Call the function once, on the datums at ``call``, and check what it returns."""
         arguments: dict[str, Argument] = {}
         for name in self._order:
-            if name in self.optional and not any(name in data[i].inputs for i in call):
-                continue  # the function's own default
             if name in leaves:
                 parts = [self._drop_tokens(leaves[name][i], data[i]) for i in call]
+            elif name in self.optional and not any(name in data[i].inputs for i in call):
+                continue  # the function's own default
             else:
                 parts = [self._read_input(name, k, data[i], leaves[self.driver][i]) for k, i in enumerate(call)]
-            if self.level != "datum":
-                arguments[name] = tuple(parts) if self.level == "pair" else parts
-            elif len(call) == 1:
-                arguments[name] = parts[0]
-            else:
-                sizes = [int(self._choose_tokens(data[i]).sum()) for i in call]
-                wide = [x.expand(n) if x.ndim == 0 else x for x, n in zip(parts, sizes, strict=True)]
-                arguments[name] = torch.cat(wide)
+            arguments[name] = self._join(parts, [data[i] for i in call])
         try:
             result = self.function(**arguments, **self.settings)
         except RuntimeError as error:
@@ -421,6 +424,15 @@ class PreparedLoss:
             raise ConfigError(f"the loss {self.name!r}", what, "torch operations, such as x.exp()") from error
         value, metrics = self._check_result(result)
         return value, {**self._measure_margin(arguments), **metrics}
+
+    def _join(self, parts: Sequence[Tensor], data: Sequence[Datum]) -> Argument:
+        """Put what several datums have in the place of one argument together, in the form of the loss's level."""
+        if self.level != "datum":
+            return tuple(parts) if self.level == "pair" else list(parts)
+        if len(parts) == 1:
+            return parts[0]
+        sizes = [int(self._choose_tokens(datum).sum()) for datum in data]
+        return torch.cat([x.expand(n) if x.ndim == 0 else x for x, n in zip(parts, sizes, strict=True)])
 
     def _read_input(self, name: str, k: int, datum: Datum, like: Tensor) -> Tensor:
         """Return an input of the datum that is the ``k``-th of its call."""

@@ -331,13 +331,6 @@ def test_weight_of_a_pair_is_the_chosen_ones(name):
         same_gradient(weighted, plain, factor=0.5)
 
 
-def test_no_sequence_is_paired_for_kto():
-    """A datum of KTO has its loss to itself: the sum over any split is the same."""
-    driver, inputs = example("kto", np.random.default_rng(0), sizes=(3, 4, 2))
-    parts = sum(call("kto", driver[i : i + 1], {k: v[i : i + 1] for k, v in inputs.items()})[0] for i in range(3))
-    assert call("kto", driver, inputs)[0] == pytest.approx(parts)
-
-
 @few
 @given(seed=st.integers(0, 99))
 def test_order_of_the_batch(seed):
