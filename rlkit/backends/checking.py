@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._packages import missing
 from rlkit.errors import ConfigError, DataError
 from rlkit.metrics import names
 from rlkit.types import Adam, Datum, ForwardBackwardOutput, Lora
@@ -21,17 +20,14 @@ if TYPE_CHECKING:
 __all__ = [
     "OF_DISTRIBUTION",
     "Checked",
-    "Remote",
     "Start",
     "check_adam",
-    "check_remote",
     "checked_data",
     "measured_output",
     "output",
 ]
 
 Checked: TypeAlias = "tuple[list[Datum], PreparedLoss | None, tuple[str, ...]]"
-Remote: TypeAlias = "Callable[[PreparedLoss, Sequence[Datum]], str]"
 
 # What a backend that has the full distribution p gives per token: its entropy, and the sums of p^2 and of p^2 log p.
 OF_DISTRIBUTION = ("entropy", "sum_p2", "sum_p2_logp")
@@ -61,21 +57,6 @@ class Start:
 def check_adam(params: Adam) -> None:
     """Raise ConfigError where ``params`` of an optimizer step is anything else."""
     _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
-
-
-def check_remote(prepared: PreparedLoss, data: Sequence[Datum], remote: Remote) -> None:
-    """Raise what trying out would, as far as that is possible without torch.
-
-    Args:
-        prepared: a loss.
-        data: the datums.
-        remote: why the loss is computed in this process, "" where a service does it.
-    """
-    prepared.check_settings()
-    why_here = remote(prepared, data)
-    if why_here:
-        what = f"the loss {prepared.name!r} is computed in this process ({why_here}), which"
-        raise missing(what, "torch", "tinker", "torch")
 
 
 def checked_data(data: Sequence[Datum], vocab_size: int, max_length: int) -> list[Datum]:
@@ -119,7 +100,9 @@ def output(
         if part is not None:
             metrics["loss:sum"] += part.value
             names.add(metrics, part.metrics)
-    return measured_output(data, logprobs, extras, names.averaged(metrics, len(data)))
+    # A mean is over the datums that the loss was given: those with a token of the policy's own.
+    given = sum(bool(datum.mask.any()) for datum in data)
+    return measured_output(data, logprobs, extras, names.averaged(metrics, max(given, 1)))
 
 
 def measured_output(

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from rlkit import _check
-from rlkit._packages import has_torch
 from rlkit._resource import Resource
 from rlkit.backends import saves
-from rlkit.backends.checking import OF_DISTRIBUTION, Checked, Remote, check_adam, check_remote, checked_data
+from rlkit.backends.checking import OF_DISTRIBUTION, Checked, check_adam, checked_data
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Sampler, Tokenizer
 from rlkit.backends.queue import Background, CallQueue, Job, RunHere, Sent, Worker
 from rlkit.backends.sampling import SeedStream
@@ -135,14 +134,12 @@ class BaseTrainer(Resource):
         want: Sequence[str],
         *,
         backward: bool,
-        remote: Remote | None = None,
     ) -> Checked:
         """Return ``data`` as a list, the loss prepared and tried out on made-up logprobs, and ``want`` as a tuple.
 
         Args:
             data, loss, config, want: as in ``TrainerBackend.forward``.
             backward: whether a gradient is asked for.
-            remote: why a loss is computed in this process, "" where a service does it: then torch may be missing.
         """
         if loss is None and backward:
             raise ConfigError("forward_backward: loss is None; expected a name or a function (or call forward)")
@@ -161,10 +158,7 @@ class BaseTrainer(Resource):
         prepared = prepare(loss, config)
         self._check_loss(prepared)
         prepared.check(data)
-        if remote is None or has_torch():
-            prepared.try_out(data)
-        else:
-            check_remote(prepared, data, remote)
+        prepared.try_out(data)
         return data, prepared, tuple(want)
 
     def _check_loss(self, prepared: PreparedLoss) -> None:

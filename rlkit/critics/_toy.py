@@ -66,13 +66,13 @@ class ToyCritic(InProcessCritic):
     def _values_and_parts(
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
-        from rlkit._packages import torch
-
         yield from ()
         rows = [self._features.all(datum.tokens)[np.flatnonzero(datum.mask) - 1] for datum in data]  # [n, features]
         values = [row @ self._weights.value for row in rows]
         if loss is None:
             return values, []
+        import torch
+
         gradient = loss.gradient([torch.from_numpy(v) for v in values], data)
         if backward:
             parts = [row.T @ g.numpy().astype(float) for row, g in zip(rows, gradient.driver, strict=True)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import attrs
 
 from rlkit import _check
-from rlkit.backends.checking import Checked, Remote, Start, check_adam
+from rlkit.backends.checking import Checked, Start, check_adam
 from rlkit.backends.engine import SuccessiveSampler
 from rlkit.backends.inprocess import BaseTrainer
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
@@ -272,15 +272,13 @@ class TinkerBackend(BaseTrainer):
         want: Sequence[str],
         *,
         backward: bool,
-        remote: Remote | None = None,
     ) -> Checked:
         if loss == "stable_reinforce":
             raise UnsupportedError(
                 "the loss 'stable_reinforce' needs provenance spans, which a Datum does not have; send it with "
                 "policy.training_client, or use 'importance_sampling' with rlkit.corrections"
             )
-        remote = self._sending.why_not_hosted if backward else lambda *_: "compute its value with forward"
-        checked = super()._checked(data, loss, config, want, backward=backward, remote=remote)
+        checked = super()._checked(data, loss, config, want, backward=backward)
         if self._off_temperature == "raise":
             for i, datum in enumerate(checked[0]):
                 if datum.temperature not in (0.0, 1.0):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlkit._packages import torch
 from rlkit._warn import warn
 from rlkit.backends import checking
 from rlkit.backends.protocol import Route
@@ -21,6 +20,7 @@ from rlkit.types import Datum
 from rlkit.types import ForwardBackwardOutput as Output
 
 if TYPE_CHECKING:
+    import torch
     from tinker import TrainingClient, types
 
     from rlkit.losses.prepare import PreparedLoss
@@ -126,9 +126,9 @@ def output(
     for key in ("loss:sum", *own):  # the service may measure what has no value; a loss may not
         if not np.isfinite(merged.get(key, 0.0)):
             raise BackendError(f"{call}: the {'loss' if key == 'loss:sum' else f'metric {key!r}'} is {merged[key]}")
-    # Parts may be of the same datums; those that were not sent count 0, as they do on other backends.
-    count = max(len(data), sum(number for _, number in metrics))
-    return checking.measured_output(data, logprobs, {}, names.averaged(merged, count))
+    # A mean is over the datums that were sent, as on other backends; several parts may have sent the same ones.
+    count = sum(number for _, number in metrics)
+    return checking.measured_output(data, logprobs, {}, names.averaged(merged, max(count, 1)))
 
 
 _CALL = "forward_backward"
@@ -248,11 +248,6 @@ class Sending:
         sent = self._client.forward_backward(datums, part.loss, dict(part.config) or None).future()
         return sent
 
-    def why_not_hosted(self, prepared: PreparedLoss, data: Sequence[Datum]) -> str:
-        """Return why hosted calls do not give this loss, "" where they do; needs no torch."""
-        parts, why = self._plan(prepared, data)
-        return "" if parts or not _used(data) else why
-
     def _plan(self, prepared: PreparedLoss, data: Sequence[Datum]) -> tuple[Sequence[_routes.Part], str]:
         if not prepared.named:
             return (), "it is given as a function, which runs in this process as written"
@@ -310,6 +305,8 @@ def _driver(
     prepared: PreparedLoss | None,
 ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
     """Return (what the loss is given, the logprobs of the datums' own tokens)."""
+    import torch
+
     arrays = read_logprobs(call, response, used, places)
     if prepared is None:
         return [], arrays

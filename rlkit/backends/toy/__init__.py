@@ -83,7 +83,6 @@ class ToyBackend(InProcessBackend):
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        from rlkit._packages import torch
         from rlkit.backends.checking import output
 
         yield from ()
@@ -91,6 +90,8 @@ class ToyBackend(InProcessBackend):
         gradient = np.zeros_like(self._weights.value)
         part = None
         if loss is not None:
+            import torch
+
             driver = [torch.from_numpy(row.driver(datum, loss.driver)) for row, datum in zip(rows, data, strict=True)]
             entropy = [torch.from_numpy(row.entropy.astype(np.float32)) for row in rows] if loss.entropy else None
             part = loss.gradient(driver, data, entropy=entropy)
