@@ -18,7 +18,7 @@ import attrs
 
 import rlkit
 from rlkit.backends.options import LocalOptions, describe
-from rlkit.losses.base import marks
+from rlkit.losses.prepare import marks
 
 PAGE, BACKENDS = Path(__file__).with_name("reference.md"), Path(__file__).with_name("backends.md")
 # Of docs/backends.md: where an option of the local backend is explained.

@@ -1,9 +1,4 @@
-"""The command that installs rlkit, and packages that are imported when they are first used.
-
-Imported on first use are torch, so that importing the losses does not need it, and names of packages.
-
-In a module: ``if TYPE_CHECKING: import torch`` and ``else: from rlkit._packages import torch``.
-"""
+"""The command that installs rlkit, what is missing, and names of packages that are imported on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from typing import Any
 
 from rlkit.errors import MissingPackageError
 
-__all__ = ["PACKAGE", "VERSION", "command", "has_torch", "lazy_names", "missing", "torch"]
+__all__ = ["PACKAGE", "VERSION", "command", "has_torch", "lazy_names", "missing"]
 
 NAME = "rlkit-lm"  # of the distribution; "rlkit" on PyPI is another project
 VERSION = "0.1.0"
@@ -73,23 +68,6 @@ def has_torch() -> bool:
 def missing(what: str, package: str, *extras: str) -> MissingPackageError:
     """Return the error of ``what`` that needs a package which is not installed, with the command that installs it."""
     return MissingPackageError(f"{what} needs {package}: {command(*extras)}")
-
-
-class _Torch:
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by doctest, inspect and the like
-            raise AttributeError(name)
-        try:
-            value = getattr(importlib.import_module("torch"), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise missing("computing a loss here", "torch", "torch") from error
-        setattr(self, name, value)
-        return value
-
-
-torch: Any = _Torch()
 
 
 def lazy_names(

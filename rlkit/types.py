@@ -425,8 +425,8 @@ class ForwardBackwardOutput:
     Attributes:
         logprobs: one float32 [T] per datum, the policy's, 0 wherever its mask is False.
         outputs: name -> one array per datum, for the names in ``want``, such as "entropy".
-        metrics: keys end in ":sum", ":mean" (mean over datums), ":max" or ":min"; "loss:sum", "tokens:sum" (masked-in
-            tokens) and "datums:sum" are always present.
+        metrics: keys end in ":sum", ":mean" (over the datums with a masked-in token), ":max" or ":min"; "loss:sum",
+            "tokens:sum" (masked-in tokens) and "datums:sum" (all datums) are always present.
         masks: the datums' masks.
     """
 

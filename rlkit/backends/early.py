@@ -38,7 +38,7 @@ def resolve_class(
         MissingPackageError: a package is not installed.
         ConfigError: as for ``check_local``.
     """
-    if name == "local" and isinstance(registry.get(name), str):  # not imported yet
+    if name == "local" and isinstance(dict.get(registry, name), str):  # not imported yet; registry.get would
         check_local(options, kind)
     try:
         return registry.resolve(name)

@@ -560,7 +560,9 @@ def assemble_output(
             if part is not None:
                 summed["loss:sum"] += part.value
                 names.add(summed, part.metrics)
-        metrics = names.averaged(summed, len(data))
+        # A mean is over the datums that the loss was given: those with a token of the policy's own.
+        given = sum(bool(datum.mask.any()) for datum in data)
+        metrics = names.averaged(summed, max(given, 1))
     tokens = float(sum(int(datum.mask.sum()) for datum in data))
     metrics = {**metrics, "tokens:sum": tokens, "datums:sum": float(len(data))}
 

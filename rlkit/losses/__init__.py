@@ -6,12 +6,27 @@ parameter names are the inputs that a datum must carry.
 
 from __future__ import annotations
 
+from rlkit._packages import has_torch, missing
+
+if not has_torch():
+    raise missing("rlkit.losses", "torch", "torch")
+
 from rlkit.losses import kl
 from rlkit.losses._compose import with_entropy, with_kl
-from rlkit.losses._policy import cispo, decoupled_ppo, dppo_kl, dppo_tv, dro, importance_sampling, opsm, ppo, sapo, sppo
+from rlkit.losses._policy import (
+    cispo,
+    decoupled_ppo,
+    dro,
+    importance_sampling,
+    opmd,
+    opsm,
+    ppo,
+    reinforce,
+    sppo,
+    topr,
+)
 from rlkit.losses._preference import cpo, dpo, kto, orpo, simpo
-from rlkit.losses._reinforce import opmd, rec, reinforce, topr
-from rlkit.losses._sequence import clip_cov, gmpo, gspo, gspo_token, kl_cov, luspo, vespo
+from rlkit.losses._sequence import gmpo, gspo, gspo_token, luspo, vespo
 from rlkit.losses._supervised import (
     cross_entropy,
     mix,
@@ -23,9 +38,9 @@ from rlkit.losses._supervised import (
     value_clipped,
     value_huber,
 )
-from rlkit.losses.base import loss, register, registry
+from rlkit.losses._trust import clip_cov, dppo_kl, dppo_tv, kl_cov, rec, sapo
 from rlkit.losses.kl import AdaptiveEntropy, adaptive_entropy
-from rlkit.losses.prepare import LossGradient, PreparedLoss, prepare
+from rlkit.losses.prepare import LossGradient, PreparedLoss, loss, prepare, register, registry
 from rlkit.losses.traceable import traceable
 
 __all__ = [

@@ -1,28 +1,29 @@
 """Losses made of a loss and one more term: ``with_kl(ppo, 0.01)``, ``with_entropy(with_kl(ppo), 0.001)``.
 
-The results are ordinary losses: its inputs are those of the loss and of the term, its settings too, and
-``weights`` multiplies both.
+The result is an ordinary loss: its inputs are those of the loss and of the term, its settings too, and ``weights``
+multiplies both.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import attrs
+from torch import Tensor
 
 from rlkit import _check
 from rlkit.errors import ConfigError
 from rlkit.losses import kl
-from rlkit.losses.base import Range, check_shapes, counted, marks, one_weight, ranges, registry
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rlkit.losses._preference import average_weight
+from rlkit.losses.prepare import Range, check_shapes, marks, mask_weightless, registry
 
 __all__ = ["with_entropy", "with_kl"]
 
 Loss: TypeAlias = Callable[..., object]
-Value: TypeAlias = "Tensor | tuple[Tensor, Mapping[str, float]]"  # what a loss returns
-Given: TypeAlias = "Mapping[str, Tensor]"  # the arguments of one datum, by name
+Value: TypeAlias = Tensor | tuple[Tensor, Mapping[str, float]]  # what a loss returns
+Given: TypeAlias = Mapping[str, Tensor]  # the arguments of one datum, by name
 _Parameter = inspect.Parameter
 
 
@@ -55,21 +56,17 @@ def with_kl(loss: str | Loss, coef: float | str = 0.01, estimator: str | Loss = 
 
     Source: GRPO, arXiv:2402.03300 eq. 3. Peers: SkyRL folds token weights into advantages, which this term misses.
     """
-    function = registry.resolve(loss)
+    function, estimate = registry.resolve(loss), kl.registry.resolve(estimator)
     title = f"with_kl({_name(loss)})"
-    estimate = kl.registry.resolve(estimator)
-    parameters = _parameters(title, function)
-    if parameters[0].name != "logprobs":
-        raise ConfigError(f"{title}: the loss is driven by {parameters[0].name!r}, but a KL term needs 'logprobs'")
-    more = _parameters(title, estimate)[1:]
+    first, more = _read_parameters(title, function)[0].name, _read_parameters(title, estimate)[1:]
+    if first != "logprobs":
+        raise ConfigError(f"{title}: the loss is driven by {first!r}, but a KL term needs 'logprobs'")
 
     def term(given: Given) -> Tensor:
         return estimate(given["logprobs"], **{parameter.name: given[parameter.name] for parameter in more})
 
-    composed = _plus(title, function, term, more, "kl_coef", coef, sign=1.0)
+    composed = _add_term(title, function, term, more, "kl_coef", coef, sign=1.0, low=0.0)
     composed.__rlkit_parts__ = (function, estimate)  # type: ignore[attr-defined]
-    if isinstance(coef, str):
-        composed.__rlkit_ranges__ = {**ranges(function), coef: Range()}  # type: ignore[attr-defined]
     return composed
 
 
@@ -96,13 +93,12 @@ def with_entropy(loss: str | Loss, coef: float | str = 0.01) -> Loss:
     Source: Williams and Peng 1991; A3C, arXiv:1602.01783. Where there are no logits, ``rlkit.advantages.entropy_bonus``
     is the sampled estimate. ``rlkit.losses.adaptive_entropy`` gives a coefficient that follows the entropy.
     """
-    function = registry.resolve(loss)
+    function, title = registry.resolve(loss), f"with_entropy({_name(loss)})"
     entropy = _Parameter("entropy", _Parameter.POSITIONAL_OR_KEYWORD)
-    title = f"with_entropy({_name(loss)})"
-    return _plus(title, function, lambda given: given["entropy"], [entropy], "entropy_coef", coef, sign=-1.0)
+    return _add_term(title, function, lambda given: given["entropy"], [entropy], "entropy_coef", coef, sign=-1.0)
 
 
-def _plus(
+def _add_term(
     title: str,
     function: Callable[..., Value],
     term: Callable[[Given], Tensor],
@@ -111,66 +107,65 @@ def _plus(
     coef: float | str,
     *,
     sign: float,
+    low: float | None = None,
 ) -> Loss:
-    """Add sign coef sum w term to ``function``, under a signature that holds what both need."""
-    own = _parameters(title, function)
+    """Add sign coef sum w term to ``function``, under a signature that holds what both need; coef is >= ``low``."""
+    own, marked = _read_parameters(title, function), marks(function)
     if isinstance(coef, str):
         _check_input_name(coef, own)
         coef_name, extra = coef, _Parameter(coef, _Parameter.POSITIONAL_OR_KEYWORD)
+        if low is not None:
+            marked = attrs.evolve(marked, ranges={**marked.ranges, coef: Range(low)})
     else:
-        coef = _coefficient(coef_name, coef)
-        extra = _Parameter(coef_name, _Parameter.KEYWORD_ONLY, default=coef)
-    signature = _signature(title, own, [*more, extra])
+        default = _check.real(coef_name, coef, low=low)
+        extra = _Parameter(coef_name, _Parameter.KEYWORD_ONLY, default=default)
+    signature = _merge_signatures(title, own, [*more, extra])
     names = [parameter.name for parameter in own]
-    asked = [names[0], *_positional(more)]  # what the term reads
-    marked = marks(function)
+    read = [names[0], *_list_inputs(more)]  # by the term
 
-    def weighed(one: Given) -> tuple[Tensor, Given]:
-        """Return the weight of the term, and the arguments of one datum, which are ignored where it is 0."""
+    def compute_term(one: Given) -> Tensor:
+        """Return the term of one datum; its logprobs where the weight is 0 are replaced, as they may overflow."""
         scale = one[coef_name] * one.get("weights", 1.0)
-        logprobs = [name for name in asked if name.endswith("logprobs") and one[name] is not None]
-        return scale, {**one, **{name: counted(scale, one[name], -1.0) for name in logprobs}}
+        logprobs = [name for name in read if name.endswith("logprobs") and one[name] is not None]
+        safe = {name: mask_weightless(scale, one[name], -1.0) for name in logprobs}
+        return sign * (scale * term({**one, **safe})).sum()
 
     def composed(*args: object, **kwargs: object) -> Value:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        check_shapes(title, {name: given[name] for name in (*asked, "weights", coef_name) if name in given})
+        check_shapes(title, {name: given[name] for name in (*read, "weights", coef_name) if name in given})
         if extra.kind is extra.KEYWORD_ONLY:
-            _coefficient(coef_name, given[coef_name])
+            _check.real(coef_name, given[coef_name], low=low)
         result = function(**{name: given[name] for name in names})
-        added = sum(sign * (scale * term(one)).sum() for scale, one in map(weighed, _each(given, marked.level)))
-        if isinstance(result, tuple):
-            value, metrics = result
-            return value + added, metrics
-        return result + added
+        added = sum(map(compute_term, _split_datums(given, marked.level)))
+        return (result[0] + added, result[1]) if isinstance(result, tuple) else result + added
 
     composed.__name__ = composed.__qualname__ = title
     composed.__doc__ = f"{(inspect.getdoc(function) or title).partition(chr(10))[0]} Made by {title}."
     composed.__signature__ = signature  # type: ignore[attr-defined]
     composed.__rlkit_loss__ = marked  # type: ignore[attr-defined]
-    composed.__rlkit_ranges__ = ranges(function)  # type: ignore[attr-defined]
-    composed.__rlkit_parts__ = (function,)  # type: ignore[attr-defined]  # its parts
+    composed.__rlkit_parts__ = (function,)  # type: ignore[attr-defined]
     return composed
 
 
-def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
+def _list_inputs(parameters: Sequence[inspect.Parameter]) -> list[str]:
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
 
 def _check_input_name(coef: str, parameters: Sequence[inspect.Parameter]) -> None:
     if not coef.isidentifier():
         raise ConfigError("coef", f"got {coef!r}", "a number, or the name of a datum input")
-    if coef in {*_positional(parameters), "weights", "reference_logprobs", "entropy"}:
+    if coef in {*_list_inputs(parameters), "weights", "reference_logprobs", "entropy"}:
         raise ConfigError(f"coef: {coef!r} is already an input of the loss; name one that holds only the coefficient")
 
 
-def _each(given: Mapping[str, Tensor | Sequence[Tensor]], level: str) -> list[Given]:
+def _split_datums(given: Mapping[str, Tensor | Sequence[Tensor]], level: str) -> list[Given]:
     """Return the arguments of each datum of a call."""
     if level == "datum":
         return [given]
     if level == "pair":
-        given = {**given, "weights": one_weight(given.get("weights", 1.0))}
+        given = {**given, "weights": average_weight(given.get("weights", 1.0))}
     count = len(next(iter(given.values())))
     return [
         {name: value[i] if isinstance(value, (list, tuple)) else value for name, value in given.items()}
@@ -178,37 +173,28 @@ def _each(given: Mapping[str, Tensor | Sequence[Tensor]], level: str) -> list[Gi
     ]
 
 
-def _signature(title: str, own: Sequence[inspect.Parameter], more: Sequence[inspect.Parameter]) -> inspect.Signature:
-    """Needed inputs, then optional ones, then settings; inputs that both name are one."""
+def _merge_signatures(
+    title: str, own: Sequence[inspect.Parameter], more: Sequence[inspect.Parameter]
+) -> inspect.Signature:
+    """Needed inputs, then optional ones, then settings; inputs that both name are one, optional if it is for both."""
     merged = {parameter.name: parameter for parameter in own}
     for parameter in more:
-        present = merged.get(parameter.name)
-        if present is None:
-            merged[parameter.name] = parameter
-        elif _Parameter.KEYWORD_ONLY in (present.kind, parameter.kind):
-            raise ConfigError(f"{title}: the loss already has a parameter {parameter.name!r}")
-        elif present.default is not present.empty and parameter.default is parameter.empty:
-            merged[parameter.name] = parameter
-    order = sorted(merged.values(), key=_rank)  # stable: the first stays first
-    return inspect.Signature(order)
+        present = merged.setdefault(parameter.name, parameter)
+        if present is not parameter:
+            if _Parameter.KEYWORD_ONLY in (present.kind, parameter.kind):
+                raise ConfigError(f"{title}: the loss already has a parameter {parameter.name!r}")
+            if parameter.default is parameter.empty:
+                merged[parameter.name] = parameter
+    rank = {p.name: 2 if p.kind is p.KEYWORD_ONLY else int(p.default is not p.empty) for p in merged.values()}
+    return inspect.Signature(sorted(merged.values(), key=lambda p: rank[p.name]))  # stable: the first stays first
 
 
-def _rank(parameter: inspect.Parameter) -> int:
-    if parameter.kind is parameter.KEYWORD_ONLY:
-        return 2
-    return int(parameter.default is not parameter.empty)
-
-
-def _parameters(title: str, function: Loss) -> list[inspect.Parameter]:
+def _read_parameters(title: str, function: Loss) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(function).parameters.values())
     wrong = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
     if wrong or not parameters:
         raise ConfigError(f"{title}: {_name(function)} must name its inputs and settings one by one")
     return parameters
-
-
-def _coefficient(name: str, value: object) -> float:
-    return _check.real(name, value, low=0.0 if name == "kl_coef" else None)
 
 
 def _name(loss: str | Loss) -> str:

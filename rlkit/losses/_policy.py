@@ -1,23 +1,52 @@
-"""Policy losses. lp is the policy's logprob, q the sampler's (``sampling_logprobs``), r = exp(lp - q), A advantages.
+"""Policy losses of one ratio per token, and those without a ratio.
 
-Every loss is a sum over the tokens it is given; ``weights`` multiplies each of its terms. Clip settings are bounds
-on the ratio itself: a paper's 1 +- 0.2 is ``clip_low_threshold=0.8, clip_high_threshold=1.2``.
+lp is the policy's logprob, q the sampler's (``sampling_logprobs``), r = exp(lp - q), A the advantages, sg[x] x without
+its gradient. Every loss is a sum over the tokens it is given; ``weights`` (w) multiplies each of its terms. Clip
+settings are bounds on the ratio itself: a paper's 1 +- 0.2 is ``clip_low_threshold=0.8, clip_high_threshold=1.2``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from rlkit import _check
-from rlkit.losses.base import Weights, bounds, builtin, counted, surrogate
+from rlkit._rows import check_bounds
+from rlkit.losses.prepare import Weights, define, mask_weightless
 
-if TYPE_CHECKING:
-    from torch import Tensor
+__all__ = [
+    "check_clip",
+    "cispo",
+    "decoupled_ppo",
+    "dro",
+    "importance_sampling",
+    "opmd",
+    "opsm",
+    "ppo",
+    "reinforce",
+    "sppo",
+    "surrogate",
+    "topr",
+]
 
-__all__ = ["cispo", "decoupled_ppo", "dppo_kl", "dppo_tv", "dro", "importance_sampling", "opsm", "ppo", "sapo", "sppo"]
+
+@define("reinforce", elementwise=True)
+def reinforce(logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0) -> Tensor:
+    """-sum w A lp: the policy gradient for data that the policy has just sampled.
+
+    Args:
+        logprobs, advantages: [n].
+        weights: () or [n], multiplies each token's term.
+
+    >>> import torch
+    >>> reinforce(torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -1.0]))  # 0.5 * 1 - 1 * 2
+    tensor(-1.5000)
+
+    Source: Williams 1992. Peers: verl calls it gpg (arXiv:2504.02546), whose own part is an advantage estimator.
+    """
+    return -(weights * advantages * logprobs).sum()
 
 
-@builtin("importance_sampling", elementwise=True)
+@define("importance_sampling", elementwise=True)
 def importance_sampling(
     logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0
 ) -> Tensor:
@@ -38,7 +67,7 @@ def importance_sampling(
     return -(weights * ratio * advantages).sum()
 
 
-@builtin("ppo", elementwise=True)
+@define("ppo", elementwise=True)
 def ppo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
@@ -68,75 +97,27 @@ def ppo(
     Source: arXiv:1707.06347; clip-higher arXiv:2503.14476; dual clip arXiv:1912.09729. verl has a dual clip of 3
     always on, TRL calls it ``delta``.
     """
-    bounds(clip_low_threshold, clip_high_threshold)
+    check_clip(clip_low_threshold, clip_high_threshold, dual_clip)
     ratio = (logprobs - sampling_logprobs).exp()
     return -(weights * surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold, dual_clip)).sum()
 
 
-@builtin("cispo", elementwise=True)
-def cispo(
-    logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Weights = 1.0,
-    *,
-    clip_low_threshold: float = 0.0,
-    clip_high_threshold: float = 4.0,
-    unified_mask: bool = False,
-) -> Tensor:
-    """-sum w sg[clip(r, low, high)] A lp: every token keeps a gradient, its importance weight is bounded.
-
-    Args:
-        logprobs, sampling_logprobs, advantages: [n].
-        weights: () or [n], multiplies each token's term.
-        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high; absolute, not 1 +- epsilon.
-        unified_mask: drop the tokens that PPO would not train (A > 0 and r > high, or A < 0 and r < low).
-
-    Raises:
-        ConfigError: 1 is not between the bounds.
-
-    >>> import torch
-    >>> lp = torch.tensor([0.5, 0.125]).log()
-    >>> cispo(lp, torch.tensor([0.5, 0.25]).log(), torch.ones(2)).item()  # ln 2 + ln(8) / 2
-    1.7328...
-
-    Source: arXiv:2506.13585 eq. 4 (mask: eq. 7), arXiv:2510.13786. verl, SkyRL and Trinity give 1 +- epsilon, TRL and
-    Tinker absolute bounds.
-    """
-    bounds(clip_low_threshold, clip_high_threshold)
-    _check.flag("unified_mask", unified_mask)
-    ratio = (logprobs - sampling_logprobs).exp().detach()
-    weight = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    if unified_mask:
-        too_high = (advantages > 0) & (ratio > clip_high_threshold)
-        too_low = (advantages < 0) & (ratio < clip_low_threshold)
-        weight = weight.masked_fill(too_high | too_low, 0.0)
-    return -(weights * weight * advantages * logprobs).sum()
+def surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None) -> Tensor:
+    """min(r A, clip(r, low, high) A), and with ``dual_clip`` c not below c A where A < 0."""
+    clipped = (ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
+    if dual_clip is None:
+        return clipped
+    return clipped.maximum(dual_clip * advantages).where(advantages < 0, clipped)
 
 
-@builtin("dro", elementwise=True)
-def dro(
-    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, beta: float = 0.05
-) -> Tensor:
-    """-sum w (A lp - beta/2 (lp - q)^2): a quadratic pull towards the sampling policy instead of a clip.
-
-    Args:
-        logprobs, sampling_logprobs, advantages: [n].
-        weights: () or [n], multiplies both terms of each token; the loss is not homogeneous in A.
-        beta: >= 0, the strength of the pull.
-
-    >>> import torch
-    >>> dro(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([1.0]), beta=0.5)  # 1 + 0.25 * 2^2
-    tensor(2.)
-
-    Source: arXiv:2405.19107 eq. 8 per token, arXiv:2501.12599; Tinker's hosted loss of that name.
-    """
-    _check.real("beta", beta, low=0.0)
-    distance = logprobs - sampling_logprobs
-    return -(weights * (advantages * logprobs - beta / 2 * distance * distance)).sum()
+def check_clip(low: float, high: float, dual_clip: float | None) -> None:
+    """Raise ConfigError unless 0 <= low <= 1 <= high, and ``dual_clip`` is None or above 1."""
+    check_bounds(low, high)
+    why = "a bound on the ratio where the advantage is negative"
+    _check.optional(_check.real, "dual_clip", dual_clip, above=1.0, why=why)
 
 
-@builtin("decoupled_ppo", elementwise=True)
+@define("decoupled_ppo", elementwise=True)
 def decoupled_ppo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -167,15 +148,79 @@ def decoupled_ppo(
 
     Source: arXiv:2110.00641, arXiv:2505.24298. Peers: AReaL drops the tokens beyond its cap, here b stops there.
     """
-    bounds(clip_low_threshold, clip_high_threshold)
+    check_bounds(clip_low_threshold, clip_high_threshold)
+    _check.optional(_check.real, "behaviour_cap", behaviour_cap, above=0.0)
     behaviour = (old_logprobs - sampling_logprobs).exp()
     if behaviour_cap is not None:
-        behaviour = behaviour.clamp(max=_check.real("behaviour_cap", behaviour_cap, above=0.0))
+        behaviour = behaviour.clamp(max=behaviour_cap)
     ratio = (logprobs - old_logprobs).exp()
     return -(weights * behaviour * surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold)).sum()
 
 
-@builtin("opsm")
+@define("cispo", elementwise=True)
+def cispo(
+    logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Weights = 1.0,
+    *,
+    clip_low_threshold: float = 0.0,
+    clip_high_threshold: float = 4.0,
+    unified_mask: bool = False,
+) -> Tensor:
+    """-sum w sg[clip(r, low, high)] A lp: every token keeps a gradient, its importance weight is bounded.
+
+    Args:
+        logprobs, sampling_logprobs, advantages: [n].
+        weights: () or [n], multiplies each token's term.
+        clip_low_threshold, clip_high_threshold: bounds on r, 0 <= low <= 1 <= high; absolute, not 1 +- epsilon.
+        unified_mask: drop the tokens that PPO would not train (A > 0 and r > high, or A < 0 and r < low).
+
+    Raises:
+        ConfigError: 1 is not between the bounds.
+
+    >>> import torch
+    >>> lp = torch.tensor([0.5, 0.125]).log()
+    >>> cispo(lp, torch.tensor([0.5, 0.25]).log(), torch.ones(2)).item()  # ln 2 + ln(8) / 2
+    1.7328...
+
+    Source: arXiv:2506.13585 eq. 4 (mask: eq. 7), arXiv:2510.13786. verl, SkyRL and Trinity give 1 +- epsilon, TRL and
+    Tinker absolute bounds.
+    """
+    check_bounds(clip_low_threshold, clip_high_threshold)
+    _check.flag("unified_mask", unified_mask)
+    ratio = (logprobs - sampling_logprobs).exp().detach()
+    weight = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    if unified_mask:
+        too_high = (advantages > 0) & (ratio > clip_high_threshold)
+        too_low = (advantages < 0) & (ratio < clip_low_threshold)
+        weight = weight.masked_fill(too_high | too_low, 0.0)
+    return -(weights * weight * advantages * logprobs).sum()
+
+
+@define("dro", elementwise=True)
+def dro(
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, beta: float = 0.05
+) -> Tensor:
+    """-sum w (A lp - beta/2 (lp - q)^2): a quadratic pull towards the sampling policy instead of a clip.
+
+    Args:
+        logprobs, sampling_logprobs, advantages: [n].
+        weights: () or [n], multiplies both terms of each token; the loss is not homogeneous in A.
+        beta: >= 0, the strength of the pull.
+
+    >>> import torch
+    >>> dro(torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([1.0]), beta=0.5)  # 1 + 0.25 * 2^2
+    tensor(2.)
+
+    Source: arXiv:2405.19107 eq. 8 per token, arXiv:2501.12599; Tinker's hosted loss of that name.
+    """
+    _check.real("beta", beta, low=0.0)
+    distance = logprobs - sampling_logprobs
+    return -(weights * (advantages * logprobs - beta / 2 * distance * distance)).sum()
+
+
+@define("opsm")
 def opsm(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
@@ -188,6 +233,8 @@ def opsm(
     dual_clip: float | None = None,
 ) -> Tensor:
     """-sum w m min(r A, clip(r, low, high) A), m = 1 where A >= 0 or mean(q - lp) <= delta: PPO, less stale failures.
+
+    The mean is over all tokens of the datum, those of weight 0, too.
 
     Args:
         logprobs, sampling_logprobs, advantages: [n].
@@ -207,63 +254,15 @@ def opsm(
     Source: arXiv:2512.02556 (off-policy sequence masking). Peers: TRL's ``off_policy_mask_threshold``.
     """
     _check.real("delta", delta, low=0.0, why="below 0 it would drop on-policy tokens")
-    bounds(clip_low_threshold, clip_high_threshold)
+    check_clip(clip_low_threshold, clip_high_threshold, dual_clip)
     distance = logprobs - sampling_logprobs
     dropped = (advantages < 0) & (-distance.mean().detach() > delta)
-    bounded = surrogate(
-        counted(weights, distance).exp(), advantages, clip_low_threshold, clip_high_threshold, dual_clip
-    )
+    ratio = mask_weightless(weights, distance).exp()
+    bounded = surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold, dual_clip)
     return -(weights * bounded.masked_fill(dropped, 0.0)).sum()
 
 
-_TINY = 1e-30  # a probability below all that float32 can tell from 1
-
-
-@builtin("sapo", elementwise=True)
-def sapo(
-    logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Weights = 1.0,
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    detached: bool = False,
-) -> Tensor:
-    """-sum w (4 / tau) sigmoid(tau (r - 1)) A: a gate that closes smoothly as the ratio leaves 1, on both sides.
-
-    The gradient's weight is 4 p (1 - p) r with p the sigmoid: 1 on-policy. tau = tau_pos where A > 0, else tau_neg.
-    ``detached``: -sum w sg[(4 / tau) p] A lp instead, whose gradient's weight is 4 p / tau: 2 / tau on-policy, and
-    it grows with the ratio.
-
-    Args:
-        logprobs, sampling_logprobs, advantages: [n].
-        weights: () or [n], multiplies each token's term.
-        tau_pos, tau_neg: > 0; larger closes faster.
-        detached: whether the gate is a constant weight.
-
-    Raises:
-        ConfigError: a temperature is not above 0, or ``detached`` is not a bool.
-
-    >>> import torch
-    >>> sapo(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, 2.0]), tau_neg=9.0)  # 4 * 0.5 * (1 + 2)
-    tensor(-6.)
-
-    Source: arXiv:2511.20347. Peers: Trinity-RFT detaches the gate.
-    """
-    _check.real("tau_pos", tau_pos, above=0.0)
-    _check.real("tau_neg", tau_neg, above=0.0)
-    _check.flag("detached", detached)
-    offset = (logprobs - sampling_logprobs).exp() - 1.0
-    positive = (tau_pos * offset).sigmoid() * (4.0 / tau_pos)
-    negative = (tau_neg * offset).sigmoid() * (4.0 / tau_neg)
-    gate = positive.where(advantages > 0, negative)
-    if detached:
-        return -(weights * gate.detach() * advantages * logprobs).sum()
-    return -(weights * gate * advantages).sum()
-
-
-@builtin("sppo", elementwise=True)
+@define("sppo", elementwise=True)
 def sppo(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
@@ -290,110 +289,58 @@ def sppo(
 
     Source: arXiv:2108.05828, as in Trinity-RFT's sppo; a leaner PPO, not self-play (arXiv:2405.00675).
     """
-    bounds(clip_low_threshold, clip_high_threshold)
+    check_bounds(clip_low_threshold, clip_high_threshold)
     distance = logprobs - sampling_logprobs
     ratio = distance.exp().detach()
     outside = (ratio < clip_low_threshold) | (ratio > clip_high_threshold)
     return -(weights * (advantages * distance).masked_fill(outside, 0.0)).sum()
 
 
-@builtin("dppo_tv", elementwise=True)
-def dppo_tv(
-    logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Weights = 1.0,
-    *,
-    divergence_low: float = 0.2,
-    divergence_high: float = 0.2,
-    ratio_cap: float = 20.0,
-    squared_coef: float = 0.0,
+@define("topr", elementwise=True)
+def topr(
+    logprobs: Tensor, sampling_logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, threshold: float = 0.0
 ) -> Tensor:
-    """-sum w sg[min(r, cap)] A lp, without the tokens whose probability has moved too far in A's direction.
-
-    Dropped are A > 0 with p - p_q > divergence_high, and A <= 0 with p_q - p > divergence_low: the total variation
-    between the sampled token and all others, where PPO looks at the ratio, which is large for rare tokens. With
-    squared_coef, w squared_coef (lp - q)^2 is added for every token, the dropped ones too, and pulls them back.
+    """-sum w sg[a] A lp with a = 1 where A > threshold, else clip(r, 0, 1): bad samples lose their say as they fade.
 
     Args:
         logprobs, sampling_logprobs, advantages: [n].
         weights: () or [n], multiplies each token's term.
-        divergence_low, divergence_high: >= 0, differences of probabilities (not ratios).
-        ratio_cap: > 0, bound on the importance weight.
-        squared_coef: >= 0, of the squared log-ratio; 0 leaves it out.
+        threshold: advantages up to it count as bad.
 
     Raises:
-        ConfigError: a divergence or ``squared_coef`` is negative, or ``ratio_cap`` is not above 0.
+        ConfigError: ``threshold`` is not finite.
 
     >>> import torch
-    >>> lp, q = torch.tensor([0.5, 0.02]).log(), torch.tensor([0.2, 0.01]).log()  # moved by 0.3 and by 0.01
-    >>> dppo_tv(lp, q, torch.ones(2)).item()  # 2 ln 50
-    7.8240...
-    >>> dppo_tv(lp, q, torch.zeros(2), squared_coef=1.0).item()  # ln(2.5)^2 + ln(2)^2
-    1.3200...
+    >>> lp = torch.tensor([-1.0, -2.0])
+    >>> q = torch.tensor([-3.0, -2.0 + 0.6931472])
+    >>> topr(lp, q, torch.tensor([1.0, -2.0]))  # 1 * 1 * 1 - 0.5 * 2 * 2
+    tensor(-1.)
 
-    Source: arXiv:2602.04879; the squared log-ratio: Kimi K2.5, arXiv:2602.02276. Peers: prime-rl's default loss is
-    both, with squared_coef 1e-3; verl's documented cap of 20 is never reached, its clip_ratio_c of 3 cuts before.
+    Source: arXiv:2503.14286, with ratios per token. Peers: ROLL decides by the sign of the raw reward, Trinity, as
+    here, by that of the advantage.
     """
-    _divergences(divergence_low, divergence_high, ratio_cap)
-    _check.real("squared_coef", squared_coef, low=0.0)
-    # A constant: what is dropped is decided by where the policy is, and is not itself differentiated.
-    moved = logprobs.detach().exp() - sampling_logprobs.exp()
-    too_far = ((advantages > 0) & (moved > divergence_high)) | ((advantages <= 0) & (moved < -divergence_low))
-    total = _gated(logprobs, sampling_logprobs, advantages, weights, ratio_cap, too_far)
-    if squared_coef:  # or a token that the sampler finds impossible would make 0 times infinity
-        total = total + squared_coef * (weights * (logprobs - sampling_logprobs) ** 2).sum()
-    return total
+    threshold = _check.real("threshold", threshold)
+    ratio = (logprobs - sampling_logprobs).exp().detach().clamp(max=1.0)
+    return -(weights * ratio.masked_fill(advantages > threshold, 1.0) * advantages * logprobs).sum()
 
 
-@builtin("dppo_kl", elementwise=True)
-def dppo_kl(
-    logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Weights = 1.0,
-    *,
-    divergence_low: float = 0.05,
-    divergence_high: float = 0.05,
-    ratio_cap: float = 20.0,
-) -> Tensor:
-    """-sum w sg[min(r, cap)] A lp, without the tokens beyond a binary KL divergence in A's direction.
-
-    The divergence is that of (p_q, 1 - p_q) from (p, 1 - p). Dropped are A > 0 with p > p_q beyond divergence_high,
-    and A <= 0 with p < p_q beyond divergence_low.
+@define("opmd", elementwise=True)
+def opmd(logprobs: Tensor, advantages: Tensor, weights: Weights = 1.0, *, tau: float = 1.0) -> Tensor:
+    """-sum w A lp / (1 + tau): policy mirror descent, taken as a policy gradient with a smaller step.
 
     Args:
-        logprobs, sampling_logprobs, advantages: [n].
+        logprobs, advantages: [n]; the advantages of ``rlkit.advantages.opmd``.
         weights: () or [n], multiplies each token's term.
-        divergence_low, divergence_high: >= 0, in nats.
-        ratio_cap: > 0, bound on the importance weight.
+        tau: >= 0, the strength of the pull towards the sampling policy.
 
     Raises:
-        ConfigError: a divergence is negative, or ``ratio_cap`` is not above 0.
+        ConfigError: ``tau`` < 0 or not finite.
 
     >>> import torch
-    >>> lp, q = torch.tensor([0.5, 0.02]).log(), torch.tensor([0.2, 0.01]).log()  # KL 0.19 and 0.003
-    >>> dppo_kl(lp, q, torch.ones(2)).item()  # 2 ln 50
-    7.8240...
+    >>> opmd(torch.tensor([-1.0, -2.0]), torch.ones(2), tau=2.0)  # 3 / (1 + 2)
+    tensor(1.)
 
-    Source: arXiv:2602.04879. Peers: prime-rl takes the gradient through the ratio, which is the same within the cap.
+    Source: arXiv:2501.12599, in the simplified form of Trinity-RFT's opmd.
     """
-    _divergences(divergence_low, divergence_high, ratio_cap)
-    new, old = logprobs.detach(), sampling_logprobs
-    # 1 - p by expm1, since near p = 1 a subtraction would leave nothing but rounding.
-    new_rest, old_rest = (-new.expm1()).clamp(min=_TINY), (-old.expm1()).clamp(min=_TINY)
-    divergence = old.exp() * (old - new) + old_rest * (old_rest.log() - new_rest.log())
-    too_high = (advantages > 0) & (new > old) & (divergence > divergence_high)
-    too_low = (advantages <= 0) & (new < old) & (divergence > divergence_low)
-    return _gated(logprobs, sampling_logprobs, advantages, weights, ratio_cap, too_high | too_low)
-
-
-def _gated(lp: Tensor, q: Tensor, advantages: Tensor, weights: Weights, cap: float, dropped: Tensor) -> Tensor:
-    ratio = (lp - q).exp().detach().clamp(max=cap).masked_fill(dropped, 0.0)
-    return -(weights * ratio * advantages * lp).sum()
-
-
-def _divergences(low: float, high: float, cap: float) -> None:
-    _check.real("divergence_low", low, low=0.0, why="a divergence, not a bound on the ratio")
-    _check.real("divergence_high", high, low=0.0, why="a divergence, not a bound on the ratio")
-    _check.real("ratio_cap", cap, above=0.0)
+    _check.real("tau", tau, low=0.0)
+    return -(weights * advantages * logprobs).sum() / (1.0 + tau)

@@ -8,26 +8,29 @@ rejected one's, summed or, where the loss does so, averaged over tokens, and ``a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from rlkit import _check
 from rlkit.errors import ConfigError
-from rlkit.losses.base import Range, Weights, builtin, one_weight
+from rlkit.losses.prepare import Range, Weights, define
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from rlkit._packages import torch
+__all__ = ["average_weight", "cpo", "dpo", "kto", "orpo", "simpo"]
 
-__all__ = ["cpo", "dpo", "kto", "orpo", "simpo"]
-
-Pair: TypeAlias = "tuple[Tensor, Tensor]"
+Pair: TypeAlias = tuple[Tensor, Tensor]
 _FORMS = ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down")
 _NEAREST = -1e-7  # the mean logprob nearest to 0 whose odds are finite in float32
 
 
-@builtin("dpo", level="pair")
+def average_weight(weights: Weights | tuple[Weights, ...] | list[Weights]) -> Weights:
+    """Return one weight for a whole sequence or pair: a number, or the mean over tokens; of a pair the chosen's."""
+    first = weights[0] if isinstance(weights, (tuple, list)) else weights
+    return first if isinstance(first, (int, float)) else first.mean()
+
+
+@define("dpo", level="pair", score=lambda x: (x["logprobs"] - x["reference_logprobs"]).sum())
 def dpo(
     logprobs: Pair,
     reference_logprobs: Pair,
@@ -69,13 +72,13 @@ def dpo(
     """
     _check.choice("form", form, _FORMS)
     _check.real("beta", beta, above=0.0)
-    _smoothing(label_smoothing, used=form in ("sigmoid", "robust"))
+    _check_smoothing(label_smoothing, used=form in ("sigmoid", "robust"))
     chosen, rejected = (lp - ref for lp, ref in zip(logprobs, reference_logprobs, strict=True))
     margin = beta * (chosen.sum() - rejected.sum())
     if form == "sigmoid":
-        value = _smoothed(margin, label_smoothing)
+        value = _smooth(margin, label_smoothing)
     elif form == "robust":
-        value = -(1 - label_smoothing) * _logsigmoid(margin) + label_smoothing * _logsigmoid(-margin)
+        value = -(1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
         value = value / (1 - 2 * label_smoothing)
     elif form == "hinge":
         value = (1 - margin).relu()
@@ -85,10 +88,10 @@ def dpo(
         value = (-beta * chosen.sum()).sigmoid() + (beta * rejected.sum()).sigmoid()
     else:
         value = (beta * chosen.sum()).sigmoid() + (-margin).sigmoid()
-    return one_weight(weights) * value
+    return average_weight(weights) * value
 
 
-@builtin("kto", ranges={"desirable": Range(high=1.0, whole=True, single=True)})
+@define("kto", ranges={"desirable": Range(high=1.0, whole=True, single=True)})
 def kto(
     logprobs: Tensor,
     reference_logprobs: Tensor,
@@ -128,10 +131,10 @@ def kto(
     _check.real("kl", kl, low=0.0)
     margin = beta * ((logprobs - reference_logprobs).sum() - kl)  # 1 - sigmoid(z) is sigmoid(-z), for either sign
     liked, disliked = desirable_weight * (-margin).sigmoid(), undesirable_weight * margin.sigmoid()
-    return one_weight(weights) * liked.where(desirable != 0, disliked)
+    return average_weight(weights) * liked.where(desirable != 0, disliked)
 
 
-@builtin("orpo", level="pair", per_token=True)
+@define("orpo", level="pair", score=lambda x: x["logprobs"].mean())
 def orpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
     """Likelihood and odds, w (-alpha c - beta log sigmoid(log odds(c) - log odds(r))), c and r = mean lp of each.
 
@@ -158,10 +161,10 @@ def orpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: fl
     _check.real("alpha", alpha, low=0.0)
     chosen, rejected = (lp.mean() for lp in logprobs)
     odds = _log_odds(chosen) - _log_odds(rejected)
-    return one_weight(weights) * (-alpha * chosen - beta * _logsigmoid(odds))
+    return average_weight(weights) * (-alpha * chosen - beta * logsigmoid(odds))
 
 
-@builtin("cpo", level="pair")
+@define("cpo", level="pair", score=lambda x: x["logprobs"].sum())
 def cpo(
     logprobs: Pair, weights: Weights = 1.0, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -185,13 +188,13 @@ def cpo(
     """
     _check.real("beta", beta, above=0.0)
     _check.real("alpha", alpha, low=0.0)
-    _smoothing(label_smoothing, used=True)
+    _check_smoothing(label_smoothing)
     chosen, rejected = logprobs
-    value = _smoothed(beta * (chosen.sum() - rejected.sum()), label_smoothing)
-    return one_weight(weights) * (value - alpha * chosen.mean())
+    value = _smooth(beta * (chosen.sum() - rejected.sum()), label_smoothing)
+    return average_weight(weights) * (value - alpha * chosen.mean())
 
 
-@builtin("simpo", level="pair", per_token=True)
+@define("simpo", level="pair", score=lambda x: x["logprobs"].mean())
 def simpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 2.0, gamma: float = 0.5) -> Tensor:
     """-w log sigmoid(beta (c - r) - gamma), c and r = mean lp: a margin between likelihoods per token.
 
@@ -213,14 +216,14 @@ def simpo(logprobs: Pair, weights: Weights = 1.0, *, beta: float = 2.0, gamma: f
     _check.real("beta", beta, above=0.0)
     _check.real("gamma", gamma, low=0.0)
     chosen, rejected = (lp.mean() for lp in logprobs)
-    return -one_weight(weights) * _logsigmoid(beta * (chosen - rejected) - gamma)
+    return -average_weight(weights) * logsigmoid(beta * (chosen - rejected) - gamma)
 
 
-def _smoothed(margin: Tensor, share: float) -> Tensor:
-    return -(1 - share) * _logsigmoid(margin) - share * _logsigmoid(-margin)
+def _smooth(margin: Tensor, share: float) -> Tensor:
+    return -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
 
 
-def _smoothing(share: float, *, used: bool) -> None:
+def _check_smoothing(share: float, *, used: bool = True) -> None:
     _check.real("label_smoothing", share, low=0.0, below=0.5)
     if share and not used:
         raise ConfigError("label_smoothing applies only to the forms 'sigmoid' and 'robust'")
@@ -229,7 +232,3 @@ def _smoothing(share: float, *, used: bool) -> None:
 def _log_odds(mean: Tensor) -> Tensor:
     near = mean.clamp(max=_NEAREST)
     return near - (-near.expm1()).log()  # log e^x - log(1 - e^x)
-
-
-def _logsigmoid(x: Tensor) -> Tensor:
-    return torch.nn.functional.logsigmoid(x)

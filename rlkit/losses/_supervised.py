@@ -1,23 +1,20 @@
 """Losses toward given targets: tokens, a teacher's distribution, values.
 
-Divergences from a teacher on K given tokens per position, with exact gradients.
-
-The datum's int64 input ``target_tokens`` [n, K] says the tokens, -1 for none; the model gives their logprobs as
-``target_logprobs`` [n, K], and ``teacher_logprobs`` [n, K] are the teacher's for the same tokens. Nothing is
-renormalised and there is no bucket for the rest: where the K tokens are the whole vocabulary, these are the
-divergences themselves.
+The top-k losses are divergences from a teacher on K given tokens per position, with exact gradients: the datum's int64
+input ``target_tokens`` [n, K] says the tokens, -1 for none; the model gives their logprobs as ``target_logprobs``
+[n, K], and ``teacher_logprobs`` [n, K] are the teacher's for the same tokens. Nothing is renormalised and there is no
+bucket for the rest: where the K tokens are the whole vocabulary, these are the divergences themselves.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rlkit import _check
-from rlkit.losses.base import Range, Weights, bounds, builtin, counted, surrogate
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rlkit.losses._policy import check_clip, surrogate
+from rlkit.losses.prepare import Range, Weights, define, mask_weightless
 
 __all__ = [
     "cross_entropy",
@@ -32,7 +29,7 @@ __all__ = [
 ]
 
 
-@builtin("cross_entropy", elementwise=True)
+@define("cross_entropy", elementwise=True)
 def cross_entropy(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w lp: supervised fine-tuning; with advantages as ``weights`` it is REINFORCE.
 
@@ -47,7 +44,7 @@ def cross_entropy(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     return -(weights * logprobs).sum()
 
 
-@builtin("sft_is", elementwise=True)
+@define("sft_is", elementwise=True)
 def sft_is(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w sg[p] lp: supervised fine-tuning that weighs each token by its probability p.
 
@@ -66,7 +63,7 @@ def sft_is(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     return -(weights * logprobs.detach().exp() * logprobs).sum()
 
 
-@builtin("sft_phi", elementwise=True)
+@define("sft_phi", elementwise=True)
 def sft_phi(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     """-sum w sg[p (1 - p)] lp: supervised fine-tuning on the tokens that the policy is unsure of.
 
@@ -83,7 +80,7 @@ def sft_phi(logprobs: Tensor, weights: Weights = 1.0) -> Tensor:
     return -(weights * _phi(logprobs) * logprobs).sum()
 
 
-@builtin("mix", elementwise=True, ranges={"expert": Range(high=1.0, whole=True), "mu": Range(high=1.0)})
+@define("mix", elementwise=True, ranges={"expert": Range(high=1.0, whole=True), "mu": Range(high=1.0)})
 def mix(
     logprobs: Tensor,
     sampling_logprobs: Tensor,
@@ -125,13 +122,13 @@ def mix(
     Source: arXiv:2508.11408 (CHORD). Peers: Trinity-RFT's mix (mu 0.1) and mix_chord, whose two terms are means over
     their own datums: here ``weights`` says so.
     """
-    bounds(clip_low_threshold, clip_high_threshold)
+    check_clip(clip_low_threshold, clip_high_threshold, dual_clip)
     _check.flag("phi", phi)
     learnt = logprobs * _phi(logprobs) if phi else logprobs
     from_expert = expert != 0
     # The expert's tokens have no sampling logprob; with their own in its place the ratio is 1 and nothing overflows.
     distance = logprobs - logprobs.detach().where(from_expert, sampling_logprobs)
-    ratio = counted(1.0 - mu, distance).exp()  # mu may be 1, a weight of 0
+    ratio = mask_weightless(1.0 - mu, distance).exp()  # mu may be 1, a weight of 0
     own = surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold, dual_clip)
     return -(weights * (mu * learnt).where(from_expert, (1.0 - mu) * own)).sum()
 
@@ -141,7 +138,7 @@ def _phi(logprobs: Tensor) -> Tensor:
     return probability * (1.0 - probability)
 
 
-@builtin("topk_forward_kl", elementwise=True)
+@define("topk_forward_kl", elementwise=True)
 def topk_forward_kl(
     target_logprobs: Tensor, teacher_logprobs: Tensor, weights: Weights = 1.0, target_tokens: Tensor | None = None
 ) -> Tensor:
@@ -159,11 +156,11 @@ def topk_forward_kl(
 
     Source: arXiv:1503.02531. Peers: TRL's GKD with beta = 0, over the whole vocabulary.
     """
-    student, teacher = _known(target_logprobs, teacher_logprobs, target_tokens)
+    student, teacher = _mask_none(target_logprobs, teacher_logprobs, target_tokens)
     return (weights * (teacher.exp() * (teacher - student)).sum(-1)).sum()
 
 
-@builtin("topk_reverse_kl", elementwise=True)
+@define("topk_reverse_kl", elementwise=True)
 def topk_reverse_kl(
     target_logprobs: Tensor, teacher_logprobs: Tensor, weights: Weights = 1.0, target_tokens: Tensor | None = None
 ) -> Tensor:
@@ -181,11 +178,11 @@ def topk_reverse_kl(
 
     Source: arXiv:2306.08543. Peers: TRL's GKD with beta = 1, over the whole vocabulary.
     """
-    student, teacher = _known(target_logprobs, teacher_logprobs, target_tokens)
+    student, teacher = _mask_none(target_logprobs, teacher_logprobs, target_tokens)
     return (weights * (student.exp() * (student - teacher)).sum(-1)).sum()
 
 
-@builtin("topk_jsd", elementwise=True)
+@define("topk_jsd", elementwise=True)
 def topk_jsd(
     target_logprobs: Tensor,
     teacher_logprobs: Tensor,
@@ -213,14 +210,16 @@ def topk_jsd(
     Source: arXiv:2306.13649. Peers: TRL's GKD calls the two Kullback-Leibler divergences beta = 0 and 1.
     """
     _check.real("beta", beta, above=0.0, below=1.0, why="for 0 and 1 use topk_forward_kl or topk_reverse_kl")
-    student, teacher = _known(target_logprobs, teacher_logprobs, target_tokens)
+    student, teacher = _mask_none(target_logprobs, teacher_logprobs, target_tokens)
     mixture = (teacher + math.log(beta)).logaddexp(student + math.log(1.0 - beta))
     by_teacher = teacher.exp() * (teacher - mixture)
     by_student = student.exp() * (student - mixture)
     return (weights * (beta * by_teacher + (1.0 - beta) * by_student).sum(-1)).sum()
 
 
-def _known(target_logprobs: Tensor, teacher_logprobs: Tensor, target_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _mask_none(
+    target_logprobs: Tensor, teacher_logprobs: Tensor, target_tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return both with the entries of -1 equal and constant: their divergence and its gradient are 0."""
     if target_tokens is None:
         return target_logprobs, teacher_logprobs
@@ -228,7 +227,7 @@ def _known(target_logprobs: Tensor, teacher_logprobs: Tensor, target_tokens: Ten
     return target_logprobs.masked_fill(none, 0.0), teacher_logprobs.masked_fill(none, 0.0)
 
 
-@builtin("value_clipped", elementwise=True)
+@define("value_clipped", elementwise=True)
 def value_clipped(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Weights = 1.0, *, clip: float = 0.2
 ) -> Tensor:
@@ -256,7 +255,7 @@ def value_clipped(
     return (weights * 0.5 * (values - returns).square().maximum((near - returns).square())).sum()
 
 
-@builtin("value_huber", elementwise=True)
+@define("value_huber", elementwise=True)
 def value_huber(values: Tensor, returns: Tensor, weights: Weights = 1.0, *, delta: float = 10.0) -> Tensor:
     """Squares with a bounded gradient: sum w h(V - R), h(e) = e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2).
 

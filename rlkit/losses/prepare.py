@@ -1,146 +1,146 @@
-"""``prepare``, the interface between a loss function and a backend.
+"""What a loss is, and what stands between a loss and a backend.
 
-It reads the function's signature, checks data against it, binds the settings, and computes the gradient of the
-loss with respect to the model's outputs. A backend then only has to propagate that gradient to its parameters.
+A loss is a function of the tokens that the policy chose in one datum, n of them, and returns a sum over these tokens:
+
+    def clipped(logprobs, sampling_logprobs, advantages, weights=1.0, *, high=1.2):
+        ratio = (logprobs - sampling_logprobs).exp()
+        return -(weights * ratio.clamp(max=high) * advantages).sum()
+
+Its signature is its schema. The first parameter, its driver, is what the model computes: ``logprobs`` [n],
+``target_logprobs`` [n, K] or ``values`` [n]. The other positional ones are inputs of the datums, [n] or (); a datum may
+lack those with a default. Only ``entropy`` [n] comes from the model, too. ``weights`` multiplies every term: scaling
+lives there alone. Keyword-only parameters are settings, and ``config`` sets them. A loss returns a scalar tensor, or
+(scalar, metrics); ``@loss(level=...)`` gives it pairs of datums, or all at once.
+
+A backend calls ``prepare(loss, config)``, and of the result ``check(data)`` and ``try_out(data)`` before any work, then
+``gradient(logprobs, data)`` for each micro-batch. It propagates that gradient to its parameters, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 import numpy as np
+import torch
+from torch import Tensor
 
 from rlkit import _check
 from rlkit.errors import BackendError, ConfigError, DataError
-from rlkit.losses.base import Level, Reached, Untouched, marks, ranges, registry
 from rlkit.metrics import names
-from rlkit.metrics.names import with_ending
+from rlkit.registry import Registry
 from rlkit.types import Datum
 
-if TYPE_CHECKING:
-    import torch
-else:
-    from rlkit._packages import torch
-
 __all__ = [
+    "Driver",
+    "Level",
     "LossGradient",
+    "Marks",
     "PreparedLoss",
-    "check_behaviour",
-    "check_pairs",
-    "check_shape",
-    "margin",
-    "preference",
+    "Range",
+    "Weights",
+    "check_shapes",
+    "define",
+    "guard_shapes",
+    "loss",
+    "marks",
+    "mask_weightless",
     "prepare",
-    "returned",
+    "register",
+    "registry",
 ]
 
-Argument: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"  # of one datum, or of a pair or batch
-
-
-def check_shape(where: str, name: str, datum: Datum, driver: str) -> None:
-    """Refuse shapes that would broadcast: [n] times [n, 1] is [n, n], each token times the sum of all.
-
-    An input is a number or shaped like the driver, [n] or [n, K]; beside [n, K] it may be [n], too. Logprobs are shaped
-    exactly like the driver.
-    """
-    shape, n, length = datum.inputs[name].shape, int(datum.mask.sum()), len(datum)
-    wide = datum.inputs["target_tokens"].shape[1:] if driver == "target_logprobs" else ()
-    tails = [wide] if name.endswith("logprobs") else [None, (), wide][: 3 if wide else 2]
-    if (shape[1:] if shape else None) not in tails:
-        expected = [str(x) for tail in tails for x in ([()] if tail is None else [(n, *tail), (length, *tail)])]
-        why = "one per target token" if wide else _check.squeeze(shape)
-        raise DataError(where, f"has shape {shape}", f"{', '.join(expected[:-1])} or {expected[-1]}", why)
-
-
-def check_behaviour(name: str, i: int, datum: Datum) -> None:
-    """Refuse a datum whose sampling_logprobs are not those of the policy that sampled it."""
-    if datum.temperature == 0:
-        raise DataError(
-            f"data[{i}] was sampled greedily (temperature 0), so it has no sampling_logprobs for the ratio of the "
-            f"loss {name!r}; sample with a temperature above 0, or use cross_entropy"
-        )
-    if datum.truncated:
-        raise DataError(
-            f"data[{i}] was sampled with top_p, top_k, min_p or a penalty, so its sampling_logprobs are not the "
-            f"policy's and the ratio of the loss {name!r} would be wrong; pass corrected ones, from "
-            "sampler.logprobs, to sample.datum(sampling_logprobs=...)"
-        )
-
-
-def check_pairs(name: str, data: Sequence[Datum], *, alike: bool) -> None:
-    """Refuse data that is not chosen, rejected, chosen, rejected, ...; of ``alike`` pairs the prompts are the same."""
-    if len(data) % 2:
-        raise DataError(f"data has {len(data)} datums; the loss {name!r} takes (chosen, rejected) pairs")
-    for i, datum in enumerate(data):
-        if not datum.mask.any():
-            raise DataError(f"data[{i}].mask is all False; each datum of a pair needs a token of the policy")
-        if alike and i % 2 and not np.array_equal(_prompt(datum), _prompt(data[i - 1])):
-            what, expected = f"has a different prompt than data[{i - 1}]", "the same prompt"
-            raise DataError(f"data[{i}]", what, expected, "data is chosen, rejected, chosen, rejected, ...")
-
-
-def preference(function: Callable[..., object]) -> Callable[..., object] | None:
-    """Return rlkit's pair loss that this is or is composed of; None for a user's own, whose pairs may be any."""
-    while parts := getattr(function, "__rlkit_parts__", None):
-        function = parts[0]
-    return function if hasattr(function, "__rlkit_per_token__") else None
-
-
-def margin(function: Callable[..., object], arguments: Mapping[str, Argument]) -> dict[str, float]:
-    """Return by how much the chosen of a pair is ahead, and whether it is; return nothing for a user's own loss."""
-    loss = preference(function)
-    if loss is None:
-        return {}
-    named = "reference_logprobs" in inspect.signature(loss).parameters  # and not only by a KL term
-    references = arguments["reference_logprobs"] if named else (0.0, 0.0)
-    gains = [lp.detach() - ref for lp, ref in zip(arguments["logprobs"], references, strict=True)]
-    per_token = getattr(loss, "__rlkit_per_token__", False)
-    chosen, rejected = (float(gain.mean() if per_token else gain.sum()) for gain in gains)
-    return {"margin:mean": chosen - rejected, "accuracy:mean": float(chosen > rejected)}
-
-
-def _prompt(datum: Datum) -> np.ndarray:
-    """Return the tokens before the policy's first."""
-    prompt: np.ndarray = datum.tokens[: int(datum.mask.argmax())]
-    return prompt
-
-
-_RESERVED = ("loss:sum", "tokens:sum", "datums:sum")
-
-
-def returned(name: str, result: object) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the scalar, and the metrics under names that say how they are put together.
-
-    Raises:
-        ConfigError: it returned another value.
-        BackendError: a metric is not finite.
-    """
-    value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(value, torch.Tensor) or value.ndim != 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _check.shown(value)
-        raise ConfigError(
-            _check.problem(f"the loss {name!r}", f"returned {shape}", "a scalar tensor, or (tensor, metrics)", "sum it")
-        )
-    if not isinstance(reported, Mapping):
-        raise ConfigError(_check.problem(f"the loss {name!r}", f"returned metrics {_check.shown(reported)}", "a dict"))
-    metrics = {}
-    for key, number in reported.items():
-        if not isinstance(key, str) or key in _RESERVED:
-            expected = f"other names; {', '.join(_RESERVED)} are reserved for the backend"
-            raise ConfigError(_check.problem(f"the loss {name!r}", f"returned the metric {key!r}", expected))
-        metrics[with_ending(key)] = float(number.detach() if isinstance(number, torch.Tensor) else number)
-        if not np.isfinite(metrics[with_ending(key)]):
-            what = f"returned the metric {key!r} = {metrics[with_ending(key)]}"
-            raise BackendError(f"the loss {name!r}", what, "a finite number", "leave out what cannot be measured")
-    return value, metrics
-
-
+Level: TypeAlias = Literal["datum", "pair", "batch"]
 Driver: TypeAlias = Literal["logprobs", "target_logprobs", "values"]
+Weights: TypeAlias = Tensor | float  # [n], or one number for all
+Argument: TypeAlias = Tensor | Sequence[Tensor]  # of one datum; of a pair or a batch
+F = TypeVar("F", bound=Callable[..., object])
+
 _DRIVERS = ("logprobs", "target_logprobs", "values")
+_RESERVED = ("loss:sum", "tokens:sum", "datums:sum")  # what a backend itself reports
+
+registry = Registry("loss", entry_point_group="rlkit.losses")
+register = registry.register
+
+
+@attrs.frozen
+class Range:
+    """The values that an input may have: [low, high], only integers where ``whole``, one per datum where ``single``."""
+
+    low: float = 0.0
+    high: float = math.inf
+    whole: bool = False
+    single: bool = False
+
+    def check(self, where: str, array: np.ndarray) -> None:
+        """Raise DataError for an array with another value, or another shape."""
+        if self.single and array.ndim:
+            raise DataError(where, f"has shape {array.shape}", "()", "one number for the whole sequence")
+        wrong = np.argwhere((array < self.low) | (array > self.high) | (self.whole & (array % 1 != 0)))
+        if len(wrong):
+            kind = "an integer" if self.whole else "a number"
+            expected = f"{kind} in [{self.low:g}, {self.high:g}]" if self.high < math.inf else f"{kind} >= {self.low:g}"
+            index = "".join(f"[{i}]" for i in wrong[0])
+            raise DataError(where + index, f"is {array[tuple(wrong[0])]}", expected)
+
+
+@attrs.frozen
+class Marks:
+    """How a loss is called, and what is known of it besides its signature.
+
+    Attributes:
+        level, elementwise: see ``loss``.
+        ranges: the values of inputs that are settings, such as the coefficient of a KL term that follows a schedule.
+        score: of a loss that prefers the chosen of two answers to one prompt: arguments of one -> its score. How far
+            the chosen one is ahead is reported as a metric.
+    """
+
+    level: Level = "datum"
+    elementwise: bool = False
+    ranges: Mapping[str, Range] = attrs.field(factory=dict, repr=False)
+    score: Callable[[Mapping[str, Tensor]], Tensor] | None = attrs.field(default=None, repr=False)
+
+
+def loss(*, level: Level = "datum", elementwise: bool = False) -> Callable[[F], F]:
+    """Mark how a loss function takes its datums; does not register it.
+
+    Args:
+        level: "datum": called once per datum with tensors [n]. "pair": called once per two consecutive datums
+            (chosen, rejected), every argument a tuple of two. "batch": called once with everything, every argument
+            a list with one tensor per datum.
+        elementwise: the loss is a sum over tokens of a function of that token alone, so that one call on the
+            concatenated tokens of many datums gives the same; only at level "datum". Tokens whose ``weights`` are 0
+            are left out of that call, so that their results, however large, have no effect.
+
+    >>> @loss(elementwise=True)
+    ... def likelihood(logprobs, weights=1.0):
+    ...     return -(weights * logprobs).sum()
+    >>> marks(likelihood)
+    Marks(level='datum', elementwise=True)
+    """
+    _check.choice("loss(level)", level, ("datum", "pair", "batch"))
+    _check.flag("loss(elementwise)", elementwise)
+    if elementwise and level != "datum":
+        raise ConfigError(f"loss(elementwise=True) needs level 'datum'; got {level!r}")
+
+    def mark(function: F) -> F:
+        function.__rlkit_loss__ = Marks(level, elementwise)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def marks(function: Callable[..., object]) -> Marks:
+    """Return the marks of a loss function, also within a ``functools.partial``; those of ``loss()`` without any."""
+    found = getattr(function, "__rlkit_loss__", None) or getattr(
+        getattr(function, "func", None), "__rlkit_loss__", None
+    )
+    return found if isinstance(found, Marks) else Marks()
 
 
 @attrs.frozen(eq=False)
@@ -149,16 +149,81 @@ class LossGradient:
 
     Attributes:
         value: the sum over the datums.
-        metrics: names that end in ":sum", ":mean", ":max" or ":min"; a mean still summed over the datums, so that
-            parts can be put together.
+        metrics: names that end in ":sum", ":mean", ":max" or ":min". A mean is still summed over the datums that the
+            loss was given, so that micro-batches add up; a backend divides by the number of all of these.
         driver: one gradient per datum, shaped like the loss's input ([n] or [n, K]).
         entropy: one [n] per datum where the loss names ``entropy``, else None.
     """
 
     value: float
     metrics: Mapping[str, float]
-    driver: Sequence[torch.Tensor]
-    entropy: Sequence[torch.Tensor] | None = None
+    driver: Sequence[Tensor]
+    entropy: Sequence[Tensor] | None = None
+
+
+def prepare(loss: str | Callable[..., object], config: Mapping[str, object] | None = None) -> PreparedLoss:
+    """Read the signature of a loss, given by name or as a function, and bind its settings.
+
+    Args:
+        loss: a name of ``rlkit.losses.registry``, or ``fn(logprobs, <inputs>, weights=1.0, *, <settings>)``.
+        config: the keyword-only settings to change.
+
+    Raises:
+        UnknownNameError: no loss has that name.
+        ConfigError: a setting is unknown or missing, or the signature cannot be a loss's.
+
+    >>> prepared = prepare("ppo", {"clip_high_threshold": 1.28})
+    >>> prepared.inputs, prepared.settings["clip_high_threshold"]
+    (('sampling_logprobs', 'advantages'), 1.28)
+    """
+    function = registry.resolve(loss)
+    name = loss if isinstance(loss, str) else str(getattr(function, "__name__", type(function).__name__))
+    positional, defaults = _read_signature(name, function)
+    driver, *inputs = positional
+    optional = {key: positional[key] for key in inputs if positional[key] is not inspect.Parameter.empty}
+    marked = marks(function)
+    return PreparedLoss(
+        name=name,
+        function=function,
+        level=marked.level,
+        elementwise=marked.elementwise,
+        driver=cast("Driver", driver),
+        inputs=tuple(key for key in inputs if key not in optional and key != "entropy"),
+        optional=optional,
+        entropy="entropy" in inputs,
+        settings=_bind_settings(name, defaults, config),
+        order=tuple(positional),
+        named=isinstance(loss, str),
+    )
+
+
+def _read_signature(name: str, function: Callable[..., object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the defaults of the positional parameters, the driver first, and those of the settings."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the loss {name!r} has no readable signature: {error}") from error
+    for p in parameters:
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise ConfigError(f"the loss {name!r} takes {p}; a loss names its inputs and settings one by one")
+    positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
+    if next(iter(positional), None) not in _DRIVERS:
+        raise ConfigError(f"the first parameter of the loss {name!r} must be one of {', '.join(_DRIVERS)}")
+    return positional, {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _bind_settings(name: str, defaults: Mapping[str, object], config: object) -> dict[str, object]:
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError("config", f"got {_check.shown(config)}", "a mapping of settings, or None")
+    for key in config or {}:
+        if key not in defaults:
+            there = _check.near(str(key), defaults)
+            raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting{there}")
+    settings = {**defaults, **(config or {})}
+    for key, value in settings.items():
+        if value is inspect.Parameter.empty:
+            raise ConfigError(f"config lacks {key!r}, a setting of the loss {name!r} without a default")
+    return settings
 
 
 @attrs.frozen(eq=False)
@@ -193,40 +258,68 @@ class PreparedLoss:
 
     def check(self, data: Sequence[Datum]) -> None:
         """Raise DataError, naming datum and input, where one is missing or has a wrong shape or value."""
-        needed = (*self.inputs, "target_tokens") if self.driver == "target_logprobs" else self.inputs
         for i, datum in enumerate(data):
-            self._check_datum(i, datum, needed)
+            self._check_datum(f"data[{i}]", datum)
         if self.level == "pair":
-            check_pairs(self.name, data, alike=preference(self.function) is not None)
+            self._check_pairs(data)
 
-    def _check_datum(self, i: int, datum: Datum, needed: Sequence[str]) -> None:
-        missing = [name for name in needed if name not in datum.inputs]
-        if missing:
-            there = ", ".join(sorted(datum.inputs)) or "none"
-            what = f"data[{i}].inputs lacks {missing[0]!r}, which the loss {self.name!r} needs; it has: {there}"
-            raise DataError(what)
-        targets = datum.inputs["target_tokens"].shape if self.driver == "target_logprobs" else (0, 0)
-        if len(targets) != 2:
-            raise DataError(f"data[{i}].inputs['target_tokens']", f"has shape {targets}", f"({len(datum)}, K)")
-        for name in self._order[1:]:
-            if name in datum.inputs:
-                check_shape(f"data[{i}].inputs[{name!r}]", name, datum, self.driver)
-        for name, allowed in ranges(self.function).items():
-            if name in datum.inputs:
-                allowed.check(f"data[{i}].inputs[{name!r}]", datum.inputs[name])
-        if "weights" in datum.inputs and "weights" not in self._order:
+    def _check_datum(self, where: str, datum: Datum) -> None:
+        inputs = datum.inputs
+        wide = self.driver == "target_logprobs"
+        for name in (*self.inputs, *(["target_tokens"] if wide else [])):
+            if name not in inputs:
+                there = ", ".join(sorted(inputs)) or "none"
+                what = f"lacks {name!r}, which the loss {self.name!r} needs; it has: {there}"
+                raise DataError(f"{where}.inputs {what}")
+        if wide and inputs["target_tokens"].ndim != 2:
+            shape = inputs["target_tokens"].shape
+            raise DataError(f"{where}.inputs['target_tokens']", f"has shape {shape}", f"({len(datum)}, K)")
+        ranges = marks(self.function).ranges
+        for name in (name for name in self._order[1:] if name in inputs):
+            _check_input(f"{where}.inputs[{name!r}]", name, datum, wide=wide)
+            if name in ranges:
+                ranges[name].check(f"{where}.inputs[{name!r}]", inputs[name])
+        if "weights" in inputs and "weights" not in self._order:
+            what = f"has 'weights', which the loss {self.name!r} does not take; they would have no effect"
+            raise DataError(f"{where}.inputs {what}")
+        if "sampling_logprobs" in inputs and "sampling_logprobs" in self._order:
+            self._check_sampling(where, datum)
+
+    def _check_sampling(self, where: str, datum: Datum) -> None:
+        """Refuse a datum whose sampling_logprobs are not those of the policy that sampled it."""
+        if datum.temperature == 0:
             raise DataError(
-                f"data[{i}].inputs has 'weights', which the loss {self.name!r} does not take; they would have no effect"
+                f"{where} was sampled greedily (temperature 0), so it has no sampling_logprobs for the ratio of the "
+                f"loss {self.name!r}; sample with a temperature above 0, or use cross_entropy"
             )
-        if "sampling_logprobs" in self._order and "sampling_logprobs" in datum.inputs:
-            check_behaviour(self.name, i, datum)
+        if datum.truncated:
+            raise DataError(
+                f"{where} was sampled with top_p, top_k, min_p or a penalty, so its sampling_logprobs are not the "
+                f"policy's and the ratio of the loss {self.name!r} would be wrong; pass corrected ones, from "
+                "sampler.logprobs, to sample.datum(sampling_logprobs=...)"
+            )
+
+    def _check_pairs(self, data: Sequence[Datum]) -> None:
+        if len(data) % 2:
+            raise DataError(f"data has {len(data)} datums; the loss {self.name!r} takes (chosen, rejected) pairs")
+        for i, datum in enumerate(data):
+            if not datum.mask.any():
+                raise DataError(f"data[{i}].mask is all False; each datum of a pair needs a token of the policy")
+        if marks(self.function).score is None:
+            return  # a user's own loss, whose pairs may be any
+        prompts = [datum.tokens[: int(datum.mask.argmax())] for datum in data]
+        for i in range(1, len(data), 2):
+            if not np.array_equal(prompts[i], prompts[i - 1]):
+                what = f"has a different prompt than data[{i - 1}]"
+                raise DataError(
+                    f"data[{i}]", what, "the same prompt", "data is chosen, rejected, chosen, rejected, ..."
+                )
 
     def try_out(self, data: Sequence[Datum]) -> None:
         """Call the loss on made-up logprobs, so that a mistake in it raises here and changes nothing.
 
         Raises:
-            MissingPackageError: torch is not installed.
-            ConfigError: it does not return a scalar that depends on the model's output.
+            ConfigError: it does not return a scalar that depends on the model's output, or a setting is out of range.
             Exception: any exception of the function itself, unchanged.
         """
         some = [datum for datum in data if datum.mask.any()]
@@ -236,23 +329,22 @@ class PreparedLoss:
             some = [some[0].with_inputs(weights=np.where(weights == 0, np.float32(1), weights))]
         entropy = [torch.full((int(datum.mask.sum()),), 0.5) for datum in some]
         with contextlib.suppress(BackendError):  # not finite on made-up numbers, which does not matter for real ones
-            self.gradient([self._made_up(datum) for datum in some], some, entropy=entropy)
+            self.gradient([self._dummy_driver(datum) for datum in some], some, entropy=entropy)
 
-    def check_settings(self) -> None:
-        """Call the loss as far as possible without torch: the settings are checked before anything is computed.
-
-        Raises:
-            ConfigError: a setting is out of range.
-        """
-        with contextlib.suppress(Reached):
-            self.function(**dict.fromkeys(self._order, Untouched()), **self.settings)
+    def _dummy_driver(self, datum: Datum) -> Tensor:
+        if self.driver == "target_logprobs":
+            return torch.full(datum.inputs["target_tokens"][datum.mask].shape, -1.0)
+        near = datum.inputs.get("sampling_logprobs")  # at these the ratio is 1, where every loss of a ratio is finite
+        if near is not None and near.ndim:
+            return torch.tensor(near[datum.mask])
+        return torch.full((int(datum.mask.sum()),), -1.0)
 
     def gradient(
         self,
-        logprobs: Sequence[torch.Tensor],
+        logprobs: Sequence[Tensor],
         data: Sequence[Datum],
         *,
-        entropy: Sequence[torch.Tensor] | None = None,
+        entropy: Sequence[Tensor] | None = None,
         places: Sequence[int] | None = None,
     ) -> LossGradient:
         """Return the value, the metrics, and the gradient with respect to the model's outputs.
@@ -267,56 +359,62 @@ class PreparedLoss:
         Raises:
             BackendError: the value, a metric or the gradient is not finite, naming the datum.
         """
-        leaves = _make_leaves(logprobs)
-        entropies = _make_leaves(entropy) if self.entropy and entropy else None
-        used = [i for i, datum in enumerate(data) if self._counted(datum).any()]
-        total, metrics = self._call(leaves, entropies, data, used)
-        sources = [leaves[i] for i in used] + ([entropies[i] for i in used] if entropies else [])
-        found: dict[int, torch.Tensor] = {}
-        if used and not total.requires_grad:
-            raise ConfigError(
-                f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
-            )
-        if used:
-            gradients = torch.autograd.grad(total, sources, allow_unused=True)  # of a batch some may have no say
-            found = {id(x): g for x, g in zip(sources, gradients, strict=True) if g is not None}
-        value = float(total.detach())
-        driver = _take_gradients(found, leaves)
-        extra = _take_gradients(found, entropies) if entropies else None
-        self._check_finite(value, driver, extra, places)
-        return LossGradient(value, {k: float(v) for k, v in metrics.items()}, driver, extra)
-
-    def _call(
-        self,
-        leaves: Sequence[torch.Tensor],
-        entropies: Sequence[torch.Tensor] | None,
-        data: Sequence[Datum],
-        used: Sequence[int],
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Sum the loss of the used datums, in calls of the form that the loss's level requires."""
-        values: list[torch.Tensor] = []
+        leaves: dict[str, list[Tensor]] = {self.driver: _make_leaves(logprobs)}
+        if self.entropy:
+            if entropy is None:
+                raise ConfigError(f"the loss {self.name!r} names entropy, but none was given")
+            leaves["entropy"] = _make_leaves(entropy)
+        used = [i for i, datum in enumerate(data) if self._choose_tokens(datum).any()]
+        values: list[Tensor] = []
         metrics: dict[str, float] = {}
-        for call in self._cut_calls(leaves, used):
-            arguments = {
-                name: self._argument(name, leaves, entropies, data, call)
-                for name in self._order
-                if name not in self.optional or any(name in data[i].inputs for i in call)
-            }
-            value, reported = self._evaluate(arguments)
+        for call in self._cut_calls(used, leaves[self.driver]):
+            value, reported = self._call(call, leaves, data)
             values.append(value)
             names.add(metrics, reported, len(call))
-        return (torch.stack(values).sum() if values else torch.zeros(())), metrics
+        total = torch.stack(values).sum() if values else torch.zeros(())
+        sources = [x for each in leaves.values() for x in each]
+        gradients = self._differentiate(total, sources) if values else [torch.zeros_like(x) for x in sources]
+        value = float(total.detach())
+        self._check_finite(value, gradients, range(len(logprobs)) if places is None else places)
+        return LossGradient(value, metrics, gradients[: len(logprobs)], gradients[len(logprobs) :] or None)
 
-    def _cut_calls(self, leaves: Sequence[torch.Tensor], used: Sequence[int]) -> list[list[int]]:
-        """Return the datums of each call."""
+    def _differentiate(self, total: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient with respect to each source, 0 for those that the loss was not given or passed over."""
+        if not total.requires_grad:
+            what = f"the loss {self.name!r} does not depend on {self.driver}: it was detached, or under no_grad"
+            raise ConfigError(what)
+        found = torch.autograd.grad(total, sources, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(sources, found, strict=True)]
+
+    def _check_finite(self, value: float, gradients: Sequence[Tensor], places: Sequence[int]) -> None:
+        for i, gradient in enumerate(gradients):  # of the driver, then of the entropy
+            if not torch.isfinite(gradient).all():
+                place = places[i % len(places)]
+                raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{place}]")
+        if not math.isfinite(value):
+            raise BackendError(f"the loss {self.name!r} is {value}")
+
+    def _cut_calls(self, used: list[int], driver: Sequence[Tensor]) -> list[list[int]]:
+        """Return the places of the datums of each call."""
         if self.level == "pair":
-            return [list(used[k : k + 2]) for k in range(0, len(used), 2)]
-        # One call of an elementwise loss, too; targets may differ in number.
-        whole = self.level == "batch" or (self.elementwise and used and leaves[used[0]].ndim == 1)
-        return [list(used)] if used and whole else [[i] for i in used]
+            return [used[k : k + 2] for k in range(0, len(used), 2)]
+        # Matrices [n, K] are not concatenated: each datum may have another K.
+        whole = self.level == "batch" or (self.elementwise and used and driver[used[0]].ndim == 1)
+        return [used] if used and whole else [[i] for i in used]
 
-    def _evaluate(self, arguments: Mapping[str, Argument]) -> tuple[torch.Tensor, Mapping[str, float]]:
-        """Return the value of one call, and its metrics."""
+    def _call(
+        self, call: Sequence[int], leaves: Mapping[str, Sequence[Tensor]], data: Sequence[Datum]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Call the function once, on the datums at ``call``, and check what it returns."""
+        arguments: dict[str, Argument] = {}
+        for name in self._order:
+            if name in leaves:
+                parts = [self._drop_tokens(leaves[name][i], data[i]) for i in call]
+            elif name in self.optional and not any(name in data[i].inputs for i in call):
+                continue  # the function's own default
+            else:
+                parts = [self._read_input(name, k, data[i], leaves[self.driver][i]) for k, i in enumerate(call)]
+            arguments[name] = self._join(parts, [data[i] for i in call])
         try:
             result = self.function(**arguments, **self.settings)
         except RuntimeError as error:
@@ -324,155 +422,172 @@ class PreparedLoss:
                 raise
             what = "computes with numpy, which passes no gradient"
             raise ConfigError(f"the loss {self.name!r}", what, "torch operations, such as x.exp()") from error
-        value, reported = returned(self.name, result)
-        if self.level == "pair" and self.driver == "logprobs":
-            reported = {**margin(self.function, arguments), **reported}
-        for key in reported:
-            if self.elementwise and names.reduction(key) == "mean":
-                expected = "its name must end in ':sum', ':max' or ':min'"
-                raise ConfigError(f"metric {key!r} of the elementwise loss {self.name!r}: {expected}")
-        return value, reported
+        value, metrics = self._check_result(result)
+        return value, {**self._measure_margin(arguments), **metrics}
 
-    def _argument(
-        self,
-        name: str,
-        leaves: Sequence[torch.Tensor],
-        entropies: Sequence[torch.Tensor] | None,
-        data: Sequence[Datum],
-        call: Sequence[int],
-    ) -> Argument:
-        if name == self.driver:
-            parts = [self._given(leaves[i], data[i]) for i in call]
-        elif name == "entropy" and self.entropy:
-            parts = [self._given(entropies[i], data[i]) for i in call] if entropies else []
-            if not parts:
-                raise ConfigError(f"the loss {self.name!r} names entropy, but none was given")
-        else:
-            parts = [self._input(name, k, data[i], leaves[i]) for k, i in enumerate(call)]
-        if self.level == "datum":
-            if len(call) == 1:
-                return parts[0]
-            counts = [int(self._counted(data[i]).sum()) for i in call]
-            return torch.cat([p.expand(n) if p.ndim == 0 else p for p, n in zip(parts, counts, strict=True)])
-        return tuple(parts) if self.level == "pair" else parts
+    def _join(self, parts: Sequence[Tensor], data: Sequence[Datum]) -> Argument:
+        """Put what several datums have in the place of one argument together, in the form of the loss's level."""
+        if self.level != "datum":
+            return tuple(parts) if self.level == "pair" else list(parts)
+        if len(parts) == 1:
+            return parts[0]
+        sizes = [int(self._choose_tokens(datum).sum()) for datum in data]
+        return torch.cat([x.expand(n) if x.ndim == 0 else x for x, n in zip(parts, sizes, strict=True)])
 
-    def _input(self, name: str, place: int, datum: Datum, like: torch.Tensor) -> torch.Tensor:
+    def _read_input(self, name: str, k: int, datum: Datum, like: Tensor) -> Tensor:
+        """Return an input of the datum that is the ``k``-th of its call."""
         array = datum.inputs.get(name)
-        if array is None:  # another datum of this call has it
-            default = self.optional[name]
-            default = default[place] if isinstance(default, tuple) else default
-            if default is None:
-                raise DataError(f"some datums lack the input {name!r} of the loss {self.name!r}; expected all or none")
-            return torch.tensor(float(default), device=like.device)
-        if array.ndim:
-            array = array[self._counted(datum)]
-        return torch.tensor(array, device=like.device)
+        if array is not None:
+            return torch.tensor(array[self._choose_tokens(datum)] if array.ndim else array, device=like.device)
+        default = self.optional[name]  # another datum of this call has the input
+        default = default[k] if isinstance(default, tuple) else default
+        if default is None:
+            raise DataError(f"some datums lack the input {name!r} of the loss {self.name!r}; expected all or none")
+        return torch.tensor(float(default), device=like.device)
 
-    def _counted(self, datum: Datum) -> np.ndarray:
+    def _choose_tokens(self, datum: Datum) -> np.ndarray:
         """Return which tokens [T] the loss is given."""
         weights = datum.inputs.get("weights")
-        if not self.elementwise or weights is None:
-            return datum.mask
-        counted: np.ndarray = datum.mask & (weights != 0)
-        return counted
+        chosen: np.ndarray = datum.mask & (weights != 0) if self.elementwise and weights is not None else datum.mask
+        return chosen
 
-    def _given(self, x: torch.Tensor, datum: Datum) -> torch.Tensor:
-        """Select the tokens that the loss gets from the model's outputs for all of the policy's own."""
-        counted = self._counted(datum)[datum.mask]
-        return x if counted.all() else x[torch.tensor(np.flatnonzero(counted), device=x.device)]
+    def _drop_tokens(self, output: Tensor, datum: Datum) -> Tensor:
+        """Reduce an output of the model, which has all n tokens, to those that the loss is given."""
+        chosen = self._choose_tokens(datum)[datum.mask]
+        return output if chosen.all() else output[torch.tensor(np.flatnonzero(chosen), device=output.device)]
 
-    def _check_finite(
-        self,
-        value: float,
-        driver: Sequence[torch.Tensor],
-        extra: Sequence[torch.Tensor] | None,
-        places: Sequence[int] | None,
-    ) -> None:
-        places = range(len(driver)) if places is None else places
-        for i, (place, gradient) in enumerate(zip(places, driver, strict=True)):
-            if not (torch.isfinite(gradient).all() and (extra is None or torch.isfinite(extra[i]).all())):
-                raise BackendError(f"the loss {self.name!r} has a non-finite gradient at data[{place}]")
-        if not np.isfinite(value):
-            raise BackendError(f"the loss {self.name!r} is {value}")
+    def _check_result(self, result: object) -> tuple[Tensor, dict[str, float]]:
+        """Return the scalar, and the metrics under names that say how they are put together."""
+        where = f"the loss {self.name!r}"
+        value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(value, Tensor) or value.ndim != 0:
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _check.shown(value)
+            raise ConfigError(where, f"returned {shape}", "a scalar tensor, or (tensor, metrics)", "sum it")
+        if not isinstance(reported, Mapping):
+            raise ConfigError(where, f"returned metrics {_check.shown(reported)}", "a dict")
+        metrics = {}
+        for key, number in reported.items():
+            if not isinstance(key, str) or key in _RESERVED:
+                expected = f"other names; {', '.join(_RESERVED)} are reserved for the backend"
+                raise ConfigError(where, f"returned the metric {key!r}", expected)
+            name = names.with_ending(key)
+            if self.elementwise and names.reduction(name) == "mean":  # one call has many datums
+                expected = "its name must end in ':sum', ':max' or ':min'"
+                raise ConfigError(f"metric {name!r} of the elementwise loss {self.name!r}: {expected}")
+            metrics[name] = float(number.detach() if isinstance(number, Tensor) else number)
+            if not math.isfinite(metrics[name]):
+                what, why = f"returned the metric {key!r} = {metrics[name]}", "leave out what cannot be measured"
+                raise BackendError(where, what, "a finite number", why)
+        return value, metrics
 
-    def _made_up(self, datum: Datum) -> torch.Tensor:
-        if self.driver == "target_logprobs":
-            return torch.full(datum.inputs["target_tokens"][datum.mask].shape, -1.0)
-        near = datum.inputs.get("sampling_logprobs")  # at these the ratio is 1, where every loss of a ratio is finite
-        if near is not None and near.ndim:
-            return torch.tensor(near[datum.mask])
-        return torch.full((int(datum.mask.sum()),), -1.0)
+    def _measure_margin(self, arguments: Mapping[str, Argument]) -> dict[str, float]:
+        """Return by how much the chosen of a pair is ahead of the rejected, and whether it is."""
+        score = marks(self.function).score
+        if score is None:
+            return {}
+        with torch.no_grad():
+            chosen, rejected = (float(score({name: pair[k] for name, pair in arguments.items()})) for k in (0, 1))
+        return {"margin:mean": chosen - rejected, "accuracy:mean": float(chosen > rejected)}
 
 
-def _take_gradients(found: Mapping[int, torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [found.get(id(x), torch.zeros_like(x)) for x in leaves]
+def _make_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().float().requires_grad_() for x in outputs]
 
 
-def _make_leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [x.detach().float().requires_grad_() for x in tensors]
+def _check_input(where: str, name: str, datum: Datum, *, wide: bool) -> None:
+    """Refuse shapes that would broadcast: [n] times [n, 1] is [n, n], each token times the sum of all.
 
-
-def prepare(loss: str | Callable[..., object], config: Mapping[str, object] | None = None) -> PreparedLoss:
-    """Bind the settings of a loss that is given by name or as a function.
-
-    Args:
-        loss: a name of ``rlkit.losses.registry``, or ``fn(logprobs, <inputs>, weights=1.0, *, <settings>)``.
-        config: the keyword-only settings to change.
-
-    Raises:
-        UnknownNameError: no loss has that name.
-        ConfigError: a setting is unknown or missing, or the signature cannot be a loss's.
-
-    >>> prepared = prepare("ppo", {"clip_high_threshold": 1.28})
-    >>> prepared.inputs, prepared.settings["clip_high_threshold"]
-    (('sampling_logprobs', 'advantages'), 1.28)
+    An input is a number or shaped like the driver, [n] or [n, K]; beside [n, K] it may be [n], too. Logprobs are shaped
+    exactly like the driver.
     """
-    function = registry.resolve(loss)
-    name = loss if isinstance(loss, str) else str(getattr(function, "__name__", type(function).__name__))
-    positional: list[inspect.Parameter] = []
-    settings: dict[str, object] = {}
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the loss {name!r} has no readable signature: {error}") from error
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(f"the loss {name!r} takes {parameter}; a loss names its inputs and settings one by one")
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            settings[parameter.name] = parameter.default
-        else:
-            positional.append(parameter)
-    if not positional or positional[0].name not in _DRIVERS:
-        raise ConfigError(f"the first parameter of the loss {name!r} must be one of {', '.join(_DRIVERS)}")
-    settings = _bound(name, settings, config)
-    first, *rest = positional
-    rest_names = [p.name for p in rest]
-    found = marks(function)
-    return PreparedLoss(
-        name=name,
-        function=function,
-        level=found.level,
-        elementwise=found.elementwise,
-        driver=first.name,  # type: ignore[arg-type]  # checked above
-        inputs=tuple(p.name for p in rest if p.default is p.empty and p.name != "entropy"),
-        optional={p.name: p.default for p in rest if p.default is not p.empty},
-        entropy="entropy" in rest_names,
-        settings=settings,
-        order=(first.name, *rest_names),
-        named=isinstance(loss, str),
-    )
+    shape, n, length = datum.inputs[name].shape, int(datum.mask.sum()), len(datum)
+    targets = datum.inputs["target_tokens"].shape[1:] if wide else ()
+    tails = [targets] if name.endswith("logprobs") else [None, (), targets][: 3 if wide else 2]
+    if (shape[1:] if shape else None) not in tails:
+        expected = [str(x) for tail in tails for x in ([()] if tail is None else [(n, *tail), (length, *tail)])]
+        why = "one per target token" if wide else _check.squeeze(shape)
+        raise DataError(where, f"has shape {shape}", f"{', '.join(expected[:-1])} or {expected[-1]}", why)
 
 
-def _bound(name: str, settings: dict[str, object], config: Mapping[str, object] | None) -> dict[str, object]:
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(_check.problem("config", f"got {_check.shown(config)}", "a mapping of settings, or None"))
-    for key in config or {}:
-        if key not in settings:
-            raise ConfigError(
-                f"config[{key!r}]: the loss {name!r} has no such setting{_check.near(str(key), settings)}"
-            )
-    settings = {**settings, **(config or {})}
-    for key, value in settings.items():
-        if value is inspect.Parameter.empty:
-            raise ConfigError(f"config lacks {key!r}, a setting of the loss {name!r} without a default")
-    return settings
+# What follows is of rlkit's own losses: a user's needs none of it.
+
+
+def define(
+    name: str,
+    *,
+    level: Level = "datum",
+    elementwise: bool = False,
+    ranges: Mapping[str, Range] | None = None,
+    score: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+) -> Callable[[F], F]:
+    """Register a loss of rlkit's own with its marks, and guard direct calls of it.
+
+    An elementwise one leaves tokens of weight 0 out in direct calls, too. Other levels do so in their formulas, since
+    what the tokens of a sequence or batch have in common counts all of them.
+    """
+
+    def add(function: F) -> F:
+        guarded = guard_shapes(function, drop_weightless=elementwise)
+        guarded.__rlkit_loss__ = Marks(level, elementwise, ranges or {}, score)  # type: ignore[attr-defined]
+        return register(name)(guarded)
+
+    return add
+
+
+def guard_shapes(function: F, *, drop_weightless: bool = False) -> F:
+    """Decorate a loss or KL estimator: direct calls, too, refuse tensors that would broadcast."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        given = signature.bind(*args, **kwargs).arguments
+        check_shapes(function.__name__, given)
+        return function(**(_replace_weightless(given) if drop_weightless else given))
+
+    return cast("F", call)
+
+
+def check_shapes(title: str, given: Mapping[str, Any]) -> None:
+    """Raise DataError for a tensor that is neither () nor shaped like the first argument; logprobs are never ().
+
+    Of targets [n, K] other logprobs and ids are [n, K], all else is [n]. What torch.fx traces has no shape, and passes.
+    """
+    driver, like = next(iter(given.items()))
+    if isinstance(like, (list, tuple)):
+        for k, each in enumerate(like):
+            part = {n: v[k] if isinstance(v, (list, tuple)) and k < len(v) else v for n, v in given.items()}
+            check_shapes(title, part | {driver: each})
+    elif isinstance(like, Tensor):
+        for name, value in given.items():
+            shape = tuple(getattr(value, "shape", ()))
+            logprobs = name.endswith("logprobs")
+            wide = driver == "target_logprobs" and not (logprobs or name == "target_tokens")
+            expected = tuple(like.shape[:-1] if wide else like.shape)
+            scalar = not (logprobs and isinstance(value, Tensor))
+            if shape != expected and not (scalar and shape == ()):
+                allowed = "() or " * scalar + f"{expected}"
+                raise DataError(f"{title}({name})", f"has shape {shape}", allowed, _check.squeeze(shape))
+
+
+def mask_weightless(weights: Weights, x: Tensor, fill: float = 0.0) -> Tensor:
+    """Return ``x``, but ``fill`` where the weight is 0: 0 times an overflow would be NaN, in the gradient too."""
+    if isinstance(weights, (int, float)):
+        if weights != 0:
+            return x
+        weights = x.new_tensor(weights)
+    return x.where(weights != 0, fill)
+
+
+def _replace_weightless(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace the inputs of tokens with weight 0 before an elementwise loss computes with them."""
+    weights = given.get("weights", 1.0)
+    if "target_logprobs" in given and not isinstance(weights, (int, float)):
+        weights = weights.unsqueeze(-1)
+    replaced = dict(given)
+    for name, value in given.items():
+        if not isinstance(value, (int, float)):
+            if name.endswith("logprobs"):
+                replaced[name] = mask_weightless(weights, value, -1.0)
+            elif name in ("advantages", "values", "old_values", "returns"):
+                replaced[name] = mask_weightless(weights, value)
+    return replaced

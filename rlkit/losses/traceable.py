@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from types import FunctionType
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
+
+import torch
 
 from rlkit import _check
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.losses.prepare import PreparedLoss
 from rlkit.metrics.names import with_ending
 
-if TYPE_CHECKING:
-    import torch
-else:
-    from rlkit._packages import torch
-
 __all__ = ["traceable"]
 
-Traced: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
+Traced: TypeAlias = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def traceable(

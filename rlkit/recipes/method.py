@@ -20,7 +20,7 @@ from rlkit.backends.protocol import Sampler
 from rlkit.credit import Batch, Item, multiply_weights
 from rlkit.critics import Critic
 from rlkit.errors import ConfigError
-from rlkit.losses.base import marks
+from rlkit.losses.prepare import marks
 from rlkit.recipes import algorithms
 from rlkit.recipes.algorithms import KL, LOSSES, Level, Named, Recipe, contradiction, keywords
 from rlkit.recipes.settings import TABLE, Algorithm, Operator

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import rlkit
 from rlkit import losses
-from rlkit.losses import kl, prepare, registry, with_entropy, with_kl
+from rlkit.losses import PreparedLoss, prepare, registry, with_entropy, with_kl
 
 PAIRS = ("dpo", "orpo", "cpo", "simpo")
 BATCHES = ("clip_cov", "kl_cov")
@@ -64,6 +65,7 @@ COMPOSED = {
     "reinforce+k1+entropy": with_entropy(with_kl("reinforce", 0.3, "k1"), "entropy_coef"),
     "kl_cov+entropy": with_entropy("kl_cov", 0.2),
 }
+ALL = {**{name: name for name in NAMES}, **COMPOSED}
 
 
 def identity(variant):
@@ -155,5 +157,18 @@ def datums(driver, inputs, *, prompt=2):
     return data, tensors(driver, torch.float32)
 
 
-def estimators():
-    return sorted(kl.registry)
+def gradient(loss, driver, inputs):
+    """What a backend gets of a loss, by name, as a function or prepared: checked, tried out, float32."""
+    prepared = loss if isinstance(loss, PreparedLoss) else prepare(loss)
+    data, leaves = datums(driver, inputs)
+    prepared.check(data)
+    prepared.try_out(data)
+    entropy = tensors(inputs["entropy"], torch.float32) if "entropy" in inputs else None
+    return prepared.gradient(leaves, data, entropy=entropy)
+
+
+def close(a, b, tolerance=1e-5):
+    """Two gradients of a loss are the same."""
+    assert a.value == pytest.approx(b.value, rel=tolerance, abs=tolerance)
+    for x, y in zip([*a.driver, *(a.entropy or [])], [*b.driver, *(b.entropy or [])], strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)

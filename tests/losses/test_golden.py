@@ -8,49 +8,35 @@ import torch
 from rlkit import losses
 from rlkit.losses import kl, prepare
 from tests.golden import Case, assert_close, cases, each_case, load
-from tests.losses.calls import call, datums
+from tests.losses.calls import call, gradient
 
 FAMILIES = ("losses_policy", "losses_supervised", "losses_preference", "losses_value")
 CASES = [case for family in FAMILIES for case in cases(family) if case.values[0].module is None]
 
 
-def found(case: Case):
+def case_loss(case: Case):
     """The loss of a case, and its settings."""
     if case.function == "with_kl":
         return losses.with_kl(case.settings["loss"], case.settings["coef"], case.settings["estimator"]), {}
     return losses.registry[case.function], case.settings
 
 
-def parts(case: Case):
-    """The driver of a case and its other inputs."""
-    inputs = dict(case.inputs)
-    name = next(name for name in ("logprobs", "target_logprobs", "values") if name in inputs)
-    return inputs.pop(name), inputs
-
-
 @each_case(CASES)
 def test_reference_values(case: Case) -> None:
-    """Value and gradient in float64 are those of the independent reference and of the peers named in `source`."""
-    loss, settings = found(case)
-    driver, inputs = parts(case)
+    """Value and gradient in float64 are those of the independent reference and of the peers named in `source`.
+
+    A backend that calls ``prepare(...).gradient`` in float32 gets the same numbers.
+    """
+    loss, settings = case_loss(case)
+    inputs = dict(case.inputs)
+    driver = inputs.pop(next(name for name in ("logprobs", "target_logprobs", "values") if name in inputs))
     value, gradients, _ = call(loss, driver, inputs, settings)
     assert_close(value, case.expected["value"])
     assert_close([g.tolist() for g in gradients], case.expected["gradient"])
-
-
-@each_case(CASES)
-def test_through_prepare(case: Case) -> None:
-    """A backend that calls ``prepare(...).gradient`` in float32 gets the same numbers."""
-    loss, settings = found(case)
-    driver, inputs = parts(case)
     inputs = {name: [np.asarray(v, float) for v in values] for name, values in inputs.items()}
     if "teacher_logprobs" in inputs:
         inputs["target_tokens"] = [np.ones(np.shape(x), int) for x in driver]
-    data, leaves = datums(driver, inputs)
-    prepared = prepare(loss, settings)
-    prepared.check(data)
-    prepared.try_out(data)
-    result = prepared.gradient(leaves, data)
+    result = gradient(prepare(loss, settings), driver, inputs)
     size = max(1.0, *(np.abs(np.ravel(g)).max() for g in case.expected["gradient"]))
     assert_close(result.value, case.expected["value"], rtol=2e-5, atol=2e-5 * size)
     assert_close([g.tolist() for g in result.driver], case.expected["gradient"], rtol=2e-4, atol=2e-5 * size)

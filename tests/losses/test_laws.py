@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.each import for_each
-from tests.losses.calls import COMPOSED, NAMES, PAIRS, call, example
+from tests.losses.calls import ALL, NAMES, PAIRS, call, example
 from tests.properties import examples
 
 few = examples(30)
@@ -269,12 +269,12 @@ def test_dro_does_not_fold():
     assert folded[0] == 1.5
 
 
-ALL = {**{name: name for name in NAMES}, **COMPOSED}
-
-
 @for_each("title", ALL)
 def test_loss_is_linear_in_the_weights(title):
-    """Weights multiply every term: losses of two weightings add up to that of their sum, gradients too."""
+    """Weights multiply every term: losses of two weightings add up to that of their sum, gradients too.
+
+    So with weights of 1 / N a loss is a mean over N tokens, with 1 / n of each datum one over sequences of token means.
+    """
     driver, inputs = example(ALL[title], np.random.default_rng(11))
     rng = np.random.default_rng(12)
     other = {**inputs, "weights": [rng.uniform(0, 1, w.shape) for w in inputs["weights"]]}
@@ -284,6 +284,12 @@ def test_loss_is_linear_in_the_weights(title):
     for x, y, z in zip([*a[1], *a[2]], [*b[1], *b[2]], [*c[1], *c[2]], strict=True):
         np.testing.assert_allclose(x + y, z, rtol=1e-9, atol=1e-12)
     assert any(x.any() for x in a[1])
+    plain = call(ALL[title], driver, {k: v for k, v in inputs.items() if k != "weights"})
+    for weights in ([0.125] * len(driver), [np.full(len(x), 0.125) for x in driver]):
+        mean = call(ALL[title], driver, {**inputs, "weights": weights})
+        assert mean[0] == pytest.approx(0.125 * plain[0])
+        for x, y in zip([*mean[1], *mean[2]], [*plain[1], *plain[2]], strict=True):
+            np.testing.assert_allclose(x, 0.125 * y, rtol=1e-9)
 
 
 @few
@@ -323,13 +329,6 @@ def test_weight_of_a_pair_is_the_chosen_ones(name):
         weighted = call(name, driver, {**inputs, "weights": [w, np.full(4, 9.0)]})
         assert weighted[0] == pytest.approx(0.5 * plain[0])
         same_gradient(weighted, plain, factor=0.5)
-
-
-def test_no_sequence_is_paired_for_kto():
-    """A datum of KTO has its loss to itself: the sum over any split is the same."""
-    driver, inputs = example("kto", np.random.default_rng(0), sizes=(3, 4, 2))
-    parts = sum(call("kto", driver[i : i + 1], {k: v[i : i + 1] for k, v in inputs.items()})[0] for i in range(3))
-    assert call("kto", driver, inputs)[0] == pytest.approx(parts)
 
 
 @few
@@ -454,6 +453,13 @@ def test_gmpo_takes_the_upper_bound_for_a_zero_advantage():
     driver = [np.array([-1.0, -3.0])]  # ratios e^2, beyond the bound, and 1
     value, _, _ = call("gmpo", driver, inputs, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
     assert value == pytest.approx(math.sqrt(2.0))
+
+
+def test_an_advantage_of_the_threshold_counts_as_bad():
+    """TOPR bounds its ratio; beyond the threshold the token has a weight of 1."""
+    inputs = {"sampling_logprobs": [np.full(2, -1.0)], "advantages": [np.array([0.5, 0.75])]}
+    _, (gradient,), _ = call("topr", [np.full(2, -1.0 - np.log(2))], inputs, {"threshold": 0.5})
+    np.testing.assert_allclose(gradient, [-0.25, -0.75])
 
 
 def test_sppo_has_two_bounds():

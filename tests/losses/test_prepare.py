@@ -9,94 +9,55 @@ import torch
 
 import rlkit
 from rlkit import BackendError, ConfigError, DataError, UnknownNameError
-from rlkit.advantages import token_weights
 from rlkit.losses import loss, prepare, registry, with_entropy, with_kl
 from tests.each import for_each
-from tests.losses.calls import BATCHES, COMPOSED, NAMES, PAIRS, call, datums, example, tensors
+from tests.losses.calls import ALL, NAMES, PAIRS, call, close, datums, example, gradient
 
-ALL = {**{name: name for name in NAMES}, **COMPOSED}
-
-
-def gradient(prepared, driver, inputs):
-    """`prepared.gradient` of made-up arrays."""
-    data, leaves = datums(driver, inputs)
-    prepared.check(data)
-    entropy = tensors(inputs["entropy"], torch.float32) if "entropy" in inputs else None
-    return prepared.gradient(leaves, data, entropy=entropy)
+PREPARED = {title: prepare(function) for title, function in ALL.items()}
+FLAGGED = [title for title, prepared in PREPARED.items() if prepared.elementwise]
+UNFLAGGED = [title for title, prepared in PREPARED.items() if prepared.level == "datum" and not prepared.elementwise]
+TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_jsd")
 
 
-def close(a, b, tolerance=1e-5):
-    assert a.value == pytest.approx(b.value, rel=tolerance, abs=tolerance)
-    for x, y in zip([*a.driver, *(a.entropy or [])], [*b.driver, *(b.entropy or [])], strict=True):
-        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+def tokens(*sizes):
+    """Datums with so many tokens of the policy's own."""
+    return [rlkit.Datum(range(n + 2), [0, 0] + [1] * n) for n in sizes]
+
+
+def zeros(data):
+    return [torch.zeros(int(datum.mask.sum())) for datum in data]
+
+
+def without(inputs, *names):
+    return {name: values for name, values in inputs.items() if name not in names}
 
 
 @for_each("title", ALL)
-def test_agrees_with_a_direct_call(title):
-    """What a backend is given is the loss itself, called per datum, pair or batch; datums without tokens are 0."""
+def test_agrees_with_direct_calls(title):
+    """What a backend is given is the loss itself, called per datum, pair or batch; parts of a batch add up."""
     driver, inputs = example(ALL[title], np.random.default_rng(4))
     value, gradients, entropies = call(ALL[title], driver, inputs)
-    found = gradient(prepare(ALL[title]), driver, inputs)
-    assert found.value == pytest.approx(value, rel=1e-4, abs=1e-5)
-    for x, y in zip([*found.driver, *(found.entropy or [])], [*gradients, *entropies], strict=True):
+    whole = gradient(ALL[title], driver, inputs)
+    assert whole.value == pytest.approx(value, rel=1e-4, abs=1e-5)
+    for x, y in zip([*whole.driver, *(whole.entropy or [])], [*gradients, *entropies], strict=True):
         np.testing.assert_allclose(x.numpy(), y, rtol=1e-3, atol=1e-5)
-
-
-@for_each("title", ALL)
-def test_token_mean_is_a_plain_mean(title):
-    """Weights of 1 / N make the loss a mean over tokens, KL and entropy terms included: the sum over N."""
-    driver, inputs = example(ALL[title], np.random.default_rng(6), optional=())
-    lengths = [len(x) for x in driver]
-    plain = call(ALL[title], driver, inputs)
-    weights = token_weights(lengths, "token-mean")
-    mean = call(ALL[title], driver, {**inputs, "weights": list(weights)})
-    assert mean[0] == pytest.approx(plain[0] / sum(lengths))
-    for x, y in zip([*mean[1], *mean[2]], [*plain[1], *plain[2]], strict=True):
-        np.testing.assert_allclose(x, y / sum(lengths), rtol=1e-9)
-    per_token = call(
-        ALL[title], driver, {**inputs, "weights": [np.full(n, w) for n, w in zip(lengths, weights, strict=True)]}
-    )
-    assert per_token[0] == pytest.approx(mean[0])
-
-
-@for_each("title", [title for title in ALL if prepare(ALL[title]).level == "datum"])
-def test_sequence_means_are_plain_means(title):
-    """With "seq-mean-token-mean" the loss is the mean over sequences of each one's loss over its length."""
-    driver, inputs = example(ALL[title], np.random.default_rng(7), optional=())
-    lengths = [len(x) for x in driver]
-    alone = [call(ALL[title], driver[i : i + 1], {k: v[i : i + 1] for k, v in inputs.items()})[0] for i in range(4)]
-    expected = np.mean([value / n for value, n in zip(alone, lengths, strict=True)])
-    weights = list(token_weights(lengths, "seq-mean-token-mean"))
-    assert call(ALL[title], driver, {**inputs, "weights": weights})[0] == pytest.approx(expected)
-
-
-@for_each("title", [title for title in ALL if title not in (*BATCHES, "kl_cov+abs", "kl_cov+entropy")])
-def test_micro_batches(title):
-    """Gradients of parts are parts of the gradient, and values add up."""
-    prepared = prepare(ALL[title])
-    driver, inputs = example(ALL[title], np.random.default_rng(8))
-    whole = gradient(prepared, driver, inputs)
-    parts = [gradient(prepared, driver[i : i + 2], {k: v[i : i + 2] for k, v in inputs.items()}) for i in (0, 2)]
+    if PREPARED[title].level == "batch":
+        return
+    parts = [gradient(ALL[title], driver[i : i + 2], {k: v[i : i + 2] for k, v in inputs.items()}) for i in (0, 2)]
     assert whole.value == pytest.approx(sum(part.value for part in parts), rel=1e-4, abs=1e-5)
     for x, y in zip(whole.driver, [g for part in parts for g in part.driver], strict=True):
         torch.testing.assert_close(x, y)
 
 
-FLAGGED = [t for t in ALL if prepare(ALL[t]).level == "datum" and prepare(ALL[t]).elementwise]
-UNFLAGGED = [t for t in ALL if prepare(ALL[t]).level == "datum" and not prepare(ALL[t]).elementwise and t != "kto"]
-
-
 def concatenated(title, driver, inputs):
     """One call on the tokens of all datums, numbers repeated for each token."""
-    lengths = [len(x) for x in driver]
+    sizes = [len(x) for x in driver]
     flat = {
-        name: [
-            np.concatenate([np.broadcast_to(v, (n, *np.shape(v)[1:])) for v, n in zip(values, lengths, strict=True)])
-        ]
+        name: [np.concatenate([np.broadcast_to(v, (n, *np.shape(v)[1:])) for v, n in zip(values, sizes, strict=True)])]
         for name, values in inputs.items()
     }
     value, gradients, _ = call(ALL[title], [np.concatenate(driver)], flat)
-    return value, np.split(gradients[0], np.cumsum(lengths)[:-1])
+    return value, np.split(gradients[0], np.cumsum(sizes)[:-1])
 
 
 @for_each("title", FLAGGED)
@@ -108,66 +69,56 @@ def test_elementwise(title):
     assert one == pytest.approx(value)
     for x, y in zip(parts, gradients, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
-    prepared = prepare(ALL[title])
-    close(gradient(prepared, driver, inputs), gradient(attrs.evolve(prepared, elementwise=False), driver, inputs))
+    close(*(gradient(attrs.evolve(PREPARED[title], elementwise=flag), driver, inputs) for flag in (True, False)))
 
 
 @for_each("title", UNFLAGGED)
 def test_not_elementwise(title):
     """Losses without the flag do look beyond the token: concatenated they are something else."""
     driver, inputs = example(ALL[title], np.random.default_rng(10))
-    assert abs(concatenated(title, driver, inputs)[0] - call(ALL[title], driver, inputs)[0]) > 1e-4
-
-
-def test_kto_is_not_elementwise():
-    driver, inputs = example("kto", np.random.default_rng(10), optional=())
-    inputs["desirable"] = [1.0] * 4
-    both = {"reference_logprobs": [np.concatenate(inputs["reference_logprobs"])], "desirable": [1.0]}
-    assert abs(call("kto", [np.concatenate(driver)], both)[0] - call("kto", driver, inputs)[0]) > 1e-4
+    value = call(ALL[title], driver, inputs)[0]
+    if title == "kto":  # one number per sequence
+        inputs = {"reference_logprobs": [np.concatenate(inputs["reference_logprobs"])], "desirable": [1.0]}
+        driver = [np.concatenate(driver)]
+        assert abs(call("kto", driver, inputs)[0] - value) > 1e-4
+    else:
+        assert abs(concatenated(title, driver, inputs)[0] - value) > 1e-4
 
 
 @for_each("title", NAMES)
 def test_missing_inputs_are_named(title):
-    """Each input that is not there is named with the datum that lacks it."""
-    prepared = prepare(title)
+    """Each input that is not there is named with the datum that lacks it, and what that has."""
+    prepared = PREPARED[title]
     driver, inputs = example(title, np.random.default_rng(0), sizes=(2, 3))
     needed = [*prepared.inputs, *(["target_tokens"] if prepared.driver == "target_logprobs" else [])]
+    whole, _ = datums(driver, inputs)
     for name in needed:
-        data, _ = datums(driver, {k: v for k, v in inputs.items() if k != name})
-        with pytest.raises(DataError, match=rf"data\[0\].inputs lacks '{name}', which the loss '{title}'"):
-            prepared.check(data)
-        data, _ = datums(driver, inputs)
-        part = attrs.evolve(data[1], inputs={k: v for k, v in data[1].inputs.items() if k != name})
-        with pytest.raises(DataError, match=rf"data\[1\].inputs lacks '{name}'"):
-            prepared.check([data[0], part])
-    nothing = rlkit.Datum([1, 2], [0, 1])
-    there = datums(driver, {"weights": [1.0, 1.0]})[0] if "weights" in prepared.optional else []
-    if needed:
-        for datum, names in ((nothing, "none"), *((d, "weights") for d in there)):
-            with pytest.raises(DataError, match=f"it has: {names}$"):
-                prepared.check([datum])
+        lacking, _ = datums(driver, without(inputs, name))
+        for i, data in ((0, lacking), (1, [whole[0], lacking[1]])):
+            with pytest.raises(DataError, match=rf"data\[{i}\].inputs lacks '{name}', which the loss '{title}'"):
+                prepared.check(data)
+    for given, there in (({}, "none"), ({"weights": [1.0, 1.0]}, "weights")):
+        if needed:
+            with pytest.raises(DataError, match=f"it has: {there}$"):
+                prepared.check(datums(driver, given)[0])
 
 
 def test_settings_of_a_name_and_of_a_function():
-    """``config`` binds settings; an unknown one lists those that there are."""
+    """``config`` binds settings; an unknown one, such as an input, lists those that there are."""
     for given in ("ppo", registry["ppo"]):
         assert prepare(given, {"dual_clip": 2.0}).settings["dual_clip"] == 2.0
         with pytest.raises(ConfigError, match=r"config\['clip'\].*clip_low_threshold, clip_high_threshold, dual_clip"):
             prepare(given, {"clip": 0.2})
-    with pytest.raises(ConfigError, match="There are: none"):
-        prepare("reinforce", {"beta": 1.0})
+    for name, config, message in (
+        ("reinforce", {"beta": 1.0}, "There are: none"),
+        ("ppo", {"dual_clp": 1.0}, "did you mean 'dual_clip'"),
+        ("mix", {"mu": 0.2}, r"config\['mu'\]"),
+        ("ppo", 3, "^config: got 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(name, config)
     with pytest.raises(UnknownNameError, match="did you mean 'cispo'"):
         prepare("cipso")
-
-
-def test_inputs_are_no_settings():
-    """``mu`` of a mixture is an input of the datum, so that it can change without the loss changing."""
-    with pytest.raises(ConfigError, match=r"config\['mu'\]"):
-        prepare("mix", {"mu": 0.2})
-    driver, inputs = example("mix", np.random.default_rng(0), optional=())
-    default = gradient(prepare("mix"), driver, inputs)
-    close(default, gradient(prepare("mix"), driver, {**inputs, "mu": [0.1] * 4}))
-    assert default.value != gradient(prepare("mix"), driver, {**inputs, "mu": [0.6] * 4}).value
 
 
 def test_expert_datums_may_carry_numbers_for_what_is_not_used():
@@ -183,47 +134,63 @@ def test_expert_datums_may_carry_numbers_for_what_is_not_used():
 
 
 def test_weights_for_a_loss_that_has_none():
-    """Weights that would do nothing are refused."""
+    """Weights that would do nothing are refused, of a composed loss, too."""
 
     def plain(logprobs):
         return -logprobs.sum()
 
     data = [rlkit.Datum.supervised([1], [2, 3])]
-    with pytest.raises(DataError, match=r"data\[0\].inputs has 'weights', which the loss 'plain' does not take"):
-        prepare(plain).check(data)
+    for function in (plain, with_entropy(plain)):
+        assert not prepare(function).optional
+        with pytest.raises(
+            DataError, match=r"data\[0\].inputs has 'weights', which the loss '.*plain.*' does not take"
+        ):
+            prepare(function).check(data)
 
 
-def test_some_have_weights_and_some_have_not():
-    """The default of the signature stands in for an input that some datums of a call lack."""
+def test_some_have_an_input_and_some_have_not():
+    """The default of the signature stands in for it; one without a number as its default is there for all or none."""
     for name in ("importance_sampling", "kl_cov", "gspo"):
         driver, inputs = example(name, np.random.default_rng(0), sizes=(2, 3))
         data, leaves = datums(driver, inputs)
-        some = [data[0], attrs.evolve(data[1], inputs={k: v for k, v in data[1].inputs.items() if k != "weights"})]
-        ones = [data[0], data[1].with_inputs(weights=1.0)]
-        close(prepare(name).gradient(leaves, some), prepare(name).gradient(leaves, ones))
+        lacking = datums(driver, without(inputs, "weights"))[0][1]
+        close(*(prepare(name).gradient(leaves, [data[0], x]) for x in (lacking, data[1].with_inputs(weights=1.0))))
+    title = with_kl("cross_entropy", 0.1, "ratio_corrected")
+    driver, inputs = example(title, np.random.default_rng(0), sizes=(2, 3), optional=("sampling_logprobs",))
+    (first, second), leaves = datums(driver, inputs)
+    one, two = datums(driver, without(inputs, "sampling_logprobs"))[0]
+    for data in ([first, two], [one, second]):
+        with pytest.raises(DataError, match="some datums lack the input 'sampling_logprobs' of the loss 'with_kl"):
+            prepare(title).gradient(leaves, data)
 
 
-def test_behaviour_must_have_probabilities():
-    """Greedy and truncated samples are refused by losses that form a ratio with sampling_logprobs, and only those."""
-    driver, inputs = example("ppo", np.random.default_rng(0), sizes=(2,))
-    (datum,), _ = datums(driver, inputs)
-    with pytest.raises(DataError, match=r"data\[0\] was sampled greedily"):
-        prepare("ppo").check([attrs.evolve(datum, temperature=0.0)])
-    with pytest.raises(DataError, match=r"data\[0\] was sampled with top_p, top_k, min_p or a penalty"):
-        prepare("ppo").check([attrs.evolve(datum, truncated=True)])
-    for changed in ({"temperature": 0.0}, {"truncated": True}):
+def test_each_of_a_pair_has_its_own_default():
+    """A default that is a tuple holds the chosen one's value and the rejected one's."""
+
+    @loss(level="pair")
+    def lopsided(logprobs, scale=(2.0, 3.0)):
+        return scale[0] * logprobs[0].sum() + scale[1] * logprobs[1].sum()
+
+    data = tokens(1, 1)
+    first, second = (datum.with_inputs(scale=7.0) for datum in data)
+    for some, expected in (([first, data[1]], [7.0, 3.0]), ([data[0], second], [2.0, 7.0])):
+        assert [g.item() for g in prepare(lopsided).gradient(zeros(data), some).driver] == expected
+
+
+@for_each(
+    ("changed", "match"), [({"temperature": 0.0}, "sampled greedily"), ({"truncated": True}, "with top_p, top_k")]
+)
+def test_behaviour_must_have_probabilities(changed, match):
+    """Greedy and truncated samples are refused wherever they stand, by losses that form a ratio, and only those."""
+    driver, inputs = example("ppo", np.random.default_rng(0), sizes=(2, 3, 1))
+    for i in range(3):
+        data, _ = datums(driver, {**inputs, "reference_logprobs": driver})
+        data[i] = attrs.evolve(data[i], **changed)
+        for function in ("ppo", with_kl("reinforce", 0.1, "ratio_corrected")):
+            with pytest.raises(DataError, match=rf"data\[{i}\] was .*{match}.*{prepare(function).name.split('(')[0]}"):
+                prepare(function).check(data)
         for name in ("cross_entropy", "reinforce"):
-            prepare(name).check([attrs.evolve(datum, **changed)])
-        with pytest.raises(DataError, match="'with_kl\\(reinforce\\)'"):
-            prepare(with_kl("reinforce", 0.1, "ratio_corrected")).check(
-                [attrs.evolve(datum, **changed).with_inputs(reference_logprobs=driver[0])]
-            )
-
-
-@loss(elementwise=True)
-def flagged(logprobs):
-    """An elementwise loss with a metric per call."""
-    return logprobs.sum(), {"size": logprobs.numel()}
+            prepare(name).check(data)
 
 
 def test_metrics():
@@ -231,82 +198,101 @@ def test_metrics():
 
     def measured(logprobs):
         n = logprobs.numel()
-        return -logprobs.sum(), {"a:sum": 2.0, "b:mean": torch.tensor(0.5), "c": n, "d_max": n, "d:min": n}
+        mean = logprobs.mean().exp()  # a number all the same, though it has a gradient
+        return -logprobs.sum(), {"a:sum": 2.0, "b:mean": torch.tensor(0.5), "c": n, "d_max": n, "d:min": n, "e": mean}
 
-    data = [rlkit.Datum(range(5), [0, 0, 1, 1, 1]), rlkit.Datum(range(3), [0, 0, 1]), rlkit.Datum(range(3), [0, 0, 0])]
-    leaves = [torch.zeros(3), torch.zeros(1), torch.zeros(0)]
-    found = prepare(measured).gradient(leaves, data)
-    means = {"b:mean": 1.0, "c:mean": 4.0}  # still summed over datums
+    data = tokens(3, 1, 0)
+    found = prepare(measured).gradient(zeros(data), data)
+    means = {"b:mean": 1.0, "c:mean": 4.0, "e:mean": 2.0}  # still summed over datums
     assert dict(found.metrics) == {"a:sum": 4.0, **means, "d_max:max": 3.0, "d:min": 1.0}
     assert [x.shape for x in found.driver] == [(3,), (1,), (0,)]
+
+    @loss(elementwise=True)
+    def flagged(logprobs):
+        return logprobs.sum(), {"size": logprobs.numel()}
+
     with pytest.raises(ConfigError, match="metric 'size:mean' of the elementwise loss 'flagged'.*':sum'"):
-        prepare(flagged).gradient(leaves, data)
+        prepare(flagged).gradient(zeros(data), data)
 
 
-@pytest.mark.parametrize(("level", "expected"), [("pair", 2 * (3.0 + 5.0)), ("batch", 4 * 8.0)])
-def test_means_over_several_datums(level, expected):
-    """A mean that a call reports counts for each of its datums."""
+@pytest.mark.parametrize("level", ["datum", "pair", "batch"])
+def test_means_are_over_the_datums_that_the_loss_was_given(level):
+    """A mean counts once for each datum of its call; a datum without own tokens is none, in any micro-batches."""
 
     @loss(level=level)
     def measured(logprobs):
-        return sum(part.sum() for part in logprobs), {"size": sum(part.numel() for part in logprobs)}
+        parts = [logprobs] if level == "datum" else logprobs
+        return sum(part.sum() for part in parts), {"size": sum(part.numel() for part in parts), "one": 1.0}
 
-    data = [rlkit.Datum(range(n + 1), [0] + [1] * n) for n in (1, 2, 2, 3)]
-    found = prepare(measured).gradient([torch.zeros(n) for n in (1, 2, 2, 3)], data)
-    assert dict(found.metrics) == {"size:mean": expected}
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_an_input_without_default_is_there_for_all_or_none(first):
-    """What a loss takes or leaves, and has no number for, cannot be missing from some datums only."""
-    title = with_kl("cross_entropy", 0.1, "ratio_corrected")
-    driver, inputs = example(title, np.random.default_rng(0), sizes=(2, 3), optional=("sampling_logprobs",))
-    data, leaves = datums(driver, inputs)
-    lacking = data[not first]
-    data[not first] = attrs.evolve(lacking, inputs={"reference_logprobs": lacking.inputs["reference_logprobs"]})
-    with pytest.raises(DataError, match="some datums lack the input 'sampling_logprobs' of the loss 'with_kl"):
-        prepare(title).gradient(leaves, data)
+    data = tokens(1, 2, 2, 3)
+    found = prepare(measured).gradient(zeros(data), data)
+    size = {"datum": 8.0, "pair": 2 * (3.0 + 5.0), "batch": 4 * 8.0}[level]
+    assert dict(found.metrics) == {"size:mean": size, "one:mean": 4.0}
+    if level != "pair":  # where each datum has a token
+        data[1:1] = tokens(0, 0)
+    with rlkit.connect("toy", seed=0) as policy:
+        metrics = policy.forward_backward(data, measured).result().metrics
+        assert (metrics["one:mean"], metrics["size:mean"], metrics["datums:sum"]) == (1.0, size / 4, len(data))
+        if level != "pair":
+            assert set(policy.forward(tokens(0), measured).result().metrics) == {"loss:sum", "tokens:sum", "datums:sum"}
 
 
 def test_pairs():
-    """An odd number of datums, and one of a pair without tokens, are refused."""
-    driver, inputs = example("dpo", np.random.default_rng(0), sizes=(2, 3, 1))
-    data, _ = datums(driver, inputs)
-    with pytest.raises(DataError, match=r"3 datums; the loss 'dpo' takes \(chosen, rejected\) pairs"):
-        prepare("dpo").check(data)
-    empty = attrs.evolve(data[1], mask=np.zeros(len(data[1]), bool))
-    with pytest.raises(DataError, match=r"data\[1\].mask is all False"):
-        prepare("dpo").check([data[0], empty])
+    """An odd number of datums, one of a pair without tokens, and a pair of two prompts are refused."""
+    assert set(PAIRS) == {name for name in NAMES if PREPARED[name].level == "pair"}
+    lp = [torch.tensor([-1.0, -2.0]), torch.tensor([-2.5])]
+    one, two = (
+        rlkit.Datum([1, 2, 3, 4], [0, 0, 1, 1], {"reference_logprobs": [-1.0, -1.0]}),
+        rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]}),
+    )
+    other = attrs.evolve(two, tokens=[1, 9, 5])
+    elsewhere = [attrs.evolve(one, tokens=[1, 9, 3, 4]), other]  # another prompt, in a pair of its own
+    for name in PAIRS:
+        prepare(name).check([one, two, *elsewhere])
+        for data, message in (
+            ([one, two, one], rf"3 datums; the loss '{name}' takes \(chosen, rejected\) pairs"),
+            ([one, attrs.evolve(two, mask=[0, 0, 0])], r"data\[1\].mask is all False"),
+            ([one, two, one, other], r"data\[3\]: has a different prompt than data\[2\].*chosen, rejected"),
+        ):
+            with pytest.raises(DataError, match=message):
+                prepare(name).check(data)
+    # The margin is what the loss looks at, worked by hand.
+    expected = {"dpo": (-1.0 + 1.5, 1.0), "cpo": (-3.0 + 2.5, 0.0), "simpo": (-1.5 + 2.5, 1.0), "orpo": (1.0, 1.0)}
+    for name, (margin, accuracy) in expected.items():
+        for function in (name, with_kl(name, 0.1)):
+            found = prepare(function).gradient(lp * 2, [one, two] * 2)  # of ":mean" the sum over four datums
+            assert found.metrics == {"margin:mean": 4 * margin, "accuracy:mean": 4 * accuracy}, name
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "kl_cov", "dpo"])
+@for_each("name", ["ppo", "gspo", "kl_cov", "dpo"])
 def test_gradient_that_is_not_finite(name):
     """A NaN among the logprobs, or an overflow, is a BackendError that names loss and datum."""
     driver, inputs = example(name, np.random.default_rng(0), sizes=(2, 2))
     driver[1] = np.array([-1.0, np.nan])
     with pytest.raises(BackendError, match=rf"the loss '{name}' has a non-finite gradient at data\[[01]\]"):
-        gradient(prepare(name), driver, inputs)
+        gradient(name, driver, inputs)
 
 
-def test_gradient_of_the_entropy_that_is_not_finite():
-    """One entry is enough, in whichever datum."""
+def test_entropy_or_value_that_is_not_finite():
+    """One entry is enough, in whichever datum; the user's place of it is named."""
 
     def rooted(logprobs, entropy):
         return logprobs.sum() + entropy.sqrt().sum()
 
-    data = [rlkit.Datum([1, 2, 3], [0, 1, 1]), rlkit.Datum([1, 2, 3], [0, 1, 1])]
-    for entropies in ([[0.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]]):
-        place = 0 if 0.0 in entropies[0] else 1
-        with pytest.raises(BackendError, match=rf"the loss 'rooted' has a non-finite gradient at data\[{place}\]"):
-            prepare(rooted).gradient([torch.zeros(2)] * 2, data, entropy=[torch.tensor(e) for e in entropies])
-
-
-def test_value_that_is_not_finite():
     def endless(logprobs):
         return logprobs.sum() + float("inf")
 
+    data = tokens(2, 2)
+    for i, entropies in enumerate(([[0.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]])):
+        for places in (None, [5, 6]):
+            place = i if places is None else places[i]
+            entropy = [torch.tensor(e) for e in entropies]
+            with pytest.raises(BackendError, match=rf"the loss 'rooted' has a non-finite gradient at data\[{place}\]"):
+                prepare(rooted).gradient(zeros(data), data, entropy=entropy, places=places)
+    with pytest.raises(ConfigError, match="names entropy, but none was given"):
+        prepare(rooted).gradient(zeros(data), data)
     with pytest.raises(BackendError, match="the loss 'endless' is inf"):
-        prepare(endless).gradient([torch.zeros(1)], [rlkit.Datum([1, 2], [0, 1])])
+        prepare(endless).gradient(zeros(data), data)
 
 
 def test_datums_without_tokens():
@@ -314,81 +300,58 @@ def test_datums_without_tokens():
     driver, inputs = example("gspo", np.random.default_rng(0), sizes=(2,))
     data, leaves = datums(driver, inputs)
     empty = attrs.evolve(data[0], mask=np.zeros(4, bool))
-    close(
-        attrs.evolve(prepare("gspo").gradient([leaves[0][:0], *leaves], [empty, *data]), driver=[]),
-        attrs.evolve(prepare("gspo").gradient(leaves, data), driver=[]),
-    )
+    found = prepare("gspo").gradient([leaves[0][:0], *leaves], [empty, *data])
+    assert found.driver[0].shape == (0,)
+    close(attrs.evolve(found, driver=found.driver[1:]), prepare("gspo").gradient(leaves, data))
     nothing = prepare("gspo").gradient([leaves[0][:0]], [empty])
-    assert nothing.value == 0.0
-    assert nothing.driver[0].shape == (0,)
+    assert (nothing.value, nothing.driver[0].shape) == (0.0, (0,))
 
 
-def bad_signatures():
-    def first(advantages, logprobs):
-        return logprobs.sum()
-
-    def many(logprobs, *others):
-        return logprobs.sum()
-
-    def named(logprobs, **others):
-        return logprobs.sum()
-
-    def unset(logprobs, *, beta):
-        return beta * logprobs.sum()
-
-    return [
-        (first, "the first parameter of the loss 'first' must be one of"),
-        (many, r"the loss 'many' takes \*others"),
-        (named, r"the loss 'named' takes \*\*others"),
-        (unset, "config lacks 'beta'"),
-    ]
-
-
-@pytest.mark.parametrize(("function", "message"), bad_signatures())
-def test_signatures(function, message):
-    """What cannot be a loss is refused before anything runs."""
-    with pytest.raises(ConfigError, match=message):
-        prepare(function)
+NO_LOSSES = [
+    (lambda: prepare(lambda advantages, logprobs: 0), "the first parameter of the loss '<lambda>' must be one of"),
+    (lambda: prepare(lambda logprobs, *others: 0), r"the loss '<lambda>' takes \*others"),
+    (lambda: prepare(lambda logprobs, **others: 0), r"the loss '<lambda>' takes \*\*others"),
+    (lambda: prepare(lambda logprobs, *, beta: 0), "config lacks 'beta'"),
+    (lambda: prepare(dict), "the loss 'dict'"),
+    (lambda: loss(level="token"), r"^loss\(level\): got 'token'"),
+    (lambda: loss(elementwise=1), r"^loss\(elementwise\): got 1"),
+    (lambda: loss(level="pair", elementwise=True), r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
+    (lambda: with_kl("ppo", -0.1), "^kl_coef"),
+    (lambda: with_kl("ppo", float("nan")), "^kl_coef"),
+    (lambda: with_kl("ppo", "not a name"), "^coef"),
+    *[(lambda n=n: with_kl("ppo", n), n) for n in ("logprobs", "weights", "advantages", "reference_logprobs")],
+    (lambda: with_kl("ppo", "clip_low_threshold"), "already has a parameter 'clip_low_threshold'"),
+    (lambda: with_kl(with_kl("ppo")), "already has a parameter 'kl_coef'"),
+    (lambda: with_kl("value_huber"), "driven by 'values'"),
+    (lambda: with_kl(lambda logprobs, *others: 0), "one by one"),
+    (lambda: with_entropy("ppo", float("inf")), "^entropy_coef"),
+    (lambda: with_entropy("ppo", None), "^entropy_coef"),
+    (lambda: prepare("pppo"), "no loss named"),
+    (lambda: with_kl("pppo"), "no loss named"),
+]
 
 
-def test_marks_are_checked():
-    """A level that does not exist, a mark that is no bool, and an elementwise loss over several datums."""
-    for bad, message in (
-        ({"level": "token"}, r"^loss\(level\): got 'token'"),
-        ({"elementwise": 1}, r"^loss\(elementwise\): got 1"),
-        ({"level": "pair", "elementwise": True}, r"^loss\(elementwise=True\) needs level 'datum'; got 'pair'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            loss(**bad)
+@for_each(("make", "message"), NO_LOSSES)
+def test_what_cannot_be_a_loss(make, message):
+    """A signature, marks or a composition that cannot work is refused before anything runs."""
+    with pytest.raises((ConfigError, UnknownNameError), match=message):
+        make()
 
 
-@pytest.mark.parametrize(("level", "sizes"), [("datum", [2]), ("pair", [2, 3]), ("batch", [2, 3, 1, 1])])
-def test_trying_out_takes_as_few_datums_as_the_level_needs(level, sizes):
-    """A loss is tried out by one call, on one datum or one pair where that is all that it looks at."""
-    calls = []
-
-    @loss(level=level)
-    def counted(logprobs):
-        parts = [logprobs] if level == "datum" else logprobs
-        calls.append([part.shape[0] for part in parts])
-        return sum(part.sum() for part in parts)
-
-    data = [rlkit.Datum(range(n + 1), [0] + [1] * n) for n in (2, 3, 1, 1)]
-    prepare(counted).try_out(data)
-    assert calls == [sizes]
-
-
-@pytest.mark.parametrize(
-    ("marks", "sizes"),
+@for_each(
+    ("marks", "sizes", "tried"),
     [
-        ({"elementwise": True}, [[6]]),
-        ({}, [[2], [3], [1]]),
-        ({"level": "pair"}, [[2, 3], [1, 2]]),
-        ({"level": "batch"}, [[2, 3, 1]]),
+        ({"elementwise": True}, [[6]], [2]),
+        ({}, [[2], [3], [1]], [2]),
+        ({"level": "pair"}, [[2, 3], [1, 2]], [2, 3]),
+        ({"level": "batch"}, [[2, 3, 1]], [2, 3, 1]),
     ],
 )
-def test_calls_by_level(marks, sizes):
-    """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens."""
+def test_calls_by_level(marks, sizes, tried):
+    """One call for all tokens, for each datum, for each pair or for the batch; none for datums without tokens.
+
+    A loss is tried out by one call, on one datum or one pair where that is all that it looks at.
+    """
     calls = []
 
     @loss(**marks)
@@ -398,24 +361,13 @@ def test_calls_by_level(marks, sizes):
         calls.append([part.shape[0] for part in parts])
         return sum(part.sum() for part in parts)
 
-    lengths = [2, 3, 1, 2] if "pair" in marks.values() else [2, 0, 3, 1]
-    data = [rlkit.Datum(range(n + 2), [0, 0] + [1] * n) for n in lengths]
-    found = prepare(counted).gradient([torch.zeros(n) for n in lengths], data)
+    data = tokens(*([2, 3, 1, 2] if "pair" in marks.values() else [2, 0, 3, 1]))
+    found = prepare(counted).gradient(zeros(data), data)
     assert calls == sizes
-    assert [g.tolist() for g in found.driver] == [[1.0] * n for n in lengths]
-
-
-@pytest.mark.parametrize("name", ["topk_forward_kl", "topk_reverse_kl", "topk_jsd"])
-def test_different_numbers_of_targets(name):
-    """Datums of one batch may have different numbers of targets at each position."""
-    s, t = full(0), full(1)
-    wide = {"teacher_logprobs": [t], "target_tokens": [np.arange(18).reshape(3, 6)]}
-    narrow = {"teacher_logprobs": [t[:, :2]], "target_tokens": [np.arange(6).reshape(3, 2)]}
-    both = gradient(prepare(name), [s, s[:, :2]], {k: [*wide[k], *narrow[k]] for k in wide})
-    parts = gradient(prepare(name), [s], wide), gradient(prepare(name), [s[:, :2]], narrow)
-    assert both.value == pytest.approx(sum(part.value for part in parts), rel=1e-5)
-    for x, y in zip(both.driver, [g for part in parts for g in part.driver], strict=True):
-        torch.testing.assert_close(x, y)
+    assert [g.tolist() for g in found.driver] == [[1.0] * len(x) for x in zeros(data)]
+    calls.clear()
+    prepare(counted).try_out(data)
+    assert calls == [tried]
 
 
 def test_datums_that_a_loss_does_not_look_at():
@@ -425,24 +377,32 @@ def test_datums_that_a_loss_does_not_look_at():
     def first_only(logprobs):
         return logprobs[0].sum()
 
-    data = [rlkit.Datum([1, 2, 3], [0, 1, 1]), rlkit.Datum([1, 2], [0, 1])]
-    found = prepare(first_only).gradient([torch.zeros(2), torch.zeros(1)], data)
-    assert [g.tolist() for g in found.driver] == [[1.0, 1.0], [0.0]]
+    data = tokens(2, 1)
+    assert [g.tolist() for g in prepare(first_only).gradient(zeros(data), data).driver] == [[1.0, 1.0], [0.0]]
 
 
-def test_losses_that_return_something_else():
-    """A vector, a number, or what does not depend on the logprobs, is refused when it is tried out."""
-    data = [rlkit.Datum([1, 2, 3], [0, 1, 1])]
-    for function, message in (
+@for_each(
+    ("function", "message"),
+    [
         (lambda logprobs: logprobs, r"returned a tensor of shape \(2,\)"),
         (lambda logprobs: 1.0, "returned 1.0"),
         (lambda logprobs: (logprobs.sum(), 3), "returned metrics 3"),
         (lambda logprobs: (logprobs.sum(), {"loss:sum": 1.0}), "returned the metric 'loss:sum'"),
         (lambda logprobs: (logprobs.sum(), {3: 1.0}), "returned the metric 3"),
         (lambda logprobs: logprobs.detach().sum(), "does not depend on logprobs"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            prepare(function).try_out(data)
+        (lambda logprobs: np.exp(logprobs).sum(), r"numpy, which passes no gradient; expected torch operations"),
+        (
+            lambda logprobs: torch.tensor(logprobs.numpy()).sum(),
+            r"numpy, which passes no gradient; expected torch operat",
+        ),
+    ],
+)
+def test_losses_that_return_something_else(function, message):
+    """A vector, a number, or what does not depend on the logprobs, is refused when it is tried out."""
+    with pytest.raises(ConfigError, match=message):
+        prepare(function).try_out(tokens(2))
+    with pytest.raises(BackendError, match=r"returned the metric 'size' = nan; expected a finite number"):
+        prepare(lambda logprobs: (logprobs.sum(), {"size": float("nan")})).gradient(zeros(tokens(2)), tokens(2))
 
 
 def test_composed_losses_have_the_inputs_and_settings_of_both():
@@ -451,63 +411,58 @@ def test_composed_losses_have_the_inputs_and_settings_of_both():
     assert prepared.name == "with_kl(ppo)"
     assert prepared.inputs == ("sampling_logprobs", "advantages", "reference_logprobs")
     assert dict(prepared.optional) == {"weights": 1.0}
-    assert prepared.settings["kl_coef"] == 0.5
-    assert prepared.settings["dual_clip"] == 2.0
-    assert prepared.settings["value_bound"] == 3.0
+    assert [prepared.settings[key] for key in ("kl_coef", "dual_clip", "value_bound")] == [0.5, 2.0, 3.0]
     assert prepare(with_kl("dpo")).inputs == ("reference_logprobs",)
-    corrected = prepare(with_kl("cross_entropy", 0.1, "ratio_corrected"))
-    assert corrected.inputs == ("reference_logprobs",)
+    corrected = prepare(with_kl("opmd", 0.1, "ratio_corrected"))
+    assert corrected.inputs == ("advantages", "reference_logprobs")
     assert dict(corrected.optional) == {"weights": 1.0, "sampling_logprobs": None}
+    assert dict(corrected.settings) == {"tau": 1.0, "kl_coef": 0.1}
     assert prepare(with_kl("ppo", 0.1, "ratio_corrected")).inputs == prepared.inputs
     assert prepare(with_kl("ppo", "beta_now")).inputs[-1] == "beta_now"
     assert "kl_coef" not in prepare(with_kl("ppo", "beta_now")).settings
     nested = prepare(with_entropy(with_kl("gspo")))
-    assert nested.name == "with_entropy(with_kl(gspo))"
-    assert nested.entropy
-    assert (nested.level, nested.elementwise) == ("datum", False)
+    assert (nested.name, nested.entropy) == ("with_entropy(with_kl(gspo))", True)
     assert {"kl_coef", "entropy_coef", "clip_low_threshold"} == {*nested.settings} - {"clip_high_threshold"}
-    assert prepare(with_kl("ppo")).elementwise
-    assert prepare(with_kl("simpo")).level == "pair"
-    assert prepare(with_kl("kl_cov")).level == "batch"
+    levels = [(prepare(with_kl(name)).level, prepare(with_kl(name)).elementwise) for name in ("ppo", "gspo")]
+    assert levels == [("datum", True), ("datum", False)]
+    assert [prepare(with_kl(name)).level for name in ("simpo", "kl_cov")] == ["pair", "batch"]
     assert with_kl("ppo").__doc__.startswith("-sum w min(r A")
+
+    def loose(logprobs, weights=1.0, reference_logprobs=-1.0, sampling_logprobs=-1.0):
+        return -(weights * (logprobs - reference_logprobs) * (logprobs - sampling_logprobs)).sum()
+
+    # An input that the term needs is needed; one that both can do without keeps the loss's default.
+    prepared = prepare(with_kl(loose, 0.1, "ratio_corrected"))
+    assert prepared.inputs == ("reference_logprobs",)
+    assert dict(prepared.optional) == {"weights": 1.0, "sampling_logprobs": -1.0}
 
 
 def test_composed_settings_take_effect():
-    """The coefficient by config, by the factory, and by an input is one and the same."""
+    """The coefficient by config, by the factory, and by an input is one and the same, and is checked when called."""
     driver, inputs = example(with_kl("ppo", "c"), np.random.default_rng(0), optional=("weights",))
-    inputs = {k: v for k, v in inputs.items() if k != "c"}
-    by_factory = gradient(prepare(with_kl("ppo", 0.7)), driver, inputs)
+    inputs = without(inputs, "c")
+    by_factory = gradient(with_kl("ppo", 0.7), driver, inputs)
     close(by_factory, gradient(prepare(with_kl("ppo"), {"kl_coef": 0.7}), driver, inputs))
-    close(by_factory, gradient(prepare(with_kl("ppo", "c")), driver, {**inputs, "c": [0.7] * 4}))
+    close(by_factory, gradient(with_kl("ppo", "c"), driver, {**inputs, "c": [0.7] * 4}))
     tight = gradient(prepare(with_kl("ppo", 0.0), {"clip_high_threshold": 1.01}), driver, inputs)
-    without = {k: v for k, v in inputs.items() if k != "reference_logprobs"}
-    close(tight, gradient(prepare("ppo", {"clip_high_threshold": 1.01}), driver, without))
+    plain = without(inputs, "reference_logprobs")
+    close(tight, gradient(prepare("ppo", {"clip_high_threshold": 1.01}), driver, plain))
+    with pytest.raises(ConfigError, match="^kl_coef"):
+        gradient(prepare(with_kl("ppo"), {"kl_coef": -1.0}), driver, inputs)
+    entropy = {**plain, "entropy": driver}
+    gradient(prepare(with_entropy("ppo"), {"entropy_coef": -1.0}), driver, entropy)  # which makes the policy surer
 
 
-def test_composed_loss_keeps_metrics():
-    """Metrics of the loss inside pass through."""
+def test_terms_of_a_loss_of_ones_own():
+    """Its metrics pass through; without weights a term counts once per token of a pair."""
 
     def measured(logprobs, advantages):
         return -(advantages * logprobs).sum(), {"size:sum": logprobs.numel()}
 
     driver, inputs = example(with_kl(measured), np.random.default_rng(0), optional=())
-    found = gradient(prepare(with_kl(measured, 0.5)), driver, inputs)
+    found = gradient(with_kl(measured, 0.5), driver, inputs)
     assert found.metrics == {"size:sum": 15.0}
-    plain = {"advantages": inputs["advantages"], "reference_logprobs": inputs["reference_logprobs"]}
-    assert found.value == pytest.approx(call(with_kl("reinforce", 0.5), driver, plain)[0], rel=1e-5)
-
-
-def test_loss_without_weights_stays_without():
-    """A loss that takes no weights has none when composed, so that weights are still refused."""
-
-    def plain(logprobs):
-        return -logprobs.sum()
-
-    assert not prepare(with_entropy(plain)).optional
-
-
-def test_pairs_without_weights():
-    """A term that is added to a loss of pairs without weights counts once per token."""
+    assert found.value == pytest.approx(call(with_kl("reinforce", 0.5), driver, inputs)[0], rel=1e-5)
 
     @loss(level="pair")
     def margin(logprobs):
@@ -519,70 +474,6 @@ def test_pairs_without_weights():
     assert call(with_kl(margin, 0.5, "k2"), driver, inputs)[0] == pytest.approx(plain + 0.25 * squares)
 
 
-def test_optional_inputs_come_before_settings():
-    """What a term can do without stands between the inputs and the settings of the loss."""
-    prepared = prepare(with_kl("opmd", 0.1, "ratio_corrected"))
-    assert dict(prepared.optional) == {"weights": 1.0, "sampling_logprobs": None}
-    assert dict(prepared.settings) == {"tau": 1.0, "kl_coef": 0.1}
-
-
-def loose(logprobs, weights=1.0, reference_logprobs=-1.0, sampling_logprobs=-1.0):
-    """A loss that can do without a reference."""
-    return -(weights * (logprobs - reference_logprobs) * (logprobs - sampling_logprobs)).sum()
-
-
-def test_what_one_needs_and_the_other_does_not():
-    """An input that the term needs is needed; one that both can do without keeps the loss's default."""
-    prepared = prepare(with_kl(loose, 0.1, "ratio_corrected"))
-    assert prepared.inputs == ("reference_logprobs",)
-    assert dict(prepared.optional) == {"weights": 1.0, "sampling_logprobs": -1.0}
-
-
-def with_clash(logprobs, *, kl_coef=1.0):
-    return kl_coef * logprobs.sum()
-
-
-def no_names(logprobs, *rest):
-    return logprobs.sum()
-
-
-@for_each(
-    ("make", "error", "message"),
-    [
-        (lambda: with_kl("ppo", -0.1), ConfigError, "^kl_coef"),
-        (lambda: with_kl("ppo", float("nan")), ConfigError, "^kl_coef"),
-        (lambda: with_kl("ppo", "not a name"), ConfigError, "^coef"),
-        (lambda: with_kl("ppo", "clip_low_threshold"), ConfigError, "already has a parameter 'clip_low_threshold'"),
-        (lambda: with_kl(with_clash), ConfigError, "already has a parameter 'kl_coef'"),
-        (lambda: with_kl(with_kl("ppo")), ConfigError, "already has a parameter 'kl_coef'"),
-        (lambda: with_kl("value_huber"), ConfigError, "driven by 'values'"),
-        (lambda: with_kl(no_names), ConfigError, "one by one"),
-        (lambda: with_kl("pppo"), UnknownNameError, "no loss named"),
-        (lambda: with_entropy("ppo", float("inf")), ConfigError, "^entropy_coef"),
-        (lambda: with_entropy("ppo", None), ConfigError, "^entropy_coef"),
-    ],
-)
-def test_compositions_that_are_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_coefficients_are_checked_when_called():
-    """A coefficient that comes by config is checked too; a negative one of the entropy is allowed."""
-    driver, inputs = example(with_kl("ppo"), np.random.default_rng(0))
-    with pytest.raises(ConfigError, match="^kl_coef"):
-        gradient(prepare(with_kl("ppo"), {"kl_coef": -1.0}), driver, inputs)
-    driver, inputs = example(with_entropy("ppo"), np.random.default_rng(0))
-    gradient(prepare(with_entropy("ppo"), {"entropy_coef": -1.0}), driver, inputs)
-
-
-def test_entropy_must_be_given():
-    driver, inputs = example(with_entropy("ppo"), np.random.default_rng(0))
-    data, leaves = datums(driver, inputs)
-    with pytest.raises(ConfigError, match="names entropy, but none was given"):
-        prepare(with_entropy("ppo")).gradient(leaves, data)
-
-
 def full(seed, n=3, v=6):
     return np.log(np.random.default_rng(seed).dirichlet(np.ones(v), n))
 
@@ -591,24 +482,28 @@ def test_topk_over_the_whole_vocabulary():
     """They are the divergences themselves: not negative, 0 where both agree, the Jensen-Shannon one symmetric."""
     s, t = full(0), full(1)
     kl = (np.exp(t) * (t - s)).sum(), (np.exp(s) * (s - t)).sum()
-    value = {n: call(n, [s], {"teacher_logprobs": [t]})[0] for n in ("topk_forward_kl", "topk_reverse_kl", "topk_jsd")}
+    value = {name: call(name, [s], {"teacher_logprobs": [t]})[0] for name in TOPK}
     assert (value["topk_forward_kl"], value["topk_reverse_kl"]) == pytest.approx(kl)
     assert call("topk_jsd", [t], {"teacher_logprobs": [s]})[0] == pytest.approx(value["topk_jsd"])
     assert 0 < value["topk_jsd"] < 3 * np.log(2)
-    for name in value:
+    for name in TOPK:
         assert call(name, [s], {"teacher_logprobs": [s]})[0] == pytest.approx(0, abs=1e-12)
-    near = {beta: call("topk_jsd", [s], {"teacher_logprobs": [t]}, {"beta": beta})[0] / beta for beta in (1e-6,)}
-    assert near[1e-6] == pytest.approx(kl[0], rel=1e-4)  # beta to 0: JSD / beta is KL(teacher || model)
+    near = call("topk_jsd", [s], {"teacher_logprobs": [t]}, {"beta": 1e-6})[0] / 1e-6
+    assert near == pytest.approx(kl[0], rel=1e-4)  # beta to 0: JSD / beta is KL(teacher || model)
 
 
-@pytest.mark.parametrize("name", ["topk_forward_kl", "topk_reverse_kl", "topk_jsd"])
+@for_each("name", TOPK)
 def test_no_token_no_loss(name):
-    """Entries with target -1 add exactly nothing, whatever stands there, and have no gradient."""
+    """Entries with target -1 add exactly nothing, whatever stands there; each datum may have another number of them."""
     s, t = full(0), full(1)
     targets = np.arange(18).reshape(3, 6)
+    wide = {"teacher_logprobs": [t], "target_tokens": [targets]}
+    narrow = {"teacher_logprobs": [t[:, :2]], "target_tokens": [targets[:, :2]]}
+    both = gradient(name, [s, s[:, :2]], {k: [*wide[k], *narrow[k]] for k in wide})
+    parts = gradient(name, [s], wide), gradient(name, [s[:, :2]], narrow)
+    close(both, attrs.evolve(parts[0], value=sum(p.value for p in parts), driver=[p.driver[0] for p in parts]))
     targets[:, 4:] = -1
-    inputs = {"teacher_logprobs": [t[:, :4]], "target_tokens": [targets[:, :4]]}
-    short = call(name, [s[:, :4]], inputs)
+    short = call(name, [s[:, :4]], {"teacher_logprobs": [t[:, :4]], "target_tokens": [targets[:, :4]]})
     for junk in (0.0, -50.0, np.nan, -np.inf):
         s[:, 4:], t[:, 4:] = junk, junk if np.isnan(junk) else -1.0
         value, (gradients,), _ = call(name, [s], {"teacher_logprobs": [t], "target_tokens": [targets]})
@@ -621,120 +516,33 @@ def test_no_token_no_loss(name):
 def test_on_a_backend(title):
     """The toy backend runs every loss: the value is that at its own logprobs, and its gradient can be stepped."""
     driver, inputs = example(ALL[title], np.random.default_rng(3), sizes=(4, 2, 3, 1))
-    if prepare(ALL[title]).driver == "target_logprobs":
-        driver = [np.zeros(len(x)) for x in driver]
-    data, _ = datums(driver, {k: v for k, v in inputs.items() if k != "entropy"})
+    logprobs = PREPARED[title].driver == "logprobs"
+    driver = driver if logprobs else [np.zeros(len(x)) for x in driver]
+    data, _ = datums(driver, inputs)
     with rlkit.connect("toy", seed=0) as policy:
         output = policy.forward_backward(data, ALL[title], want=("entropy",)).result()
-        inputs["entropy"] = [d.select(e) for d, e in zip(data, output.outputs["entropy"], strict=True)]
-        if prepare(ALL[title]).driver == "logprobs":
-            given = {k: v for k, v in inputs.items() if k != "entropy" or prepare(ALL[title]).entropy}
-            expected = call(ALL[title], [d.select(lp) for d, lp in zip(data, output.logprobs, strict=True)], given)[0]
+        if PREPARED[title].entropy:
+            inputs["entropy"] = [d.select(e) for d, e in zip(data, output.outputs["entropy"], strict=True)]
+        if logprobs:
+            expected = call(ALL[title], output.selected, inputs)[0]
             assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
         assert np.isfinite(output.metrics["loss:sum"])
         policy.optim_step(rlkit.Adam(learning_rate=0.01)).result()
 
 
-def test_topk_loss_on_a_backend():
-    """The toy backend gives the logprobs of the targets, and its gradient moves the model towards the teacher."""
-    with rlkit.connect("toy", seed=0) as policy:
-        rng = np.random.default_rng(0)
-        targets = rng.integers(0, 100, (3, 4))
-        targets[1, 2] = -1
-        teacher = np.log(rng.dirichlet(np.ones(4), 3))
-        datum = rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1], {"target_tokens": targets, "teacher_logprobs": teacher})
+def test_training_on_a_backend():
+    """A top-k loss moves the toy towards its teacher; nothing but an entropy bonus raises its entropy."""
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, 100, (3, 4))
+    targets[1, 2] = -1
+    taught = {"target_tokens": targets, "teacher_logprobs": np.log(rng.dirichlet(np.ones(4), 3))}
+    bonus = with_entropy("reinforce", 1.0)
+    for function, inputs, rate in (("topk_forward_kl", taught, 0.05), (bonus, {"advantages": [0.0] * 3}, 0.02)):
         values = []
-        for _ in range(5):
-            values.append(policy.forward_backward([datum], "topk_forward_kl").result().metrics["loss:sum"])
-            policy.optim_step(rlkit.Adam(learning_rate=0.05)).result()
-    assert values == sorted(values, reverse=True)
-    assert values[-1] < 0.9 * values[0]
-
-
-def test_exact_entropy_on_a_backend():
-    """A loss that is nothing but an entropy bonus raises the entropy of the policy's distribution."""
-    with rlkit.connect("toy", seed=0) as policy:
-        datum = rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1], {"advantages": [0.0, 0.0, 0.0]})
-        bonus = with_entropy("reinforce", 1.0)
-        values = []
-        for _ in range(5):
-            values.append(policy.forward_backward([datum], bonus).result().metrics["loss:sum"])
-            policy.optim_step(rlkit.Adam(learning_rate=0.02)).result()
-    assert values == sorted(values, reverse=True)
-    assert values[0] < 0
-
-
-def test_pair_names():
-    """The list of pair losses that these tests use is the registry's."""
-    assert {name for name in NAMES if prepare(name).level == "pair"} == set(PAIRS)
-
-
-@pytest.mark.parametrize("name", ["logprobs", "weights", "advantages", "reference_logprobs"])
-def test_coefficient_inputs_have_names_of_their_own(name):
-    """A coefficient named after another input would silently be that input."""
-    with pytest.raises(rlkit.ConfigError, match=name):
-        rlkit.losses.with_kl("ppo", coef=name)
-
-
-@for_each("place", [0, 1, 2])
-@for_each(("changed", "match"), [({"temperature": 0.0}, "greedily"), ({"truncated": True}, "top_p")])
-def test_every_datum_is_looked_at(place, changed, match):
-    """A sample without usable probabilities is found wherever it stands."""
-    data, _ = datums(*example("ppo", np.random.default_rng(0), sizes=(2, 3, 1)))
-    data[place] = attrs.evolve(data[place], **changed)
-    with pytest.raises(DataError, match=rf"data\[{place}\] was sampled .*{match}"):
-        prepare("ppo").check(data)
-
-
-def test_each_of_a_pair_has_its_own_default():
-    """A default that is a tuple holds the chosen one's value and the rejected one's."""
-
-    @loss(level="pair")
-    def lopsided(logprobs, scale=(2.0, 3.0)):
-        return scale[0] * logprobs[0].sum() + scale[1] * logprobs[1].sum()
-
-    data, leaves = datums([np.array([-1.0]), np.array([-1.0])], {})
-    first, second = (d.with_inputs(scale=7.0) for d in data)
-    for some, expected in (([first, data[1]], (7.0, 3.0)), ([data[0], second], (2.0, 7.0))):
-        found = prepare(lopsided).gradient(leaves, some).driver
-        assert [g.item() for g in found] == list(expected)
-
-
-def test_a_metric_may_have_a_gradient():
-    """It is a number all the same; torch's warning would be an error here."""
-
-    def mine(logprobs, advantages):
-        return -(advantages * logprobs).sum(), {"mean": logprobs.mean()}
-
-    datum = rlkit.Datum([1, 2, 3], [0, 1, 1], {"advantages": 1.0})
-    with rlkit.connect("toy", seed=0) as policy:
-        assert np.isfinite(policy.forward_backward([datum], mine).result().metrics["mean:mean"])
-
-
-PAIR = [
-    rlkit.Datum([1, 2, 3, 4], [0, 0, 1, 1], {"reference_logprobs": [-1.0, -1.0]}),
-    rlkit.Datum([1, 2, 5], [0, 0, 1], {"reference_logprobs": [-1.0]}),
-]
-
-
-def test_pairs_have_one_prompt_and_a_margin():
-    """The margin is what the loss looks at, worked by hand; two prompts in a pair are refused, whatever the loss."""
-    lp = [torch.tensor([-1.0, -2.0]), torch.tensor([-2.5])]
-    expected = {"dpo": (-1.0 + 1.5, 1.0), "cpo": (-3.0 + 2.5, 0.0), "simpo": (-1.5 + 2.5, 1.0), "orpo": (1.0, 1.0)}
-    for name, (margin, accuracy) in expected.items():
-        for function in (name, with_kl(name, 0.1)):
-            found = prepare(function).gradient(lp * 2, PAIR * 2)  # of ":mean" the sum over four datums
-            assert found.metrics == {"margin:mean": 4 * margin, "accuracy:mean": 4 * accuracy}, name
-    other = attrs.evolve(PAIR[1], tokens=[1, 9, 5])
-    for name in PAIRS:
-        prepare(name).check(PAIR)
-        with pytest.raises(DataError, match=r"data\[3\]: has a different prompt than data\[2\].*chosen, rejected"):
-            prepare(name).check([*PAIR, PAIR[0], other])
-
-
-def test_a_loss_in_numpy_is_told_to_use_torch():
-    """And not to detach, which would leave it without a gradient."""
-    for function in (lambda logprobs: np.exp(logprobs).sum(), lambda logprobs: torch.tensor(logprobs.numpy()).sum()):
-        with pytest.raises(ConfigError, match=r"numpy.*torch operations") as caught:
-            prepare(function).try_out([rlkit.Datum([1, 2], [0, 1])])
-        assert "detach" not in str(caught.value)
+        with rlkit.connect("toy", seed=0) as policy:
+            for _ in range(5):
+                datum = rlkit.Datum([65, 66, 67, 68], [0, 1, 1, 1], inputs)
+                values.append(policy.forward_backward([datum], function).result().metrics["loss:sum"])
+                policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
+        assert values == sorted(values, reverse=True)
+        assert values[0] < 0 if function is bonus else values[-1] < 0.9 * values[0]

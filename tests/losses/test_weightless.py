@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.losses import kl, loss, prepare, traceable, with_kl
-from tests.losses.calls import COMPOSED, VARIANTS, call, datums, example, tensors
+from tests.losses.calls import COMPOSED, VARIANTS, call, example, gradient
 from tests.properties import examples
 
 WHOLE = {  # what tokens have in common counts those of weight 0 as well
@@ -26,15 +28,6 @@ far = st.floats(-1e4, 0.0, width=32)
 def own(logprobs, behaviour, advantages, weights=1.0):
     """A loss of a user's, whose input has a name that rlkit does not know."""
     return -(weights * (logprobs - behaviour).exp() * advantages).sum()
-
-
-def gradient(function, config, driver, inputs):
-    prepared = prepare(function, config)
-    data, leaves = datums(driver, inputs)
-    prepared.check(data)
-    prepared.try_out(data)
-    entropy = tensors(inputs["entropy"], torch.float32) if "entropy" in inputs else None
-    return prepared.gradient(leaves, data, entropy=entropy)
 
 
 def silenced(driver, inputs, values):
@@ -62,12 +55,12 @@ def test_a_token_of_weight_0_reaches_nothing(values, seed):
         if title.split("+")[0] in ("gspo", "gspo_token", "luspo", "gmpo") or title in ("dpo", "kto", "cpo"):
             values = (values[0], values[0])  # else the ratio of the whole sequence overflows, for all its tokens
         more, wide = silenced(driver, inputs, values)
-        found = gradient(function, config, more, wide)
+        found = gradient(prepare(function, config), more, wide)
         if not np.isfinite(found.value) or not all(torch.isfinite(x).all() for x in found.driver):
             failed.append(f"{title} {config}: not finite")
         if title in WHOLE:
             continue
-        expected = gradient(function, config, driver, inputs)
+        expected = gradient(prepare(function, config), driver, inputs)
         same = np.isclose(found.value, expected.value, rtol=1e-5, atol=1e-6)
         same &= all(
             torch.equal(x[:-1], y) and not x[-1].any() for x, y in zip(found.driver, expected.driver, strict=True)
@@ -96,7 +89,7 @@ def test_ways_of_calling_agree():
 def test_a_datum_of_weight_0(weights):
     """Nothing of it is left, its gradient is 0, and a mistake in the loss is still found."""
     inputs = {"behaviour": [np.full(3, -200.0)], "advantages": [np.ones(3)], "weights": [weights]}
-    found = gradient(own, {}, [np.full(3, -1.0)], inputs)
+    found = gradient(own, [np.full(3, -1.0)], inputs)
     assert (found.value, found.driver[0].tolist()) == (0.0, [0.0, 0.0, 0.0])
 
     @loss(elementwise=True)
@@ -104,15 +97,36 @@ def test_a_datum_of_weight_0(weights):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        gradient(wrong, {}, [np.full(3, -1.0)], inputs)
+        gradient(wrong, [np.full(3, -1.0)], inputs)
 
 
 def test_a_coefficient_of_0_switches_its_term_off():
     """A KL of coefficient 0, and the policy's share of a mixture at mu = 1, may overflow."""
     far_off = {"sampling_logprobs": [np.array([-200.0])], "advantages": [np.array([-1.0])]}
     lp = [np.array([-1.0])]
-    mixed = gradient("mix", {}, lp, {**far_off, "expert": [0.0], "mu": [1.0]})
+    mixed = gradient("mix", lp, {**far_off, "expert": [0.0], "mu": [1.0]})
     assert (mixed.value, mixed.driver[0].tolist()) == (0.0, [0.0])
     inputs = {"advantages": [np.array([2.0])], "reference_logprobs": [np.array([-1.0])]}
-    low = gradient(with_kl("reinforce", 0.0), {}, [np.array([-200.0])], inputs)  # k3 of e^199
+    low = gradient(with_kl("reinforce", 0.0), [np.array([-200.0])], inputs)  # k3 of e^199
     assert (low.value, low.driver[0].tolist()) == (400.0, [-2.0])
+
+
+def test_what_tokens_have_in_common_counts_those_of_weight_0():
+    """Worked by hand: means over the tokens of a datum, covariances and counts over those of a batch."""
+    two, weights = np.log(4.0), [np.array([1.0, 0.0])]
+    inputs = {"sampling_logprobs": [np.array([-3.0, -2.0])], "advantages": [np.ones(2)], "weights": weights}
+    driver = [np.array([-3.0 + two, -2.0])]  # ratios 4 and 1, whose geometric mean is 2
+    free = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}
+    for name in ("gspo", "luspo", "gspo_token", "gmpo"):
+        assert call(name, driver, inputs, free)[0] == pytest.approx(-2.0), name
+    inputs["advantages"] = [-np.ones(2)]
+    drifted = [np.array([-3.0, -2.0 - 1.0])]  # by 1 at the token of weight 0: 0.5 on average
+    for delta, expected in ((0.4, 0.0), (0.6, 1.0)):
+        assert call("opsm", drifted, inputs, {"delta": delta})[0] == pytest.approx(expected)
+    # lp - mean lp is -1, 0, 1 and A - mean A is -2, 0, 2; without the last token both would be smaller.
+    lp, a = [np.array([-3.0, -2.0, -1.0])], [np.array([-1.0, 1.0, 3.0])]
+    batch = {"sampling_logprobs": lp, "advantages": a, "weights": [np.array([1.0, 1.0, 0.0])]}
+    left_out = {"fraction": 1.0, "cov_low": 1.5, "cov_high": 2.5}  # c is 2, 0, 2
+    assert call("clip_cov", lp, batch, left_out)[0] == pytest.approx(-1.0)
+    pulled = call("kl_cov", lp, batch | {"sampling_logprobs": [lp[0] - 0.5]}, {"fraction": 0.7, "coef": 2.0})[0]
+    assert pulled == pytest.approx(-(math.exp(0.5) * (-1 + 1) - 2 * 0.5))  # two of three: the first and the last

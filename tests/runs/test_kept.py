@@ -14,7 +14,7 @@ import pytest
 import rlkit
 from rlkit.advantages import running_baseline, running_normalization
 from rlkit.config import secret
-from rlkit.losses.kl import adaptive_coefficient, adaptive_entropy, fixed
+from rlkit.losses.kl import adaptive_coefficient, adaptive_entropy
 from rlkit.runs import Retention, Run
 from rlkit.runs.record import decode, encode
 from tests.each import for_each
@@ -60,7 +60,6 @@ def test_every_number_comes_back(value):
     [
         (running_baseline, lambda kept: kept.update([1.0, 2.0], ["a", ("b", 3)])),
         (running_normalization, lambda kept: kept.update([1.0, 2.0])),
-        (lambda: fixed(0.1), lambda kept: kept.update(0.5)),
         (lambda: adaptive_coefficient(coef=0.1, target=0.1, horizon=10), lambda kept: kept.update(0.9, 5)),
         (adaptive_entropy, lambda kept: kept.update(0.1)),
     ],
@@ -80,16 +79,14 @@ def test_what_the_package_offers_to_keep(tmp_path, make, use):
 
 
 def test_nothing_that_is_offered_is_missing_above():
-    """The objects with ``update`` in rlkit.advantages and rlkit.losses are the five above."""
+    """The objects with ``update`` in rlkit.advantages and rlkit.losses are the four above."""
     found = set()
     for package in (rlkit.advantages, rlkit.losses):
         for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             for item in vars(importlib.import_module(info.name)).values():
                 if isinstance(item, type) and attrs.has(item) and hasattr(item, "update"):
                     found.add(item.__name__)
-    assert found == {
-        *("RunningBaseline", "RunningNormalization", "FixedCoefficient", "AdaptiveCoefficient", "AdaptiveEntropy")
-    }
+    assert found == {*("RunningBaseline", "RunningNormalization", "AdaptiveCoefficient", "AdaptiveEntropy")}
 
 
 @attrs.define

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlkit._packages import torch
 from rlkit._warn import warn
 from rlkit.backends.protocol import Route
 from rlkit.backends.tinker import _routes
@@ -20,6 +19,7 @@ from rlkit.types import Datum
 from rlkit.types import ForwardBackwardOutput as Output
 
 if TYPE_CHECKING:
+    import torch
     from tinker import TrainingClient, types
 
     from rlkit.losses.prepare import PreparedLoss
@@ -125,9 +125,9 @@ def output(
     for key in ("loss:sum", *own):  # the service may measure what has no value; a loss may not
         if not np.isfinite(merged.get(key, 0.0)):
             raise BackendError(f"{call}: the {'loss' if key == 'loss:sum' else f'metric {key!r}'} is {merged[key]}")
-    # Parts may be of the same datums; those that were not sent count 0, as they do on other backends.
-    count = max(len(data), sum(number for _, number in metrics))
-    return assemble_output(data, logprobs, {}, metrics=names.averaged(merged, count))
+    # A mean is over the datums that were sent, as on other backends; several parts may have sent the same ones.
+    count = sum(number for _, number in metrics)
+    return assemble_output(data, logprobs, {}, metrics=names.averaged(merged, max(count, 1)))
 
 
 _CALL = "forward_backward"
@@ -306,6 +306,8 @@ def _driver(
     prepared: PreparedLoss | None,
 ) -> tuple[list[torch.Tensor], list[np.ndarray]]:
     """Return (what the loss is given, the logprobs of the datums' own tokens)."""
+    import torch
+
     arrays = read_logprobs(call, response, used, places)
     if prepared is None:
         return [], arrays

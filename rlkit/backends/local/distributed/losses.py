@@ -18,8 +18,7 @@ import torch
 
 from rlkit.backends.local.distributed.wire import Message, Peer
 from rlkit.backends.trainer import Worker
-from rlkit.losses.base import Level
-from rlkit.losses.prepare import Driver, LossGradient
+from rlkit.losses.prepare import Driver, Level, LossGradient
 from rlkit.types import Datum
 
 if TYPE_CHECKING:

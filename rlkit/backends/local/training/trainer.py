@@ -20,8 +20,7 @@ from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
 if TYPE_CHECKING:
-    from rlkit.losses.base import Level
-    from rlkit.losses.prepare import Driver, LossGradient
+    from rlkit.losses.prepare import Driver, Level, LossGradient
 
 __all__ = ["LocalTrainer", "Loss", "Outputs"]
 
