@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
-from rlkit.advantages import _returns as _scan
+from rlkit.advantages import returns
 from tests.each import for_each
 from tests.properties import examples
 
@@ -272,4 +272,4 @@ def test_scan_of_long_rows(length: int) -> None:
     for t in range(x.size - 1, -1, -1):
         carry = x[t] + a[t] * carry
         y[t] = carry
-    np.testing.assert_allclose(_scan.reverse_scan(x.copy(), a.copy(), ends - lengths), y, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(returns.reverse_scan(x.copy(), a.copy()), y, rtol=1e-9, atol=1e-9)
