@@ -107,9 +107,8 @@ class Rows:
         if boolean:
             rows.require(where, flat, (flat == 0) | (flat == 1), "True or False")
         if lengths.size == 0 or not (empty or lengths.all()):
-            raise DataError(
-                rows.name_row(int(np.argmin(lengths))) if lengths.size else where, "is empty", "at least one entry"
-            )
+            name = rows.name_row(int(np.argmin(lengths))) if lengths.size else where
+            raise DataError(name, "is empty", "at least one entry")
         return rows
 
     def read_like(self, where: str, value: RowsLike, *, boolean: bool = False) -> np.ndarray:
@@ -147,7 +146,7 @@ class Rows:
 
     def repeat(self, each: np.ndarray) -> np.ndarray:
         """Repeat one number of each row [B] for all of its entries [N]."""
-        return np.repeat(each, self.lengths) if each.size != 1 else np.broadcast_to(each, self.flat.shape)
+        return np.repeat(each, self.lengths)
 
     def reduce(self, ufunc: np.ufunc, flat: np.ndarray, empty: float = 0.0) -> np.ndarray:
         """Reduce each row of [N] to a number [B]; a row without entries gives ``empty``."""
@@ -160,8 +159,9 @@ class Rows:
         return result
 
     def sum(self, flat: np.ndarray) -> np.ndarray:
-        """Return the sum of each row of [N]."""
-        return self.reduce(np.add, flat)
+        """Return the sum of the numbers of each row of [N]."""
+        sums = self.reduce(np.add, flat)
+        return self.reduce(np.add, fill_missing(flat)) if np.isnan(sums).any() else sums
 
     @property
     def layout(self) -> str:
@@ -270,12 +270,6 @@ def _is_label(label: object) -> bool:
     return isinstance(label, Hashable) and label is not None and label == label  # noqa: PLR0124
 
 
-def total(rows: Rows, x: np.ndarray) -> np.ndarray:
-    """Return the sum of the numbers of each row of ``x`` [N]."""
-    sums = rows.sum(x)
-    return rows.sum(fill_missing(x)) if np.isnan(sums).any() else sums
-
-
 def fill_missing(x: np.ndarray) -> np.ndarray:
     """Return ``x`` with 0 for NaN."""
     return np.where(np.isnan(x), 0.0, x)
@@ -295,9 +289,9 @@ def centre(rows: Rows, x: np.ndarray, times: np.ndarray | None = None) -> np.nda
     counted = x if times is None else np.where(times > 0, x, np.nan)
     above = x - rows.repeat(rows.reduce(np.fmin, counted))
     if times is None:
-        mean = total(rows, above) / np.maximum(count(rows, x), 1)
+        mean = rows.sum(above) / np.maximum(count(rows, x), 1)
     else:
-        mean = total(rows, above * times) / np.maximum(total(rows, np.where(np.isnan(x), 0.0, times)), 1)
+        mean = rows.sum(above * times) / np.maximum(rows.sum(np.where(np.isnan(x), 0.0, times)), 1)
     return np.asarray(above - rows.repeat(mean))
 
 
@@ -328,8 +322,8 @@ def _relative(
     with np.errstate(over="ignore", invalid="ignore"):  # of what counts no time
         x = centred / rows.repeat(unit)
         squares = x * x if times is None else np.where(times > 0, times * x * x, 0.0)
-    n = count(rows, centred) if times is None else total(rows, times)
-    return unit, x, np.sqrt(total(rows, squares) / np.maximum(n - ddof, 1))
+    n = count(rows, centred) if times is None else rows.sum(times)
+    return unit, x, np.sqrt(rows.sum(squares) / np.maximum(n - ddof, 1))
 
 
 def whiten(x: np.ndarray, ddof: int, eps: float, times: np.ndarray | None = None) -> np.ndarray:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import Rows, RowsLike, centre, count, deviation, is_count, total, warn_alone
+from rlkit._rows import Rows, RowsLike, centre, count, deviation, is_count, warn_alone
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -202,7 +202,7 @@ def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) 
         raise ConfigError("low", f"is {low}, above high={high}", "low <= high")
     rows = Rows.parse("rewards", rewards, nan=True)
     lowest = rows.reduce(np.fmin, rows.flat)  # the mean of equal numbers may round: that of zeros cannot
-    mean = lowest + total(rows, rows.flat - rows.repeat(lowest)) / np.maximum(count(rows, rows.flat), 1)
+    mean = lowest + rows.sum(rows.flat - rows.repeat(lowest)) / np.maximum(count(rows, rows.flat), 1)
     return select("difficulty_band", (mean >= low) & (mean <= high))
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rlkit import _check
-from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, count, fill_missing, total, whiten
+from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, count, fill_missing, whiten
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -366,7 +366,7 @@ def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
     n = rows.read_counts("lengths", lengths)
     best = rows.repeat(rows.reduce(np.fmax, rows.flat))
     short = np.where((rows.flat == best) & (best > 0), n, np.nan)  # lengths of the best
-    average = rows.repeat(total(rows, short) / np.maximum(count(rows, short), 1))
+    average = rows.repeat(rows.sum(short) / np.maximum(count(rows, short), 1))
     saved = np.clip(1.0 - short / np.maximum(average, 1e-300), 0.0, 1.0)
     return rows.restore(rows.flat * (1.0 + np.where(average > 0, fill_missing(saved), 0.0)))
 

@@ -37,7 +37,6 @@ from rlkit._rows import (
     is_one,
     read_labels,
     standardize,
-    total,
     warn_alone,
     whiten,
 )
@@ -358,7 +357,7 @@ def opmd(rewards: RowsLike, *, baseline: str = "mean", tau: float = 1.0, singlet
         return finish(rows, centre(rows, rows.flat), singleton)
     below = rows.flat - rows.repeat(rows.reduce(np.fmax, rows.flat))  # of the group's best, so that exp cannot overflow
     with np.errstate(over="ignore", divide="ignore"):  # log(0) where nothing is scored
-        averages = total(rows, np.exp(below / tau)) / np.maximum(count(rows, below), 1)
+        averages = rows.sum(np.exp(below / tau)) / np.maximum(count(rows, below), 1)
         return finish(rows, below - rows.repeat(tau * np.log(averages)), singleton)
 
 
@@ -415,7 +414,7 @@ def maxrl(rewards: RowsLike, *, singleton: str = "zero") -> Arrays:
     rows = Rows.parse("rewards", rewards, nan=True)
     largest = rows.reduce(np.fmax, np.abs(rows.flat))
     x = rows.flat / rows.repeat(np.where(largest > 0, largest, 1.0))  # in units in which nothing overflows or vanishes
-    mean = rows.repeat(total(rows, x) / np.maximum(count(rows, x), 1))
+    mean = rows.repeat(rows.sum(x) / np.maximum(count(rows, x), 1))
     good = mean > 1e-12
     return finish(rows, np.where(good, centre(rows, x) / np.where(good, mean, 1.0), 0.0), singleton)
 
