@@ -1,18 +1,10 @@
-"""Weights and masks per token: off-policy corrections from two policies' logprobs, and masks from entropies.
+"""Weights and masks of tokens: off-policy corrections from two policies' logprobs, and masks from entropies.
 
-Weights per token that correct for sampling with another policy than the trained one.
+The ratio of a token is w = exp(trainer - sampling). Weights hold a function of w; masks hold 1 for tokens near enough
+to the sampler to be trained on, else 0, and are not multiplied by w. The masks of entropies keep the tokens that matter
+for the policy's entropy; backends with the full distribution give it: ``policy.forward(data, want=("entropy",))``.
 
-The ratio of a token is w = exp(trainer - sampling). Give the result to a datum as ``weights``, times its token weight.
-
-Masks of 1 and 0 per token: which tokens are near enough to the sampler to be trained on.
-
-They are not multiplied by the ratio w = exp(trainer - sampling). Give them to a datum as ``weights``, times its token
-weight and, on demand, times importance weights.
-
-Masks of 1 and 0 per token that keep the tokens that matter for the policy's entropy.
-
-Backends that have the full distribution give the entropies: ``policy.forward(data, want=("entropy",))``. Give a mask to
-a datum as ``weights``, times its token weight.
+Give the result to a datum as ``weights``, times its token weight.
 """
 
 from __future__ import annotations

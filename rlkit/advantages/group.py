@@ -1,16 +1,21 @@
 """Advantages of samples relative to the other samples of the same prompt.
 
-An estimator is a pure function from rewards to advantages, one number per sample. The rewards are one group [G], groups
-of one size [B, G], or a list of groups [G_i], and the advantages have the same form. Each function below does three
-things:
+An estimator is a pure function from rewards to advantages: ``grpo([[1.0, 0.0], [0.0, 0.0, 1.0]])``. It gets all groups
+of a batch at once, as one group [G], groups of one size [B, G], or a list of groups [G_i], and returns one float64 per
+reward in the same form. Settings go by keyword. It knows no tokens: ``rlkit.credit.assign`` gives the advantage of a
+sample to its tokens.
 
-1. It checks its settings and reads the rewards: ``rows.flat`` [N] holds all samples, group after group, NaN where a
+Every estimator below takes three steps:
+
+1. Check the settings and read the rewards. ``rows.flat`` [N] then holds all samples, group after group, NaN where a
    sample could not be scored.
-2. It computes with numbers of groups [B] and of samples [N]; ``rows.repeat`` gives each sample the number of its group.
-   Statistics skip NaN, and a constant group deviates by exactly 0: rounding must not train the policy.
-3. ``finish`` sets unscored samples to 0, applies the rule for groups of one, and returns the form that was given.
+2. Compute with numbers per group [B] and per sample [N]; ``rows.repeat`` gives each sample the number of its group. The
+   statistics of ``_rows`` skip NaN, and give exactly 0 for a group of equal rewards: a mean that rounds would train the
+   policy on noise, which dividing by a deviation near 0 makes large.
+3. ``finish`` gives unscored samples 0, applies the rule for groups of one, and returns the form that was given.
 
-``@register("name")`` adds yours; ``@per_group`` lets it look at one group only.
+``@register("name")`` adds an estimator, so that ``assign`` and recipes find it by name. A function that looks at one
+group becomes an estimator with ``@per_group``.
 """
 
 from __future__ import annotations

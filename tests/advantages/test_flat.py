@@ -166,6 +166,7 @@ def test_token_weights_are_means(counts: list[int], data: st.DataObject) -> None
 def test_token_weights_of_prompts_without_tokens() -> None:
     """A prompt without a token does not count as a prompt."""
     assert adv.token_weights([0, 2, 2], "prompt-mean", groups=["a", "b", "b"]).tolist() == [0.0, 0.25, 0.25]
+    assert adv.token_weights([1, 1, 0], "prompt-mean", groups=["a", "b", "c"]).tolist() == [0.5, 0.5, 0.0]
 
 
 @laws

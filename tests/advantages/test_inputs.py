@@ -74,6 +74,8 @@ BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("read_counts", [1, 2, 0], {"low": 1}, r"^x\[2\]: is 0.0; expected an integer >= 1"),
     ("read_each", NAN, {}, "^x: got nan"),
     ("read_each", None, {}, "^x: got None"),
+    ("read_each", 1.1e150, {}, "^x: got"),
+    ("read_each", -1.1e150, {}, "^x: got"),
     ("read_each", True, {}, "^x: got True"),
     ("read_each", [1.0, 2.0], {}, "^x: has shape"),
     ("read_each", [[1.0], [1.0, 2.0]], {}, "^x: has 2 rows"),
@@ -328,6 +330,7 @@ def test_forms() -> None:
     assert one.shape == (2,)
     assert one.dtype == np.float64
     assert adv.grpo([[1, 0], [0, 1]]).shape == (2, 2)
+    assert adv.reinforce([[1], [0]]).shape == (2, 1)
     assert adv.grpo([np.zeros(2), np.ones(2)]).shape == (2, 2)
     ragged = adv.grpo([[1, 0], [0, 1, 1]])
     assert isinstance(ragged, list)
