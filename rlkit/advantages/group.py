@@ -787,8 +787,6 @@ def by_group(
     """
     function = registry.resolve(estimator)
     x = Rows.vector("rewards", rewards, nan=True).flat
-    if x.size == 0:
-        raise DataError("rewards", "is empty", "at least one reward")
     codes = read_labels("groups", groups, x.size)
     order = np.argsort(codes, kind="stable")
     rows = Rows("rewards", x[order], np.bincount(codes), "list")

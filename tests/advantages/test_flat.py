@@ -101,6 +101,7 @@ def test_by_group_of_your_own() -> None:
         ([1.0], "a", "groups"),
         ([1.0], None, "groups"),
         ([1.0], 3, "groups"),
+        ([1.0], np.array(3), "groups"),
         ([1.0, 2.0], ["a", None], r"groups\[1\]: is None"),
         ([1.0, 2.0], ["a", NAN], r"groups\[1\]: is nan"),
         ([1.0, 2.0], ["a", ["b"]], r"groups\[1\]"),
@@ -114,6 +115,17 @@ def test_by_group_refuses(rewards: Any, groups: Any, message: str) -> None:
     """Labels have to be as many as rewards, hashable, and no None or NaN."""
     with pytest.raises(DataError, match=message):
         adv.by_group("grpo", rewards, groups)
+
+
+def test_per_group() -> None:
+    """A function of one group becomes an estimator, with its settings; what it returns is checked."""
+    centred = adv.per_group(lambda group, *, by=1.0: (group - group.mean()) * by)
+    found = centred([[1.0, 3.0], [2.0], [0.0, 1.0, 5.0]], by=2.0)
+    assert [row.tolist() for row in found] == [[-2.0, 2.0], [0.0], [-4.0, -2.0, 6.0]]
+    shares = adv.per_group(lambda group, *, lengths: group / lengths)
+    assert [row.tolist() for row in shares([[1.0], [2.0, 3.0]], lengths=[[2], [1, 6]])] == [[0.5], [2.0, 0.5]]
+    with pytest.raises(DataError, match=r"rewards\[1\]\): returned an array of shape \(1,\); expected \(2,\)"):
+        adv.per_group(lambda group: group[:1])([[1.0], [2.0, 3.0]])
 
 
 def test_by_group_unknown() -> None:

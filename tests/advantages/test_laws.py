@@ -159,6 +159,8 @@ def test_gpg_counts_scored_groups() -> None:
     batch = [[1.0, 0.0], [0.0, 0.0], [NAN, NAN]]
     np.testing.assert_array_equal(adv.gpg(batch, count="groups")[0], [1.0, -1.0])  # 2 groups, 1 with signal
     np.testing.assert_array_equal(adv.gpg(batch)[0], [2.0, -2.0])  # 4 rewards, 1 not zero
+    for count in ("rewards", "groups"):
+        np.testing.assert_array_equal(adv.gpg([[0.0, 0.0], [NAN, NAN]], count=count), np.zeros((2, 2)))
 
 
 @laws
@@ -340,6 +342,8 @@ def test_hierarchical_grpo_keeps_roles_and_groups_apart() -> None:
         found = adv.hierarchical_grpo(rewards, [role for role, _ in pairs], [group for _, group in pairs])
         half = (rewards[len(pairs) // 2 :] - rewards[: len(pairs) // 2]) / 2
         np.testing.assert_array_equal(found, np.concatenate([-half, half]))
+    unscored = adv.hierarchical_grpo([1.0, NAN, 0.0], ["a", "a", "a"], ["q", "q", "q"])
+    np.testing.assert_array_equal(unscored, [0.5, 0.0, -0.5])
 
 
 def test_gigpo_singletons() -> None:

@@ -33,7 +33,7 @@ assert_type(policy.tokenizer.decode(samples[0].tokens), str)
 scores = [1.0, 0.0, 0.5, 0.0]
 assert_type(grpo(scores), Any)  # an array, or a list of arrays for a list of groups
 grpo([1, 0, 1])
-grpo([np.float64(1.0), np.float32(0.0)])
+grpo([np.float64(1.0), np.float64(0.0)])
 grpo(np.zeros(4), scale="none")
 grpo(rewards=np.zeros((2, 4)))
 grpo([[1.0, 0.0], [0.5]])
