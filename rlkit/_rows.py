@@ -57,16 +57,8 @@ class Rows:
     flat: np.ndarray
     lengths: np.ndarray  # [B]
     form: Literal["row", "matrix", "list"]
-    ends: np.ndarray = attrs.field(init=False)
-    starts: np.ndarray = attrs.field(init=False)
-
-    @ends.default
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self.lengths)
-
-    @starts.default
-    def _starts(self) -> np.ndarray:
-        return np.asarray(self.ends - self.lengths)
+    ends: np.ndarray = attrs.field(init=False, default=attrs.Factory(lambda self: np.cumsum(self.lengths), True))
+    starts: np.ndarray = attrs.field(init=False, default=attrs.Factory(lambda self: self.ends - self.lengths, True))
 
     @classmethod
     def parse(cls, where: str, value: RowsLike, *, nan: bool = False, empty: bool = False) -> Rows:
@@ -166,7 +158,7 @@ class Rows:
     @property
     def layout(self) -> str:
         """The layout, for an error."""
-        return f"shape ({self.flat.size},)" if self.form == "row" else f"{self.lengths.size} rows"
+        return f"{self.lengths.size} rows" if self.form == "list" else f"shape {np.shape(self.restore(self.flat))}"
 
     def name_row(self, row: int, where: str = "") -> str:
         """Return that row as a user writes it."""
@@ -213,12 +205,7 @@ def is_count(x: np.ndarray, low: int = 0, high: int | np.ndarray = 2**53) -> np.
 
 
 def _is_row(value: Any) -> bool:
-    kind = type(value)
-    return (
-        kind not in (float, int)
-        and (issubclass(kind, (list, tuple)) or hasattr(kind, "__array__"))
-        and not is_one(value)
-    )
+    return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and not is_one(value)
 
 
 def _read_array(where: str, value: object, boolean: bool, ndim: tuple[int, ...]) -> np.ndarray:

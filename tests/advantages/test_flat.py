@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -226,3 +227,20 @@ def test_one_long_row_beside_short_ones() -> None:
     result = adv.discounted_returns(rows)
     assert result[0][0] == 300_000
     assert result[-1].tolist() == [2.0, 1.0]
+
+
+@for_each("name", ["grpo", "rloo", "loo_std", "maxrl", "pass_at_k", "discounted_returns", "rebn"])
+def test_nothing_loops_over_groups(name: str) -> None:
+    """A hundred times more groups of one size need no more calls: what grows with them happens inside numpy."""
+
+    def count_calls(rows: int) -> int:
+        counts = []
+        sys.setprofile(lambda frame, event, arg: counts.append(frame) if event == "call" else None)
+        try:
+            adv.registry[name](np.arange(8.0 * rows).reshape(rows, 8))
+        finally:
+            sys.setprofile(None)
+        return len(counts)
+
+    count_calls(3)  # what is only done once
+    assert count_calls(4_000) <= count_calls(40) + 10

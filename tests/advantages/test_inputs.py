@@ -61,7 +61,7 @@ def test_rows_refuse(rewards: Any, message: str) -> None:
 
 BAD_PARTNERS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("read_like", [1.0, 2.0], {}, r"^x: has length 2; expected 3 \(as long as rewards\)"),
-    ("read_like", [[1.0, 2.0, 3.0]], {}, "^x: has 1 rows"),
+    ("read_like", [[1.0, 2.0, 3.0]], {}, r"^x: has shape \(1, 3\)"),
     ("read_like", None, {}, "^x: is None"),
     ("read_like", [1.0, "2", 3.0], {}, r"^x\[1\]: is '2'"),
     ("read_like", [1, 2, 0], {"boolean": True}, r"^x\[1\]: is 2"),
