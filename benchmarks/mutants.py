@@ -56,7 +56,7 @@ LOCAL = [
 SETTINGS, RANGES = "tests/test_settings_matter.py", "tests/test_ranges.py"
 TARGETS = {  # the files; the tests that are likely to notice a changed default; all tests
     "advantages": (
-        ["rlkit/advantages/*.py"],
+        ["rlkit/_rows.py", "rlkit/advantages/*.py"],
         ["tests/advantages/test_inputs.py", "tests/advantages/test_golden.py"],
         ["tests/advantages", SETTINGS],
     ),

@@ -1,28 +1,18 @@
-"""Weights and masks per token: off-policy corrections from two policies' logprobs, and masks from entropies.
+"""Weights and masks of tokens: off-policy corrections from two policies' logprobs, and masks from entropies.
 
-Weights per token that correct for sampling with another policy than the trained one.
+The ratio of a token is w = exp(trainer - sampling). Weights hold a function of w; masks hold 1 for tokens near enough
+to the sampler to be trained on, else 0, and are not multiplied by w. The masks of entropies keep the tokens that matter
+for the policy's entropy; backends with the full distribution give it: ``policy.forward(data, want=("entropy",))``.
 
-The ratio of a token is w = exp(trainer - sampling). Give the result to a datum as ``weights``, times its token weight.
-
-Masks of 1 and 0 per token: which tokens are near enough to the sampler to be trained on.
-
-They are not multiplied by the ratio w = exp(trainer - sampling). Give them to a datum as ``weights``, times its token
-weight and, on demand, times importance weights.
-
-Masks of 1 and 0 per token that keep the tokens that matter for the policy's entropy.
-
-Backends that have the full distribution give the entropies: ``policy.forward(data, want=("entropy",))``. Give a mask to
-a datum as ``weights``, times its token weight.
+Give the result to a datum as ``weights``, times its token weight.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlkit import _check, _rows
-from rlkit._rows import RowsLike, check
+from rlkit._rows import Arrays, Rows, RowsLike
 
 __all__ = [
     "batch_normalized",
@@ -47,7 +37,7 @@ def token_tis(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 2.0,
-) -> Any:
+) -> Arrays:
     """Return truncated importance weights: w clipped to [clip_low_threshold, clip_high_threshold] for each token.
 
     Args:
@@ -83,7 +73,7 @@ def sequence_tis(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 2.0,
-) -> Any:
+) -> Arrays:
     """Return truncated importance weights of sequences: the product of w, clipped, at each of a sequence's tokens.
 
     Args:
@@ -102,7 +92,7 @@ def sequence_tis(
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
     # The product is a sum of logarithms, bounded before it is exponentiated: a long sequence would overflow.
-    return rows.restore(rows.spread(np.clip(_rows.ratios(rows.sum(d)), low, high)))
+    return rows.restore(rows.repeat(np.clip(_rows.ratios(rows.sum(d)), low, high)))
 
 
 def icepop(
@@ -111,7 +101,7 @@ def icepop(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 5.0,
-) -> Any:
+) -> Arrays:
     """Return importance weights of the tokens whose ratio lies within bounds, 0 for the others.
 
     w where clip_low_threshold <= w <= clip_high_threshold, else 0
@@ -137,7 +127,7 @@ def icepop(
     return rows.restore(np.where((w >= low) & (w <= high), w, 0.0))
 
 
-def batch_normalized(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> Any:
+def batch_normalized(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> Arrays:
     """Return importance weights divided by their mean over the batch's tokens, so that they average 1.
 
     Args:
@@ -159,7 +149,7 @@ def batch_normalized(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike)
     return rows.restore(w / w.mean())
 
 
-def clamp(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, bound: float = 20.0) -> Any:
+def clamp(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, bound: float = 20.0) -> Arrays:
     """Return importance weights whose log-ratio is clamped: exp(clip(trainer - sampling, -bound, bound)).
 
     Args:
@@ -188,7 +178,7 @@ def token_mask(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 2.0,
-) -> Any:
+) -> Arrays:
     """Return 1 for tokens whose ratio lies within the bounds, ends included, else 0.
 
     Args:
@@ -221,7 +211,7 @@ def sequence_mask(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.5,
     clip_high_threshold: float = 2.0,
-) -> Any:
+) -> Arrays:
     """Return 1 for all tokens of the sequences whose product of ratios lies within the bounds.
 
     Args:
@@ -240,7 +230,7 @@ def sequence_mask(
     """
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
-    return rows.restore(rows.spread(_within(rows.sum(d), low, high)))
+    return rows.restore(rows.repeat(_within(rows.sum(d), low, high)))
 
 
 def geometric_sequence_mask(
@@ -249,7 +239,7 @@ def geometric_sequence_mask(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 0.999,
     clip_high_threshold: float = 1.002,
-) -> Any:
+) -> Arrays:
     """Return 1 for all tokens of the sequences whose geometric mean of ratios lies within the bounds.
 
     Args:
@@ -270,7 +260,7 @@ def geometric_sequence_mask(
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
     means = rows.sum(d) / np.maximum(rows.lengths, 1)  # an empty sequence has none, and no token that would show it
-    return rows.restore(rows.spread(_within(means, low, high)))
+    return rows.restore(rows.repeat(_within(means, low, high)))
 
 
 def outlier_veto(
@@ -279,7 +269,7 @@ def outlier_veto(
     sampling_logprobs: RowsLike,
     clip_low_threshold: float = 1e-4,
     clip_high_threshold: float = 100.0,
-) -> Any:
+) -> Arrays:
     """Return 1 for all tokens of the sequences whose ratios all lie within the bounds.
 
     Args:
@@ -298,7 +288,7 @@ def outlier_veto(
     low, high = _rows.check_bounds(clip_low_threshold, clip_high_threshold)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
     # The smallest of ones and zeros is 1 where all are.
-    return rows.restore(rows.spread(rows.reduce(np.minimum, _within(d, low, high), empty=1.0)))
+    return rows.restore(rows.repeat(rows.reduce(np.minimum, _within(d, low, high), empty=1.0)))
 
 
 def divergence_rejection(
@@ -308,7 +298,7 @@ def divergence_rejection(
     threshold: float,
     level: str = "token",
     estimator: str = "k3",
-) -> Any:
+) -> Arrays:
     """Return 1 where an estimate of the divergence of trainer and sampler is at most the threshold.
 
     k2 = d^2 / 2 and k3 = e^d - 1 - d with d = trainer - sampling, per token or put together over the sequence
@@ -334,7 +324,7 @@ def divergence_rejection(
     threshold = _check.real("threshold", threshold, low=0.0)
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs, some=False)
     # Only what is exponentiated is bounded: e^300 is above any threshold that a user means.
-    divergence = 0.5 * d * d if estimator == "k2" else np.expm1(_rows.bounded(d)) - d
+    divergence = 0.5 * d * d if estimator == "k2" else np.expm1(_rows.bound(d)) - d
     if level == "token":
         return rows.restore((divergence <= threshold).astype(np.float64))
     if level == "sequence-max":
@@ -343,7 +333,7 @@ def divergence_rejection(
         of_sequence = rows.sum(divergence)
         if level == "sequence-mean":
             of_sequence = of_sequence / np.maximum(rows.lengths, 1)
-    return rows.restore(rows.spread((of_sequence <= threshold).astype(np.float64)))
+    return rows.restore(rows.repeat((of_sequence <= threshold).astype(np.float64)))
 
 
 def _within(log_ratio: np.ndarray, low: float, high: float) -> np.ndarray:
@@ -354,7 +344,7 @@ def _within(log_ratio: np.ndarray, low: float, high: float) -> np.ndarray:
 _FLAT = 1e-12  # a deviation below it is rounding; peers use the same number
 
 
-def top_entropy(*, entropy: RowsLike, fraction: float = 0.2) -> Any:
+def top_entropy(*, entropy: RowsLike, fraction: float = 0.2) -> Arrays:
     """Return 1 for the given fraction of the batch's tokens that have the highest entropy, 0 for the others.
 
     Tokens at or above the (1 - fraction) quantile of all entropies are kept, interpolated linearly.
@@ -385,7 +375,7 @@ def top_entropy(*, entropy: RowsLike, fraction: float = 0.2) -> Any:
     return rows.restore((rows.flat >= np.quantile(rows.flat, 1.0 - fraction)).astype(np.float64))
 
 
-def clip_b(*, entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike, mu: float = 2.5) -> Any:
+def clip_b(*, entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike, mu: float = 2.5) -> Arrays:
     """Return 0 for tokens with a negative advantage that would change the entropy most, by their score in the batch.
 
     The score is S = p (H + log p), and dropped is A < 0 with S < mean(S) - mu std(S) over the batch.
@@ -426,7 +416,7 @@ def clip_v(
     sum_p2_logp: RowsLike,
     mu: float = 8.5,
     max_fraction: float = 1e-4,
-) -> Any:
+) -> Arrays:
     """Return 0 for tokens with a negative advantage whose score lies far below its expectation over the vocabulary.
 
     D = sum over v of p_v S_v - S with S = p (H + log p); dropped is A < 0 with D > mu std(D), and of those at most
@@ -458,7 +448,7 @@ def clip_v(
     mu = _check.real("mu", mu, low=0.0)
     max_fraction = _check.real("max_fraction", max_fraction, low=0.0, high=1.0)
     rows, score, a = _scores(entropy, logprobs, advantages)
-    p2, p2_logp = rows.like("sum_p2", sum_p2), rows.like("sum_p2_logp", sum_p2_logp)
+    p2, p2_logp = rows.read_like("sum_p2", sum_p2), rows.read_like("sum_p2_logp", sum_p2_logp)
     rows.require("sum_p2", p2, (p2 > 0) & (p2 <= 1 + 1e-4), "in (0, 1]")  # but for the rounding of a float32 sum
     rows.require("sum_p2_logp", p2_logp, (p2_logp <= 1e-4) & (p2_logp >= -_rows.LARGEST), "at most 0")
     # sum of p_v S_v = sum of p_v^2 (H + log p_v) = H sum of p_v^2 + sum of p_v^2 log p_v
@@ -472,18 +462,18 @@ def clip_v(
     return rows.restore(keep)
 
 
-def _entropies(entropy: RowsLike) -> _rows.Rows:
-    rows = _rows.parse("entropy", entropy, empty=True)
-    rows.require("entropy", rows.flat, (rows.flat >= -1e-4) & (rows.flat <= _rows.LARGEST), "a number >= 0, in nats")
+def _entropies(entropy: RowsLike) -> Rows:
+    rows = Rows.parse("entropy", entropy, empty=True)
+    rows.require("entropy", rows.flat, rows.flat >= -1e-4, "a number >= 0, in nats")
     return rows
 
 
-def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[_rows.Rows, np.ndarray, np.ndarray]:
+def _scores(entropy: RowsLike, logprobs: RowsLike, advantages: RowsLike) -> tuple[Rows, np.ndarray, np.ndarray]:
     """Return the rows of the entropies, S = p (H + log p) of each token [N], and the advantages [N]."""
     rows = _entropies(entropy)
-    lp, a = rows.like("logprobs", logprobs), rows.like("advantages", advantages)
-    check(rows, lp, "logprobs")
-    rows.check_finite(a, where="advantages")
+    lp, a = rows.read_like("logprobs", logprobs), rows.read_like("advantages", advantages)
+    rows.check_logprobs("logprobs", lp)
+    rows.check_finite("advantages", a)
     return rows, np.exp(lp) * (rows.flat + lp), a
 
 

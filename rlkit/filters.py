@@ -12,8 +12,8 @@ from types import MappingProxyType
 import attrs
 import numpy as np
 
-from rlkit import _check, _rows
-from rlkit._rows import Groups, RowsLike
+from rlkit import _check
+from rlkit._rows import Rows, RowsLike, centre, count, deviation, is_count, warn_alone
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -132,11 +132,11 @@ def zero_variance(rewards: RowsLike, *, threshold: float = 0.0) -> Selection:
     Source: DAPO, arXiv:2503.14476, section 3.2; refilling: Polaris (2025). Peers: slime's threshold is 1e-6.
     """
     threshold = _check.real("threshold", threshold, low=0.0)
-    groups = Groups.parse(rewards)
-    groups.warn_alone()
-    keep = ~groups.constant
+    rows = Rows.parse("rewards", rewards, nan=True)
+    warn_alone(rows)
+    keep = rows.reduce(np.fmax, rows.flat) > rows.reduce(np.fmin, rows.flat)
     if threshold > 0:
-        keep &= groups.deviation(1) > threshold
+        keep &= deviation(rows, centre(rows, rows.flat), 1) > threshold
     return select("zero_variance", keep)
 
 
@@ -169,9 +169,9 @@ def dynamic_sampling(
         needed = _check.integer("needed", needed, low=1)
     elif fill:
         raise ConfigError("needed", "is None", "a number with keep_when_insufficient=True")
-    groups = Groups.parse(rewards)
-    groups.warn_alone()
-    keep = (groups.highest >= correct) & (groups.lowest < correct) & (groups.sizes > 0)
+    rows = Rows.parse("rewards", rewards, nan=True)
+    warn_alone(rows)
+    keep = (rows.reduce(np.fmax, rows.flat) >= correct) & (rows.reduce(np.fmin, rows.flat) < correct)
     if needed is not None:
         mixed = int(keep.sum())
         keep &= np.cumsum(keep) <= needed
@@ -200,8 +200,10 @@ def difficulty_band(rewards: RowsLike, *, low: float = 0.1, high: float = 0.95) 
     low, high = _check.real("low", low), _check.real("high", high)
     if low > high:
         raise ConfigError("low", f"is {low}, above high={high}", "low <= high")
-    groups = Groups.parse(rewards)
-    return select("difficulty_band", (groups.mean >= low) & (groups.mean <= high) & (groups.sizes > 0))
+    rows = Rows.parse("rewards", rewards, nan=True)
+    lowest = rows.reduce(np.fmin, rows.flat)  # the mean of equal numbers may round: that of zeros cannot
+    mean = lowest + rows.sum(rows.flat - rows.repeat(lowest)) / np.maximum(count(rows, rows.flat), 1)
+    return select("difficulty_band", (mean >= low) & (mean <= high))
 
 
 def truncated(stop_reasons: Sequence[str]) -> Selection:
@@ -218,7 +220,8 @@ def truncated(stop_reasons: Sequence[str]) -> Selection:
 
     Source: DAPO, arXiv:2503.14476, section 3.4 (over-long filtering). Peers: TRL's mask_truncated_completions.
     """
-    for i, reason in enumerate(_items("stop_reasons", stop_reasons)):
+    _check.entries("stop_reasons", stop_reasons, why="one entry per sample")
+    for i, reason in enumerate(stop_reasons):
         _check.choice(f"stop_reasons[{i}]", reason, ("stop", "length"), error=DataError)
     return select("truncated", np.array([reason != "length" for reason in stop_reasons], bool))
 
@@ -238,7 +241,9 @@ def overlong(lengths: RowsLike, *, max_length: int) -> Selection:
     array([ True, False])
     """
     max_length = _check.integer("max_length", max_length, low=0)
-    return select("overlong", _as_counts("lengths", lengths) <= max_length)
+    rows = Rows.vector("lengths", lengths)
+    rows.require("lengths", rows.flat, rows.flat >= 0, "a number >= 0")
+    return select("overlong", rows.flat <= max_length)
 
 
 def duplicates(sequences: Sequence[object]) -> Selection:
@@ -253,9 +258,10 @@ def duplicates(sequences: Sequence[object]) -> Selection:
     >>> duplicates([[5, 6], [5], [5, 6]]).keep
     array([ True,  True, False])
     """
+    _check.entries("sequences", sequences, why="one entry per sample")
     seen: set[bytes] = set()
     keep = []
-    for i, tokens in enumerate(_items("sequences", sequences)):
+    for i, tokens in enumerate(sequences):
         key = _check.token_ids(f"sequences[{i}]", tokens).tobytes()
         keep.append(key not in seen)
         seen.add(key)
@@ -274,8 +280,9 @@ def failed(failures: Sequence[object]) -> Selection:
     >>> failed([None, TimeoutError("sandbox"), False]).keep
     array([ True, False,  True])
     """
+    _check.entries("failures", failures, why="one entry per sample")
     keep = []
-    for i, failure in enumerate(_items("failures", failures)):
+    for i, failure in enumerate(failures):
         if failure is not None and not isinstance(failure, (bool, np.bool_, BaseException)):
             raise DataError(f"failures[{i}]", f"is {_check.shown(failure)}", "None, True, False or an exception")
         keep.append(failure is None or failure is False or (isinstance(failure, np.bool_) and not failure))
@@ -301,14 +308,10 @@ def stale(versions: RowsLike, *, current: int, max_lag: int) -> Selection:
     """
     current = _check.integer("current", current, low=0)
     max_lag = _check.integer("max_lag", max_lag, low=0)
-    array = _as_counts("versions", versions)
-    _rows.require("versions", array, array % 1 == 0, "an integer")
-    lag = current - array
-    newer = np.flatnonzero(lag < 0)
-    if newer.size:
-        i = int(newer[0])
-        raise DataError(f"versions[{i}]", f"is {current - lag[i]:.0f}", f"at most current={current}")
-    return select("stale", lag <= max_lag)
+    rows = Rows.vector("versions", versions)
+    rows.require("versions", rows.flat, is_count(rows.flat), "an integer >= 0")
+    rows.require("versions", rows.flat, rows.flat <= current, f"at most current={current}")
+    return select("stale", current - rows.flat <= max_lag)
 
 
 def unscored(rewards: RowsLike) -> Selection:
@@ -323,20 +326,7 @@ def unscored(rewards: RowsLike) -> Selection:
     >>> unscored([0.0, float("nan")]).keep
     array([ True, False])
     """
-    rows = _rows.parse("rewards", _rows.vector("rewards", rewards))
-    rows.check_finite(rows.flat, nan=True)
-    return select("unscored", ~np.isnan(rows.flat))
-
-
-def _items(where: str, value: Sequence[object]) -> Sequence[object]:
-    _check.entries(where, value, why="one entry per sample")
-    return value
-
-
-def _as_counts(where: str, value: object) -> np.ndarray:
-    array = _rows.vector(where, value)
-    _rows.require(where, array, (array >= 0) & (array <= _rows.LARGEST), "a number >= 0")
-    return array
+    return select("unscored", ~np.isnan(Rows.vector("rewards", rewards, nan=True).flat))
 
 
 for _name in __all__:

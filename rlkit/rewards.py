@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from rlkit import _check, _rows
-from rlkit._rows import Arrays, Groups, Row, RowsLike, lengths_like, row_wise, settings, whiten
+from rlkit import _check
+from rlkit._rows import LARGEST, Arrays, Row, Rows, RowsLike, check_settings, count, fill_missing, whiten
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -57,14 +57,14 @@ def reduction(rewards: RowsLike, how: str = "sum") -> Any:
     Source: none needed. Peers: OpenReward's reward_reduction.
     """
     _check.choice("how", how, (*_REDUCTIONS, "last"))
-    rows = _parse(_given(rewards))
+    rows = Rows.parse("rewards", _given(rewards), nan=True)
     if how == "last":
         reduced = np.where(np.isnan(rows.reduce(np.add, rows.flat)), np.nan, rows.flat[rows.ends - 1])
     else:
         reduced = rows.reduce(_REDUCTIONS[how], rows.flat)  # NaN spreads in all four
     if how == "mean":
         reduced = reduced / rows.lengths
-    return float(reduced[0]) if rows.form == "one" else reduced
+    return float(reduced[0]) if rows.form == "row" else reduced
 
 
 def _given(rewards: RowsLike) -> RowsLike:
@@ -78,7 +78,6 @@ def _given(rewards: RowsLike) -> RowsLike:
     return [reward for reward in rewards if reward is not None] or [float("nan")]
 
 
-@row_wise
 def clamp(rewards: RowsLike, *, low: float | None = None, high: float | None = None) -> Arrays:
     """Clip rewards to [low, high]; unscored ones stay NaN.
 
@@ -101,7 +100,7 @@ def clamp(rewards: RowsLike, *, low: float | None = None, high: float | None = N
     high = None if high is None else _check.real("high", high)
     if low is not None and high is not None and low > high:
         raise ConfigError("low", f"is {low}, above high={high}", "low <= high")
-    rows = _parse(rewards)
+    rows = Rows.parse("rewards", rewards, nan=True)
     return rows.restore(np.clip(rows.flat, low, high))
 
 
@@ -125,19 +124,17 @@ def nonterminal_reward(rewards: RowsLike, finished: RowsLike | bool, *, value: f
 
     Source: none needed. Peers: OpenReward's nonterminal_reward, which joins the rewards before they are reduced.
     """
-    value = _check.real("value", value, low=-_rows.LARGEST, high=_rows.LARGEST)
-    rows = _rows.parse("rewards", rewards, empty=True)
-    rows.check_finite(rows.flat, nan=True)
-    one = rows.form == "one"
-    flags = _rows.parse("finished", cast("RowsLike", [finished] if one else finished), boolean=True)
-    if flags.form != "one" or flags.flat.size != rows.lengths.size:
+    value = _check.real("value", value, low=-LARGEST, high=LARGEST)
+    rows = Rows.parse("rewards", rewards, nan=True, empty=True)
+    one = rows.form == "row"
+    flags = Rows.read("finished", cast("RowsLike", [finished] if one else finished), boolean=True)
+    if flags.form != "row" or flags.flat.size != rows.lengths.size:
         raise DataError("finished", f"has {flags.flat.size} entries", f"{rows.lengths.size}", "one per trajectory")
     parts = np.split(rows.flat, rows.ends[:-1])
     joined = [part if end else np.append(part, value) for part, end in zip(parts, flags.flat, strict=True)]
     return joined[0] if one else joined
 
 
-@row_wise
 def nonterminal_override(rewards: RowsLike, finished: RowsLike, *, value: float = 0.0) -> Arrays:
     """Replace the rewards of trajectories that did not reach their own end by ``value``.
 
@@ -155,12 +152,11 @@ def nonterminal_override(rewards: RowsLike, finished: RowsLike, *, value: float 
 
     Source: none needed. ``nonterminal_reward`` adds to what such a trajectory got instead.
     """
-    value = _check.real("value", value, low=-_rows.LARGEST, high=_rows.LARGEST)
-    rows = _parse(rewards)
-    return rows.restore(np.where(rows.like("finished", finished, boolean=True), rows.flat, value))
+    value = _check.real("value", value, low=-LARGEST, high=LARGEST)
+    rows = Rows.parse("rewards", rewards, nan=True)
+    return rows.restore(np.where(rows.read_like("finished", finished, boolean=True), rows.flat, value))
 
 
-@row_wise
 def affine(rewards: RowsLike, *, scale: float = 1.0, bias: float = 0.0) -> Arrays:
     """Return rewards times scale, plus bias; unscored ones stay NaN.
 
@@ -177,13 +173,12 @@ def affine(rewards: RowsLike, *, scale: float = 1.0, bias: float = 0.0) -> Array
 
     Source: none needed. Peers: AReaL's reward_scaling and reward_bias add first and multiply then.
     """
-    scale = _check.real("scale", scale, low=-_rows.LARGEST, high=_rows.LARGEST)
-    bias = _check.real("bias", bias, low=-_rows.LARGEST, high=_rows.LARGEST)
-    rows = _parse(rewards)
+    scale = _check.real("scale", scale, low=-LARGEST, high=LARGEST)
+    bias = _check.real("bias", bias, low=-LARGEST, high=LARGEST)
+    rows = Rows.parse("rewards", rewards, nan=True)
     return rows.restore(scale * rows.flat + bias)
 
 
-@row_wise
 def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float | None = None) -> Arrays:
     """Look up rewards in a table; unscored ones stay NaN.
 
@@ -202,7 +197,7 @@ def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float |
     Source: none needed.
     """
     keys, values = _table(table)
-    rows = _parse(rewards)
+    rows = Rows.parse("rewards", rewards, nan=True)
     index = np.minimum(np.searchsorted(keys, rows.flat), keys.size - 1)
     known = keys[index] == rows.flat
     missing = np.flatnonzero(~known & ~np.isnan(rows.flat))
@@ -213,7 +208,6 @@ def mapping(rewards: RowsLike, table: Mapping[float, float], *, default: float |
     return rows.restore(np.where(known, values[index], np.where(np.isnan(rows.flat), np.nan, other)))
 
 
-@row_wise
 def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
     """Return (R - mean) / (standard deviation + eps) over all scored rewards; unscored ones stay NaN.
 
@@ -234,18 +228,9 @@ def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
 
     Source: none needed. Peers: the advantage estimators do this themselves; use one or the other.
     """
-    settings(ddof=ddof, eps=eps)
-    rows = _parse(rewards)
-    result = rows.flat.copy()
-    scored = ~np.isnan(result)
-    result[scored] = whiten(result[scored], ddof, eps)
-    return rows.restore(result)
-
-
-def _parse(rewards: RowsLike) -> _rows.Rows:
-    rows = _rows.parse("rewards", rewards)
-    rows.check_finite(rows.flat, nan=True)
-    return rows
+    check_settings(ddof=ddof, eps=eps)
+    rows = Rows.parse("rewards", rewards, nan=True)
+    return rows.restore(whiten(rows.flat, ddof, eps))
 
 
 def _table(table: object) -> tuple[np.ndarray, np.ndarray]:
@@ -261,7 +246,6 @@ def _value(key: float, value: object) -> float:
     return _check.real(f"table[{key!r}]", value)
 
 
-@row_wise
 def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor: float = 1.0) -> Arrays:
     """Return the penalty of an answer that comes near the limit, to be added: 0 at first, then down to -factor (DAPO).
 
@@ -285,12 +269,11 @@ def overlong_penalty(lengths: RowsLike, *, max_length: int, buffer: int, factor:
     max_length = _check.integer("max_length", max_length, low=1)
     buffer = _check.integer("buffer", buffer, low=1, high=max_length)
     factor = _check.real("factor", factor, low=0.0)
-    rows = _lengths(lengths)
+    rows = _read_lengths(lengths)
     part = np.clip((rows.flat - (max_length - buffer)) / buffer, 0.0, 1.0)
     return rows.restore(0.0 - factor * part)
 
 
-@row_wise
 def length_cost(lengths: RowsLike, *, max_length: int, coef: float = 1.0) -> Arrays:
     """Return the penalty of length, to be added to the reward: -coef min(n / max_length, 1).
 
@@ -310,11 +293,10 @@ def length_cost(lengths: RowsLike, *, max_length: int, coef: float = 1.0) -> Arr
     """
     max_length = _check.integer("max_length", max_length, low=1)
     coef = _check.real("coef", coef, low=0.0)
-    rows = _lengths(lengths)
+    rows = _read_lengths(lengths)
     return rows.restore(0.0 - coef * np.minimum(rows.flat / max_length, 1.0))
 
 
-@row_wise
 def cosine_length(
     correct: RowsLike,
     lengths: RowsLike,
@@ -350,9 +332,9 @@ def cosine_length(
     """
     max_length = _check.integer("max_length", max_length, low=1)
     ends = np.array([_ends("wrong", wrong), _ends("right", right)])  # [2, 2], by correct
-    rows = _rows.parse("correct", correct, boolean=True)
-    n = rows.like("lengths", lengths)
-    rows.require("lengths", n, (n >= 0) & (n <= _rows.LARGEST), "a number >= 0")
+    rows = Rows.read("correct", correct, boolean=True)
+    n = rows.read_like("lengths", lengths)
+    rows.require("lengths", n, (n >= 0) & (n <= LARGEST), "a number >= 0")
     first, last = ends[rows.flat.astype(np.int64)].T
     worth = last + (first - last) * (1.0 + np.cos(np.pi * np.minimum(n / max_length, 1.0))) / 2.0
     if exceeded is not None:
@@ -360,7 +342,6 @@ def cosine_length(
     return rows.restore(worth)
 
 
-@row_wise
 def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
     """Return rewards in which a group's best samples get up to twice their reward for being short.
 
@@ -381,17 +362,15 @@ def efficiency_bonus(rewards: RowsLike, lengths: RowsLike) -> Arrays:
 
     Source: none of its own; prime-rl's length penalty.
     """
-    groups = Groups.parse(rewards)
-    n = lengths_like(groups, lengths)
-    spread = groups.rows.spread
-    best = groups.scored & (groups.rewards == spread(groups.highest)) & (spread(groups.highest) > 0)
-    average = groups.rows.sum(n * best) / np.maximum(groups.rows.sum(best.astype(np.int64)), 1)
-    saved = np.clip(1.0 - n / np.maximum(spread(average), 1e-300), 0.0, 1.0)
-    bonus = np.where(best & (spread(average) > 0), saved, 0.0)
-    return groups.rows.restore(groups.rows.flat * (1.0 + bonus))
+    rows = Rows.parse("rewards", rewards, nan=True)
+    n = rows.read_counts("lengths", lengths)
+    best = rows.repeat(rows.reduce(np.fmax, rows.flat))
+    short = np.where((rows.flat == best) & (best > 0), n, np.nan)  # lengths of the best
+    average = rows.repeat(rows.sum(short) / np.maximum(count(rows, short), 1))
+    saved = np.clip(1.0 - short / np.maximum(average, 1e-300), 0.0, 1.0)
+    return rows.restore(rows.flat * (1.0 + np.where(average > 0, fill_missing(saved), 0.0)))
 
 
-@row_wise
 def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) -> Arrays:
     """Scale down or replace the rewards of answers that were cut instead of ending by themselves.
 
@@ -411,10 +390,9 @@ def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) 
 
     Source: ProRL, arXiv:2505.24864. Peers: OpenRLHF's and NeMo's stop_properly_penalty_coef.
     """
-    coef = _check.real("coef", coef, high=1.0, low=-_rows.LARGEST)
-    rows = _rows.parse("rewards", rewards)
-    rows.check_finite(rows.flat, nan=True)
-    cut = rows.like("truncated", truncated, boolean=True)
+    coef = _check.real("coef", coef, high=1.0, low=-LARGEST)
+    rows = Rows.parse("rewards", rewards, nan=True)
+    cut = rows.read_like("truncated", truncated, boolean=True)
     worth = coef * rows.flat + 0.0 if coef >= 0 else np.where(np.isnan(rows.flat), np.nan, coef)
     return rows.restore(np.where(cut, worth, rows.flat))
 
@@ -425,9 +403,9 @@ def _ends(where: str, value: object) -> tuple[float, float]:
     return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
 
 
-def _lengths(lengths: RowsLike) -> _rows.Rows:
-    rows = _rows.parse("lengths", lengths)
-    rows.require("lengths", rows.flat, (rows.flat >= 0) & (rows.flat <= _rows.LARGEST), "a number >= 0")
+def _read_lengths(lengths: RowsLike) -> Rows:
+    rows = Rows.parse("lengths", lengths)
+    rows.require("lengths", rows.flat, rows.flat >= 0, "a number >= 0")
     return rows
 
 

@@ -197,11 +197,6 @@ MATTER: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"coef": 0.3, "estimator": "k2", "center": True, "mask": MASK},
     ),
     "adv.entropy_bonus": (adv.entropy_bonus, {"sampling_logprobs": Q}, {"coef": 0.3, "mask": MASK}),
-    "adv.optimal_token_baseline": (
-        adv.optimal_token_baseline,
-        {"rewards": T, "logprobs": Q, "sum_p2": [[0.4, 0.3, 0.2], [0.5, 0.6]]},
-        {"importance": [[0.5, 1.0, 1.0], [2.0, 1.0]], "groups": ["a", "b"], "singleton": "zero"},
-    ),
     "adv.token_weights": (
         adv.token_weights,
         {"lengths": [1, 2, 4], "mode": "seq-mean-token-sum-norm", "constant": 4.0},

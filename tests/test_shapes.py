@@ -46,7 +46,6 @@ SPECIAL = {  # functions whose arguments go together in another way, and those t
     "rewards.mapping": {"rewards": R, "table": {1.0: 0.0, 0.5: 1.0, 2.0: 2.0}},
     "metrics.pass_at_k": {"n": [4, 4, 4], "c": [1, 2, 0], "k": 2},
     "rewards.nonterminal_reward": {"rewards": [R, R, R], "finished": [True, False, True]},
-    "advantages.optimal_token_baseline": {"rewards": R, "logprobs": -R, "sum_p2": R / 4, "importance": R},
     "advantages.token_weights": {"lengths": [3, 1, 2], "mode": "prompt-mean", "groups": ["a", "b", "a"]},
 }
 WITHOUT = {"per_group", "register", "running_baseline", "running_normalization"}

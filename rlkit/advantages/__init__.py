@@ -6,23 +6,49 @@ All take one row, rows of one length, or a list of rows of different lengths, an
 
 from __future__ import annotations
 
-from rlkit.advantages._bootstrapped import gae, lambda_returns, length_adaptive_lambda, n_step_returns, vtrace
-from rlkit.advantages._episodes import by_group, gigpo, hierarchical_grpo, per_group, step_wise_grpo
-from rlkit.advantages._group import asymre, dr_grpo, gdpo, gpg, grpo, loo_std, maxrl, opmd, opo, rec, reinforce, rloo
-from rlkit.advantages._passk import pass_at_k, pkpo
-from rlkit.advantages._registry import register, registry
-from rlkit.advantages._returns import discounted_returns, potential_shaping, rebn
-from rlkit.advantages._running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
+from rlkit.advantages.group import (
+    asymre,
+    by_group,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    hierarchical_grpo,
+    loo_std,
+    maxrl,
+    opmd,
+    opo,
+    pass_at_k,
+    per_group,
+    pkpo,
+    rec,
+    register,
+    registry,
+    reinforce,
+    rloo,
+    step_wise_grpo,
+)
+from rlkit.advantages.returns import (
+    discounted_returns,
+    gae,
+    gigpo,
+    lambda_returns,
+    length_adaptive_lambda,
+    n_step_returns,
+    potential_shaping,
+    rebn,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    vtrace,
+)
+from rlkit.advantages.running import RunningBaseline, RunningNormalization, running_baseline, running_normalization
 from rlkit.advantages.tokens import (
     entropy_bonus,
     jsd,
     jsd_gradient,
     kl_penalty,
     on_policy_distillation,
-    optimal_token_baseline,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    remax,
     token_weights,
 )
 
@@ -51,7 +77,6 @@ __all__ = [
     "on_policy_distillation",
     "opmd",
     "opo",
-    "optimal_token_baseline",
     "pass_at_k",
     "per_group",
     "pkpo",

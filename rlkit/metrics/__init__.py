@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 
 from rlkit import _check, _rows
-from rlkit._rows import ArrayLike, Groups, RowsLike
+from rlkit._rows import ArrayLike, Rows, RowsLike, is_count
 from rlkit.errors import ConfigError, DataError
 
 __all__ = [
@@ -85,7 +85,7 @@ def kl_k3(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> float:
     Source: Schulman (2020), k3. Peers: verl, SkyRL and OpenRLHF clamp it at 10, where it matters most.
     """
     d = _rows.log_ratios(trainer_logprobs, sampling_logprobs)[1]
-    return float((np.expm1(_rows.bounded(d)) - d).mean())
+    return float((np.expm1(_rows.bound(d)) - d).mean())
 
 
 def entropy_estimate(*, sampling_logprobs: RowsLike) -> float:
@@ -102,7 +102,7 @@ def entropy_estimate(*, sampling_logprobs: RowsLike) -> float:
 
     Source: H = -E[log q]. Peers: Trinity multiplies by the probability once more, which estimates something else.
     """
-    rows = _rows.logprobs("sampling_logprobs", sampling_logprobs)
+    rows = _rows.read_logprobs("sampling_logprobs", sampling_logprobs)
     return float(-rows.flat.mean())
 
 
@@ -181,7 +181,7 @@ def chi2(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike, level: str 
     rows, d = _rows.log_ratios(trainer_logprobs, sampling_logprobs)
     if level == "sequence":
         d = rows.sum(d)[rows.lengths > 0]
-    return float(np.exp(2.0 * _rows.bounded(d)).mean() - 1.0)
+    return float(np.exp(2.0 * _rows.bound(d)).mean() - 1.0)
 
 
 def ratio_statistics(*, trainer_logprobs: RowsLike, sampling_logprobs: RowsLike) -> dict[str, float]:
@@ -247,11 +247,12 @@ def token_lag(*, versions: RowsLike, current: int) -> dict[str, float]:
     Source: staleness as AReaL bounds it, arXiv:2505.24298, for each token, as PipelineRL's are, arXiv:2509.19128.
     """
     current = _check.integer("current", current, low=0)
-    rows = _rows.parse("versions", versions, empty=True)
+    rows = Rows.parse("versions", versions, empty=True)
     if rows.flat.size == 0:
         raise DataError("versions", "holds no tokens", "at least one")
-    good = (rows.flat % 1 == 0) & (rows.flat >= 0) & (rows.flat <= current)
-    rows.require("versions", rows.flat, good, f"an integer in 0..{current}, the version now")
+    rows.require(
+        "versions", rows.flat, is_count(rows.flat, high=current + 1), f"an integer in 0..{current}, the version now"
+    )
     lag = current - rows.flat
     mixed = rows.reduce(np.maximum, lag, -1.0) != rows.reduce(np.minimum, lag, -1.0)
     return {"mean": float(lag.mean()), "max": float(lag.max()), "mixed": float(mixed[rows.lengths > 0].mean())}
@@ -281,12 +282,13 @@ def group_informativeness(rewards: RowsLike, *, low: float = 0.0, high: float = 
     low, high = _check.real("low", low), _check.real("high", high)
     if low >= high:
         raise ConfigError("low", f"is {low}", f"less than high={high}")
-    groups = Groups.parse(rewards)
-    groups.warn_alone()
-    some = groups.sizes > 0
+    rows = Rows.parse("rewards", rewards, nan=True)
+    _rows.warn_alone(rows)
+    lowest, highest = rows.reduce(np.fmin, rows.flat), rows.reduce(np.fmax, rows.flat)
+    some = ~np.isnan(lowest)
     if not some.any():
         raise DataError("rewards", "has no scored reward", "at least one")
-    parts = {"zero": groups.constant, "too_easy": groups.lowest >= high, "too_hard": groups.highest <= low}
+    parts = {"zero": lowest == highest, "too_easy": lowest >= high, "too_hard": highest <= low}
     return {name: float(part[some].mean()) for name, part in parts.items()}
 
 
@@ -327,12 +329,13 @@ def pass_at_k(n: object, c: object, k: int) -> float | np.ndarray:
         n = _check.integer("n", n, low=k, why="at least k samples", error=DataError)
         c = _check.integer("c", c, low=0, high=n, error=DataError)
         return 1.0 - float(np.prod([(n - c - i) / (n - i) for i in range(k)])) if n - c >= k else 1.0
-    sizes = _rows.vector("n", n)
-    right = _rows.vector("c", c, sizes.size, why="shaped like n")
-    for name, array, low_bound, high_bound in (("n", sizes, k, np.inf), ("c", right, 0, sizes)):
-        good = (array >= low_bound) & (array <= high_bound) & (array == np.floor(array))
-        _rows.require(name, array, good, "integers, 0 <= c <= n, k <= n")
-    left = np.maximum(sizes - right, 0.0)
+    samples = Rows.vector("n", n)  # type: ignore[arg-type]
+    right = Rows.vector("c", c, samples.flat.size, why="shaped like n")  # type: ignore[arg-type]
+    for rows, low, high in ((samples, k, 2**53), (right, 0, samples.flat + 1)):
+        good = is_count(rows.flat, low, high)
+        rows.require(rows.where, rows.flat, good, "integers, 0 <= c <= n, k <= n")
+    sizes = samples.flat
+    left = np.maximum(sizes - right.flat, 0.0)
     miss = np.ones(sizes.size)
     for i in range(k):
         miss *= np.maximum(left - i, 0.0) / (sizes - i)

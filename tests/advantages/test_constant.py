@@ -162,6 +162,12 @@ def test_opo_without_tokens():
     assert found.tolist() == [[0.0, 0.0], [0.5, -0.5]]
 
 
+def test_opmd_of_a_cold_temperature():
+    """However cold, the baseline is the best reward."""
+    found = adv.opmd([1e150, 0.0], baseline="logavgexp", tau=1e-200)
+    np.testing.assert_allclose(found, [0.0, -1e150], atol=1e-199)
+
+
 def test_maxrl_of_means_near_zero():
     """A mean that may be rounding (below 1e-12 of the largest reward) gives 0, one just above does not."""
     assert (adv.maxrl([1.0, -1.0 + 1.5e-12]) == 0.0).all()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit.advantages as adv
-from rlkit.advantages import _returns as _scan
+from rlkit.advantages import returns
 from tests.each import for_each
 from tests.properties import examples
 
@@ -181,6 +181,12 @@ def test_all_masked(name: str) -> None:
         assert (flat(list(result)) == 0.0).all()
 
 
+def test_vtrace_of_far_policies() -> None:
+    """A ratio that no float64 holds is clipped like any other."""
+    found = adv.vtrace([1.0], values=[0.0], log_ratios=[1e4], clip_rho=2.0, clip_pg_rho=3.0)
+    assert [x.tolist() for x in found] == [[3.0], [2.0]]
+
+
 def test_action_tool_action() -> None:
     """[action, tool, action] with gamma 0.5 and the reward at the end gives [0.5, -, 1]."""
     np.testing.assert_array_equal(adv.discounted_returns([0.0, 0.0, 1.0], gamma=0.5, mask=[1, 0, 1]), [0.5, 0.0, 1.0])
@@ -272,4 +278,4 @@ def test_scan_of_long_rows(length: int) -> None:
     for t in range(x.size - 1, -1, -1):
         carry = x[t] + a[t] * carry
         y[t] = carry
-    np.testing.assert_allclose(_scan.reverse_scan(x.copy(), a.copy(), ends - lengths), y, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(returns.reverse_scan(x.copy(), a.copy()), y, rtol=1e-9, atol=1e-9)

@@ -37,8 +37,6 @@ grpo("text")  # wrong
 grpo(1.0)  # wrong
 grpo([1.0, 0.0], eps="small")  # wrong
 grpo([1.0, 0.0], epsilon=1e-4)  # wrong
-grpo([1.0, 0.0]).result()  # wrong
-grpo([[1.0], [0.0]]).mean()  # wrong
 gae([0.0, 1.0])  # wrong
 policy.optim_step(learning_rate=1e-4)  # wrong
 policy.optim_step(1e-4)  # wrong

@@ -7,12 +7,10 @@ from collections.abc import Hashable, Mapping
 import attrs
 import numpy as np
 
-from rlkit import _check, _rows
-from rlkit._rows import Groups, Labels, RowsLike, settings
-from rlkit.advantages._registry import register
+from rlkit import _check
+from rlkit._rows import LARGEST, Labels, Rows, RowsLike, centre, check_settings, fill_missing, list_labels, read_labels
+from rlkit.advantages.group import register
 from rlkit.errors import ConfigError
-
-__all__ = ["RunningBaseline", "RunningNormalization", "running_baseline", "running_normalization"]
 
 
 @attrs.define
@@ -54,14 +52,16 @@ class RunningBaseline:
 
         Without ``roles`` there is one baseline, under the name "". Unscored rewards (NaN) get 0 and change no baseline.
         """
-        groups = Groups.parse(_rows.vector("rewards", rewards))
-        names = [""] * groups.rewards.size if roles is None else _names(roles, groups.rewards.size)
-        before = np.array([self.baselines.get(name, 0.0) for name in names])
-        for name, reward, scored in zip(names, groups.rewards.tolist(), groups.scored.tolist(), strict=True):
-            if scored:
-                old = self.baselines.get(name, 0.0)
-                self.baselines[name] = self.decay * old + (1.0 - self.decay) * reward
-        return np.where(groups.scored, groups.rewards - before, 0.0)
+        x = Rows.vector("rewards", rewards, nan=True).flat
+        names: list[Hashable] = [""] * x.size
+        if roles is not None:
+            read_labels("roles", roles, x.size)
+            names = list_labels(roles)
+        advantages = x - np.array([self.baselines.get(name, 0.0) for name in names])
+        for name, reward in zip(names, x.tolist(), strict=True):
+            if reward == reward:  # noqa: PLR0124 - NaN does not
+                self.baselines[name] = self.decay * self.baselines.get(name, 0.0) + (1.0 - self.decay) * reward
+        return fill_missing(advantages)
 
 
 @attrs.define
@@ -97,7 +97,7 @@ class RunningNormalization:
     highest: float = -np.inf
 
     def __attrs_post_init__(self) -> None:
-        settings(ddof=self.ddof, eps=self.eps)
+        check_settings(ddof=self.ddof, eps=self.eps)
         self.ddof, self.eps = int(self.ddof), float(self.eps)
         self.count = _check.integer("count", self.count, low=0)
         self.mean = _number("mean", self.mean)
@@ -115,21 +115,21 @@ class RunningNormalization:
 
     def update(self, rewards: RowsLike) -> np.ndarray:
         """Return advantages [N] of flat ``rewards`` [N]; unscored ones (NaN) get 0 and do not count."""
-        groups = Groups.parse(_rows.vector("rewards", rewards))
-        new = groups.rewards[groups.scored]
+        x = Rows.vector("rewards", rewards, nan=True).flat
+        new = x[~np.isnan(x)]
         if new.size:
-            total = self.count + new.size
-            mean = groups.mean.item()
+            batch = Rows("rewards", new, np.array([new.size]), "row")
+            centred, lowest = centre(batch, new), new.min().item()
+            total, mean = self.count + new.size, lowest + (new - lowest).sum().item() / new.size
             step = mean - self.mean
-            self.squares += float(groups.deviations @ groups.deviations) + step * step * self.count * new.size / total
+            self.squares += float(centred @ centred) + step * step * self.count * new.size / total
             self.mean = self.mean + step * new.size / total if self.count else mean
             self.count = total
-            self.lowest = min(self.lowest, groups.lowest.item())
-            self.highest = max(self.highest, groups.highest.item())
+            self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, new.max().item())
         divisor = np.sqrt(self.squares / max(self.count - self.ddof, 1)) + self.eps
         if self.lowest >= self.highest or divisor == 0:
-            return np.zeros(groups.rewards.size)
-        return np.where(groups.scored, (groups.rewards - self.mean) / divisor, 0.0)
+            return np.zeros(x.size)
+        return fill_missing((x - self.mean) / divisor)
 
 
 @register("running_baseline")
@@ -153,9 +153,4 @@ def running_normalization(*, ddof: int = 1, eps: float = 1e-6) -> RunningNormali
 
 
 def _number(where: str, value: object) -> float:
-    return _check.real(where, value, low=-_rows.LARGEST, high=_rows.LARGEST)
-
-
-def _names(roles: Labels, length: int) -> list[Hashable]:
-    _rows.labels("roles", roles, length)
-    return list(np.asarray(roles).tolist()) if hasattr(roles, "__array__") else list(roles)
+    return _check.real(where, value, low=-LARGEST, high=LARGEST)
