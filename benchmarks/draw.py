@@ -22,8 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit import SamplingParams
-from rlkit.backends._drawing import draw
-from rlkit.backends._penalties import TokenCounts
+from rlkit.backends._drawing import TokenCounts, draw
 
 VOCABULARIES = {"SmolLM2": 49152, "Qwen": 151936}
 OPTIONS: Mapping[str, Mapping[str, float]] = {

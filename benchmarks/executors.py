@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 import rlkit
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import StepResult, Tasks
 from rlkit.rollouts import rollout
 

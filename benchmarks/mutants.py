@@ -79,7 +79,7 @@ TARGETS = {  # the files; the tests that are likely to notice a changed default;
         ["tests/test_trajectory.py"],
         ["tests/test_trajectory.py", "tests/rollouts/test_alignment.py", "tests/test_credit.py"],
     ),
-    "toy": (["rlkit/backends/toy/*.py"], ["tests/backends/test_toy.py"], ["tests/backends/test_toy.py"]),
+    "toy": (["rlkit/backends/toy.py"], ["tests/backends/test_toy.py"], ["tests/backends/test_toy.py"]),
     "local": (
         LOCAL,
         ["tests/backends/local/training/test_micro_batches.py"],

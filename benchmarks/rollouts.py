@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import rlkit
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.chat import Chat
 from rlkit.envs import StepResult, Task, Tasks
 from rlkit.rollouts import rollout

@@ -42,7 +42,7 @@ PACKAGES = {  # what is changed in rlkit/, and its tests in tests/
     "corrections": (["corrections.py"], ["test_corrections.py", "test_entropy_masks.py"]),
     "credit": (["credit.py"], ["test_credit.py"]),
     "losses": (["losses"], ["losses"]),
-    "queue": (["backends/queue.py"], ["backends/test_queue.py", "backends/test_worker.py"]),
+    "queue": (["backends/trainer.py"], ["backends/test_queue.py", "backends/test_worker.py"]),
     "runs": (["runs"], ["runs"]),
     "trajectory": (["trajectory"], ["test_trajectory.py", "rollouts/test_alignment.py", "test_credit.py"]),
     "types": (

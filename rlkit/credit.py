@@ -23,7 +23,7 @@ from rlkit.trajectory.types import checked_groups, token_rewards, turn_states
 from rlkit.types import Datum
 
 if TYPE_CHECKING:
-    from rlkit.critics.protocol import Critic
+    from rlkit.backends.protocol import Critic
 
 __all__ = ["Batch", "Item", "assign", "minibatches", "weigh"]
 

@@ -8,7 +8,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rlkit import _check
@@ -16,65 +15,16 @@ from rlkit.errors import BackendError, BackendTimeout, RequestCancelled
 
 __all__ = ["Future", "all_done", "settled"]
 
-
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futures.Future[None]:
-    """Return a future that is done when all of ``parts`` are, whether they failed or not."""
-    whole: concurrent.futures.Future[None] = concurrent.futures.Future()
-    left, lock = len(parts), threading.Lock()
-
-    def one_less(_: object) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            whole.set_result(None)
-
-    for part in parts:
-        part.add_done_callback(one_less)
-    if not parts:
-        whole.set_result(None)
-    return whole
-
-
-async def settled(inner: concurrent.futures.Future[U], timeout: float | None = None) -> bool:
-    """Wait in an event loop until ``inner`` is done, without reading its result; return False after ``timeout`` s."""
-    if not inner.done():
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not waiter.done():  # cancelled: the waiting was abandoned
-                waiter.set_result(None)
-
-        def from_thread(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: no one waits any more
-                loop.call_soon_threadsafe(wake)
-
-        inner.add_done_callback(from_thread)
-        await asyncio.wait([waiter], timeout=timeout)
-    return inner.done()
-
-
-def _cancelled(inner: concurrent.futures.Future[U], on_cancel: Callable[[], object]) -> bool:
-    try:
-        inner.set_exception(RequestCancelled("this request was cancelled; send it again"))
-    except concurrent.futures.InvalidStateError:  # it is done
-        return False
-    on_cancel()
-    return True
 
 
 class Future(Generic[T]):
     """A value that is being computed.
 
     Cancelling an ``await``, or letting ``result(timeout)`` run out, abandons the waiting but never the work, so that a
-    training call cannot be lost from the middle of a sequence. A sampler's requests alone may stop: by ``cancel()``,
-    when their future was forgotten, or when Ctrl-C ended the last waiting for it.
+    training call cannot be lost from the middle of a sequence. Only a sampler's request may stop: by ``cancel()``,
+    when its future was forgotten, or when Ctrl-C ended the last waiting for it.
 
     ``asyncio.gather``, ``wait_for`` and ``ensure_future`` take it as it is. ``asyncio.run`` and
     ``TaskGroup.create_task`` want a coroutine, which ``async def value(): return await future`` makes of it.
@@ -83,22 +33,14 @@ class Future(Generic[T]):
     3
     """
 
-    __slots__ = ("_cancel", "_convert", "_inner", "_on_drop", "_on_error", "_process", "_waiting")
+    # Hooks, see ``wrap``. They are attributes of the class, so that ``__del__`` works if ``__init__`` was refused.
+    _convert: Callable[[Any], T] | None = None
+    _on_error: Callable[[BaseException], None] | None = None
+    _on_drop: Callable[[], None] | None = None
+    _cancel: Callable[[], bool] | None = None
 
-    def __init__(
-        self,
-        inner: concurrent.futures.Future[Any],
-        *,
-        convert: Callable[[Any], T] | None = None,
-        on_error: Callable[[BaseException], None] | None = None,
-        on_drop: Callable[[], None] | None = None,
-        cancel: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, inner: concurrent.futures.Future[Any]) -> None:
         self._inner = inner
-        self._convert = convert
-        self._on_error = on_error
-        self._on_drop = on_drop
-        self._cancel = cancel
         self._process = os.getpid()
         self._waiting: list[None] = []  # one for each reader that waits; appending and popping need no lock
 
@@ -131,8 +73,20 @@ class Future(Generic[T]):
             on_cancel: told that ``cancel`` has set ``inner`` to ``RequestCancelled``, so that the work may stop, and
                 its result is not to be set. None if the work must not be lost.
         """
-        cancel = None if on_cancel is None else partial(_cancelled, inner, on_cancel)
-        return cls(inner, convert=convert, on_error=on_error, on_drop=on_drop, cancel=cancel)
+
+        def cancel() -> bool:
+            try:
+                inner.set_exception(RequestCancelled("this request was cancelled; send it again"))
+            except concurrent.futures.InvalidStateError:  # it is done
+                return False
+            if on_cancel is not None:
+                on_cancel()
+            return True
+
+        future = cls(inner)
+        future._convert, future._on_error, future._on_drop = convert, on_error, on_drop
+        future._cancel = on_cancel and cancel
+        return future
 
     @classmethod
     def all(cls, futures: Sequence[Future[U]], convert: Callable[[list[U]], T] | None = None) -> Future[Any]:
@@ -148,7 +102,7 @@ class Future(Generic[T]):
         [1, 2]
         """
 
-        def values(_: object) -> list[U] | T:
+        def read_all(_: object) -> list[U] | T:
             results = [future.result() for future in futures]
             return results if convert is None else convert(results)
 
@@ -158,11 +112,12 @@ class Future(Generic[T]):
                     future._drop()  # noqa: SLF001
 
         def cancel() -> bool:
-            cancelled = [future.cancel() for future in futures]
+            cancelled = [future.cancel() for future in futures]  # all of them, not up to the first
             return any(cancelled)
 
-        whole = all_done([future._inner for future in futures])  # noqa: SLF001
-        return Future(whole, convert=values, on_drop=drop, cancel=cancel)
+        whole: Future[Any] = Future(all_done([future._inner for future in futures]))
+        whole._convert, whole._on_drop, whole._cancel = read_all, drop, cancel
+        return whole
 
     def done(self) -> bool:
         """Return whether ``result()`` would return or raise at once."""
@@ -199,6 +154,16 @@ class Future(Generic[T]):
             raise
         return value if self._convert is None else self._convert(value)
 
+    def __await__(self) -> Generator[object, None, T]:
+        if not self._inner.done():
+            self._check_process()
+            self._waiting.append(None)
+            try:
+                yield from settled(self._inner).__await__()
+            finally:
+                self._waiting.pop()
+        return self.result()
+
     def cancel(self) -> bool:
         """Cancel a request of a sampler, which frees its slot at once; reading it raises ``RequestCancelled``.
 
@@ -213,16 +178,6 @@ class Future(Generic[T]):
         """
         self._check_process()
         return self._cancel is not None and self._cancel()
-
-    def __await__(self) -> Generator[object, None, T]:
-        if not self._inner.done():
-            self._check_process()
-            self._waiting.append(None)
-            try:
-                yield from settled(self._inner).__await__()
-            finally:
-                self._waiting.pop()
-        return self.result()
 
     def _check_process(self) -> None:
         """Raise BackendError after a fork: the threads that would set the result do not exist in the child."""
@@ -244,3 +199,42 @@ class Future(Generic[T]):
             return "Future(pending)"
         error = self._inner.exception()
         return f"Future({self._inner.result()!r})" if error is None else f"Future({error!r})"
+
+
+async def settled(inner: concurrent.futures.Future[U], timeout: float | None = None) -> bool:
+    """Wait in an event loop until ``inner`` is done, without reading its result; return False after ``timeout`` s."""
+    if not inner.done():
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():  # cancelled: the waiting was abandoned
+                waiter.set_result(None)
+
+        def wake_from_thread(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no one waits any more
+                loop.call_soon_threadsafe(wake)
+
+        inner.add_done_callback(wake_from_thread)
+        await asyncio.wait([waiter], timeout=timeout)
+    return inner.done()
+
+
+def all_done(parts: Sequence[concurrent.futures.Future[Any]]) -> concurrent.futures.Future[None]:
+    """Return a future that is done when all of ``parts`` are, whether they failed or not."""
+    whole: concurrent.futures.Future[None] = concurrent.futures.Future()
+    left, lock = len(parts), threading.Lock()
+
+    def count_down(_: object) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            whole.set_result(None)
+
+    for part in parts:
+        part.add_done_callback(count_down)
+    if not parts:
+        whole.set_result(None)
+    return whole

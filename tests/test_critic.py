@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import rlkit
 from rlkit.backends.tokenizers import same_tokenizer
 from rlkit.backends.toy import ByteTokenizer
-from rlkit.backends.toy.model import AdamState
-from rlkit.critics import Critic, gae_datums
-from rlkit.critics.estimates import token_rewards
+from rlkit.credit import assign
+from rlkit.critics import Critic
 from rlkit.errors import CheckpointError, ConfigError, DataError, UnknownNameError, UnsupportedError
-from rlkit.trajectory import Trajectory, Turn, datums
+from rlkit.trajectory import Group, Trajectory, Turn, datums
+from rlkit.trajectory.types import token_rewards
 from tests.properties import examples
 
 torch = pytest.importorskip("torch")
@@ -231,15 +231,21 @@ def played(rng, *, splits=False):
     return Trajectory(turns)
 
 
+def estimate(critic, trajectories, *, weights=None, **options):
+    """The datums of PPO with a critic."""
+    return assign([Group(trajectories)], "gae", level="token", critic=critic, weights=weights, **options).data
+
+
 @examples(30)
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.booleans())
-def test_gae_datums_against_plain_loops(seed, gamma, lam, splits):
+def test_gae_against_plain_loops(seed, gamma, lam, splits):
     """Advantages and returns at the policy's tokens, by the recursion over a trajectory's own tokens alone."""
     rng = np.random.default_rng(seed)
     trajectories = [played(rng, splits=splits) for _ in range(3)]
     critic = rlkit.critic("toy", tokenizer=ByteTokenizer())
-    critic._weights.state = AdamState.started(rng.normal(size=critic._weights.value.shape))
-    data = gae_datums(critic, trajectories, gamma=gamma, lam=lam, normalize=False, split="allow", weights=[1, 2, 3])
+    critic._weights.value = rng.normal(size=critic._weights.value.shape)
+    config, weights = {"gamma": gamma, "lam": lam}, [1, 2, 3]
+    data = estimate(critic, trajectories, config=config, normalize=False, split="allow", weights=weights)
     rest = iter(data)
     for weight, trajectory in zip([1, 2, 3], trajectories, strict=True):
         plain = datums(trajectory, split="allow")
@@ -261,21 +267,21 @@ def test_gae_datums_against_plain_loops(seed, gamma, lam, splits):
     assert next(rest, None) is None
 
 
-def test_gae_datums_normalises_over_all_tokens():
+def test_gae_normalises_over_all_tokens():
     """Mean 0 and deviation 1 over the batch; what is unscored or empty gives nothing; mistakes are named."""
     rng, critic = np.random.default_rng(1), rlkit.critic("toy", tokenizer=ByteTokenizer())
     trajectories = [played(rng) for _ in range(4)]
     unscored = Trajectory([Turn(rlkit.Sample([1], [2], [-1.0]), reward=float("nan"))])
     empty = Trajectory([Turn(rlkit.Sample([1], [], []))])
-    data = gae_datums(critic, [unscored, *trajectories, empty])
+    data = estimate(critic, [unscored, *trajectories, empty])
     flat = np.concatenate([d.inputs["advantages"][d.mask] for d in data])
     assert len(data) == 4
     assert (flat.mean(), flat.std(ddof=1)) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-6))
-    assert gae_datums(critic, [unscored, empty]) == []
+    assert estimate(critic, [unscored, empty]) == []
     with pytest.raises(DataError, match=r"rewards\[1\]: has shape \(1,\)"):
-        gae_datums(critic, [unscored, Trajectory([Turn(rlkit.Sample([1], [2, 3], [-1, -1]))])], rewards=[[1.0], [1.0]])
+        estimate(critic, [unscored, Trajectory([Turn(rlkit.Sample([1], [2, 3], [-1, -1]))])], rewards=[[1.0], [1.0]])
     with pytest.raises(DataError, match="one per trajectory"):
-        gae_datums(critic, [unscored], weights=[1.0, 2.0])
+        estimate(critic, [unscored], weights=[1.0, 2.0])
 
 
 def test_token_rewards():
@@ -300,7 +306,7 @@ def play(policy, steps, critic, *, cut=None, run=None, seen=None):
         samples = sampler.sample(prompt, rlkit.SamplingParams(max_tokens=6, stop=()), n=16, seed=step).result()
         digits = [len([c for c in policy.tokenizer.decode(s.tokens) if c.isdigit()]) / 6 for s in samples]
         trajectories = [Trajectory([Turn(s, reward=r)]) for s, r in zip(samples, digits, strict=True)]
-        data = gae_datums(critic, trajectories, lam=0.9, weights=np.full(16, 1 / 96))
+        data = estimate(critic, trajectories, config={"lam": 0.9}, weights=np.full(16, 1 / 96))
         rate = rlkit.Adam(learning_rate=0.05)
         for _ in range(2):  # epochs: the old values and logprobs stay
             loss = policy.forward_backward(data, "ppo")

@@ -348,7 +348,7 @@ def test_a_change_touches_the_tests_that_reach_it():
     for changed, test in {
         "rlkit/types.py": "tests/test_types.py",
         "rlkit/runs/_run.py": "tests/test_quickstart.py",
-        "rlkit/backends/toy/_sampler.py": "tests/rollouts/test_rollout.py",
+        "rlkit/backends/toy.py": "tests/rollouts/test_rollout.py",
         "README.md": "tests/test_docs.py",
         "examples/quickstart.py": "tests/test_quickstart.py",
         "tests/gateway/dialects/conftest.py": "tests/gateway/dialects/test_chat.py",

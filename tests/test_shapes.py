@@ -12,7 +12,6 @@ import pytest
 
 import rlkit
 from rlkit import advantages, corrections, credit, filters, metrics, rewards
-from rlkit.critics import gae_datums
 from rlkit.envs import TaskSettings
 from rlkit.errors import DataError, RlkitError
 from rlkit.futures import Future
@@ -170,6 +169,10 @@ class Valued:
         return Future.of(self.give(data))
 
 
+def gae(critic, trajectories, **options):
+    return credit.assign([Group(trajectories)], "gae", level="token", critic=critic, **options)
+
+
 def listed(cases):
     """Return the cases that did not raise an error of ours with the name; a case is what, the name, and the call."""
     found = [(what, outcome(call, {}, [name])) for what, name, call in cases]
@@ -189,7 +192,7 @@ def test_credit():
                 (f"assign, {what}", "rewards", lambda x=x: credit.assign(GROUPS, rewards=x)),
                 (f"assign, {what}", "weights", lambda x=x: credit.assign(GROUPS, weights=x)),
                 (f"assign, {what}", "baseline", lambda x=x, o=token: credit.assign(GROUPS, baseline=x, **o)),
-                (f"gae_datums, {what}", "rewards", lambda x=x, c=critic: gae_datums(c, [ONE] * 4, rewards=x)),
+                (f"gae, {what}", "rewards", lambda x=x, c=critic: gae(c, [ONE] * 4, rewards=x)),
             ]
         if what not in ("too long", "nothing"):
             cases.append((f"Turn, {what}", "rewards", lambda x=x: Turn(ONE.turns[0].sample, rewards=x)))
@@ -212,7 +215,7 @@ def test_credit():
     }
     for what, form in forms.items():
         critic = Valued(lambda data, form=form: form([np.zeros(len(datum)) for datum in data]))
-        cases.append((f"critic, {what}", "critic.values", lambda c=critic: gae_datums(c, [ONE, TWO])))
+        cases.append((f"critic, {what}", "critic.values", lambda c=critic: gae(c, [ONE, TWO])))
         for level in ("group", "turn", "token"):
             own = lambda rewards, form=form: form(rewards)  # noqa: E731
             cases.append(

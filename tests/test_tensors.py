@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit import advantages, corrections, evaluation, filters, metrics, rewards
+from rlkit import advantages, corrections, credit, evaluation, filters, metrics, rewards
 from rlkit.backends.toy import ByteTokenizer
-from rlkit.critics import gae_datums
 from rlkit.errors import DataError
-from rlkit.trajectory import Trajectory, Turn
+from rlkit.trajectory import Group, Trajectory, Turn
 from tests.each import for_each
 
 torch = pytest.importorskip("torch")
@@ -36,7 +35,8 @@ def sample():
 
 def episodes(rows):
     critic = rlkit.critic("toy", tokenizer=ByteTokenizer())
-    (datum,) = gae_datums(critic, [Trajectory([Turn(sample())])], rewards=rows, normalize=False)
+    groups, given = [Group([Trajectory([Turn(sample())])])], {"critic": critic, "rewards": rows, "normalize": False}
+    (datum,) = credit.assign(groups, "gae", level="token", config={"lam": 0.95}, **given).data
     return datum.inputs["advantages"]
 
 

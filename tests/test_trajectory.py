@@ -125,7 +125,7 @@ def test_merging_does_not_change_the_gradient_of_losses_per_token(toy, trajector
 
 def oracle_gradient(policy, trajectory, advantages):
     """d/dW of -sum A_t log p(token t | what the sampler had seen), from the sampled actions alone."""
-    from rlkit.backends.toy.model import Features
+    from rlkit.backends.toy import Features
 
     features, weights = Features(VOCABULARY), policy._weights.value
     total = np.zeros_like(weights)

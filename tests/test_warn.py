@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from rlkit._warn import users_line, warn
-from rlkit.backends.queue import Worker
 from rlkit.backends.toy import ToyBackend
+from rlkit.backends.trainer import Worker
 from rlkit.storage import TornLine, read
 
 

@@ -11,7 +11,7 @@ from rlkit import _check
 from rlkit.backends._reference import reference_logprobs
 from rlkit.backends.early import resolve_class
 from rlkit.backends.options import LocalKwargs, LocalOptions, TinkerKwargs, ToyKwargs
-from rlkit.backends.protocol import LossLike, OpensSamplers, Sampler, Tokenizer, TrainerBackend
+from rlkit.backends.protocol import LossLike, Sampler, Tokenizer, TrainerBackend
 from rlkit.errors import ConfigError
 from rlkit.registry import Registry
 
@@ -71,7 +71,7 @@ def connect(name: str, **options: object) -> TrainerBackend:
     make = resolve_class(registry, name, options, LocalOptions, "connect")
     _check.options(f"connect({name!r})", make, options)
     backend: TrainerBackend = make(**options)
-    hint = f"rlkit.sampler({name!r}) opens a sampler" if isinstance(make, OpensSamplers) else ""
+    hint = f"rlkit.sampler({name!r}) opens a sampler" if hasattr(make, "open_sampler") else ""
     _check.members(f"connect({name!r})", backend, TrainerBackend, hint)
     return backend
 
@@ -104,8 +104,8 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     given = options if model is None else {**options, "model": model}
     given = given if path is None else {**given, "init_from": path}
     make = resolve_class(registry, name, given, LocalOptions, "connect")
-    if isinstance(make, OpensSamplers):
-        opened = make.open_sampler(model=model, path=path, **options)
+    if hasattr(make, "open_sampler"):  # it samples without a trainer, and needs none of a trainer's methods
+        opened: Sampler = make.open_sampler(model=model, path=path, **options)
         _check.members(f"rlkit.sampler({name!r})", opened, Sampler)
         return opened
     if model is not None:

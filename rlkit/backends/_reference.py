@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlkit import _check
-from rlkit.backends.protocol import MaskedLogprobs, Sampler
+from rlkit.backends.protocol import Sampler
 from rlkit.errors import ConfigError, DataError
 from rlkit.futures import Future
 from rlkit.types import Datum, Sample
@@ -62,9 +62,10 @@ def reference_logprobs(
 def _asked(sampler: Sampler, head: np.ndarray, datum: Datum) -> Future[np.ndarray]:
     """Ask for the logprobs [P + T] of a datum after ``head``, where its mask is 1 at least."""
     tokens, temperature = np.concatenate([head, datum.tokens]), datum.temperature or 1.0
-    if isinstance(sampler, MaskedLogprobs):
+    if hasattr(sampler, "masked_logprobs"):  # cheaper than the logprobs of the whole text
         mask = np.concatenate([np.zeros(head.size, bool), datum.mask])
-        return sampler.masked_logprobs(tokens, mask, temperature=temperature)
+        asked: Future[np.ndarray] = sampler.masked_logprobs(tokens, mask, temperature=temperature)
+        return asked
     return sampler.logprobs(tokens, temperature=temperature)
 
 

@@ -160,13 +160,18 @@ class SuccessiveSampler(Resource):
         first: the policy as it is.
         update: takes a snapshot of the policy as of its call and, when that is there, calls ``become`` with it; the
             future gives its version.
+        switches: "token" where no request of theirs is running when ``become`` is called.
     """
 
-    switches: Literal["token", "request"] = "request"
-
-    def __init__(self, first: Sampler, update: Callable[[SuccessiveSampler], Future[int]]) -> None:
+    def __init__(
+        self,
+        first: Sampler,
+        update: Callable[[SuccessiveSampler], Future[int]],
+        switches: Literal["token", "request"] = "request",
+    ) -> None:
         self._newest: Sampler | None = first
         self._update = update
+        self.switches: Literal["token", "request"] = switches
         self.tokenizer: Tokenizer = first.tokenizer
         self.max_length = first.max_length
         self.version = first.version

@@ -18,8 +18,8 @@ import attrs
 import numpy as np
 
 from rlkit import _check
-from rlkit.backends.checking import Start
 from rlkit.backends.engine import SamplingEngine
+from rlkit.backends.trainer import check_start_options
 from rlkit.types import Lora
 
 if TYPE_CHECKING:
@@ -171,9 +171,9 @@ class ModelOptions:
     def __attrs_post_init__(self) -> None:
         self.start()
 
-    def start(self) -> Start:
-        """Return which saved state it starts from."""
-        return Start.of(self.opener, self.model, self.lora, self.folder, self.resume_from, self.init_from)
+    def start(self) -> tuple[str | None, bool]:
+        """Return the saved path to start from, None for a new state; and whether its optimizer is resumed."""
+        return check_start_options(self.opener, self.model, self.lora, self.folder, self.resume_from, self.init_from)
 
     def kept(self) -> dict[str, object]:
         """Return those that a saved state keeps."""

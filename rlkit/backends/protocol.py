@@ -1,13 +1,13 @@
-"""The protocol that every backend implements, and the small optional ones.
+"""What a backend is: ``TrainerBackend`` and its ``Sampler``, ``Critic``, and small protocols for further abilities.
 
-Calls return at once and take effect in the order in which they were made. ``.result()`` or ``await`` a future to
-read it; both keep further work in flight.
+Calls return at once and take effect in the order in which they were made. Their value is a future: ``.result()`` or
+``await`` it; until then further calls stay in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import attrs
 import numpy as np
@@ -19,17 +19,16 @@ from rlkit.types import Adam, Datum, ForwardBackwardOutput, Sample, SamplingPara
 
 __all__ = [
     "Capabilities",
-    "ChecksOptions",
     "Config",
+    "Critic",
     "LiveSampler",
     "LiveSampling",
     "LossLike",
-    "MaskedLogprobs",
-    "OpensSamplers",
     "PromptLogprobs",
     "Route",
     "Routes",
     "Sampler",
+    "SavedSamplers",
     "Storage",
     "TargetLogprobs",
     "Tokenizer",
@@ -108,7 +107,11 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class TrainerBackend(Protocol):
-    """A policy that can be trained. A context manager."""
+    """A policy that can be trained. A context manager.
+
+    A call checks its arguments and raises. If an accepted training call fails later, it changes nothing, its future
+    raises, and the calls made after it are refused with ``TrainerFailed`` until one of these errors has been read.
+    """
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -130,7 +133,7 @@ class TrainerBackend(Protocol):
         config: Config | None = None,
         want: Sequence[str] = (),
     ) -> Future[ForwardBackwardOutput]:
-        """Return logprobs and, with ``loss``, its value; no gradient. ``want`` asks for further outputs by name."""
+        """Return logprobs and, with ``loss``, its value; no gradient. ``want`` names further outputs: "entropy", ..."""
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossLike, *, config: Config | None = None, want: Sequence[str] = ()
@@ -142,7 +145,11 @@ class TrainerBackend(Protocol):
         """
 
     def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
-        """Apply the accumulated gradient and clear it; "grad_norm:mean" where known."""
+        """Apply the accumulated gradient and clear it; the metrics have "grad_norm:mean" where it is known.
+
+        Raises:
+            BackendError: no gradient is accumulated.
+        """
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot of the policy as of this call."""
@@ -151,13 +158,22 @@ class TrainerBackend(Protocol):
         """Return a sampler of the base model, without what was trained."""
 
     def save(self, name: str, *, optimizer: bool = True, sampler: bool = False) -> Future[str]:
-        """Write the state; ``name`` is a label, the returned path is unique and the only handle."""
+        """Write weights, and with ``optimizer`` its state; ``name`` is a label, the path is unique and the only handle.
+
+        Args:
+            name: letters, digits, dot, dash and underscore.
+            optimizer: whether the path can be given to ``resume_from=``, and not only to ``init_from=``.
+            sampler: whether a service also saves weights to sample from.
+
+        Raises:
+            BackendError: a gradient is accumulated and would be lost.
+        """
 
     def discard(self) -> Future[None]:
         """Drop the accumulated gradient, and accept calls again after a failure.
 
         Raises:
-            BackendError: a service holds the gradient and cannot drop it, or its state is not known.
+            BackendError: a service holds the gradient and cannot drop it, or its state is unknown.
         """
 
     def close(self) -> None:
@@ -168,16 +184,63 @@ class TrainerBackend(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+@runtime_checkable
+class Critic(Protocol):
+    """A value model that can be trained, independent of the policy's backend. A context manager."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the policy's tokenizer."""
+
+    @property
+    def max_length(self) -> int:
+        """Return the longest datum, in tokens."""
+
+    @property
+    def version(self) -> int:
+        """Return the optimizer steps that the critic has taken, as far as they have been carried out."""
+
+    def values(self, data: Sequence[Datum]) -> Future[list[np.ndarray]]:
+        """Return one float32 [T] per datum: entry i is V before token i, 0 wherever the mask is False."""
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: LossLike = "value_clipped", *, config: Config | None = None
+    ) -> Future[ForwardBackwardOutput]:
+        """Add the gradient of a loss of ``values`` to the accumulated gradient, all or nothing.
+
+        ``outputs["values"]`` are the values before the update; logprobs are not computed.
+        """
+
+    def optim_step(self, params: Adam) -> Future[Mapping[str, float]]:
+        """Apply the accumulated gradient and clear it."""
+
+    def save(self, name: str, *, optimizer: bool = True) -> Future[str]:
+        """Write the state; the returned path is for ``resume_from=`` or ``init_from=``."""
+
+    def discard(self) -> Future[None]:
+        """Drop the accumulated gradient, and accept calls again after a failure."""
+
+    def close(self) -> None:
+        """Finish the submitted calls, and end the critic."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+# Small protocols. A caller asks with ``isinstance`` whether a backend or sampler has the ability.
+
+
 @attrs.frozen
 class Route:
     """How a loss reaches a service.
 
     Attributes:
         kind: "hosted": one call of a loss that the service has. "composed": several, whose gradients add up.
-            "server": the loss itself is sent and runs there. "client": its gradient is taken here, after a forward
+            "server": the loss itself is sent and runs there. "client": its gradient is computed here, after a forward
             pass, and sent as the weights of a cross entropy.
         calls: the service's calls, in order.
-        why: why not one before it in that list; "" for the first.
+        why: the reason why no earlier kind of that list applies; "" for the first.
     """
 
     kind: Literal["hosted", "composed", "server", "client"]
@@ -203,10 +266,10 @@ class TopK(Protocol):
 
 @runtime_checkable
 class PromptLogprobs(Protocol):
-    """A sampler that gives a text's own logprobs and the most probable tokens in one pass."""
+    """A sampler that gives a text's own logprobs and the most probable tokens in a single pass."""
 
     def prompt_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return what ``logprobs`` does [T], and the two of ``TopK.top_logprobs`` [T, k]."""
+        """Return (what ``logprobs`` returns [T], and the ids and logprobs of ``TopK.top_logprobs`` [T, k])."""
 
 
 @runtime_checkable
@@ -215,14 +278,6 @@ class TargetLogprobs(Protocol):
 
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """Return float32 [T, K]: log p(targets[i, k] | tokens before i); 0 in row 0 and where a target is -1."""
-
-
-@runtime_checkable
-class MaskedLogprobs(Protocol):
-    """A sampler that computes the logprobs of a part of a text for less than those of all of it."""
-
-    def masked_logprobs(self, tokens: TokenIds, mask: ArrayLike, *, temperature: float = 1.0) -> Future[np.ndarray]:
-        """Return float32 [T]: ``logprobs`` where ``mask`` [T] is true, else 0."""
 
 
 @runtime_checkable
@@ -244,29 +299,29 @@ class SavedSamplers(Protocol):
     """A backend that samples from saved states besides its own policy, without another trainer."""
 
     def saved_sampler(self, path: str) -> Future[Sampler]:
-        """Open a sampler of what ``save`` wrote at ``path``; it shares the base and what samples from it."""
+        """Open a sampler of what ``save`` wrote at ``path``; it shares the base model with the backend's others."""
 
 
 @runtime_checkable
 class LiveSampler(Sampler, Protocol):
-    """A sampler that is not a snapshot: its policy becomes a newer one when ``update`` is called, while requests run.
+    """A sampler that is not a snapshot: ``update`` gives it a newer policy while its requests run.
 
-    Each sample says which version drew each of its tokens (``Sample.versions``), and has the logprobs of the
-    distributions that they were drawn from.
+    ``Sample.versions`` says which version drew each token; the logprobs are those of the distributions drawn from.
     """
 
     @property
     def switches(self) -> Literal["token", "request"]:
-        """Return what one policy draws whole: a "token" (running requests go on under the newer one), or a "request".
+        """Return "token" or "request": what a single policy draws as a whole.
 
-        Then those that run end under the policy with which they began, and later ones take the newer.
+        "token": running requests go on under the newer policy. "request": they end under the policy with which they
+        began, and later requests take the newer one.
         """
 
     def update(self) -> Future[int]:
-        """Take the policy as of this call, as ``TrainerBackend.sampler`` does; return its version once it is there.
+        """Take the policy as of this call, as ``TrainerBackend.sampler`` does; return its version once it is loaded.
 
-        Requests that run pause between two tokens until the weights are there. Where the version is the one that it
-        has, nothing happens. What fails changes nothing.
+        Running requests pause between two tokens until the weights are there. If it already has that version, nothing
+        happens. An update that fails changes nothing.
         """
 
 
@@ -278,39 +333,13 @@ class LiveSampling(Protocol):
         """Return a sampler that begins with the policy as of this call.
 
         Args:
-            recompute: at an update compute the keys and values (recurrent states) of running requests anew. Then each
-                token's distribution is exactly that of its version. Without it they may be kept, which costs nothing:
-                a token is then drawn from the newer weights over what older ones computed of the tokens before. The
-                logprobs are those of that distribution, so that ratios to it are right in either case.
+            recompute: at an update, recompute the keys and values (recurrent states) of running requests. Then each
+                token's distribution is exactly that of its version. Otherwise they may be kept, which costs nothing:
+                newer weights then draw a token over keys and values that older weights computed. The logprobs are those
+                of the distribution that was drawn from, so that ratios to it are right in either case.
 
-        Source: PipelineRL, arXiv:2509.19128, which keeps them; AReaL, arXiv:2505.24298, which computes them anew.
+        Source: PipelineRL, arXiv:2509.19128, which keeps them; AReaL, arXiv:2505.24298, which recomputes them.
         """
-
-
-@runtime_checkable
-class OpensSamplers(Protocol):
-    """A name of ``rlkit.backends.registry`` that samples without a trainer; it needs no trainer's methods.
-
-    >>> class Echo:  # registered as "echo", rlkit.sampler("echo", path="x") calls this
-    ...     @classmethod
-    ...     def open_sampler(cls, *, model=None, path=None, **options): ...
-    >>> isinstance(Echo, OpensSamplers)
-    True
-    """
-
-    def open_sampler(self, *, model: str | None = None, path: str | None = None, **options: Any) -> Sampler:
-        """Return a sampler of what ``path`` names, or of the base model; called on the class. See ``rlkit.sampler``."""
-
-
-@runtime_checkable
-class ChecksOptions(Protocol):
-    """A name of ``rlkit.backends.registry`` that checks the values of its options by themselves.
-
-    ``rlkit train --check`` asks it, and ``rlkit train`` before any work.
-    """
-
-    def check_options(self, **options: Any) -> object:
-        """Raise ConfigError where ``rlkit.connect`` would before it loads anything; called on the class."""
 
 
 @runtime_checkable

@@ -18,10 +18,10 @@ from rlkit.types import OPTIONAL_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 __all__ = [
     "SeedStream",
     "Stop",
-    "checked_mask",
-    "checked_prompt",
-    "checked_request",
-    "checked_targets",
+    "check_mask",
+    "check_prompt",
+    "check_request",
+    "check_targets",
     "entropy_of",
     "rounded_up",
     "streams",
@@ -62,7 +62,7 @@ def streams(seed: int, n: int) -> list[np.random.Generator]:
     return [np.random.default_rng(np.random.SeedSequence([seed, i])) for i in range(n)]
 
 
-def checked_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int) -> np.ndarray:
+def check_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int) -> np.ndarray:
     """Return int64 [1 <= P <= max_length], or a DataError naming the index."""
     array = _check.token_ids(where, tokens, vocab_size=vocab_size, low_length=1)
     if array.size > max_length:
@@ -72,7 +72,7 @@ def checked_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: in
     return array
 
 
-def checked_request(
+def check_request(
     prompt: TokenIds,
     params: SamplingParams,
     n: int,
@@ -106,14 +106,14 @@ def checked_request(
         _check.integer("sample(seed)", seed, low=0)
     if params.stop and not isinstance(params.stop[0], str):
         _check.token_ids("SamplingParams.stop", params.stop, vocab_size=vocab_size)
-    array = checked_prompt("sample(prompt)", prompt, vocab_size, max_length)
+    array = check_prompt("sample(prompt)", prompt, vocab_size, max_length)
     if array.size == max_length:
         what = f"has {array.size} tokens, which fill the model's context"
         raise DataError(_check.problem("sample(prompt)", what, f"at most {max_length - 1}", "leave room for one token"))
     return array
 
 
-def checked_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarray:
+def check_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarray:
     """Return the targets of ``target_logprobs`` as int64 [size, K].
 
     Raises:
@@ -129,7 +129,7 @@ def checked_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarra
     return np.ascontiguousarray(array, np.int64)
 
 
-def checked_mask(mask: ArrayLike, size: int) -> np.ndarray:
+def check_mask(mask: ArrayLike, size: int) -> np.ndarray:
     """Return the mask of ``masked_logprobs`` as bool [size].
 
     Raises:

@@ -1,12 +1,14 @@
-"""Whether two models read the same tokens: a teacher, a critic and a policy have to."""
+"""The tokenizers of the toy and of transformers, and whether two of them read the same tokens."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -20,7 +22,15 @@ from rlkit.errors import ConfigError, DataError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BRINGS_CODE", "LocalTokenizer", "reason_of", "same_tokenizer", "source_of", "tokenizer_from"]
+__all__ = [
+    "BRINGS_CODE",
+    "ByteTokenizer",
+    "LocalTokenizer",
+    "reason_of",
+    "same_tokenizer",
+    "source_of",
+    "tokenizer_from",
+]
 
 _PROBES = (
     "Hello, world! 12345 + 67.89 = ?\n\tdef f(x):\n        return x  # comment\n",
@@ -54,6 +64,59 @@ def same_tokenizer(one: Tokenizer, two: Tokenizer, *, ends: bool = True) -> str:
 
 
 BRINGS_CODE = "it brings its own code, which rlkit never runs; expected an architecture that is part of transformers"
+
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+_CONTROL = re.compile("|".join(map(re.escape, _SPECIAL)).encode())
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens, and three special ones: <|im_start|> 256, <|im_end|> 257 (the end), <|endoftext|> 258."""
+
+    vocab_size = 259
+    eos_ids = (257,)
+    chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    added_tokens = MappingProxyType(dict.fromkeys(_SPECIAL, True))
+    named_tokens = MappingProxyType({"eos_token": "<|im_end|>"})
+
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """Return int64 [T]; special-token strings become control tokens only with ``special=True``."""
+        _check.require(isinstance(text, str), "encode(text)", text, "a string")
+        data = text.encode()
+        ids = np.frombuffer(data, np.uint8).astype(np.int64)
+        if not special:
+            return ids
+        keep = np.ones(ids.size, np.bool_)
+        for match in _CONTROL.finditer(data):
+            ids[match.start()] = 256 + _SPECIAL.index(match[0].decode())
+            keep[match.start() + 1 : match.end()] = False
+        return ids[keep]
+
+    def decode(self, tokens: TokenIds, skip_special: bool = True) -> str:
+        """Return the text of int [T]; bytes that are not UTF-8 become U+FFFD."""
+        out = bytearray()
+        for token in _check.token_ids("decode(tokens)", tokens, vocab_size=self.vocab_size):
+            if token < 256:
+                out.append(int(token))
+            elif not skip_special:
+                out += _SPECIAL[token - 256].encode()
+        return out.decode(errors="replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
+    ) -> np.ndarray:
+        """Return int64 [T]: each message between <|im_start|> and <|im_end|>, then the head of the assistant's."""
+        if variables:
+            raise ConfigError(f"apply_chat_template: the toy's template takes no variables; got {sorted(variables)}")
+        checked = _check.messages("apply_chat_template(messages)", messages)
+        start, end = [256], [257, 10]
+        parts = [start + list(f"{m['role']}\n{m['content']}".encode()) + end for m in checked]
+        if add_generation_prompt:
+            parts.append([*start, *b"assistant\n"])
+        return np.array([token for part in parts for token in part], np.int64)
 
 
 class LocalTokenizer:

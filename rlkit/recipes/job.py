@@ -14,9 +14,7 @@ from pathlib import Path
 import attrs
 
 from rlkit import _check, _packages, backends, storage, tracking
-from rlkit.backends.protocol import ChecksOptions
-from rlkit.backends.tokenizers import tokenizer_from
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.tokenizers import ByteTokenizer, tokenizer_from
 from rlkit.chat.templates import Template
 from rlkit.config import dump
 from rlkit.envs import TaskSource
@@ -145,7 +143,7 @@ def _check_model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -
     if settings.options:
         backend = backends.registry[name]
         _check.options("options", backend, dict(settings.options))
-        if isinstance(backend, ChecksOptions):
+        if hasattr(backend, "check_options"):
             backend.check_options(**policy.options)
     if name == "local" and isinstance(path, str):
         _check_path(path)

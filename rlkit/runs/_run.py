@@ -34,7 +34,7 @@ from rlkit.tracking.surroundings import Settings
 from rlkit.trajectory import Group
 
 if TYPE_CHECKING:
-    from rlkit.critics.protocol import Critic
+    from rlkit.backends.protocol import Critic
 
 __all__ = ["Run"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from rlkit.backends.queue import Worker
 from rlkit.backends.tinker.guard import DEDUPLICATES
+from rlkit.backends.trainer import Worker
 from rlkit.server._checkpoints import KnownRun
 from rlkit.server._state import ClientSession, Line, ServerState, TrainingRun, endpoint, post
 from rlkit.server._wire import ApiError, Fields, Request, Response

@@ -22,8 +22,8 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from rlkit.backends.queue import Worker
 from rlkit.backends.sampling import SeedStream
+from rlkit.backends.trainer import Worker
 from rlkit.errors import ConfigError, DataError, RlkitError, UnknownNameError, UnsupportedError
 from rlkit.server._adapter import BackendModel, BackendModels, BackendSnapshot
 from rlkit.server._checkpoints import Checkpoints

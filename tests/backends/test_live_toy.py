@@ -1,16 +1,13 @@
-"""A toy policy that is updated while its requests run."""
+"""A toy policy that is updated between its requests, each of which is one call."""
 
 from __future__ import annotations
-
-import threading
 
 import numpy as np
 import pytest
 
 import rlkit
 from rlkit.backends.protocol import LiveSampler, LiveSampling
-from rlkit.backends.toy._sampler import Completions
-from tests.backends.live import PROMPT, Updating, step
+from tests.backends.live import PROMPT, step
 
 pytest.importorskip("torch")
 
@@ -41,20 +38,6 @@ def test_without_an_update_it_is_a_snapshot(policy):
         assert a.versions is None
 
 
-def test_each_token_is_its_versions_own(policy, monkeypatch):
-    """Several updates during a request: versions say which policy drew a token, and its logprob is that policy's."""
-    live = policy.live_sampler().result()
-    updating = Updating(policy, live, {6: 1, 60: 2})
-    monkeypatch.setattr(Completions, "step", updating(Completions.step))
-    samples = live.sample(PROMPT, rlkit.SamplingParams(max_tokens=150, stop=()), n=3, seed=3).result()
-    assert live.version == 4
-    for sample in samples:
-        assert {*sample.versions.tolist()} == {1, 2, 4}
-        assert sample.versions[:6].tolist() == [1] * 6
-        updating.check(sample)
-    assert len({s.tokens.tobytes() for s in samples}) == 3
-
-
 def test_with_no_request_running(policy):
     """The next request is the newer policy's; snapshots beside it stay what they are."""
     live, frozen = policy.live_sampler().result(), policy.sampler().result()
@@ -78,39 +61,16 @@ def test_it_stands_in_the_order_of_calls(policy):
     assert (second.result(), first.result()) == (2, 1)
 
 
-def test_a_request_is_cancelled(policy, monkeypatch):
-    """In the middle of an update, too; others go on."""
-    live = policy.live_sampler().result()
-    reached, futures, inner = threading.Event(), [], Completions.step
-
-    def cancelling(self, *args):
-        if len(futures) == 2 and not reached.is_set():
-            step(policy)
-            live.update()
-            assert futures[0].cancel()
-            reached.set()
-        inner(self, *args)
-
-    monkeypatch.setattr(Completions, "step", cancelling)
-    long = rlkit.SamplingParams(max_tokens=900, stop=())
-    futures += [live.sample(PROMPT, long), live.sample(PROMPT, long)]
-    with pytest.raises(rlkit.RequestCancelled):
-        futures[0].result()
-    assert futures[1].result()[0].versions is not None
-
-
 def test_closed(policy):
-    """A sampler that is closed takes no updates; what runs is answered. One of a closed policy says so."""
+    """A sampler that is closed takes neither requests nor updates; one of a closed policy no updates."""
     live = policy.live_sampler().result()
-    running = live.sample(PROMPT, LONG)
     live.close()
     for call in (live.update, lambda: live.sample(PROMPT, LONG), lambda: live.logprobs(PROMPT)):
         with pytest.raises(rlkit.BackendError, match="sampler is closed"):
             call()
-    assert running.result()
     other = policy.live_sampler().result()
     policy.close()
-    for call in (other.update, lambda: other.sample(PROMPT, LONG), policy.live_sampler):
+    for call in (other.update, policy.live_sampler):
         with pytest.raises(rlkit.BackendError, match="the toy backend is closed"):
             call()
 

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 import rlkit
 from rlkit import SamplingParams
-from rlkit.backends._penalties import TokenCounts
 from tests.properties import examples
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rlkit.backends._drawing import draw  # noqa: E402
-from rlkit.backends._penalties import penalized  # noqa: E402
+from rlkit.backends._drawing import TokenCounts, draw, penalize  # noqa: E402
 
 GRID = np.append((np.arange(60) + 0.5) / 60, [0.0, 1 - 2**-53])
 
@@ -107,7 +105,7 @@ def test_penalties_worked_by_hand():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
     params = [SamplingParams(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5), SamplingParams()]
     counts = [counts_of(params[0], [0, 1], [1, 1, 2]), None]
-    found = penalized(logits, params, counts)
+    found = penalize(logits, params, counts)
     assert found[0].tolist() == [1.0, -4.0 - 2 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.5]
     assert found[1].tolist() == logits[1].tolist()
     assert logits[0].tolist() == [2.0, -2.0, 1.0, 0.5]
@@ -131,7 +129,7 @@ def test_a_row_has_its_own_penalties():
         alone = draw(logits[[row]], params[row : row + 1], uniforms[row : row + 1], counts[row : row + 1])
         assert (alone[0][0], alone[1][0]) == (together[0][row], together[1][row])
     assert together[0][2] != best
-    assert together[1][2] == pytest.approx(float(penalized(logits, params, counts)[2].log_softmax(-1).max()))
+    assert together[1][2] == pytest.approx(float(penalize(logits, params, counts)[2].log_softmax(-1).max()))
 
 
 def test_a_penalty_without_counts_is_no_silent_one():

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import rlkit
 from rlkit import BackendError, RankLost, TrainerFailed
-from rlkit.backends.queue import CallQueue, RunHere, Sent
-from rlkit.backends.tinker._requests import SendAndTake
+from rlkit.backends.tinker._requests import ServiceExecutor
+from rlkit.backends.trainer import CallQueue, PendingResult, ThreadExecutor
 from tests.properties import examples
 
 TRAINS = ("forward_backward", "optim_step")
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
 
     def make(self):
         self.worker = ByHand()
-        return CallQueue("toy", RunHere(self.worker))
+        return CallQueue("toy", ThreadExecutor(self.worker))
 
     # The model.
 
@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def forward(self, data):
         outcome = data.draw(st.sampled_from(self.outcomes))
-        self.call("forward", outcome, lambda job: self.queue.submit("forward", job))
+        self.call("forward", outcome, lambda job: self.queue.enqueue("forward", job))
 
     @rule(data=st.data())
     def save(self, data):
@@ -289,7 +289,7 @@ class ServiceMachine(Machine):
 
     def make(self):
         with mock.patch("rlkit.backends.tinker._requests.Worker", ByHand):
-            executor = SendAndTake(seconds=0.0)
+            executor = ServiceExecutor(seconds=0.0)
         self.sender, self.taker = executor._sender, executor._taker
         return CallQueue("tinker", executor)
 
@@ -304,7 +304,7 @@ class ServiceMachine(Machine):
                 part.set_exception(ConnectionError("the answer was lost"))
             elif call.outcome != "late":
                 part.set_result(call.number)
-            return Sent([part], finish)
+            return PendingResult([part], finish)
 
         def finish(results):
             if call.outcome == "wrong":
@@ -378,7 +378,7 @@ TestQueueHere.settings = TestQueueOfAService.settings = examples(150, stateful_s
 def test_an_old_error_ends_no_new_failure():
     """Of two failures, reading what the first one refused leaves the second as it is."""
     worker = ByHand()
-    queue = CallQueue("toy", RunHere(worker))
+    queue = CallQueue("toy", ThreadExecutor(worker))
 
     def fails():
         raise Boom
@@ -405,13 +405,13 @@ def test_an_old_error_ends_no_new_failure():
 def test_calls_behind_a_lost_rank_are_refused_with_the_same_error():
     """Whoever catches ``RankLost`` need not read the call that met it; once one is read, calls are carried out."""
     executor = ByHand()
-    queue = CallQueue("local", RunHere(executor))
+    queue = CallQueue("local", ThreadExecutor(executor))
 
     def loses():
         raise RankLost("rank 1 is gone")
 
     first = queue.forward_backward(loses, adds=True)
-    refused = [queue.optim_step(dict), queue.submit("sampler", dict)]
+    refused = [queue.optim_step(dict), queue.enqueue("sampler", dict)]
     executor.drain()
     for future in refused:
         with pytest.raises(RankLost, match="refused, because the earlier forward_backward failed: rank 1") as caught:
@@ -420,6 +420,6 @@ def test_calls_behind_a_lost_rank_are_refused_with_the_same_error():
         assert isinstance(caught.value.__cause__, RankLost)
     with pytest.raises(RankLost):
         first.result()
-    later = queue.submit("sampler", dict)
+    later = queue.enqueue("sampler", dict)
     executor.drain()
     assert later.result() == {}

@@ -1,7 +1,8 @@
-"""What a notebook shows of a policy and a sampler, and what it says of what they are not."""
+"""What every backend has beside the conformance suite: its repr, no copies, chat templates, reference logprobs."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -10,57 +11,43 @@ import pytest
 
 import rlkit
 
-KINDS = ("toy", "local", "tinker")
 
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["toy", "local", "tinker"])
 def policy(request, tiny, tmp_path):
-    if request.param == "toy":
-        with rlkit.connect("toy", seed=0, folder=tmp_path) as policy:
-            yield policy
-    elif request.param == "local":
-        lora = rlkit.Lora(rank=4)
-        with rlkit.connect("local", model=tiny("llama"), lora=lora, seed=0, folder=tmp_path) as policy:
-            yield policy
-    else:
-        pytest.importorskip("tinker")
-        from rlkit.testing import FakeTinker
+    options = {"seed": 0, "folder": tmp_path, "lora": rlkit.Lora(rank=4)}
+    with contextlib.ExitStack() as opened:
+        if request.param == "local":
+            options["model"] = tiny("llama")
+        if request.param == "tinker":
+            pytest.importorskip("tinker")
+            from rlkit.testing import FakeTinker
 
-        with FakeTinker(seed=0) as fake:
-            client = fake.service_client()
-            lora = rlkit.Lora(rank=4)
-            with rlkit.connect("tinker", client=client, model="toy", lora=lora, tokenizer=fake.tokenizer) as policy:
-                yield policy
+            fake = opened.enter_context(FakeTinker(seed=0))
+            options |= {"client": fake.service_client(), "model": "toy", "tokenizer": fake.tokenizer}
+        yield opened.enter_context(rlkit.connect(request.param, **options))
 
 
 def test_what_is_shown(policy):
-    """Kind, model, adapter and version; a sampler its own version, and that it is closed."""
-    data = [rlkit.Datum.supervised([1, 2], [3])]
-    policy.forward_backward(data, "cross_entropy")
+    """Kind, adapter and version; a sampler its version, and that it is closed. Neither can be pickled or copied."""
+    policy.forward_backward([rlkit.Datum.supervised([1, 2], [3])], "cross_entropy")
     policy.optim_step(rlkit.Adam()).result()
-    name = type(policy).__name__
+    name, sampler = type(policy).__name__, policy.sampler().result()
     assert repr(policy).startswith(f"<{name} ")
     assert repr(policy).endswith("version 1>")
-    if name != "ToyBackend":
-        assert "LoRA r=4" in repr(policy)
-    sampler = policy.sampler().result()
+    assert ("LoRA r=4" in repr(policy)) == (name != "ToyBackend")
     assert "Sampler" in repr(sampler)
     assert "version 1" in repr(sampler)
+    for thing in (policy, sampler):
+        for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="can ?not be pickled"):
+                attempt(thing)
     if name != "TinkerBackend":
         sampler.close()
         assert repr(sampler).endswith("closed>")
 
 
-@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_no_copies(policy, attempt):
-    """A policy and a sampler say why they cannot be pickled or copied, and what to do instead."""
-    for thing in (policy, policy.sampler().result()):
-        with pytest.raises(TypeError, match="can ?not be pickled"):
-            attempt(thing)
-
-
 @pytest.mark.parametrize("policy", ["toy", "local"], indirect=True)
-def test_arguments_of_the_chat_template(policy, request, tiny):
+def test_arguments_of_the_chat_template(policy):
     """What decides on the form of the result is refused by name: the result is always int64 [T]."""
     tokenizer = policy.tokenizer
     messages = [{"role": "user", "content": "Hi"}]
@@ -75,8 +62,8 @@ def test_arguments_of_the_chat_template(policy, request, tiny):
 
 def test_reference_logprobs(policy):
     """They are the sampler's own at first, aligned to the sampled tokens, of samples and of datums."""
-    sampler, base = policy.sampler().result(), policy.base_sampler().result()
-    samples = sampler.sample([1, 2], rlkit.SamplingParams(max_tokens=4), n=3, seed=0).result()
+    base = policy.base_sampler().result()
+    samples = policy.sampler().result().sample([1, 2], rlkit.SamplingParams(max_tokens=4), n=3, seed=0).result()
     for given in (samples, [sample.datum() for sample in samples]):
         found = rlkit.reference_logprobs(base, given).result()
         for logprobs, sample in zip(found, samples, strict=True):
@@ -88,10 +75,12 @@ def test_reference_logprobs(policy):
     now = rlkit.reference_logprobs(policy.sampler().result(), samples).result()
     still = rlkit.reference_logprobs(base, samples).result()
     assert max(np.abs(a - b).max() for a, b in zip(now, still, strict=True)) > 1e-4
-    for wrong in (samples[0], "text", None):
-        with pytest.raises(rlkit.DataError, match=r"reference_logprobs\(samples\)"):
-            rlkit.reference_logprobs(base, wrong)
-    with pytest.raises(rlkit.DataError, match=r"samples\[1\]"):
-        rlkit.reference_logprobs(base, [samples[0], 3])
-    with pytest.raises(rlkit.ConfigError, match=r"reference_logprobs\(sampler\)"):
-        rlkit.reference_logprobs(policy, samples)
+    for sampler, wrong, error, where in (
+        (base, samples[0], rlkit.DataError, r"reference_logprobs\(samples\)"),
+        (base, "text", rlkit.DataError, r"reference_logprobs\(samples\)"),
+        (base, None, rlkit.DataError, r"reference_logprobs\(samples\)"),
+        (base, [samples[0], 3], rlkit.DataError, r"samples\[1\]"),
+        (policy, samples, rlkit.ConfigError, r"reference_logprobs\(sampler\)"),
+    ):
+        with pytest.raises(error, match=where):
+            rlkit.reference_logprobs(sampler, wrong)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.backends.sampling import Stop
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from tests.properties import examples
 
 tokenizers = pytest.importorskip("tokenizers")

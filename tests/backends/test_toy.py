@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 
 import attrs
 import numpy as np
@@ -11,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlkit
-from rlkit.backends._penalties import TokenCounts
-from rlkit.backends.toy import ToyBackend
-from rlkit.backends.toy._sampler import drawn
-from rlkit.backends.toy.model import AdamState, ByteTokenizer, Distributions, Features, Weights, base_weights
+from rlkit.backends.toy import (
+    ByteTokenizer,
+    Features,
+    ToyBackend,
+    Weights,
+    base_weights,
+    draw,
+)
 from rlkit.testing import BackendConformance
 from tests.properties import examples
 
@@ -22,6 +27,8 @@ TEXTS = st.text(max_size=12) | st.sampled_from(["<|im_start|>", "a<|im_end|>b", 
 
 
 class TestToy(BackendConformance):
+    offers = ()  # min_p and penalties are refused by name
+
     def make(self, folder, **options):
         return ToyBackend(folder=folder, max_length=128, **options)
 
@@ -33,7 +40,7 @@ def test_adamw_is_torch_s(clip, decay):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     params = rlkit.Adam(0.05, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=decay, grad_clip_norm=clip)
-    weights = Weights(AdamState.started(rng.normal(size=(3, 4))))
+    weights = Weights(rng.normal(size=(3, 4)))
     theirs = torch.nn.Parameter(torch.from_numpy(weights.value.copy()))
     adam = torch.optim.AdamW([theirs], lr=0.05, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay)
     for _ in range(5):
@@ -67,41 +74,61 @@ def test_features_are_the_last_three_tokens_and_a_fading_memory():
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["logprobs", "target_logprobs"])
 def test_gradients_by_differences(name, temperature):
-    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's."""
+    """Of chosen tokens and of targets (-1: none; token 0 is one), with and without the entropy's; and the outputs."""
+    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     tokens, mask = np.array([1, 0, 2, 0]), np.array([False, True, True, True])
     targets = np.array([[-1, -1], [0, 2], [1, -1], [2, 0]])
-    datum = rlkit.Datum(tokens, mask, {"target_tokens": targets})
+    datum = rlkit.Datum(tokens, mask, {"target_tokens": targets}, temperature=temperature)
     features, weights = rng.normal(size=(3, 4)), rng.normal(size=(4, 3))
-    known = np.ones((3, 2)) if name == "logprobs" else targets[mask] >= 0
-    by_model = rng.normal(size=3 if name == "logprobs" else (3, 2))
+    ids = tokens[mask][:, None] if name == "logprobs" else targets[mask]
+    by_model = rng.normal(size=ids.shape)
     by_entropy = rng.normal(size=3)
 
-    def loss(w, entropy):
+    def total(w, entropy):
         logits = features @ w / temperature
         lp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        chosen = lp[np.arange(3), tokens[mask]] if name == "logprobs" else lp[np.arange(3)[:, None], targets[mask]]
-        total = (by_model * chosen * (known[:, 0] if name == "logprobs" else known)).sum()
-        return total - (by_entropy * (np.exp(lp) * lp).sum(-1)).sum() * entropy
+        chosen = (by_model * lp[np.arange(3)[:, None], ids])[ids >= 0].sum()
+        return chosen - (by_entropy * (np.exp(lp) * lp).sum(-1)).sum() * entropy
 
-    row = Distributions(features, weights, temperature)
-    for entropy in (0, 1):
-        got = row.gradient(datum, name, by_model, by_entropy if entropy else None)
+    seen = []
+
+    def gradient(driver, data, *, entropy):
+        seen.append(driver[0].numpy())
+        shape = (3,) if name == "logprobs" else (3, 2)
+        driven, spread = torch.tensor(by_model.reshape(shape)), torch.tensor(by_entropy)
+        return types.SimpleNamespace(driver=[driven], entropy=[spread] if entropy else None, value=0.0, metrics={})
+
+    policy = ToyBackend()
+    policy._features = types.SimpleNamespace(before=lambda _: features)
+    for entropy in (False, True):
+        policy._weights = Weights(weights)
+        loss = types.SimpleNamespace(driver=name, entropy=entropy, gradient=gradient)
+        (out,) = finished(policy._run([datum], loss, ("entropy", "sum_p2", "sum_p2_logp"), backward=True))
         expected = np.zeros_like(weights)
         for i in np.ndindex(*weights.shape):
             step = np.zeros_like(weights)
             step[i] = 1e-6
-            expected[i] = (loss(weights + step, entropy) - loss(weights - step, entropy)) / 2e-6
-        np.testing.assert_allclose(got, expected, atol=1e-7)
+            expected[i] = (total(weights + step, entropy) - total(weights - step, entropy)) / 2e-6
+        np.testing.assert_allclose(policy._weights.gradient, expected, atol=1e-7)
+    policy.close()
     logits = features @ weights / temperature
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    np.testing.assert_allclose(row.sum_p2, (p**2).sum(-1))
-    np.testing.assert_allclose(row.sum_p2_logp, (p**2 * np.log(p)).sum(-1))
-    driven = row.driver(datum, name)
-    assert driven.dtype == np.float32
+    for key, of in (("entropy", -p * np.log(p)), ("sum_p2", p**2), ("sum_p2_logp", p**2 * np.log(p))):
+        np.testing.assert_allclose(out.outputs[key][0][mask], of.sum(-1), rtol=1e-6)
+    assert seen[0].dtype == np.float32
     if name == "target_logprobs":
-        assert driven[1, 1] == 0.0
-        np.testing.assert_allclose(driven[0], np.log(p[0])[[0, 2]], rtol=1e-6)
+        assert seen[0][1, 1] == 0.0
+        np.testing.assert_allclose(seen[0][0], np.log(p[0])[[0, 2]], rtol=1e-6)
+
+
+def finished(job):
+    """Run a generator to its end, and yield its result."""
+    while True:
+        try:
+            next(job)
+        except StopIteration as end:
+            return [end.value]
 
 
 def test_start():
@@ -157,10 +184,8 @@ def test_long_texts_take_time_in_proportion():
     temperature=st.sampled_from([0.0, 0.5, 1.0]),
     top_k=st.sampled_from([-1, 1, 3, 50]),
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
-    min_p=st.sampled_from([0.0, 0.2]),
-    penalties=st.sampled_from([{}, {"repetition_penalty": 2.0}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}]),
 )
-def test_draws_are_the_engine_s(seed, temperature, top_k, top_p, min_p, penalties):
+def test_draws_are_the_engine_s(seed, temperature, top_k, top_p):
     """The same tokens and logprobs as the draw in torch, ties included.
 
     Logits and what is done to them are exact in float32, so that no rounding parts a tie there which is one in float64.
@@ -169,16 +194,12 @@ def test_draws_are_the_engine_s(seed, temperature, top_k, top_p, min_p, penaltie
     drawing = pytest.importorskip("rlkit.backends._drawing")
     rng = np.random.default_rng(seed)
     logits = np.round(8 * rng.normal(size=(6, 30))) / 8
-    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **penalties)
+    params = rlkit.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     uniforms = rng.random(6)
-    counts = [TokenCounts.of(params, np.arange(10)) for _ in range(6)]
-    for token in rng.integers(0, 30, 40 if penalties else 0):
-        for each in counts:
-            each.add(int(token))
-    tokens, logprobs = drawn(logits, params, uniforms, counts)
-    theirs = drawing.draw(torch.from_numpy(logits.astype(np.float32)), [params] * 6, uniforms, counts)
+    tokens, logprobs = draw(logits, params, uniforms)
+    theirs = drawing.draw(torch.from_numpy(logits.astype(np.float32)), [params] * 6, uniforms)
     moved = [
-        drawn(logits, attrs.evolve(params, top_p=top_p + by if top_p < 1 else 1.0), (uniforms + on).clip(0, 1), counts)
+        draw(logits, attrs.evolve(params, top_p=top_p + by if top_p < 1 else 1.0), (uniforms + on).clip(0, 1))
         for by in (-1e-6, 1e-6)
         for on in (-1e-6, 1e-6)
     ]

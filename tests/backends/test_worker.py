@@ -1,14 +1,16 @@
-"""Calls in order, and a fair share of the time for what runs in between."""
+"""Jobs in order, and a fair share of the time for the background work between their parts."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 
 import pytest
 
-from rlkit.backends.queue import Worker, breathe, breathing
+from rlkit.backends.trainer import Worker
 from rlkit.errors import BackendError
 
 
@@ -16,10 +18,8 @@ class Turns:
     """Background work: ``left`` turns of some milliseconds each."""
 
     def __init__(self, left, seconds=0.0):
-        self.left = left
-        self.seconds = seconds
+        self.left, self.seconds = left, seconds
         self.done = []
-        self.empty = threading.Event()
 
     def delay(self):
         return 0 if self.left > len(self.done) else None
@@ -27,101 +27,54 @@ class Turns:
     def turn(self):
         time.sleep(self.seconds)
         self.done.append(time.monotonic())
-        if len(self.done) == self.left:
-            self.empty.set()
 
     def stop(self):
-        pass
+        self.left = 0
 
 
-def parts(count, seconds, ends):
-    """A call of ``count`` parts."""
-    for _ in range(count):
-        time.sleep(seconds)
-        ends.append(time.monotonic())
-        yield
-
-
-def test_turns_of_a_long_call():
-    """Between two parts there are as many turns as fit into the time of a part, instead of one."""
-    turns, ends = Turns(60, 0.005), []
-    worker = Worker("test", turns)
-    worker.submit(lambda: parts(6, 0.1, ends)).result(timeout=20)
-    during = sum(ends[0] < t < ends[-1] for t in turns.done)
-    worker.close()
-    assert during > 3 * 5  # one each before; 20 each where the machine has time
-
-
-def test_a_call_is_not_starved():
-    """However much there is to do in between, a call takes about twice its time."""
-    turns, ends = Turns(10**9, 0.001), []
-    worker = Worker("test", turns)
-    worker.submit(lambda: parts(5, 0.05, ends)).result(timeout=20)
-    gaps = [b - a for a, b in itertools.pairwise(ends)]
-    turns.left = 0
-    worker.close()
-    assert min(gaps) < 0.05 * 2 + 0.05
-
-
-@pytest.mark.parametrize("left", [0, 1, 3])
-def test_background_alone(left):
-    """Without a call it has all of the time, and the thread sleeps when it has nothing to do."""
-    turns = Turns(left)
-    worker = Worker("test", turns)
-    worker.wake()
-    assert left == 0 or turns.empty.wait(60)
-    assert worker.submit(lambda: 3).result(timeout=60) == 3
-    worker.close()
-    assert len(turns.done) == left
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_turns_in_the_middle_of_a_part(inside):
-    """Where it breathes, and only inside of ``breathing``; a turn that breathes has no turns in it."""
-    turns, seen = Turns(10**9, 0.002), []
-    turn = turns.turn
-    turns.turn = lambda: (turn(), breathe(), seen.append(len(turns.done)))
+def run(turns, count, seconds):
+    """Run a job of ``count`` parts; return when they ended, and how many turns there were between them."""
+    ends = []
 
     def job():
-        def whole():
-            for _ in range(5):
-                time.sleep(0.01)
-                breathe()
-            return len(turns.done)
-
-        if not inside:
-            return whole()
-        with breathing():
-            return whole()
+        for _ in range(count):
+            time.sleep(seconds)
+            ends.append(time.monotonic())
+            yield
 
     worker = Worker("test", turns)
-    before = len(turns.done)
-    during = worker.submit(job).result(timeout=20) - before
+    worker.submit(job).result(timeout=20)
     turns.left = 0
     worker.close()
-    assert (during >= 5) is inside
-    assert seen == list(range(1, len(turns.done) + 1))
+    return ends, sum(ends[0] < t < ends[-1] for t in turns.done)
 
 
-def test_long_turns_do_not_starve_short_parts():
-    """A turn that takes longer than a part is paid back before the next one."""
-    turns, ends = Turns(10**9, 0.05), []
-    worker = Worker("test", turns)
-    worker.submit(lambda: parts(60, 0.002, ends)).result(timeout=20)
-    during = sum(ends[0] < t < ends[-1] for t in turns.done)
-    turns.left = 0
-    worker.close()
-    assert during < 30  # as much time as the parts have is that of 3 turns
+def test_turns_between_parts():
+    """As many as fit into the time of a part; they neither starve the job, nor does it starve them."""
+    _, during = run(Turns(60, 0.005), 6, 0.1)
+    assert during > 3 * 5  # 20 each where the machine has time
+    ends, _ = run(Turns(10**9, 0.001), 5, 0.05)
+    assert min(b - a for a, b in itertools.pairwise(ends)) < 0.05 * 2 + 0.05
+    _, during = run(Turns(10**9, 0.05), 60, 0.002)
+    assert during < 30  # a turn that takes longer than a part is paid back: the parts' time is that of 3 turns
 
 
-def test_breathing_elsewhere_does_nothing():
-    """In a thread that is no worker's."""
-    with breathing():
-        breathe()
+def test_background_alone():
+    """Without a job it has all of the time, and the thread sleeps when it has nothing to do."""
+    for left in (0, 1, 3):
+        turns = Turns(left)
+        worker = Worker("test", turns)
+        worker.wake()
+        assert worker.submit(lambda: 3).result(timeout=60) == 3
+        deadline = time.monotonic() + 60
+        while len(turns.done) < left and time.monotonic() < deadline:
+            time.sleep(0.001)
+        worker.close()
+        assert len(turns.done) == left
 
 
-def test_what_is_given_up_ends_between_two_parts():
-    """And what waits behind it; what comes later is done."""
+def test_jobs_that_are_given_up():
+    """The running one ends after its part, those behind it do not run, and later ones do."""
     worker, begun, go_on = Worker("test"), threading.Event(), threading.Event()
 
     def job():
@@ -139,3 +92,40 @@ def test_what_is_given_up_ends_between_two_parts():
             future.result(60.0)
     assert worker.submit(lambda: 2).result(60.0) == 2
     worker.close()
+
+
+def test_close_runs_what_was_submitted():
+    """Also what a job has submitted after ``close``, and also when a job closes its own worker."""
+    worker, later = Worker("test"), []
+
+    def job():
+        worker.close()
+        later.append(worker.submit(lambda: 4))
+        return 3
+
+    assert worker.submit(job).result(60.0) == 3
+    assert later[0].result(60.0) == 4
+    worker.close()
+
+
+def test_nothing_finished_or_forgotten_is_kept():
+    """The thread keeps no finished job while it waits for the next, and ends when its worker is forgotten.
+
+    Also where the background wakes the worker, as that of every backend does.
+    """
+    turns, big = Turns(0), Turns(0)
+    worker = Worker("test", turns)
+    turns.wake = worker.wake
+    kept, thread = weakref.ref(big), worker._thread
+    worker.submit(lambda big=big: big.done).result(60.0)
+    worker.drain()
+    del big
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert kept() is None
+    del worker
+    gc.collect()
+    thread.join(60.0)
+    assert not thread.is_alive()

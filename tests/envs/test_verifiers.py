@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.chat import Chat
 from rlkit.envs import verifiers
 from rlkit.envs._from_verifiers import Worker

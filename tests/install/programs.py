@@ -76,7 +76,7 @@ def gguf():
 
 def chat():
     """A conversation by a template."""
-    from rlkit.backends.toy.model import ByteTokenizer
+    from rlkit.backends.toy import ByteTokenizer
     from rlkit.chat import Chat
 
     chat = Chat(ByteTokenizer())

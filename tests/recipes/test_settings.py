@@ -19,7 +19,6 @@ pytest.importorskip("omegaconf")
 
 import rlkit
 from rlkit import backends, cli, recipes
-from rlkit.backends.protocol import ChecksOptions
 from rlkit.recipes import _models
 from rlkit.recipes import settings as keys
 from rlkit.recipes.job import make_plan
@@ -251,7 +250,6 @@ OF_LOCAL = {  # overrides -> what is said
 
 def test_all_options_of_the_local_backend_are_checked():
     kind = backends.registry["local"]
-    assert isinstance(kind, ChecksOptions)
     assert inspect.signature(kind.check_options).parameters == inspect.signature(kind).parameters
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlkit import Future, Sample, SamplingParams
 from rlkit.advantages import grpo
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import Task
 from rlkit.rollouts import rollout_sync
 from rlkit.tools import ToolEnv

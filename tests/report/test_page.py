@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import CheckpointError, ConfigError, Sample
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.harnesses import Result, Score, _running
 from rlkit.report import write
 from rlkit.report._curves import MOST_POINTS, counters, panels, table

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from rlkit import Future, Sample
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import StepResult
 
 

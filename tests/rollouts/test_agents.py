@@ -14,7 +14,7 @@ pytest.importorskip("jinja2", reason="needs the extra chat")
 
 import rlkit
 from rlkit import BackendError, ConfigError, DataError, Future, SamplingParams, UnknownNameError, credit
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.envs import StepResult, Task, TaskSettings, agent
 from rlkit.evaluation import evaluate_sync
 from rlkit.gateway import Draw, GatewayError, Request

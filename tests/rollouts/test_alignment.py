@@ -9,7 +9,7 @@ import pytest
 
 import rlkit
 from rlkit import SamplingParams
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.chat import Chat
 from rlkit.envs import StepResult, Task
 from rlkit.rollouts import rollout

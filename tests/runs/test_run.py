@@ -121,7 +121,7 @@ class TestKeeping:
                     policy.forward_backward([rlkit.Datum([5, 6, 7], [0, 1, 1])], "cross_entropy").result()
                     policy.optim_step(rlkit.Adam(learning_rate=rate)).result()
             if backend == "toy":  # in float64 there is room for more
-                policy._weights.state.value[0] = np.inf
+                policy._weights.value[0] = np.inf
             with pytest.raises(rlkit.CheckpointError, match="not finite"):
                 run.checkpoint(policy)
         with Run(tmp_path / "run", trackers=()) as run:

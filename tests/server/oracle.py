@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlkit.backends.toy.model import Features
+from rlkit.backends.toy import Features
 
 FEATURES = Features(259)
 

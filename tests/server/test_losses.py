@@ -137,7 +137,7 @@ def test_sparse_targets(fake, training):
 
 def test_clipping_stops_the_gradient(fake, training):
     """Beyond its bound the good way a token of ppo has none; cispo keeps one, of the bound's size."""
-    state = weights_of(fake, training).state
+    state = weights_of(fake, training)
     tokens, targets = np.array([7]), np.array([8])
     lp = oracle.logprobs(state.value, tokens, targets)
     data = [(tokens, targets, {"logprobs": (lp - 1.0).astype(np.float32), "advantages": np.ones(1, np.float32)})]
@@ -152,7 +152,7 @@ def test_clipping_stops_the_gradient(fake, training):
 
 def test_dro_has_no_mask(fake, training):
     """A position with q = 0 and A = 0 still pulls: the reason why clients fill in q."""
-    state = weights_of(fake, training).state
+    state = weights_of(fake, training)
     data = [
         (np.array([7]), np.array([8]), {"logprobs": np.zeros(1, np.float32), "advantages": np.zeros(1, np.float32)})
     ]
@@ -194,7 +194,7 @@ def test_optimizer_is_adamw(fake, training):
         settings = {"learning_rate": 10.0 ** -rng.integers(1, 4), "beta1": 0.8, "beta2": 0.97, "eps": 1e-10}
         settings |= {"weight_decay": 0.1 * (step % 3), "grad_clip_norm": 0.5 * (step % 2)}
         if step != 6:
-            state = weights_of(fake, training).state
+            state = weights_of(fake, training)
             training.forward_backward(datums(batch(state.value, "cross_entropy", rng)), "cross_entropy").result()
         parameter.grad = torch.tensor(weights_of(fake, training).gradient)
         if settings["grad_clip_norm"]:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from rlkit.backends.toy import ToySampler
 from rlkit.server import ExactModels, Service
 
 pytest.importorskip("tinker")
@@ -493,20 +494,27 @@ def test_idle_sessions_end(make):
     assert client.step(model, 1)[0] == 410
 
 
-def test_options_that_the_sdk_has_no_fields_for(make):
-    """min_p and the penalties act when a client sends them, and are held to their ranges."""
-    client = make()
+def test_options_that_the_sdk_has_no_fields_for(make, monkeypatch):
+    """min_p and the penalties reach the sampler, which may refuse them by name, and are held to their ranges."""
+    client, seen, sample = make(), [], ToySampler.sample
+
+    def recorded(self, prompt, params, **given):
+        seen.append(params)
+        return sample(self, prompt, params, **given)
+
+    monkeypatch.setattr(ToySampler, "sample", recorded)
     session = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "toy"}
     sampler = client.post("create_sampling_session", session)[1]["sampling_session_id"]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [65, 66]}]}
     asked = {"sampling_session_id": sampler, "prompt": prompt, "num_samples": 4}
-    answers = []
     for number, options in enumerate(({"temperature": 0.0}, {"min_p": 1.0, "top_p": 0.9}, {"presence_penalty": -2.0})):
         params = {"max_tokens": 6, "seed": 1, "stop": [], **options}
         accepted = client.post("asample", {**asked, "seq_id": number, "sampling_params": params})[1]
-        answer = pb.SampleResponse.FromString(client.result(accepted["request_id"])[1])
-        answers.append([list(sequence.tokens) for sequence in answer.sequences])
-    assert answers[1] == answers[0]
-    assert answers[2] != answers[0]
+        answer = client.result(accepted["request_id"])[1]
+        assert {name: getattr(seen[-1], name) for name in options} == options
+        if number == 0:
+            assert len(pb.SampleResponse.FromString(answer).sequences) == 4
+        else:
+            assert f"{min(options)}=" in str(answer)
     status, answer = client.post("asample", {**asked, "seq_id": 9, "sampling_params": {"min_p": 2.0}})
     assert (status, "min_p" in answer["detail"]) == (400, True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlkit
-from rlkit.backends.toy.model import base_weights
+from rlkit.backends.toy import base_weights
 from rlkit.server import BackendModels, Service, _checkpoints
 from rlkit.testing import FakeTinker
 from tests.server.sdk import datum, prompt
@@ -40,7 +40,7 @@ def trained(training, steps):
 
 
 def state(fake, training):
-    return fake.service.backend(training.model_id)._weights.state
+    return fake.service.backend(training.model_id)._weights
 
 
 def test_with_and_without_optimizer(fake):

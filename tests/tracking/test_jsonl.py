@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit import CheckpointError, ConfigError, DataError, Sample, storage
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.tracking import Jsonl, Tracker, read_metrics
 from rlkit.tracking.jsonl import lines
 from rlkit.trajectory import Failure, Group, Trajectory, Turn

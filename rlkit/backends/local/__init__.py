@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 import attrs
 
 from rlkit.backends import saves
-from rlkit.backends.checking import output
 from rlkit.backends.engine import LiveEngine, LoraAdapter, SamplingEngine, SuccessiveSampler, TrainedPolicy
-from rlkit.backends.inprocess import InProcessBackend, Mark
 from rlkit.backends.local.checkpoint import (
     adapter_in,
     lora_of,
@@ -38,8 +36,8 @@ from rlkit.backends.local.training.forward import OwnLogprobs, loud, training_fo
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.options import LocalKwargs, LocalOptions, takes
 from rlkit.backends.protocol import LiveSampler, Sampler
-from rlkit.backends.queue import Job
 from rlkit.backends.sampling import SeedStream
+from rlkit.backends.trainer import InProcessBackend, Job, Mark, assemble_output
 from rlkit.errors import CheckpointError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.losses.prepare import PreparedLoss
@@ -254,7 +252,7 @@ class LocalBackend(InProcessBackend):
         """
         invariant = (
             self._engine is None
-            and self._queue.submit("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
+            and self._queue.enqueue("capabilities", lambda: self._scheduler.invariant(self._policy.bare)).result()
         )
         offers = {} if self._engine is not None else {"sampling_options": (*SAMPLING_OPTIONS, "stop")}
         return {"models": {self._settings["model"]: self.max_length}, "batch_invariant": invariant, **offers}
@@ -273,7 +271,7 @@ class LocalBackend(InProcessBackend):
         trainer = self._ranks or self._trainer
         outputs, parts = yield from trainer.run(data, loss, want, backward=backward)
         arrays = {name: [x.numpy() for x in outputs[name]] for name in ("logprobs", *want)}
-        return output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
+        return assemble_output(data, arrays["logprobs"], {name: arrays[name] for name in want}, parts)
 
     def _optimize(self, params: Adam) -> Job[Mapping[str, float]]:
         self._check_ranks()  # once a rank is lost no gradient is accumulated, but that is not the error to raise
@@ -316,7 +314,7 @@ class LocalBackend(InProcessBackend):
             first = self._snapshot()
 
             def update(live: SuccessiveSampler) -> Future[int]:
-                return self._queue.submit("update", lambda: live.become(self._snapshot()))
+                return self._queue.enqueue("update", lambda: live.become(self._snapshot()))
 
             made = self._engine.live_sampler(first, update) if isinstance(self._engine, LiveEngine) else None
             return made or SuccessiveSampler(first, update)
@@ -348,7 +346,7 @@ class LocalBackend(InProcessBackend):
                 snapshot = Snapshot(int(state.get("version", 0)), saved.alpha / saved.rank, adapter)
             return LocalSampler(self, snapshot, self._seeds, self._submit)
 
-        return self._queue.submit("saved_sampler", job)
+        return self._queue.enqueue("saved_sampler", job)
 
     def _write(self, folder: Path, *, optimizer: bool) -> dict[str, object]:
         write_adapter(folder, self._policy.peft)

@@ -25,7 +25,7 @@ from rlkit.backends.local.distributed.server import Server, on_one_node, open_fi
 from rlkit.backends.local.distributed.sharding import ShardedWeights
 from rlkit.backends.local.distributed.wire import Message, Peer, Reply, unpacked_data
 from rlkit.backends.local.sampling.sampler import Snapshot
-from rlkit.backends.queue import Worker
+from rlkit.backends.trainer import Worker
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Lora
 

@@ -89,14 +89,14 @@ def resolve_model(options: AnyOptions, backend: str) -> ResolvedOptions[AnyOptio
         options: of the user.
         backend: the name that its saved states have.
     """
-    start = options.start()
-    saved = saves.read(start.path, backend=backend) if start.path is not None else None
+    path, resumes = options.start()
+    saved = saves.read(path, backend=backend) if path is not None else None
     state = saved[1] if saved is not None else {}
     name = state.get("model") if options.model is None else options.model
     if name is None:
         raise no_model()
     lora = lora_of(state, options.lora) if saved is not None else options.lora or Lora()
-    if start.resumes:
+    if resumes:
         options = options.resumed(state)
     place, model = device_of(options.device), located(name)
     dtype = options.dtype or default_dtype(place)
@@ -108,7 +108,7 @@ def resolve_model(options: AnyOptions, backend: str) -> ResolvedOptions[AnyOptio
         device=place,
         entropy=entropy_of(options.seed),
         saved=saved,
-        resumes=start.resumes,
+        resumes=resumes,
     )
 
 

@@ -1,7 +1,7 @@
 """``TinkerBackend``: the hosted Tinker service, or any server of its API, as a backend.
 
-Calls are sent as they are made and read in order (``calls``); a loss takes the cheapest way that is exact (``routes``,
-``custom``); what the SDK raises comes back in rlkit's terms (``faults``).
+Calls are sent as they are made and read in order (``_requests``); a loss takes the cheapest way that is exact
+(``_routes``, ``_sending``); errors of the SDK are raised as rlkit's (``connection``).
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import attrs
 
 from rlkit import _check
-from rlkit.backends.checking import Checked, Start, check_adam
 from rlkit.backends.engine import SuccessiveSampler
-from rlkit.backends.inprocess import BaseTrainer
 from rlkit.backends.protocol import Config, LiveSampler, LossLike, Route, Sampler, Tokenizer
-from rlkit.backends.queue import CallQueue, Inner, Job, Sent
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import connection
-from rlkit.backends.tinker._requests import SendAndTake
+from rlkit.backends.tinker._requests import ServiceExecutor
 from rlkit.backends.tinker._routes import ServerLosses, ServerLossPolicy
 from rlkit.backends.tinker._sampler import OffTemperature, TinkerSampler
 from rlkit.backends.tinker._sending import Sending
 from rlkit.backends.tinker.connection import Saved, check_label, name_of, notes
 from rlkit.backends.tinker.session import Session, open_sampler
+from rlkit.backends.trainer import BaseTrainer, CallQueue, Checked, Inner, Job, PendingResult, check_start_options
 from rlkit.errors import ConfigError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.metrics.names import with_ending
@@ -110,7 +108,7 @@ class TinkerBackend(BaseTrainer):
         resend: bool | None = None,
         optimizer: types.OptimizerConfig | None = None,
     ) -> None:
-        start = Start.of("connect", model, lora, folder, resume_from, init_from)
+        path, resumes = check_start_options("connect", model, lora, folder, resume_from, init_from)
         _check.choice("off_temperature", off_temperature, ("raise", "rescore", "keep"))
         _check.choice("server_losses", server_losses, ("own", "all", "never"))
         seconds = _check.real("deadline", deadline, above=0.0, why="seconds")
@@ -119,7 +117,9 @@ class TinkerBackend(BaseTrainer):
         session = Session.open(client, address, seconds)
         self._session = session
         try:
-            self.training_client, saved = session.training(model, lora, start, seed=seed, optimizer=optimizer)
+            self.training_client, saved = session.training(
+                model, lora, path, resumes=resumes, seed=seed, optimizer=optimizer
+            )
             self.service_client = session.service
             self.tokenizer = connection.tokenizer_of(tokenizer, self.training_client, seconds)
             info = self.training_client.get_info()
@@ -139,7 +139,7 @@ class TinkerBackend(BaseTrainer):
         self.version = saved.version
         self._steps = saved.version  # as they were sent; ``version`` as they were carried out
         self._snapshot: tuple[int, Inner[SamplingClient]] | None = None
-        executor = SendAndTake(seconds, session.link)
+        executor = ServiceExecutor(seconds, session.link)
         losses = ServerLosses(session.service, server_losses, offered=session.offers_losses())
         self._sending = Sending(self.training_client, losses, executor, weighs=weighs)
         self._queue = CallQueue("tinker", executor)
@@ -148,7 +148,7 @@ class TinkerBackend(BaseTrainer):
 
     def sampler(self) -> Future[Sampler]:
         """Take a snapshot; those between two steps share one on the service. See ``TrainerBackend.sampler``."""
-        return self._queue.submit("sampler", lambda: self._sampled(lambda sampler: sampler))
+        return self._queue.enqueue("sampler", lambda: self._sampled(lambda sampler: sampler))
 
     def live_sampler(self, *, recompute: bool = False) -> Future[LiveSampler]:
         """Return a sampler whose later requests take the newer policy. See ``LiveSampling``.
@@ -158,28 +158,28 @@ class TinkerBackend(BaseTrainer):
         _check.flag("live_sampler(recompute)", recompute)
 
         def update(live: SuccessiveSampler) -> Future[int]:
-            return self._queue.submit("update", lambda: self._sampled(live.become))
+            return self._queue.enqueue("update", lambda: self._sampled(live.become))
 
-        return self._queue.submit(
+        return self._queue.enqueue(
             "live_sampler", lambda: self._sampled(lambda sampler: SuccessiveSampler(sampler, update))
         )
 
-    def _sampled(self, made: Callable[[Sampler], T]) -> Sent[T]:
+    def _sampled(self, made: Callable[[Sampler], T]) -> PendingResult[T]:
         """Make the service keep the present weights, and make something of their sampler."""
         steps = self._steps
         if self._snapshot is None or self._snapshot[0] != steps or _broken(self._snapshot[1]):
             self._snapshot = (steps, self.training_client.save_weights_and_get_sampling_client().future())
-        return Sent([self._snapshot[1]], lambda results: made(self._sampler(results[0], steps)))
+        return PendingResult([self._snapshot[1]], lambda results: made(self._sampler(results[0], steps)))
 
     def base_sampler(self) -> Future[Sampler]:
         """Return a sampler of the base model. See ``TrainerBackend.base_sampler``."""
         model = self.training_client.get_info().model_data.model_name
 
-        def send() -> Sent[Sampler]:
+        def send() -> PendingResult[Sampler]:
             sent = self.service_client.create_sampling_client(base_model=model).future()
-            return Sent([sent], lambda results: self._sampler(results[0], 0))
+            return PendingResult([sent], lambda results: self._sampler(results[0], 0))
 
-        return self._queue.submit("base_sampler", send)
+        return self._queue.enqueue("base_sampler", send)
 
     def discard(self) -> Future[None]:
         """Accept calls again after a failure in which nothing was sent.
@@ -225,7 +225,7 @@ class TinkerBackend(BaseTrainer):
 
     def _run(
         self, data: Sequence[Datum], loss: PreparedLoss | None, want: Sequence[str], *, backward: bool
-    ) -> Sent[ForwardBackwardOutput]:
+    ) -> PendingResult[ForwardBackwardOutput]:
         del want  # there is nothing but logprobs
         if loss is None or not backward:
             return self._sending.forward(data, loss)
@@ -233,11 +233,11 @@ class TinkerBackend(BaseTrainer):
 
     def _optimize(self, params: Adam | types.OptimParams) -> Job[Mapping[str, float]]:
         if self._optimizer is None:
-            check_adam(params)
+            _check.require(isinstance(params, Adam), "optim_step(params)", params, "rlkit.Adam(...)")
         elif isinstance(params, Adam):
             raise ConfigError(f"optim_step(params): got Adam, but the policy was made with {self._optimizer!r}")
 
-        def send() -> Sent[Mapping[str, float]]:
+        def send() -> PendingResult[Mapping[str, float]]:
             sent = self.training_client.optim_step(_adam(params)).future()
             self._steps += 1
 
@@ -245,7 +245,7 @@ class TinkerBackend(BaseTrainer):
                 self.version += 1
                 return {with_ending(k): float(v) for k, v in (results[0].metrics or {}).items()}
 
-            return Sent([sent], finish)
+            return PendingResult([sent], finish)
 
         return send
 
@@ -253,14 +253,14 @@ class TinkerBackend(BaseTrainer):
         check_label(name)
         requests = self._seeds.count
 
-        def send() -> Sent[str]:
+        def send() -> PendingResult[str]:
             unique = name_of(name, self._steps, optimizer=optimizer)
             noted = {**self._metadata, **notes(Saved(seed=self._seeds.entropy, requests=requests))}
             client, ttl = self.training_client, self._ttl
             sent = [client.save_state(unique, ttl_seconds=ttl, user_metadata=noted).future()]
             if sampler:
                 sent.append(client.save_weights_for_sampler(unique, ttl_seconds=ttl, user_metadata=noted).future())
-            return Sent(sent, lambda results: str(results[0].path))
+            return PendingResult(sent, lambda results: str(results[0].path))
 
         return send
 

@@ -20,11 +20,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from rlkit.backends.queue import Call, Inner, Sent, Worker
 from rlkit.backends.tinker import connection, guard
+from rlkit.backends.trainer import Call, Inner, PendingResult, Worker
 from rlkit.errors import RlkitError
 
-__all__ = ["SendAndTake", "after", "within"]
+__all__ = ["ServiceExecutor", "after", "within"]
 
 
 @functools.cache
@@ -118,8 +118,8 @@ def _fail(outer: Inner[T], error: BaseException) -> None:
         outer.set_exception(error)
 
 
-class SendAndTake:
-    """An executor of jobs that return ``Sent``.
+class ServiceExecutor:
+    """An executor of jobs that return ``PendingResult``.
 
     What a job raises before anything was sent changes nothing. What fails after that is final: the service may have
     carried out the call, and those sent after it.
@@ -144,10 +144,10 @@ class SendAndTake:
         def send() -> None:
             try:
                 call.check()
-                sent = cast("Sent[T]", call.job())
-                call.carried_out()
+                sent = cast("PendingResult[T]", call.job())
+                call.report_done()
             except BaseException as error:  # noqa: BLE001  # the sending thread goes on; the reader gets it
-                call.failed(error)  # before the future has it: a reader begins the next generation
+                call.report_failure(error)  # before the future has it: a reader begins the next generation
                 outer.set_exception(error)
                 return
             self._last = outer
@@ -167,7 +167,7 @@ class SendAndTake:
         self._sender.close()
         self._taker.close()
 
-    def _take(self, call: Call[T], sent: Sent[T], outer: Inner[T]) -> None:
+    def _take(self, call: Call[T], sent: PendingResult[T], outer: Inner[T]) -> None:
         """Set the call's result, in the taking thread."""
         try:
             call.check(sent=True)
@@ -181,7 +181,7 @@ class SendAndTake:
             for part in sent.parts:
                 part.cancel()  # one that was refused may not have been sent yet, and is not tried for ever
             translated = _translated(call.name, error)
-            call.failed(translated, final=True)
+            call.report_failure(translated, final=True)
             outer.set_exception(translated)
 
     def _result(self, call: str, inner: Inner[T], seconds: float) -> T:

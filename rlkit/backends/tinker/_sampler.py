@@ -13,9 +13,9 @@ from rlkit import _check
 from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.queue import Inner
-from rlkit.backends.sampling import SeedStream, checked_prompt, checked_request, checked_targets
+from rlkit.backends.sampling import SeedStream, check_prompt, check_request, check_targets
 from rlkit.backends.tinker import _requests
+from rlkit.backends.trainer import Inner
 from rlkit.errors import BackendError, UnsupportedError
 from rlkit.futures import Future, all_done
 from rlkit.types import OPTIONAL_OPTIONS, Sample, SamplingParams
@@ -64,7 +64,7 @@ class TinkerSampler(Resource):
         from tinker import types
 
         self._check_open()
-        array = checked_request(
+        array = check_request(
             prompt,
             params,
             n,
@@ -98,7 +98,7 @@ class TinkerSampler(Resource):
             UnsupportedError: at a temperature other than 1, which the service cannot score at.
         """
         self._check_open()
-        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         if _check.temperature("logprobs(temperature)", temperature, zero=False) != 1.0:
             raise UnsupportedError(
                 f"logprobs(temperature={temperature}): the service scores at temperature 1 only; sample and score at "
@@ -110,7 +110,7 @@ class TinkerSampler(Resource):
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """Return (ids, logprobs), each [T, k]. See ``TopK``."""
         self._check_open()
-        array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
 
         def finish(response: types.SampleResponse) -> tuple[np.ndarray, np.ndarray]:
@@ -132,8 +132,8 @@ class TinkerSampler(Resource):
         from tinker import types
 
         self._check_open()
-        array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        wanted = checked_targets(targets, array.size, self.tokenizer.vocab_size)
+        array = check_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        wanted = check_targets(targets, array.size, self.tokenizer.vocab_size)
         if array.size == 1 or (wanted[1:] < 0).all():
             return Future.of(np.zeros(wanted.shape, np.float32))
 

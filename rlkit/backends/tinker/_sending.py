@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlkit._warn import warn
-from rlkit.backends import checking
 from rlkit.backends.protocol import Route
-from rlkit.backends.queue import Inner, Sent
 from rlkit.backends.tinker import _routes
-from rlkit.backends.tinker._requests import SendAndTake
+from rlkit.backends.tinker._requests import ServiceExecutor
 from rlkit.backends.tinker._routes import ServerLosses, arrays
+from rlkit.backends.trainer import Inner, PendingResult, assemble_output
 from rlkit.errors import BackendError, RlkitError
 from rlkit.metrics import names
 from rlkit.types import Datum
@@ -128,7 +127,7 @@ def output(
             raise BackendError(f"{call}: the {'loss' if key == 'loss:sum' else f'metric {key!r}'} is {merged[key]}")
     # A mean is over the datums that were sent, as on other backends; several parts may have sent the same ones.
     count = sum(number for _, number in metrics)
-    return checking.measured_output(data, logprobs, {}, names.averaged(merged, max(count, 1)))
+    return assemble_output(data, logprobs, {}, metrics=names.averaged(merged, max(count, 1)))
 
 
 _CALL = "forward_backward"
@@ -142,7 +141,7 @@ class Sending:
     """
 
     def __init__(
-        self, client: TrainingClient, losses: ServerLosses, executor: SendAndTake, *, weighs: bool = True
+        self, client: TrainingClient, losses: ServerLosses, executor: ServiceExecutor, *, weighs: bool = True
     ) -> None:
         self._weighs = weighs
         self._warned = False
@@ -161,7 +160,7 @@ class Sending:
         weighted = "cross_entropy" if self._weighs or prepared.driver == "target_logprobs" else "cispo"
         return Route("client", ("forward", weighted), f"{why}; {graph}")
 
-    def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> Sent[Output]:
+    def forward(self, data: Sequence[Datum], prepared: PreparedLoss | None) -> PendingResult[Output]:
         """Ask for logprobs; the value of the loss is taken here."""
         places = _places(data)
         used = [data[i] for i in places]
@@ -169,21 +168,21 @@ class Sending:
         def finish(results: list[types.ForwardBackwardOutput]) -> Output:
             driver, chosen = _driver("forward", results[0], used, places, prepared) if used else ([], [])
             gradient = None if prepared is None else prepared.gradient(driver, used, places=places)
-            return checking.output(data, _placed(data, chosen), {}, [gradient])
+            return assemble_output(data, _placed(data, chosen), {}, [gradient])
 
-        return Sent([self._forward(used, prepared)] if used else [], finish)
+        return PendingResult([self._forward(used, prepared)] if used else [], finish)
 
-    def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss) -> Sent[Output]:
+    def forward_backward(self, data: Sequence[Datum], prepared: PreparedLoss) -> PendingResult[Output]:
         """Send the loss's gradient by the cheapest exact way."""
         places = _places(data)
         if not places:
-            return Sent([], lambda _: output(_CALL, data, _placed(data, []), []))
+            return PendingResult([], lambda _: output(_CALL, data, _placed(data, []), []))
         parts, _ = self._plan(prepared, data)
         if parts:
             return self._hosted(data, parts)
         return self._server(data, places, prepared) or self._here(data, places, prepared)
 
-    def _hosted(self, data: Sequence[Datum], parts: Sequence[_routes.Part]) -> Sent[Output]:
+    def _hosted(self, data: Sequence[Datum], parts: Sequence[_routes.Part]) -> PendingResult[Output]:
         chosen = [[i for i, arrays in enumerate(part.arrays) if arrays is not None] for part in parts]
         sent = []
         for part, places in zip(parts, chosen, strict=True):
@@ -199,9 +198,11 @@ class Sending:
                 metrics.append((metrics_of(_CALL, response), len(places)))
             return output(_CALL, data, logprobs, metrics)
 
-        return Sent(sent, finish)
+        return PendingResult(sent, finish)
 
-    def _server(self, data: Sequence[Datum], places: Sequence[int], prepared: PreparedLoss) -> Sent[Output] | None:
+    def _server(
+        self, data: Sequence[Datum], places: Sequence[int], prepared: PreparedLoss
+    ) -> PendingResult[Output] | None:
         """Send the loss as a graph; None where the service does not take it."""
         used = [data[i] for i in places]
         graph = self._losses.choose(prepared, used)
@@ -222,9 +223,9 @@ class Sending:
             logprobs = read_logprobs(_CALL, results[0], used, places)
             return output(_CALL, data, _placed(data, logprobs), [(metrics_of(_CALL, results[0]), len(used))])
 
-        return Sent([sent], finish)
+        return PendingResult([sent], finish)
 
-    def _here(self, data: Sequence[Datum], places: Sequence[int], prepared: PreparedLoss) -> Sent[Output]:
+    def _here(self, data: Sequence[Datum], places: Sequence[int], prepared: PreparedLoss) -> PendingResult[Output]:
         """Send the gradient with respect to the logprobs as weights of a cross entropy: exact for any loss of them.
 
         The loss is evaluated before the gradient is sent, so that a mistake in it changes nothing.
@@ -241,7 +242,7 @@ class Sending:
             part = _routes.without_weights(part)
         datums = [send(d, x or {}, _targets(d, prepared)) for d, x in zip(used, part.arrays, strict=True)]
         sent = self._send(part, datums)
-        return Sent([sent], lambda _: checking.output(data, _placed(data, chosen), {}, [local]))
+        return PendingResult([sent], lambda _: assemble_output(data, _placed(data, chosen), {}, [local]))
 
     def _send(self, part: _routes.Part, datums: list[types.Datum]) -> Inner[types.ForwardBackwardOutput]:
         sent: Inner[types.ForwardBackwardOutput]

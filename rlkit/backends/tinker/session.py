@@ -9,14 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rlkit import _check
-from rlkit.backends.checking import Start
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.backends.queue import Inner
 from rlkit.backends.sampling import SeedStream, entropy_of
 from rlkit.backends.tinker import _requests, connection, guard
 from rlkit.backends.tinker._sampler import TinkerSampler
 from rlkit.backends.tinker.connection import Saved, checked_path, late, not_offered, read, run_of, status_of, translate
 from rlkit.backends.tinker.guard import clean, hide, watch_logs
+from rlkit.backends.trainer import Inner
 from rlkit.errors import BackendError, BackendTimeout, CheckpointError, ConfigError, RlkitError, UnsupportedError
 from rlkit.futures import Future
 from rlkit.types import Lora
@@ -78,13 +77,13 @@ class Session:
         self,
         model: str | None,
         lora: Lora | None,
-        start: Start,
+        path: str | None,
         *,
+        resumes: bool,
         seed: int | None,
         optimizer: types.OptimizerConfig | None,
     ) -> tuple[TrainingClient, Saved]:
         """Open a training client, new or from a saved state, and what is known of that state."""
-        path = start.path
         if path is None:
             if not isinstance(model, str) or not model:
                 known = f"; the service has: {', '.join(sorted(self.models))}" if self.models else ""
@@ -92,11 +91,11 @@ class Session:
             connection.check_model(model, self.models)
             client: TrainingClient = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
             return client, Saved()
-        where = "resume_from" if start.resumes else "init_from"
+        where = "resume_from" if resumes else "init_from"
         checked_path(where, path)
         saved = read(path, self._metadata(path))
         service = self.service
-        if not start.resumes:
+        if not resumes:
             saved = Saved()
             make = partial(service.create_training_client_from_state, path, optimizer=optimizer)
         elif saved.optimizer:

@@ -26,7 +26,7 @@ from rlkit._resource import Resource
 from rlkit._rows import TokenIds
 from rlkit.backends.engine import SuccessiveSampler
 from rlkit.backends.protocol import Sampler, Tokenizer
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request
+from rlkit.backends.sampling import SeedStream, Stop, check_prompt, check_request
 from rlkit.backends.vllm._client import Json, read_samples, read_scores, sample_request, score_request, seed_of
 from rlkit.errors import BackendError, DataError, UnsupportedError
 from rlkit.futures import Future
@@ -151,7 +151,7 @@ class VllmSampler(Resource):
     ) -> tuple[np.ndarray, int, int, int]:
         """Check a request; return its prompt, its seed, how many samples to draw, and the tokens that each may have."""
         size, longest = self.tokenizer.vocab_size, self.max_length
-        tokens = checked_request(prompt, params, n, seed, vocab_size=size, max_length=longest, lacks=lacks)
+        tokens = check_request(prompt, params, n, seed, vocab_size=size, max_length=longest, lacks=lacks)
         draws = n if params.temperature > 0 else 1  # vLLM refuses several greedy ones, which are all the same
         return tokens, self._seeds.of(seed, params), draws, min(params.max_tokens, longest - tokens.size)
 
@@ -192,7 +192,7 @@ class VllmSampler(Resource):
         self, where: str, tokens: TokenIds, top: int, convert: Callable[[np.ndarray, np.ndarray, np.ndarray], T]
     ) -> Future[T]:
         policy = self.policy
-        array = checked_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
         if array.size > self._scored:
             what = f"has {array.size} tokens"
             raise DataError(

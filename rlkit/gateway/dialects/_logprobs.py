@@ -34,7 +34,7 @@ def spell(
         cuts: where pieces end, ascending, the last is n; None: after every token.
         skip_special: leave control tokens out.
 
-    >>> from rlkit.backends.toy.model import ByteTokenizer
+    >>> from rlkit.backends.tokenizers import ByteTokenizer
     >>> spell(ByteTokenizer(), np.array([*"aé".encode(), 257]))
     ['a', '', 'é', '<|im_end|>']
     """

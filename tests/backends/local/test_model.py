@@ -373,63 +373,6 @@ def test_sampling_goes_on_during_training(connect):
         assert np.array_equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "mamba"])
-def test_tokens_between_the_layers_of_a_micro_batch(connect, kind, monkeypatch):
-    """A micro-batch is long: tokens are decoded and texts scored in its middle; no number of either changes."""
-    policy, other = connect(kind), connect(kind)
-    assert train(other, 1)
-    sampler = policy.sampler().result()
-    long = rlkit.SamplingParams(max_tokens=60, stop=())
-    expected = sampler.sample([5, 6], long, n=4, seed=0).result()
-    scores = sampler.logprobs(np.arange(3, 40)).result()
-    steps, during, asked = [0], [], []
-    decoder, trainer = white_box.decoder(policy), policy._trainer
-    step, outputs, backward = decoder.step, trainer._outputs, trainer._backward
-
-    def counted():
-        steps[0] += 1
-        step()
-
-    def watched(inner):
-        def call(*args, **options):
-            if not asked:
-                asked.extend([sampler.sample([5, 6], long, n=4, seed=0), sampler.logprobs(np.arange(3, 40))])
-            before = steps[0]
-            result = inner(*args, **options)
-            during.append(steps[0] - before)
-            return result
-
-        return call
-
-    monkeypatch.setattr(decoder, "step", counted)
-    monkeypatch.setattr(trainer, "_outputs", watched(outputs))
-    monkeypatch.setattr(trainer, "_backward", watched(backward))
-    monkeypatch.setattr("rlkit.backends.queue.time", Slow())
-    for name in ("QUIET", "PATIENCE"):
-        monkeypatch.setattr(f"rlkit.backends.local.sampling.scheduler.{name}", 0.0)
-    data = train(policy, 1)
-    assert policy.sampler().result().version == 1
-    monkeypatch.undo()
-    sampled, scored = asked
-    assert len(during) == 2
-    assert min(during) > 0
-    assert [s.logprobs.tobytes() for s in sampled.result()] == [s.logprobs.tobytes() for s in expected]
-    assert np.abs(scored.result() - scores).max() < 1e-5
-    for a, b in zip(policy.forward(data).result().logprobs, other.forward(data).result().logprobs, strict=True):
-        assert np.array_equal(a, b)
-
-
-class Slow:
-    """A clock by which a turn takes no time, and whatever lies between two turns does."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_snapshots_share_one_copy(connect):
     """Samplers between two steps hold the same adapter; it is freed when they are forgotten."""
     policy = connect()

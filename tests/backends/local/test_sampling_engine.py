@@ -9,7 +9,7 @@ import pytest
 
 import rlkit
 from rlkit.backends.engine import SamplingEngine
-from rlkit.backends.sampling import SeedStream, Stop, checked_prompt, checked_request, streams
+from rlkit.backends.sampling import SeedStream, Stop, check_prompt, check_request, streams
 from rlkit.futures import Future
 from rlkit.testing.conformance._sampling import SamplingTests
 
@@ -61,7 +61,7 @@ class Sampler(contextlib.AbstractContextManager):
     @torch.no_grad()
     def sample(self, prompt, params, *, n=1, seed=None):
         sizes = {"vocab_size": self.tokenizer.vocab_size, "max_length": self.max_length}
-        array = checked_request(prompt, params, n, seed, **sizes, lacks=PENALTIES)
+        array = check_request(prompt, params, n, seed, **sizes, lacks=PENALTIES)
         self.check_open()
         rngs, stop = streams(self.seeds.next() if seed is None else seed, n), Stop(params.stop, self.tokenizer)
         rows, logprobs, ended = [[] for _ in rngs], [[] for _ in rngs], [False] * n
@@ -85,7 +85,7 @@ class Sampler(contextlib.AbstractContextManager):
 
     @torch.no_grad()
     def logprobs(self, tokens, *, temperature=1.0):
-        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         self.check_open()
         logits = self.model(input_ids=torch.tensor(array.tolist())[None]).logits[0, :-1] / temperature
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(array[1:].tolist(), dtype=torch.int64)[:, None])

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import attrs
 import numpy as np
 
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.gateway.types import Choice, GatewayError, Reply
 from rlkit.tools import ToolCall
 from rlkit.types import Sample

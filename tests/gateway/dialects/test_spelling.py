@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.backends.toy.model import ByteTokenizer
+from rlkit.backends.toy import ByteTokenizer
 from rlkit.gateway.dialects._logprobs import matched_stop, parts, pieces, reasoning_tokens, spell
 from rlkit.gateway.types import Choice
 from rlkit.tools import ToolCall

@@ -38,7 +38,7 @@ from rlkit.backends.local.distributed.server import (
 )
 from rlkit.backends.local.distributed.sharding import ShardGroups
 from rlkit.backends.local.distributed.wire import Connection, Handler, Message, Peer, Reply
-from rlkit.backends.queue import check_process
+from rlkit.backends.trainer import check_process
 from rlkit.errors import BackendError, ConfigError, RankLost
 
 if TYPE_CHECKING:

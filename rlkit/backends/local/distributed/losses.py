@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rlkit.backends.local.distributed.wire import Message, Peer
-from rlkit.backends.queue import Worker
+from rlkit.backends.trainer import Worker
 from rlkit.losses.prepare import Driver, Level, LossGradient
 from rlkit.types import Datum
 

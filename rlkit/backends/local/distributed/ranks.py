@@ -23,7 +23,7 @@ from rlkit.backends.local.distributed.wire import Message, RemoteError, Reply, p
 from rlkit.backends.local.sampling.sampler import Snapshot, Updated
 from rlkit.backends.local.training.micro_batches import Costs, cut_units, tree_costs
 from rlkit.backends.local.training.trainer import LocalTrainer, Outputs
-from rlkit.backends.queue import Worker
+from rlkit.backends.trainer import Worker
 from rlkit.errors import BackendError, ConfigError, RankLost
 from rlkit.types import Adam, Datum
 

@@ -23,7 +23,6 @@ from rlkit.backends.local.attention.tree import layer_windows
 from rlkit.backends.local.model.memory import Weights, gathered, weights_of
 from rlkit.backends.local.products.lora_linear import Adapter, LoraLinear, fuse_weights, fused_weight, upcast
 from rlkit.backends.local.products.prepacked import Weight
-from rlkit.backends.queue import breathe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -271,7 +270,6 @@ class _RunLayer(torch.autograd.Function):
             dx, gradients = ctx.layer.backward(
                 grad, list(ctx.saved_tensors), ctx.rope, ctx.attention, inputs=ctx.needs_input_grad[0]
             )
-        breathe()
         return dx, None, None, None, *gradients
 
 
@@ -282,7 +280,6 @@ def run_layer(x: torch.Tensor, layer: Layer, rope: Tensors, attention: Attention
     else:
         with gathered(layer.weights):
             out = layer.forward(x, rope, attention)[0]
-    breathe()
     return out
 
 

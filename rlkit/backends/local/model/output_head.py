@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from rlkit.backends.local.model.memory import Weights, call_gathered, gathered
 from rlkit.backends.local.products.lora_linear import LoraPair, keep_address, upcast
 from rlkit.backends.local.products.prepacked import Weight, matmul, plain_matmul, prepack
-from rlkit.backends.queue import breathe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,7 +172,6 @@ class _Logprobs(torch.autograd.Function):
         low_slope = None if a is None else hidden.new_empty(n, a.shape[0])
         kept: list[torch.Tensor] | None = [] if a is not None and n * weight.shape[0] <= KEPT else None
         for part in _chunks(n):
-            breathe()
             out[part], p, total = _softmax(
                 buffer, hidden[part], weight, a, b, scale, ids[part], _part(temperatures, part)
             )
@@ -208,7 +206,6 @@ class _Logprobs(torch.autograd.Function):
                     _, p, total = _softmax(ctx.buffer, hidden[part], weight, a, b, ctx.scale, ids[part], warm)
                     p.div_(total)
                 db.addmm_(p.t(), low[part], alpha=-1)
-                breathe()
         ctx.kept = None
         return slope * g, da, db, *[None] * 6
 
@@ -252,7 +249,6 @@ def read_in_chunks(
         def read(
             rows: torch.Tensor, ids: Mapping[str, torch.Tensor | None] = ids, warm: torch.Tensor | None = warm
         ) -> dict[str, torch.Tensor]:
-            breathe()
             return read_logits(logits(rows), ids, warm)
 
         if torch.is_grad_enabled():

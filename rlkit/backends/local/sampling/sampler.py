@@ -16,19 +16,19 @@ from torch import nn
 
 from rlkit import _check
 from rlkit._rows import TokenIds
-from rlkit.backends._penalties import TokenCounts
+from rlkit.backends._drawing import TokenCounts
 from rlkit.backends.local.products.lora_linear import Adapter, adapter_of
 from rlkit.backends.protocol import Tokenizer
-from rlkit.backends.queue import CallQueue
 from rlkit.backends.sampling import (
     SeedStream,
     Stop,
-    checked_mask,
-    checked_prompt,
-    checked_request,
-    checked_targets,
+    check_mask,
+    check_prompt,
+    check_request,
+    check_targets,
     streams,
 )
+from rlkit.backends.trainer import CallQueue
 from rlkit.errors import BackendError
 from rlkit.futures import Future
 from rlkit.types import Sample, SamplingParams
@@ -255,7 +255,7 @@ class LocalSampler:
         within a token.
         """
         snapshot = self.snapshot
-        tokens = checked_request(
+        tokens = check_request(
             prompt, params, n, seed, vocab_size=self.tokenizer.vocab_size, max_length=self.max_length
         )
         seed = self._seeds.of(seed, params)
@@ -273,20 +273,20 @@ class LocalSampler:
 
     def logprobs(self, tokens: TokenIds, *, temperature: float = 1.0) -> Future[np.ndarray]:
         """See ``Sampler.logprobs``."""
-        array = checked_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         temperature = _check.temperature("logprobs(temperature)", temperature, zero=False)
         return self._score(ScoreRequest(self.snapshot, array, array[:, None], temperature), lambda ids, lp: lp[:, 0])
 
     def top_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray]]:
         """See ``TopK``."""
-        array = checked_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("top_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("top_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
         ids = np.zeros((array.size, k), np.int64)
         return self._score(ScoreRequest(self.snapshot, array, ids, top=k), lambda ids, logprobs: (ids, logprobs))
 
     def prompt_logprobs(self, tokens: TokenIds, k: int) -> Future[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """See ``PromptLogprobs``."""
-        array = checked_prompt("prompt_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        array = check_prompt("prompt_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
         _check.integer("prompt_logprobs(k)", k, low=1, high=self.tokenizer.vocab_size, why="the vocabulary")
         ids = np.zeros((array.size, 1 + k), np.int64)
         ids[:, 0] = array
@@ -295,14 +295,14 @@ class LocalSampler:
 
     def target_logprobs(self, tokens: TokenIds, targets: ArrayLike) -> Future[np.ndarray]:
         """See ``TargetLogprobs``."""
-        array = checked_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        ids = checked_targets(targets, array.size, self.tokenizer.vocab_size)
+        array = check_prompt("target_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        ids = check_targets(targets, array.size, self.tokenizer.vocab_size)
         return self._score(ScoreRequest(self.snapshot, array, ids), lambda _, logprobs: logprobs)
 
     def masked_logprobs(self, tokens: TokenIds, mask: ArrayLike, *, temperature: float = 1.0) -> Future[np.ndarray]:
-        """See ``MaskedLogprobs``."""
-        array = checked_prompt("masked_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
-        ids = np.where(checked_mask(mask, array.size), array, -1)[:, None]
+        """Return float32 [T]: ``logprobs`` where ``mask`` [T] is true, for less work than for all of it; else 0."""
+        array = check_prompt("masked_logprobs(tokens)", tokens, self.tokenizer.vocab_size, self.max_length)
+        ids = np.where(check_mask(mask, array.size), array, -1)[:, None]
         temperature = _check.temperature("masked_logprobs(temperature)", temperature, zero=False)
         return self._score(ScoreRequest(self.snapshot, array, ids, temperature), lambda _, logprobs: logprobs[:, 0])
 
@@ -403,4 +403,4 @@ class LiveLocalSampler(LocalSampler):
                 self._scheduler.update(snapshot, newest, recompute=self._recompute, done=became)
             return snapshot.version
 
-        return self._queue.submit("update", job)
+        return self._queue.enqueue("update", job)

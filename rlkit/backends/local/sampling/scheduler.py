@@ -32,7 +32,7 @@ from rlkit.backends._drawing import draw
 from rlkit.backends._memory import telling
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.sampling.sampler import SampleRequest, SampleRow, ScoreRequest, Snapshot
-from rlkit.backends.queue import check_process
+from rlkit.backends.trainer import check_process
 from rlkit.errors import BackendError, RequestCancelled
 
 __all__ = [
@@ -201,7 +201,7 @@ class _Lane:
 
 
 class Scheduler:
-    """Decodes and scores what is submitted; see ``rlkit.backends.queue.Background``.
+    """Decodes and scores what is submitted; see ``rlkit.backends.trainer.Background``.
 
     Args:
         make_decoder: builds what decodes, at first use.

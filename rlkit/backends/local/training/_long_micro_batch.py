@@ -25,7 +25,6 @@ from rlkit.backends.local.model.llama import Layer, Llama
 from rlkit.backends.local.model.memory import gathered
 from rlkit.backends.local.training._chunked_attention import ChunkAttention
 from rlkit.backends.local.training.micro_batches import MicroBatch
-from rlkit.backends.queue import breathe
 
 __all__ = ["InParts", "LongMicroBatch", "Outputs", "Read", "outputs_in_chunks"]
 
@@ -136,9 +135,7 @@ class LongMicroBatch:
         qkv, _ = layer.project(x)
         self._kv.write(chunk, _side_by_side(*layer.keys_values(qkv, rope)))
         attended, _ = self._attentions[i].forward(chunk, layer.queries(qkv, rope), self._kv)
-        out = layer.output(layer.up_to_down(x, attended))[0]
-        breathe()
-        return out
+        return layer.output(layer.up_to_down(x, attended))[0]
 
     def _backward_head(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients of the head's parameters; those of the residual stream are written over it."""
@@ -186,7 +183,6 @@ class LongMicroBatch:
                 grads.write(chunk, dx)
             new = [*before, *after]
             sums = [a.add_(b) for a, b in zip(sums, new, strict=True)] if sums else new
-            breathe()
         return sums
 
     def _rope(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:

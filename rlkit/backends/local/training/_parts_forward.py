@@ -45,7 +45,6 @@ from rlkit.backends.local.training._part_attention import (
     parts_with_states,
 )
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
-from rlkit.backends.queue import breathe
 from rlkit.types import Datum
 
 __all__ = ["LibraryParts", "PartsForward", "ReadPart", "parts_agree"]
@@ -109,7 +108,6 @@ class LibraryParts:
                 self._states.write(number, computed.after)
             if number >= first:
                 self._graphs.append(computed)
-            breathe()
         return outputs
 
     def backward(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -133,7 +131,6 @@ class LibraryParts:
             if computed.before:
                 self._states.add_gradients(part.before, found[count:])
             del computed, roots, pairs, leaves
-            breathe()
         return sums
 
     def _compute(self, part: Part) -> _Computed:

@@ -28,7 +28,6 @@ from rlkit.backends.local.training._long_micro_batch import LongMicroBatch, Read
 from rlkit.backends.local.training._parts_forward import PartsForward, parts_agree
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
 from rlkit.backends.local.training.trainer import LocalTrainer
-from rlkit.backends.queue import breathe
 from rlkit.errors import ConfigError
 from rlkit.types import Datum, Lora
 
@@ -64,7 +63,6 @@ def training_forward(model: Any, base: Base, scale: float, budget: int, folder: 
         )
     if trees and _recomputes(model, base):
         use_attention(model, RECOMPUTED)
-    _breathe_between_layers(model)
     if parts:
         return PartsForward(model, budget, STAY * budget, folder, trees=trees)
     return RecomputingForward(model, budget, trees=trees)
@@ -81,20 +79,6 @@ def _computed_together(base: Base) -> tuple[bool, bool]:
         eligible = base.probe.exact or base.kind in (SLOTS | BATCHED) - NOT_IN_PARTS
         known.parts = base.tries("training in parts", parts_agree, slower, eligible=eligible)
     return known.trees, known.parts
-
-
-def _breathe_between_layers(model: object) -> None:
-    """Call ``breathe`` after the forward and the backward of every module that is one of a list, as layers are."""
-
-    def hook(_: nn.Module, __: object, output: object) -> None:
-        breathe()
-        hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _: breathe())
-
-    if isinstance(model, nn.Module):
-        for layer in [layer for x in model.modules() if isinstance(x, nn.ModuleList) for layer in x]:
-            layer.register_forward_hook(hook)
 
 
 def _recomputes(model: Any, base: Base) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -13,11 +12,10 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlkit.backends._memory import telling
-from rlkit.backends.checking import OF_DISTRIBUTION
 from rlkit.backends.local.model.forward import Forward
 from rlkit.backends.local.model.memory import to_device
 from rlkit.backends.local.training.micro_batches import MicroBatch, pack
-from rlkit.backends.queue import breathing
+from rlkit.backends.trainer import DISTRIBUTION_OUTPUTS
 from rlkit.errors import BackendError
 from rlkit.types import Adam, Datum
 
@@ -188,12 +186,7 @@ class LocalTrainer:
         if part.entropy is not None:
             tensors.append(flat["entropy"])
             gradients.append(torch.cat([part.entropy[i] for i in places]))
-        with self._breathing():
-            torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
-
-    def _breathing(self) -> contextlib.AbstractContextManager[None]:
-        """Allow samples to be decoded between the layers of a micro-batch, which takes seconds on a CPU."""
-        return breathing() if self._device.type == "cpu" else contextlib.nullcontext()
+        torch.autograd.backward(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
 
     def _store(
         self, outputs: Outputs, batch: MicroBatch, data: Sequence[Datum], flat: Mapping[str, torch.Tensor]
@@ -209,7 +202,7 @@ class LocalTrainer:
         self, data: Sequence[Datum], batch: MicroBatch, names: Sequence[str], *, gradient: bool
     ) -> dict[str, torch.Tensor]:
         """Return flat outputs [n] or [n, K] of all masked-in tokens of the batch, in the order of its members."""
-        with torch.set_grad_enabled(gradient), self._breathing():
+        with torch.set_grad_enabled(gradient):
             if self._value_head is not None:
                 return {"values": self.forward.values(batch, self._value_head)}
             chosen = [data[i] for i in batch.members]
@@ -219,7 +212,7 @@ class LocalTrainer:
 
     def _ids(self, name: str, data: Sequence[Datum]) -> torch.Tensor | None:
         """Return the ids that an output is about: [n] of the tokens themselves, [n, K] of targets, else none."""
-        if name in OF_DISTRIBUTION:
+        if name in DISTRIBUTION_OUTPUTS:
             return None
         arrays = [datum.tokens if name == "logprobs" else datum.inputs["target_tokens"] for datum in data]
         return self._tensor(np.concatenate([a[datum.mask] for a, datum in zip(arrays, data, strict=True)]))

@@ -13,7 +13,7 @@ from rlkit.backends.local.distributed.losses import Losses
 from rlkit.backends.local.distributed.ranks import shares_of
 from rlkit.backends.local.distributed.server import Listener, knock
 from rlkit.backends.local.distributed.wire import Connection, Message, Peer, RemoteError, packed_data, unpacked_data
-from rlkit.backends.queue import Worker
+from rlkit.backends.trainer import Worker
 from rlkit.losses.prepare import prepare
 
 

@@ -27,7 +27,7 @@ from rlkit.backends.local.training.forward import training_forward
 from rlkit.backends.local.training.trainer import LocalTrainer
 from rlkit.backends.options import ModelKwargs, ModelOptions, takes
 from rlkit.backends.protocol import Tokenizer
-from rlkit.critics._inprocess import InProcessCritic, check_tokenizer
+from rlkit.backends.trainer import InProcessCritic, check_tokenizer
 from rlkit.errors import CheckpointError
 from rlkit.types import Adam, Datum
 
@@ -78,7 +78,7 @@ class LocalCritic(InProcessCritic):
             "local-critic", tokenizer=base.tokenizer, max_length=base.max_length, folder=asked.folder, version=version
         )
 
-    def _values_and_parts(
+    def _compute_values(
         self, data: Sequence[Datum], loss: PreparedLoss | None, *, backward: bool
     ) -> Generator[None, None, tuple[Sequence[np.ndarray], Sequence[LossGradient]]]:
         output, parts = yield from self._trainer.run(data, loss, (), backward=backward)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from rlkit import _check
 from rlkit.backends.early import resolve_class
 from rlkit.backends.options import ModelOptions
-from rlkit.backends.protocol import Tokenizer
-from rlkit.critics.estimates import gae_datums
-from rlkit.critics.protocol import Critic
+from rlkit.backends.protocol import Critic, Tokenizer
 from rlkit.registry import Registry
 
-__all__ = ["Critic", "critic", "gae_datums", "registry"]
+__all__ = ["Critic", "critic", "registry"]
 
 registry = Registry("critic", entry_point_group="rlkit.critics")
-registry.update(toy="rlkit.critics._toy:ToyCritic", local="rlkit.critics._local:LocalCritic")
+registry.update(toy="rlkit.backends.toy:ToyCritic", local="rlkit.backends.local.critic:LocalCritic")
 
 
 def critic(name: str, *, tokenizer: Tokenizer, **options: object) -> Critic:
