@@ -21,7 +21,7 @@ T = TypeVar("T")
 _SHOWN = 60
 
 
-def shown(value: object) -> str:
+def describe(value: object) -> str:
     """Return ``value`` as it appears in an error message: short, with its type."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
@@ -29,11 +29,6 @@ def shown(value: object) -> str:
     if len(text) > _SHOWN:
         text = text[: _SHOWN - 3] + "..."
     return text if value is None else f"{text} ({type(value).__name__})"
-
-
-def problem(where: str, what: str, expected: str, why: str = "") -> str:
-    """Format an error message: ``where: what; expected ... (why)``."""
-    return str(RlkitError(where, what, expected, why))
 
 
 def require(
@@ -46,13 +41,13 @@ def require(
     rlkit.errors.ConfigError: Task.make: got 3 (int); expected a callable
     """
     if not good:
-        raise error(where, f"got {shown(value)}", expected, why)
+        raise error(where, f"got {describe(value)}", expected, why)
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return the suffix of an unknown-name error: the closest match, and all known names.
 
-    >>> near("rad", ["red", "blue"]), near("x", ["red", "blue"])
+    >>> suggest("rad", ["red", "blue"]), suggest("x", ["red", "blue"])
     ("; did you mean 'red'? There are: red, blue", '. There are: red, blue')
     """
     known = list(known)
@@ -60,23 +55,23 @@ def near(name: str, known: Iterable[str]) -> str:
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" There are: {', '.join(known) or 'none'}"
 
 
-def members(where: str, thing: object, protocol: type, hint: str = "") -> None:
+def require_protocol(where: str, thing: object, protocol: type, hint: str = "") -> None:
     """Raise ConfigError for an object that lacks public members of a protocol.
 
     >>> from collections.abc import Sized
     >>> class Growing(Sized):
     ...     def grow(self) -> None: ...
-    >>> members("connect(x)", 3, Growing)
+    >>> require_protocol("connect(x)", 3, Growing)
     Traceback (most recent call last):
     rlkit.errors.ConfigError: connect(x): got 3 (int), which has no grow; expected a Growing
     """
     lacking = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(thing, name)]
     if lacking or isinstance(thing, type):
-        what = f"got {shown(thing)}, which " + (f"has no {', '.join(lacking)}" if lacking else "is a class")
+        what = f"got {describe(thing)}, which " + (f"has no {', '.join(lacking)}" if lacking else "is a class")
         raise ConfigError(where, what, f"a {protocol.__name__}", hint)
 
 
-def options(where: str, make: Callable[..., object], given: Iterable[str], *, more: Iterable[str] = ()) -> None:
+def check_keywords(where: str, make: Callable[..., object], given: Iterable[str], *, more: Iterable[str] = ()) -> None:
     """Raise ConfigError for the first given keyword that ``make`` does not take.
 
     Args:
@@ -89,7 +84,7 @@ def options(where: str, make: Callable[..., object], given: Iterable[str], *, mo
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for name in given:
             if name not in known:
-                raise ConfigError(f"{where}: no option {name!r}{near(name, [*known, *more])}")
+                raise ConfigError(f"{where}: no option {name!r}{suggest(name, [*known, *more])}")
 
 
 def integer(
@@ -105,7 +100,7 @@ def integer(
     expected = "an integer" + _interval(low, high)
     value = plain(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise error(where, f"got {shown(value)}", expected, why)
+        raise error(where, f"got {describe(value)}", expected, why)
     number = int(value)
     if (low is not None and number < low) or (high is not None and number > high):
         raise error(where, f"got {number}", expected, why)
@@ -129,7 +124,7 @@ def real(
     expected = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
     value = plain(value)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise error(where, f"got {shown(value)}", expected, why)
+        raise error(where, f"got {describe(value)}", expected, why)
     number = float(value)
     inside = (
         math.isfinite(number)
@@ -156,7 +151,7 @@ def flag(where: str, value: object, *, error: type[RlkitError] = ConfigError) ->
     """Return ``value`` as a bool; 0, 1 and None are refused."""
     value = plain(value)
     if not isinstance(value, bool):
-        raise error(where, f"got {shown(value)}", "True or False")
+        raise error(where, f"got {describe(value)}", "True or False")
     return value
 
 
@@ -204,7 +199,7 @@ def entries(where: str, value: object, count: int | None = None, why: str = "") 
     sized: Any = value
     listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "ndim", 1) != 0
     if isinstance(value, (str, bytes, Mapping)) or not listed:
-        raise DataError(where, f"got {shown(value)}", "a sequence" + f" of {count}" * (count is not None), why)
+        raise DataError(where, f"got {describe(value)}", "a sequence" + f" of {count}" * (count is not None), why)
     if count is not None and len(sized) != count:
         raise DataError(where, f"has {len(sized)} entries", f"{count}", why)
 
@@ -224,19 +219,19 @@ def choice(where: str, value: object, options: tuple[str, ...], *, error: type[R
     rlkit.errors.ConfigError: kl_estimator: got 'low_var_kl' (str); expected one of 'k1', 'k3'
     """
     if not isinstance(value, str) or value not in options:
-        raise error(where, f"got {shown(value)}", "one of " + ", ".join(map(repr, options)))
+        raise error(where, f"got {describe(value)}", "one of " + ", ".join(map(repr, options)))
     return value
 
 
 def token_ids(where: str, value: object, *, vocab_size: int | None = None, low_length: int = 0) -> np.ndarray:
     """Return ``value`` as a read-only int64 array [T] of non-negative ids; text, floats and booleans are refused."""
     if isinstance(value, (str, bytes)):
-        raise DataError(where, f"got text {shown(value)}", "token ids", "encode it with the tokenizer")
+        raise DataError(where, f"got text {describe(value)}", "token ids", "encode it with the tokenizer")
     array = as_array(where, value, "a 1-D sequence of token ids")
     if array.ndim == 1 and array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(where, f"got {shown(array)}", "a 1-D sequence of integers")
+        raise DataError(where, f"got {describe(array)}", "a 1-D sequence of integers")
     if array.size < low_length:
         raise DataError(where, f"has length {array.size}", f"at least {low_length} token(s)")
     high = (vocab_size if vocab_size is not None else 2**63) - 1
@@ -251,10 +246,10 @@ def messages(where: str, value: object) -> list[Mapping[str, object]]:
     """Return ``value`` as a list of chat messages, mappings with at least a role and content (or tool calls)."""
     expected = 'a list of messages, such as [{"role": "user", "content": "..."}]'
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence) or not value:
-        raise DataError(where, f"got {shown(value)}", expected)
+        raise DataError(where, f"got {describe(value)}", expected)
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise DataError(f"{where}[{i}]", f"got {shown(message)}", "a mapping with a role", expected)
+            raise DataError(f"{where}[{i}]", f"got {describe(message)}", "a mapping with a role", expected)
         if "content" not in message and "tool_calls" not in message:
             raise DataError(f"{where}[{i}]", f"has no content, only {sorted(map(str, message))}", expected)
     return list(value)
@@ -273,9 +268,9 @@ def as_array(where: str, value: object, expected: str) -> np.ndarray:
     try:
         array = np.asarray(_of_tensors(value))
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(where, f"got {shown(value)}", expected, str(error)) from error
+        raise DataError(where, f"got {describe(value)}", expected, str(error)) from error
     if array.dtype.kind not in "iufb":
-        raise DataError(where, f"got {shown(value)}", expected)
+        raise DataError(where, f"got {describe(value)}", expected)
     return array
 
 

@@ -104,4 +104,4 @@ class StepResult:
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.reward, (str, bytes, Mapping)):  # numbers are checked when it is played
-            raise DataError("StepResult.reward", f"got {_check.shown(self.reward)}", "a finite number, or None")
+            raise DataError("StepResult.reward", f"got {_check.describe(self.reward)}", "a finite number, or None")

@@ -213,10 +213,10 @@ def _read_array(where: str, value: object, boolean: bool, ndim: tuple[int, ...])
     refused = {str, bytes, type(None)} if boolean else {str, bytes, type(None), bool, np.bool_}
     if isinstance(value, (list, tuple)) and not refused.isdisjoint(map(type, value)):
         i = next(i for i, entry in enumerate(value) if type(entry) in refused)
-        raise DataError(f"{where}[{i}]", f"is {_check.shown(value[i])}", "True or False" if boolean else "a number")
+        raise DataError(f"{where}[{i}]", f"is {_check.describe(value[i])}", "True or False" if boolean else "a number")
     array = _check.as_array(where, value, "True or False for each entry" if boolean else "numbers")
     if array.ndim not in ndim:
-        raise DataError(where, f"got {_check.shown(value)}", _FORMS)
+        raise DataError(where, f"got {_check.describe(value)}", _FORMS)
     if array.dtype.kind == "b" and not boolean:
         raise DataError(where, "holds booleans", "numbers", "write 0.0 and 1.0")
     return array
@@ -226,7 +226,7 @@ def read_labels(where: str, value: Any, size: int, why: str = "one label per rew
     """Return labels [size] as codes 0, 1, ... in order of appearance."""
     several = (hasattr(value, "__len__") or hasattr(value, "__array__")) and getattr(value, "ndim", 1) != 0
     if isinstance(value, (str, bytes)) or not several:
-        raise DataError(where, f"got {_check.shown(value)}", f"{size} labels", why)
+        raise DataError(where, f"got {_check.describe(value)}", f"{size} labels", why)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (size,):
         _, first, sorted_codes = np.unique(value, return_index=True, return_inverse=True)
         rank = np.empty(first.size, np.int64)
@@ -243,7 +243,7 @@ def read_labels(where: str, value: Any, size: int, why: str = "one label per rew
         known[None] = 0
     if not all(map(_is_label, known)):
         i = next(i for i, label in enumerate(listed) if not _is_label(label))
-        raise DataError(f"{where}[{i}]", f"is {_check.shown(listed[i])}", "a label, such as a string or number")
+        raise DataError(f"{where}[{i}]", f"is {_check.describe(listed[i])}", "a label, such as a string or number")
     return np.array(codes, np.int64)
 
 

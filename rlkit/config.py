@@ -69,7 +69,7 @@ def load(kind: type[T], path: str | os.PathLike[str] | None = None, overrides: S
     rlkit.errors.ConfigError: lora.rnak: unknown setting; did you mean 'rank'? There are: rank
     """
     if not attrs.has(kind):
-        raise ConfigError("load(kind)", f"got {_check.shown(kind)}", "a class made with attrs")
+        raise ConfigError("load(kind)", f"got {_check.describe(kind)}", "a class made with attrs")
     made: T = structure(kind, _files.read(path, overrides))
     return made
 
@@ -142,14 +142,14 @@ def read_env(path: str | os.PathLike[str]) -> None:
 def structure(kind: type[attrs.AttrsInstance], values: object, where: str = "") -> Any:
     """Make an instance of an attrs class from the mapping at ``where``, as ``load`` does."""
     if not isinstance(values, Mapping):
-        raise ConfigError(where or "the settings", f"got {_check.shown(values)}", "a mapping")
+        raise ConfigError(where or "the settings", f"got {_check.describe(values)}", "a mapping")
     fields = {field.name: field for field in attrs.fields(kind) if field.init}
     hints = _hints(kind)
     arguments: dict[str, object] = {}
     for key, value in values.items():
         path = f"{where}.{_files.cut(str(key), 60)}".lstrip(".")
         if key not in fields:
-            raise ConfigError(f"{path}: unknown setting{_check.near(str(key), fields)}")
+            raise ConfigError(f"{path}: unknown setting{_check.suggest(str(key), fields)}")
         if variable := fields[key].metadata.get(SECRET):
             raise ConfigError(f"{path}: is read only from the environment variable {variable}")
         arguments[key] = _convert(hints.get(key, object), value, path)
@@ -217,7 +217,7 @@ def _convert_choice(hint: object, value: object, where: str) -> object:
 
 def _convert_list(hint: object, value: object, where: str) -> object:
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(where, f"is {_check.shown(value)}", "a list")
+        raise ConfigError(where, f"is {_check.describe(value)}", "a list")
     kind = next(iter(typing.get_args(hint)), object)
     items = [_convert(kind, item, f"{where}[{i}]") for i, item in enumerate(value)]
     return tuple(items) if (typing.get_origin(hint) or hint) is tuple else items
@@ -225,7 +225,7 @@ def _convert_list(hint: object, value: object, where: str) -> object:
 
 def _convert_mapping(hint: object, value: object, where: str) -> object:
     if not isinstance(value, Mapping):
-        raise ConfigError(where, f"is {_check.shown(value)}", "a mapping")
+        raise ConfigError(where, f"is {_check.describe(value)}", "a mapping")
     _, kind = typing.get_args(hint) or (str, object)
     return {str(key): _convert(kind, item, f"{where}.{key}") for key, item in value.items()}
 

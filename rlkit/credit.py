@@ -159,7 +159,7 @@ def _join_flat(arrays: object) -> np.ndarray:
     if isinstance(arrays, np.ndarray) and arrays.ndim == 2:
         return arrays.reshape(-1)
     if not isinstance(arrays, (list, tuple)) or not all(np.ndim(array) == 1 for array in arrays):
-        raise DataError("estimator", f"gave {_check.shown(arrays)}", "a list of arrays", _LISTS)
+        raise DataError("estimator", f"gave {_check.describe(arrays)}", "a list of arrays", _LISTS)
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
@@ -402,7 +402,7 @@ def _resolve(estimator: str | Estimator, config: Config, level: str) -> Estimato
     """Return the estimator, which takes these settings."""
     _check.choice("level", level, tuple(LEVELS))
     function: Estimator = advantages.registry.resolve(estimator)
-    _check.options("assign(config)", function, config)
+    _check.check_keywords("assign(config)", function, config)
     return function
 
 

@@ -42,6 +42,6 @@ def critic(name: str, *, tokenizer: Tokenizer, **options: object) -> Critic:
     [0.0, 1.0, 1.0]
     """
     make = resolve_class(registry, name, options, ModelOptions, "critic")
-    _check.options(f"critic({name!r})", make, options)
+    _check.check_keywords(f"critic({name!r})", make, options)
     made: Critic = make(tokenizer=tokenizer, **options)
     return made

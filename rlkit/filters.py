@@ -36,17 +36,17 @@ def _flags(keep: object) -> np.ndarray:
     array = _check.as_array("keep", keep, _MASK)
     array = array.astype(bool) if array.shape == (0,) else array  # an empty list has no dtype
     if array.ndim != 1 or array.dtype.kind != "b":
-        raise DataError("keep", f"got {_check.shown(array)}", _MASK, "indices are not a mask")
+        raise DataError("keep", f"got {_check.describe(array)}", _MASK, "indices are not a mask")
     return _check.frozen(array)
 
 
 def _counts(dropped: object) -> Mapping[str, int]:
     if not isinstance(dropped, Mapping):
-        raise DataError("dropped", f"got {_check.shown(dropped)}", "filter names with counts")
+        raise DataError("dropped", f"got {_check.describe(dropped)}", "filter names with counts")
     counts = {}
     for name, number in dropped.items():
         if not isinstance(name, str):
-            raise DataError("dropped", f"has the key {_check.shown(name)}", "names of filters")
+            raise DataError("dropped", f"has the key {_check.describe(name)}", "names of filters")
         counts[name] = _check.integer(f"dropped[{name!r}]", number, low=0, error=DataError)
     return MappingProxyType(counts)
 
@@ -284,7 +284,7 @@ def failed(failures: Sequence[object]) -> Selection:
     keep = []
     for i, failure in enumerate(failures):
         if failure is not None and not isinstance(failure, (bool, np.bool_, BaseException)):
-            raise DataError(f"failures[{i}]", f"is {_check.shown(failure)}", "None, True, False or an exception")
+            raise DataError(f"failures[{i}]", f"is {_check.describe(failure)}", "None, True, False or an exception")
         keep.append(failure is None or failure is False or (isinstance(failure, np.bool_) and not failure))
     return select("failed", np.array(keep, bool))
 

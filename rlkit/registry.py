@@ -61,7 +61,7 @@ class Registry(dict[str, Any]):
 
         def add(implementation: F) -> F:
             if not (callable(implementation) or attrs.has(type(implementation))):
-                what = f"got {_check.shown(implementation)}"
+                what = f"got {_check.describe(implementation)}"
                 raise ConfigError(f"{self.kind} {name!r}", what, "a function or a class")
             there = dict.get(self, name, implementation)
             if there is not implementation and not _redefined(there, implementation):
@@ -99,7 +99,7 @@ class Registry(dict[str, Any]):
     def __missing__(self, name: object) -> Any:
         if name in self:  # now that entry points are loaded
             return super().__getitem__(str(name))
-        raise UnknownNameError(f"no {self.kind} named {name!r}{_check.near(str(name), sorted(self))}")
+        raise UnknownNameError(f"no {self.kind} named {name!r}{_check.suggest(str(name), sorted(self))}")
 
     def __contains__(self, name: object) -> bool:
         self._load_entry_points()

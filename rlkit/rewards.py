@@ -235,7 +235,7 @@ def whitening(rewards: RowsLike, *, ddof: int = 1, eps: float = 1e-6) -> Arrays:
 
 def _table(table: object) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(table, Mapping) or not table:
-        raise ConfigError("table", f"got {_check.shown(table)}", "a mapping that is not empty")
+        raise ConfigError("table", f"got {_check.describe(table)}", "a mapping that is not empty")
     pairs = sorted((_check.real("table key", key), _value(key, value)) for key, value in table.items())
     return np.array([key for key, _ in pairs]), np.array([value for _, value in pairs])
 
@@ -399,7 +399,7 @@ def stop_properly(rewards: RowsLike, truncated: RowsLike, *, coef: float = 0.0) 
 
 def _ends(where: str, value: object) -> tuple[float, float]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ConfigError(where, f"got {_check.shown(value)}", "two numbers, at length 0 and at the limit")
+        raise ConfigError(where, f"got {_check.describe(value)}", "two numbers, at length 0 and at the limit")
     return _check.real(f"{where}[0]", value[0]), _check.real(f"{where}[1]", value[1])
 
 
@@ -465,12 +465,12 @@ def think_format(
     """
     opened = _check.flag("opened", opened)
     if len(tags) != 2 or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags):
-        raise ConfigError("tags", f"got {_check.shown(tags)}", "two texts, the start and the end of a block")
+        raise ConfigError("tags", f"got {_check.describe(tags)}", "two texts, the start and the end of a block")
     begin, end = tags
     scores = []
     for i, text in enumerate(_each("texts", texts, "one text per answer")):
         if not isinstance(text, str):
-            raise DataError(f"texts[{i}]", f"is {_check.shown(text)}", "a text")
+            raise DataError(f"texts[{i}]", f"is {_check.describe(text)}", "a text")
         begins = opened or text.startswith(begin)
         scores.append(float(begins and text.count(begin) == (not opened) and end in text))
     return np.array(scores)
@@ -480,7 +480,7 @@ def _each(where: str, value: Sequence[T], expected: str) -> list[T]:
     _check.entries(where, value, why=expected)
     rows = list(value)
     if not rows or not all(hasattr(row, "__len__") for row in rows):
-        raise DataError(where, f"got {_check.shown(value)}", f"a list of at least one: {expected}")
+        raise DataError(where, f"got {_check.describe(value)}", f"a list of at least one: {expected}")
     return rows
 
 

@@ -205,7 +205,7 @@ def lr_for(model: object, *, hidden_size: int, lora: bool = True) -> float:
     families = [family for family in _EXPONENTS if isinstance(model, str) and family in model.lower()]
     if not families:
         expected = "a name that contains " + " or ".join(map(repr, _EXPONENTS))
-        raise ConfigError("model", f"got {_check.shown(model)}", expected, "others were not measured")
+        raise ConfigError("model", f"got {_check.describe(model)}", expected, "others were not measured")
     return 5e-5 * (10.0 if lora else 1.0) * math.pow(2000 / hidden_size, _EXPONENTS[families[0]])
 
 
@@ -213,7 +213,7 @@ def _items(where: str, value: object) -> Sequence[object]:
     """Return ``value`` as a sequence of numbers, not checked yet."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
-        raise ConfigError(where, f"got {_check.shown(value)}", "a list of numbers")
+        raise ConfigError(where, f"got {_check.describe(value)}", "a list of numbers")
     return items
 
 

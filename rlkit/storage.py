@@ -218,5 +218,5 @@ def _no_constant(name: str) -> object:
 
 def _path(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError("path", f"got {_check.shown(path)}", "a path")
+        raise ConfigError("path", f"got {_check.describe(path)}", "a path")
     return Path(path)

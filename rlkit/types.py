@@ -100,7 +100,7 @@ def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | list[str] | list[int] 
     if stop is None:
         return None
     if not isinstance(stop, (tuple, list)):
-        raise ConfigError(where, f"got {_check.shown(stop)}", expected, "write a tuple: (text,)")
+        raise ConfigError(where, f"got {_check.describe(stop)}", expected, "write a tuple: (text,)")
     texts = tuple(x for x in stop if isinstance(x, str) and x)
     if len(texts) == len(stop):
         return texts
@@ -379,7 +379,7 @@ class Datum:
 def _rows_of(where: str, x: Input, length: int, why: str) -> np.ndarray:
     array = _check.as_array(where, x, f"length {length}")
     if array.ndim == 0 or array.shape[0] != length:
-        raise DataError(where, _check.shown(array), f"length {length}", why)
+        raise DataError(where, _check.describe(array), f"length {length}", why)
     return array
 
 
@@ -473,7 +473,7 @@ def _check_modules(names: tuple[str, ...] | list[str] | Literal["all-linear"] | 
     if names == ALL_LINEAR:
         return (ALL_LINEAR,)
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(n, str) and n for n in names):
-        raise ConfigError("Lora.target_modules", _check.shown(names), "a tuple of module names, or 'all-linear'")
+        raise ConfigError("Lora.target_modules", _check.describe(names), "a tuple of module names, or 'all-linear'")
     return tuple(names)
 
 

@@ -68,7 +68,7 @@ class OpenRewardUpload(Resource):
         _check.require(isinstance(run, str) and run, "run", run, "a name")
         url = url or os.environ.get("OPENREWARD_API_URL") or _URL
         if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigError("url", f"got {_check.shown(url)}", "an http or https address")
+            raise ConfigError("url", f"got {_check.describe(url)}", "an http or https address")
         api_key = api_key or os.environ.get("OPENREWARD_API_KEY") or ""
         if not isinstance(api_key, str) or not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key: is not printable text")

@@ -16,7 +16,6 @@ import attrs
 import numpy as np
 import torch
 
-from rlkit import _check
 from rlkit.backends import connect
 from rlkit.backends.local.model.base import quiet
 from rlkit.backends.protocol import TrainerBackend
@@ -119,7 +118,7 @@ def build(shape: str, folder: Path, *, kind: str = "Qwen3", layers: int | None =
 def check_shape(shape: str) -> None:
     """Raise ConfigError where ``SHAPES`` has no shape of that name."""
     if shape not in SHAPES:
-        raise ConfigError(_check.problem("shape", f"got {shape!r}", "one of " + ", ".join(SHAPES)))
+        raise ConfigError("shape", f"got {shape!r}", "one of " + ", ".join(SHAPES))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -463,7 +463,7 @@ def rec(
     check_settings(ddof=ddof, eps=eps, singleton=singleton)
     _check.optional(_check.choice, "drop", drop, ("balance",))
     if (rng is not None) != (drop is not None) or (rng is not None and not isinstance(rng, np.random.Generator)):
-        raise ConfigError("rng", f"got {_check.shown(rng)}", 'a numpy Generator with drop="balance" only')
+        raise ConfigError("rng", f"got {_check.describe(rng)}", 'a numpy Generator with drop="balance" only')
     rows = Rows.parse("rewards", rewards, nan=True)
     kept = rows.flat if rng is None else _drop_surplus(rows, rng)
     advantages = centre(rows, kept)
@@ -517,7 +517,7 @@ def gdpo(
     """
     check_settings(ddof=ddof, eps=eps, singleton=singleton)
     if is_one(rewards) or len(rewards) == 0:
-        raise DataError("rewards", f"got {_check.shown(rewards)}", "a list with the rewards of each component")
+        raise DataError("rewards", f"got {_check.describe(rewards)}", "a list with the rewards of each component")
     parts = [Rows.parse(f"rewards[{c}]", component, nan=True) for c, component in enumerate(rewards)]
     first = parts[0]
     for part in parts:
@@ -583,7 +583,7 @@ def pass_at_k(
     _check.choice("scale", scale, ("group", "none"))
     check_settings(ddof=ddof, eps=eps, singleton=singleton)
     if (k is None) == (method == "analytic"):
-        raise ConfigError("k", f"got {_check.shown(k)}", 'an integer with method="analytic" only')
+        raise ConfigError("k", f"got {_check.describe(k)}", 'an integer with method="analytic" only')
     rows = Rows.parse("rewards", rewards, nan=True)
     if k is not None:
         size = _check_k(rows, k)

@@ -602,7 +602,7 @@ def gigpo(
 def _read_states(rows: Rows, states: object) -> np.ndarray:
     """Return the state before each step as a number [N]."""
     if isinstance(states, (str, bytes)) or not hasattr(states, "__len__"):
-        raise DataError("states", f"got {_check.shown(states)}", "one hashable state per step")
+        raise DataError("states", f"got {_check.describe(states)}", "one hashable state per step")
     episodes = list(cast("Iterable[Sequence[Any]]", [states] if rows.form == "row" else states))
     if len(episodes) != rows.lengths.size:
         raise DataError("states", f"has {len(episodes)} episodes", f"{rows.lengths.size}", f"shaped like {rows.where}")

@@ -44,7 +44,7 @@ class RunningBaseline:
     def __attrs_post_init__(self) -> None:
         self.decay = _check.real("decay", self.decay, low=0.0, high=1.0)
         if not isinstance(self.baselines, Mapping):
-            raise ConfigError("baselines", f"got {_check.shown(self.baselines)}", "a mapping of roles to numbers")
+            raise ConfigError("baselines", f"got {_check.describe(self.baselines)}", "a mapping of roles to numbers")
         self.baselines = {role: _number(f"baselines[{role!r}]", b) for role, b in self.baselines.items()}
 
     def update(self, rewards: RowsLike, roles: Labels | None = None) -> np.ndarray:

@@ -69,10 +69,10 @@ def connect(name: str, **options: object) -> TrainerBackend:
     'hello'
     """
     make = resolve_class(registry, name, options, LocalOptions, "connect")
-    _check.options(f"connect({name!r})", make, options)
+    _check.check_keywords(f"connect({name!r})", make, options)
     backend: TrainerBackend = make(**options)
     hint = f"rlkit.sampler({name!r}) opens a sampler" if hasattr(make, "open_sampler") else ""
-    _check.members(f"connect({name!r})", backend, TrainerBackend, hint)
+    _check.require_protocol(f"connect({name!r})", backend, TrainerBackend, hint)
     return backend
 
 
@@ -92,7 +92,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
                 "rlkit.sampler(path)", "is given together with a URL", "model=, the name of the served model"
             )
         open_sampler = import_module("rlkit.backends.vllm").open_sampler  # relies on this
-        _check.options("rlkit.sampler(url)", open_sampler, options)
+        _check.check_keywords("rlkit.sampler(url)", open_sampler, options)
         served: Sampler = open_sampler(name, model=model, **options)
         return served
     taken = {"init_from", "resume_from"} & options.keys()
@@ -106,7 +106,7 @@ def sampler(name: str, *, model: str | None = None, path: str | None = None, **o
     make = resolve_class(registry, name, given, LocalOptions, "connect")
     if hasattr(make, "open_sampler"):  # it samples without a trainer, and needs none of a trainer's methods
         opened: Sampler = make.open_sampler(model=model, path=path, **options)
-        _check.members(f"rlkit.sampler({name!r})", opened, Sampler)
+        _check.require_protocol(f"rlkit.sampler({name!r})", opened, Sampler)
         return opened
     if model is not None:
         options["model"] = model

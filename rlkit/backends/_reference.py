@@ -47,10 +47,10 @@ def reference_logprobs(
     Source: none needed; the prefix is self-distillation's, arXiv:2601.18734 (OPSD) and arXiv:2601.20802 (SDPO).
     """
     if not callable(getattr(sampler, "logprobs", None)):
-        what, expected = f"got {_check.shown(sampler)}", "a sampler, such as policy.base_sampler().result() gives"
+        what, expected = f"got {_check.describe(sampler)}", "a sampler, such as policy.base_sampler().result() gives"
         raise ConfigError("reference_logprobs(sampler)", what, expected)
     if isinstance(samples, (Sample, Datum, str)) or not isinstance(samples, Sequence):
-        raise DataError("reference_logprobs(samples)", f"got {_check.shown(samples)}", "a list of samples or datums")
+        raise DataError("reference_logprobs(samples)", f"got {_check.describe(samples)}", "a list of samples or datums")
     datums = [_datum(i, sample) for i, sample in enumerate(samples)]
     heads = [np.zeros(0, np.int64)] * len(datums) if prefixes is None else _prefixes(sampler, datums, prefixes)
     asked = [_asked(sampler, head, datum) for head, datum in zip(heads, datums, strict=True)]

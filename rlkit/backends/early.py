@@ -85,23 +85,21 @@ def check_model(model: object) -> str:
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         expected = f"a directory, a hub id, or {SMOLLM2!r}"
-        raise ConfigError(_check.problem("model", f"got {_check.shown(model)}", expected))
+        raise ConfigError("model", f"got {_check.describe(model)}", expected)
     name = os.fspath(model)
     if name.lower() == SMOLLM2:
         return SMOLLM2
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(_check.problem("model", f"the directory {name!r} has no config.json", "a saved model"))
+            raise ConfigError("model", f"the directory {name!r} has no config.json", "a saved model")
         return str(path)
     if path.exists():
-        raise ConfigError(_check.problem("model", f"{name!r} is a file", "the directory of a saved model"))
+        raise ConfigError("model", f"{name!r} is a file", "the directory of a saved model")
     if _HUB_ID.fullmatch(name) is None or isinstance(model, os.PathLike):
         close = difflib.get_close_matches(name.lower(), [SMOLLM2], n=1)
         hint = f"did you mean {SMOLLM2!r}?" if close else ""
-        raise ConfigError(
-            _check.problem("model", f"no directory {name!r}", "one that exists, or a hub id owner/name", hint)
-        )
+        raise ConfigError("model", f"no directory {name!r}", "one that exists, or a hub id owner/name", hint)
     return name
 
 
@@ -122,7 +120,7 @@ def device_of(device: str | None) -> torch.device:
     try:
         named = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError) as error:
-        what = f"got {_check.shown(device)}, a device type that torch does not know"
+        what = f"got {_check.describe(device)}, a device type that torch does not know"
         raise ConfigError("device", what, f"one of {_listed()}") from error
     if (named.index or 0) >= _devices().get(named.type, 0):
         raise ConfigError("device", f"got {device!r}", f"one of {_listed()}", _why_none(named.type))

@@ -66,9 +66,7 @@ def check_prompt(where: str, tokens: TokenIds, vocab_size: int, max_length: int)
     """Return int64 [1 <= P <= max_length], or a DataError naming the index."""
     array = _check.token_ids(where, tokens, vocab_size=vocab_size, low_length=1)
     if array.size > max_length:
-        raise DataError(
-            _check.problem(where, f"has {array.size} tokens", f"at most {max_length}", "the model's context")
-        )
+        raise DataError(where, f"has {array.size} tokens", f"at most {max_length}", "the model's context")
     return array
 
 
@@ -94,7 +92,7 @@ def check_request(
         UnsupportedError: the params use an option that it lacks.
     """
     if not isinstance(params, SamplingParams):
-        raise ConfigError(_check.problem("sample(params)", f"got {_check.shown(params)}", "rlkit.SamplingParams(...)"))
+        raise ConfigError("sample(params)", f"got {_check.describe(params)}", "rlkit.SamplingParams(...)")
     for name in lacks:
         if getattr(params, name) != OPTIONAL_OPTIONS[name]:
             there = ", ".join(x for x in (*SAMPLING_OPTIONS, "stop") if x not in lacks)
@@ -109,7 +107,7 @@ def check_request(
     array = check_prompt("sample(prompt)", prompt, vocab_size, max_length)
     if array.size == max_length:
         what = f"has {array.size} tokens, which fill the model's context"
-        raise DataError(_check.problem("sample(prompt)", what, f"at most {max_length - 1}", "leave room for one token"))
+        raise DataError("sample(prompt)", what, f"at most {max_length - 1}", "leave room for one token")
     return array
 
 
@@ -122,10 +120,10 @@ def check_targets(targets: ArrayLike, size: int, vocab_size: int) -> np.ndarray:
     where = "target_logprobs(targets)"
     array = _check.as_array(where, targets, "int [T, K]")
     if array.dtype.kind != "i" or array.ndim != 2 or len(array) != size or array.shape[1] == 0:
-        raise DataError(_check.problem(where, f"is {_check.shown(array)}", f"int [{size}, K]"))
+        raise DataError(where, f"is {_check.describe(array)}", f"int [{size}, K]")
     if array.max() >= vocab_size or array.min() < -1:
         span = f"spans [{array.min()}, {array.max()}]"
-        raise DataError(_check.problem(where, span, "ids of the vocabulary, or -1 for none"))
+        raise DataError(where, span, "ids of the vocabulary, or -1 for none")
     return np.ascontiguousarray(array, np.int64)
 
 
@@ -138,7 +136,7 @@ def check_mask(mask: ArrayLike, size: int) -> np.ndarray:
     where = "masked_logprobs(mask)"
     array = _check.as_array(where, mask, "bool [T]")
     if array.shape != (size,) or array.dtype.kind not in "biu" or not np.isin(array, (0, 1)).all():
-        raise DataError(_check.problem(where, f"is {_check.shown(array)}", f"bool [{size}]", "one for each token"))
+        raise DataError(where, f"is {_check.describe(array)}", f"bool [{size}]", "one for each token")
     return array.astype(bool)
 
 

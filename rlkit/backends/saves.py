@@ -28,7 +28,7 @@ def check_label(name: object) -> str:
     """Return ``name`` if a file name can contain it, else raise a ConfigError."""
     if not isinstance(name, str) or not _LABEL.fullmatch(name):
         expected = "1 to 100 letters, digits, '.', '_' or '-', not starting with a dot"
-        raise ConfigError("save(name)", f"got {_check.shown(name)}", expected)
+        raise ConfigError("save(name)", f"got {_check.describe(name)}", expected)
     return name
 
 
@@ -80,7 +80,7 @@ def read(path: str | os.PathLike[str], *, backend: str | None) -> tuple[Path, di
         CheckpointError: nothing is there, it is damaged, or it is another backend's.
     """
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError("resume_from or init_from", f"got {_check.shown(path)}", "the path that save() returned")
+        raise ConfigError("resume_from or init_from", f"got {_check.describe(path)}", "the path that save() returned")
     folder = Path(path)
     try:
         state = _verified(folder)

@@ -45,7 +45,7 @@ class Conversation:
 
     def __init__(self, chat: Chat, observation: Observation, tools: Sequence[Message] = ()) -> None:
         if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise DataError("tools", f"got {_check.shown(tools)}", "a sequence of function schemas")
+            raise DataError("tools", f"got {_check.describe(tools)}", "a sequence of function schemas")
         self._chat = chat
         self.extends = False
         self.messages: list[Message] = []
@@ -224,7 +224,7 @@ def _holds_tokens(observation: object) -> TypeGuard[np.ndarray]:
 def _check_tokenizer(tokenizer: object) -> None:
     for name in ("encode", "decode", "eos_ids", "chat_template"):
         if not hasattr(tokenizer, name):
-            what = f"got {_check.shown(tokenizer)}, which lacks {name}"
+            what = f"got {_check.describe(tokenizer)}, which lacks {name}"
             raise ConfigError("Chat(tokenizer)", what, "the policy's tokenizer, policy.tokenizer")
 
 
@@ -245,7 +245,7 @@ def _messages(observation: object) -> list[Message]:
         return [{"role": "user", "content": read_text(observation, "observation")}]
     if not is_list(observation):
         expected = "text, a list of messages, or an array of token ids"
-        raise DataError("observation", f"got {_check.shown(observation)}", expected)
+        raise DataError("observation", f"got {_check.describe(observation)}", expected)
     return read_messages(observation, "observation")
 
 

@@ -47,7 +47,7 @@ def read_messages(value: object, where: str = "messages") -> list[Message]:
     rlkit.errors.DataError: messages[0].content: got None; expected text (null only beside tool_calls, or of a tool)
     """
     if not is_list(value):
-        raise DataError(where, f"got {_check.shown(value)}", "a list of messages")
+        raise DataError(where, f"got {_check.describe(value)}", "a list of messages")
     messages = [_message(message, f"{where}[{i}]") for i, message in enumerate(value)]
     _name_calls(messages)
     return list(messages)
@@ -63,7 +63,7 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def read_text(value: object, where: str) -> str:
     """Return a text as it is. Raises DataError: another type, or text that UTF-8 cannot encode."""
     if not isinstance(value, str):
-        raise DataError(where, f"got {_check.shown(value)}", "text")
+        raise DataError(where, f"got {_check.describe(value)}", "text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -76,12 +76,12 @@ def read_tools(value: object, where: str = "tools") -> list[Message]:
     """Return function schemas: a list of them, or JSON text of one, as data sets have it. Raises DataError."""
     tools = _parsed(value, where) if isinstance(value, str) else value
     if not is_list(tools):
-        raise DataError(where, f"got {_check.shown(value)}", "a list of function schemas")
+        raise DataError(where, f"got {_check.describe(value)}", "a list of function schemas")
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"{where}[{i}]", f"got {_check.shown(tool)}", '{"type": "function", "function": {"name", ...}}'
+                f"{where}[{i}]", f"got {_check.describe(tool)}", '{"type": "function", "function": {"name", ...}}'
             )
     return [as_json(tool) for tool in tools]
 
@@ -97,13 +97,13 @@ def as_json(value: Any) -> Any:
 
 def _message(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise DataError(where, f"got {_check.shown(value)}", "a message: {'role', 'content'}")
+        raise DataError(where, f"got {_check.describe(value)}", "a message: {'role', 'content'}")
     given = {str(key): field for key, field in value.items() if field is not None}
     if "role" not in given and "from" in given:
         raise DataError(where, f"has the fields {sorted(given)}", "role and content", "rename from and value")
     role = _OTHER_ROLES.get(str(given.get("role")), given.get("role"))
     if role not in _ROLES:
-        raise DataError(f"{where}.role", f"got {_check.shown(role)}", f"one of: {', '.join(_ROLES)}")
+        raise DataError(f"{where}.role", f"got {_check.describe(role)}", f"one of: {', '.join(_ROLES)}")
     _refuse(given, where)
     message: dict[str, Any] = {"role": role, "content": ""}
     calls = _calls(given, role, where)
@@ -130,14 +130,14 @@ def _refuse(given: dict[str, Any], where: str) -> None:
         media = given.pop(name, None)
         if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
             raise DataError(
-                f"{where}.{name}", f"got {_check.shown(media)}", "text alone", "no other input is supported"
+                f"{where}.{name}", f"got {_check.describe(media)}", "text alone", "no other input is supported"
             )
     if refusal := given.pop("refusal", None):
-        raise DataError(f"{where}.refusal", f"got {_check.shown(refusal)}", "an answer in content")
+        raise DataError(f"{where}.refusal", f"got {_check.describe(refusal)}", "an answer in content")
     for name in _WEIGHTS:
         if (weight := given.pop(name, 1)) != 1:
             why = "what is not to be learnt belongs into prompt, before response"
-            raise DataError(f"{where}.{name}", f"got {_check.shown(weight)}", "1 or true", why)
+            raise DataError(f"{where}.{name}", f"got {_check.describe(weight)}", "1 or true", why)
 
 
 def read_content(value: object, role: str, where: str) -> str:
@@ -149,14 +149,16 @@ def read_content(value: object, role: str, where: str) -> str:
     if isinstance(value, str):
         return read_text(value, where)
     if not is_list(value):
-        raise DataError(where, f"got {_check.shown(value)}", "text, or a list of parts")
+        raise DataError(where, f"got {_check.describe(value)}", "text, or a list of parts")
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, Mapping) else None
         name = _PARTS.get(kind) if isinstance(kind, str) else None
         if name is None:
             at, found = (f"{where}[{i}].type", kind) if kind is not None else (f"{where}[{i}]", part)
-            raise DataError(at, f"got {_check.shown(found)}", '{"type": "text", "text": ...}', "only text is supported")
+            raise DataError(
+                at, f"got {_check.describe(found)}", '{"type": "text", "text": ...}', "only text is supported"
+            )
         texts.append(read_text(part.get(name), f"{where}[{i}].{name}"))
     return ("" if role == "assistant" else "\n").join(texts)
 
@@ -165,7 +167,7 @@ def _calls(given: dict[str, Any], role: str, where: str) -> list[dict[str, Any]]
     """Take the tool calls of a message out of its fields."""
     calls, field = given.pop("tool_calls", []), f"{where}.tool_calls"
     if not is_list(calls):
-        raise DataError(field, f"got {_check.shown(calls)}", "a list of calls")
+        raise DataError(field, f"got {_check.describe(calls)}", "a list of calls")
     read = [_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
     legacy = given.pop("function_call", None)
     if isinstance(legacy, Mapping) and not any(legacy.values()):  # null in a table
@@ -180,9 +182,9 @@ def _calls(given: dict[str, Any], role: str, where: str) -> list[dict[str, Any]]
 
 def _call(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise DataError(where, f"got {_check.shown(value)}", "a call: {'type', 'function'}")
+        raise DataError(where, f"got {_check.describe(value)}", "a call: {'type', 'function'}")
     if value.get("type") not in (None, "function"):
-        raise DataError(f"{where}.type", f"got {_check.shown(value['type'])}", "'function'")
+        raise DataError(f"{where}.type", f"got {_check.describe(value['type'])}", "'function'")
     inner = value.get("function")
     flat = inner is None and "name" in value  # {"name", "arguments"}, as some data sets have it
     call: dict[str, Any] = {"type": "function"}
@@ -194,7 +196,7 @@ def _call(value: object, where: str) -> dict[str, Any]:
 def read_call(value: object, where: str) -> dict[str, Any]:
     """Return the function of a call: its name, and its arguments as an object. Raises DataError."""
     if not isinstance(value, Mapping):
-        raise DataError(where, f"got {_check.shown(value)}", "an object with name and arguments")
+        raise DataError(where, f"got {_check.describe(value)}", "an object with name and arguments")
     name = read_text(value.get("name"), f"{where}.name")
     others = value.keys() - {"name", "arguments", "id", "type", "index"}
     if "arguments" not in value and others:
@@ -203,12 +205,12 @@ def read_call(value: object, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = _parsed(arguments, field) if arguments.strip() else {}
     if not isinstance(arguments, (Mapping, type(None))):
-        raise DataError(field, f"got {_check.shown(value['arguments'])}", "a JSON object, or its text")
+        raise DataError(field, f"got {_check.describe(value['arguments'])}", "a JSON object, or its text")
     arguments = as_json(arguments or {})
     try:
         json.dumps(arguments, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(field, f"got {_check.shown(arguments)}", "a JSON object", str(error)) from None
+        raise DataError(field, f"got {_check.describe(arguments)}", "a JSON object", str(error)) from None
     return {"name": name, "arguments": arguments}
 
 
@@ -216,7 +218,7 @@ def _parsed(text: str, where: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(where, f"got {_check.shown(text)}", "JSON", str(error)) from None
+        raise DataError(where, f"got {_check.describe(text)}", "JSON", str(error)) from None
 
 
 def _name_calls(messages: Sequence[dict[str, Any]]) -> None:

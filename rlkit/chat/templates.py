@@ -266,7 +266,7 @@ class ControlText:
             return {k: self._marked(v, pattern, f"{where}[{k!r}]", depth + 1) for k, v in items}
         if isinstance(value, (list, tuple)):
             return [self._marked(item, pattern, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-        raise DataError(where, f"got {_check.shown(value)}", "text, or a JSON value")
+        raise DataError(where, f"got {_check.describe(value)}", "text, or a JSON value")
 
     def _marked_text(self, text: str, pattern: re.Pattern[str] | None) -> str:
         text = _FOREIGN.sub("\ufffd", text)
@@ -509,7 +509,7 @@ def find_answer(message: Message, before: str, bare: str, whole: str) -> int | s
     tail = next(head[i:] for i in range(len(head), -1, -1) if head[:i] in whole)  # ``<think>``, for one: not in whole
     if structured or not content.lstrip().startswith(tail.strip()):
         name = "content" if start >= 0 else min(structured, default="content")
-        what = f"is written otherwise, or not at all, after the prompt, which ends with {_check.shown(head)}"
+        what = f"is written otherwise, or not at all, after the prompt, which ends with {_check.describe(head)}"
         why = "thinking, template and prefill of the chat change the prompt"
         raise DataError(name, what, "an answer that continues the prompt", why)
     if not tail.strip():

@@ -327,7 +327,7 @@ def _wants_messages(reward: object) -> bool:
         ConfigError: it cannot be called with a result and a task.
     """
     if not callable(reward):
-        raise ConfigError("reward", f"got {_check.shown(reward)}", "a function of (result, task)")
+        raise ConfigError("reward", f"got {_check.describe(reward)}", "a function of (result, task)")
     try:
         signature = inspect.signature(reward)
     except ValueError:  # some built-in functions do not say
@@ -357,11 +357,11 @@ def _command(
 ) -> Command:
     """Return the command, checked as far as can be before it runs."""
     if not _is_command(run):
-        raise ConfigError("run", f"got {_check.shown(run)}", _RUN)
+        raise ConfigError("run", f"got {_check.describe(run)}", _RUN)
     arguments = [str(part) for part in run]
     variables = dict(environment or {})
     if not all(isinstance(text, str) for pair in variables.items() for text in pair):
-        raise ConfigError("environment", f"got {_check.shown(environment)}", "texts by name")
+        raise ConfigError("environment", f"got {_check.describe(environment)}", "texts by name")
     if image is not None:
         _check.require(isinstance(image, str) and image, "image", image, "an image's name")
         return Command(arguments, variables, None if folder is None else str(folder), engine(), image)

@@ -393,7 +393,7 @@ class _Env:
             said = " ".join((ended.stdout + ended.stderr).split())[-300:]
             raise EnvError(f"{where}: the tests wrote no reward (exit code {ended.code}): {said}") from error
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise EnvError(f"{where}: reward", f"is {_check.shown(value)}", "a finite number")
+            raise EnvError(f"{where}: reward", f"is {_check.describe(value)}", "a finite number")
         return StepResult(reward=float(value), terminated=True, info={"exit_code": ended.code})
 
 

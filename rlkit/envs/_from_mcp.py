@@ -446,14 +446,14 @@ def _check_place(server: object, path: str | None) -> None:
     """Raise ConfigError for what can be no server."""
     if isinstance(server, (str, os.PathLike)):
         if not str(server).startswith(("http://", "https://")):
-            raise ConfigError("server", f"got {_check.shown(server)}", _FORMS)
+            raise ConfigError("server", f"got {_check.describe(server)}", _FORMS)
     elif isinstance(server, Sequence):
         if not server or not all(isinstance(part, (str, os.PathLike)) for part in server):
-            raise ConfigError("server", f"got {_check.shown(server)}", "a command as a list of texts")
+            raise ConfigError("server", f"got {_check.describe(server)}", "a command as a list of texts")
         if shutil.which(server[0], path=path) is None:
             raise ConfigError("server", f"the command {os.fspath(server[0])!r} cannot be found", "one that can be run")
     elif server is None or isinstance(server, (bytes, int, float, Mapping)):
-        raise ConfigError("server", f"got {_check.shown(server)}", _FORMS)
+        raise ConfigError("server", f"got {_check.describe(server)}", _FORMS)
 
 
 @attrs.define(eq=False, repr=False)

@@ -170,7 +170,7 @@ class Session:
             raise EnvError(f"{self._where}: the answer cannot be read: {error}") from error
         told = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(told, dict):
-            raise EnvError(f"{self._where}: got {_check.shown(answer)}; is it an OpenEnv server?")
+            raise EnvError(f"{self._where}: got {_check.describe(answer)}; is it an OpenEnv server?")
         if answer.get("type") != "error":
             return told
         code, message = told.get("code"), " ".join(str(told.get("message")).split())[:300]
@@ -266,7 +266,7 @@ def _make_server(
 ) -> LocalServer | None:
     """Return the server that this machine is to start, or None where it runs elsewhere."""
     if not isinstance(server, str) or not re.fullmatch(r"(https?|wss?)://.*|[\w.]+:\w+", server, re.DOTALL):
-        raise ConfigError("server", f"got {_check.shown(server)}", 'an address, or "module:app"')
+        raise ConfigError("server", f"got {_check.describe(server)}", 'an address, or "module:app"')
     if "://" not in server:
         interpreter = sys.executable if python is None else os.fspath(python)
         return LocalServer(server, interpreter, os.getcwd() if cwd is None else os.fspath(cwd), timeout)  # noqa: PTH109
@@ -308,7 +308,7 @@ class _Form:
             value = self._given(action)
             value = value.model_dump(mode="json") if hasattr(value, "model_dump") else value
             if not isinstance(value, Mapping):
-                raise EnvError("rlkit.envs.openenv: action", f"gave {_check.shown(value)}", "a mapping")
+                raise EnvError("rlkit.envs.openenv: action", f"gave {_check.describe(value)}", "a mapping")
             return dict(value)
         content = action.content.strip()
         if self._only is not None:

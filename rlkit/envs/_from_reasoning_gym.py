@@ -77,7 +77,7 @@ def reasoning_gym(
     _check.integer("seed", seed, low=0)
     _check.choice("split", split, _adapters.SPLITS)
     if not isinstance(template, str) or "{question}" not in template:
-        raise ConfigError("template", f"got {_check.shown(template)}", "text that contains {question}")
+        raise ConfigError("template", f"got {_check.describe(template)}", "text that contains {question}")
     _check.require(extract is None or callable(extract), "extract", extract, "a function of a text")
     _check_known(name)
     shield(["reasoning_gym"])

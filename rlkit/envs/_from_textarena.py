@@ -92,14 +92,16 @@ def textarena(
     """
     registry = _arena("envs.registration").ENV_REGISTRY
     if env_id not in registry:
-        raise UnknownNameError(f"rlkit.envs.textarena: no game named {env_id!r}{_check.near(env_id, sorted(registry))}")
+        raise UnknownNameError(
+            f"rlkit.envs.textarena: no game named {env_id!r}{_check.suggest(env_id, sorted(registry))}"
+        )
     _check.integer("size", size, low=1, high=2**30)
     _check.require(opponent is None or callable(opponent), "opponent", opponent, "a function of its observation")
     sides = _check.integer("players", (1 if opponent is None else 2) if players is None else players, low=1)
     _check.optional(_check.integer, "player", player, low=0, high=sides - 1)
     if (opponent is None) != (sides == 1):
         raise ConfigError(
-            "opponent", f"got {_check.shown(opponent)} for {sides} players", "one only in games of several players"
+            "opponent", f"got {_check.describe(opponent)} for {sides} players", "one only in games of several players"
         )
     seeds = _adapters.seeds(split, seed)
     point = registry[env_id].entry_point
@@ -207,7 +209,7 @@ class _Env:
             answer = await asyncio.to_thread(opponent, seen)
             move = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(move, str):
-            raise EnvError("rlkit.envs.textarena: opponent", f"gave {_check.shown(move)}", "text")
+            raise EnvError("rlkit.envs.textarena: opponent", f"gave {_check.describe(move)}", "text")
         return move
 
     def _looked(self) -> tuple[int, _Seen]:

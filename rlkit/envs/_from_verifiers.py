@@ -236,7 +236,7 @@ def _config(
     for label, value in (("taskset", taskset), ("harness", harness)):
         given = (isinstance(value, str) and value) or (isinstance(value, Mapping) and isinstance(value.get("id"), str))
         if not given and not (label == "harness" and value is None):
-            raise ConfigError(label, f"got {_check.shown(value)}", "an id, or a config with its 'id'")
+            raise ConfigError(label, f"got {_check.describe(value)}", "an id, or a config with its 'id'")
     _check.require(config is None or isinstance(config, Mapping), "config", config, "a mapping")
     made = dict(config or {})
     made["taskset"] = {"id": taskset} if isinstance(taskset, str) else dict(taskset)

@@ -42,7 +42,7 @@ def rows_of(rows: object, split: str, *, where: str, forms: str, function: str) 
             raise UnknownNameError(f"{function}: no split named {split!r}. There are: {known}")
         rows = rows[split]
     if isinstance(rows, str) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise DataError(where, f"got {_check.shown(rows)}", forms)
+        raise DataError(where, f"got {_check.describe(rows)}", forms)
     if len(rows) == 0:
         raise DataError(where, "is empty", "at least one row")
     return cast("Sequence[object]", rows)
@@ -144,7 +144,7 @@ def _prompt(where: str, row: object) -> Observation:
             raise DataError(where, f"has only {sorted(map(str, row))}", "a field 'prompt'")
         row, where = row["prompt"], f"{where}['prompt']"
     if isinstance(row, np.ndarray) and row.dtype.kind not in "iuO":
-        raise DataError(where, f"got {_check.shown(row)}", "text, chat messages or token ids")
+        raise DataError(where, f"got {_check.describe(row)}", "text, chat messages or token ids")
     try:
         return observation(row, where=where, max_chars=10**9)
     except EnvError as error:

@@ -274,11 +274,11 @@ class Tasks(Sequence[Task]):
 def check_credit(credit: object) -> None:
     """Raise ConfigError for what does not say which branches are trained."""
     if credit not in ("every", "last") and not callable(credit):
-        raise ConfigError("credit", f"got {_check.shown(credit)}", "'every', 'last', or a function of branches")
+        raise ConfigError("credit", f"got {_check.describe(credit)}", "'every', 'last', or a function of branches")
 
 
 def check_name(where: str, value: object) -> str:
     """Return ``value`` as a name: a string that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(where, f"got {_check.shown(value)}", "a string that is not empty")
+        raise ConfigError(where, f"got {_check.describe(value)}", "a string that is not empty")
     return value

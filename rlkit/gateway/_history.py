@@ -402,7 +402,7 @@ def branch_weights(branches: Sequence[Branch], credit: Credit) -> list[float]:
         return [float(branch.last.number == newest) for branch in branches]
     if not callable(credit):
         expected = "'every', 'last', or a function from branches to weights"
-        raise ConfigError("credit", f"got {_check.shown(credit)}", expected)
+        raise ConfigError("credit", f"got {_check.describe(credit)}", expected)
     weights = list(credit(branches))
     if len(weights) != len(branches):
         raise ConfigError("credit", f"gave {len(weights)} weights", f"{len(branches)}", "one per branch")

@@ -230,7 +230,7 @@ def installed(harness: str, python: str | None = None) -> str:
         EnvError: the interpreter did not answer.
     """
     if harness not in HARNESSES:
-        raise UnknownNameError(f"unknown harness {harness!r}{_check.near(harness, HARNESSES)}")
+        raise UnknownNameError(f"unknown harness {harness!r}{_check.suggest(harness, HARNESSES)}")
     known, interpreter = HARNESSES[harness], python or sys.executable
     program = f"import importlib.metadata; print(importlib.metadata.version({known.distribution!r}))"
     try:

@@ -214,10 +214,10 @@ def _read_signature(name: str, function: Callable[..., object]) -> tuple[dict[st
 
 def _bind_settings(name: str, defaults: Mapping[str, object], config: object) -> dict[str, object]:
     if config is not None and not isinstance(config, Mapping):
-        raise ConfigError("config", f"got {_check.shown(config)}", "a mapping of settings, or None")
+        raise ConfigError("config", f"got {_check.describe(config)}", "a mapping of settings, or None")
     for key in config or {}:
         if key not in defaults:
-            there = _check.near(str(key), defaults)
+            there = _check.suggest(str(key), defaults)
             raise ConfigError(f"config[{key!r}]: the loss {name!r} has no such setting{there}")
     settings = {**defaults, **(config or {})}
     for key, value in settings.items():
@@ -461,10 +461,10 @@ class PreparedLoss:
         where = f"the loss {self.name!r}"
         value, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(value, Tensor) or value.ndim != 0:
-            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _check.shown(value)
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _check.describe(value)
             raise ConfigError(where, f"returned {shape}", "a scalar tensor, or (tensor, metrics)", "sum it")
         if not isinstance(reported, Mapping):
-            raise ConfigError(where, f"returned metrics {_check.shown(reported)}", "a dict")
+            raise ConfigError(where, f"returned metrics {_check.describe(reported)}", "a dict")
         metrics = {}
         for key, number in reported.items():
             if not isinstance(key, str) or key in _RESERVED:

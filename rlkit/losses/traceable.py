@@ -53,7 +53,7 @@ def traceable(
     (tensor(-1.5000), {})
     """
     if not isinstance(prepared, PreparedLoss):
-        what = f"got {_check.shown(prepared)}"
+        what = f"got {_check.describe(prepared)}"
         raise ConfigError("prepared", what, "a PreparedLoss, as losses.prepare(loss) returns")
     if prepared.level != "datum":
         raise UnsupportedError(

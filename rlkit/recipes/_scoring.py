@@ -52,7 +52,7 @@ def bound(name: str, args: Mapping[str, object], *, where: str = "reward_fn_args
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for key in args:
             if key not in settings:
-                raise ConfigError(f"{where}.{key}: unknown setting of {name}{_check.near(key, settings)}")
+                raise ConfigError(f"{where}.{key}: unknown setting of {name}{_check.suggest(key, settings)}")
     for key, parameter in settings.items():
         if parameter.default is parameter.empty and key not in args:
             raise ConfigError(f"{where}.{key}", "is not given", f"a setting that {name} needs")
@@ -103,7 +103,7 @@ def _texts(value: object, where: str) -> list[str]:
     expected = "text, a number, or a list of accepted answers"
     keys = [key for key, inner in _leaves(value) if isinstance(inner, (str, int, float))]
     named = " or ".join(f"{where.rpartition(' ')[2]}.{key}" for key in keys)
-    raise DataError(where, f"got {_check.shown(value)}", expected, f"response_key={named} names it" if named else "")
+    raise DataError(where, f"got {_check.describe(value)}", expected, f"response_key={named} names it" if named else "")
 
 
 def _leaves(value: object) -> Iterator[tuple[str, object]]:
@@ -241,7 +241,7 @@ def _countdown_reward(action: str, answer: object) -> float:
     """
     task = json.loads(answer) if isinstance(answer, str) else answer
     if not isinstance(task, Mapping) or not {"target", "numbers"} <= task.keys():
-        what = f"is {_check.shown(answer)}"
+        what = f"is {_check.describe(answer)}"
         raise DataError("countdown_reward: the answer", what, "a mapping with target and numbers")
     tagged = re.findall(r"<answer>(.*?)</answer>", action.rpartition("\n")[2])
     if not tagged:

@@ -38,7 +38,7 @@ _ARGUMENTS = TABLE["arguments"]
 
 def contradiction(name: str, value: object, why: str) -> ConfigError:
     """Return the error for a setting that contradicts others."""
-    return ConfigError(_check.problem(f"algorithm.{name}", f"is {value!r}", "a setting that fits the others", why))
+    return ConfigError(f"algorithm.{name}", f"is {value!r}", "a setting that fits the others", why)
 
 
 def loss_names(loss: Named, given: Mapping[str, object]) -> tuple[Named, dict[str, object], dict[str, str], list[str]]:
@@ -184,7 +184,7 @@ def coefficients(settings: Algorithm, recipe: Recipe) -> tuple[float, float, flo
                 args.pop(unset, None)
         if args:
             name = next(iter(args))
-            raise ConfigError(f"algorithm.{part}_args.{name}: unknown setting{_check.near(name, [key])}")
+            raise ConfigError(f"algorithm.{part}_args.{name}: unknown setting{_check.suggest(name, [key])}")
         if value and getattr(settings, part) == "none":
             raise contradiction(f"{part}_args.{key}", value, f"{part} is none")
         values.append(value)
@@ -215,7 +215,7 @@ def expert_ratio(settings: Algorithm) -> float:
         raise ConfigError(where, f"is {name!r}", "a name in auxiliary_buffers")
     if args:
         unknown = next(iter(args))
-        known = _check.near(unknown, ["expert_data_ratio"])
+        known = _check.suggest(unknown, ["expert_data_ratio"])
         raise ConfigError(f"algorithm.sample_strategy_args.{unknown}: unknown setting{known}")
     return _check.real("algorithm.sample_strategy_args.expert_data_ratio", ratio, above=0.0, below=1.0)
 
@@ -234,7 +234,7 @@ def check_settings(
     for name in given:
         if name not in known:
             said = (names or {}).get(name, name)
-            raise ConfigError(f"{where}.{said}: unknown setting{_check.near(said, known)}")
+            raise ConfigError(f"{where}.{said}: unknown setting{_check.suggest(said, known)}")
 
 
 _NEEDS = {"values": "critic", "teacher_logprobs": "teacher", "baseline": "greedy"}

@@ -474,7 +474,7 @@ def read_prompt(value: object, where: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": _plain_text(value, where)}]
     if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
-        raise DataError(where, f"got {_check.shown(value)}", "text, or a list of messages")
+        raise DataError(where, f"got {_check.describe(value)}", "text, or a list of messages")
     messages = read_messages([value] if isinstance(value, Mapping) else value, where)
     if not messages or messages[-1]["role"] == "assistant":
         what = "ends with a message of the assistant" if messages else "has no messages"
@@ -488,7 +488,7 @@ def _answer(value: object, where: str) -> list[Message]:
         return [{"role": "assistant", "content": _plain_text(value, where)}]
     if not is_list(value) and not (isinstance(value, Mapping) and "role" in value):
         why = "a number is written as text"
-        raise DataError(where, f"got {_check.shown(value)}", "text, a message, or a list of messages", why)
+        raise DataError(where, f"got {_check.describe(value)}", "text, a message, or a list of messages", why)
     messages = read_messages([value] if isinstance(value, Mapping) else value, where)
     if not messages:
         raise DataError(where, "has no messages", "an answer")
@@ -502,7 +502,7 @@ def _plain_text(value: str, where: str) -> str:
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(value)
     if any(isinstance(each, Mapping) and "role" in each for each in (found if is_list(found) else [found])):
-        raise DataError(where, f"got {_check.shown(value)}", "messages", "this is their JSON text; read it first")
+        raise DataError(where, f"got {_check.describe(value)}", "messages", "this is their JSON text; read it first")
     return read_text(value, where)
 
 

@@ -142,7 +142,7 @@ def _check_model(policy: PolicyOptions, chat: ChatOptions, settings: Settings) -
     name, path = policy.backend, policy.options.get("model")
     if settings.options:
         backend = backends.registry[name]
-        _check.options("options", backend, dict(settings.options))
+        _check.check_keywords("options", backend, dict(settings.options))
         if hasattr(backend, "check_options"):
             backend.check_options(**policy.options)
     if name == "local" and isinstance(path, str):

@@ -195,7 +195,7 @@ class Operators:
                 masks = True
                 continue
             if name not in _FILTERS:
-                near = _check.near(name, [*_FILTERS, "mask_response_truncated", *_UNUSED])
+                near = _check.suggest(name, [*_FILTERS, "mask_response_truncated", *_UNUSED])
                 raise ConfigError(f"{where}.name: unknown operator {name!r}{near}")
             known = keywords(_FILTERS[name])
             filters.append(functools.partial(_FILTERS[name], **_settings(where, operator.args, known)))
@@ -220,7 +220,7 @@ def was_cut(trajectory: Trajectory) -> bool:
 def _settings(where: str, given: Mapping[str, object], known: Sequence[str]) -> dict[str, object]:
     for name in given:
         if name not in known:
-            raise ConfigError(f"{where}.args.{name}: unknown setting{_check.near(name, known)}")
+            raise ConfigError(f"{where}.args.{name}: unknown setting{_check.suggest(name, known)}")
     return {
         name: value if name == "metric_key" else _check.real(f"{where}.args.{name}", value)
         for name, value in given.items()

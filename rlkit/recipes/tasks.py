@@ -289,7 +289,7 @@ def make_tasks(taskset: Taskset, given: ExplorerInput, where: str) -> Tasks:
             f"{where}{text}" if text.startswith((".path", ".split", ".subset")) else _at(where, text)
         ) from error
     if not isinstance(tasks, Tasks):
-        raise ConfigError(where, f"{kind!r} made {_check.shown(tasks)}", "rlkit.envs.Tasks")
+        raise ConfigError(where, f"{kind!r} made {_check.describe(tasks)}", "rlkit.envs.Tasks")
     sampling = taskset.rollout_args
     wanted = TaskSettings(temperature=sampling.temperature, max_tokens=sampling.max_tokens)
     if wanted != TaskSettings():

@@ -46,7 +46,7 @@ class RunFolder:
 
     def __init__(self, folder: str | Path) -> None:
         if not isinstance(folder, (str, os.PathLike)) or not str(folder):
-            raise ConfigError("folder", f"got {_check.shown(folder)}", "the path of a run's folder")
+            raise ConfigError("folder", f"got {_check.describe(folder)}", "the path of a run's folder")
         self.path = Path(folder)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder")

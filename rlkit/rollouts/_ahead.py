@@ -337,7 +337,7 @@ def _read_tasks(tasks: TaskSource | Batches, size: int | None, seed: int) -> tup
         number = _check.integer("size", size, low=1, why="tasks per step")
         return lambda step: tasks.batch(step, number, seed=seed), {"size": number, "tasks": len(tasks)}
     if not callable(tasks) or isinstance(tasks, type):
-        raise ConfigError("tasks", f"got {_check.shown(tasks)}", "a set of tasks, or a function of the step")
+        raise ConfigError("tasks", f"got {_check.describe(tasks)}", "a set of tasks, or a function of the step")
     if size is not None:
         raise ConfigError("size", f"is {size}", "None", "the function of the step sets the size")
     return tasks, {}
@@ -345,7 +345,7 @@ def _read_tasks(tasks: TaskSource | Batches, size: int | None, seed: int) -> tup
 
 def _open_policies(policy: TrainerBackend, interval: int, in_flight: InFlightOption, *, recompute: bool) -> Policies:
     if in_flight not in (False, True, "requests") or (in_flight != "requests" and not isinstance(in_flight, bool)):
-        raise ConfigError("in_flight", f"got {_check.shown(in_flight)}", "True, False or 'requests'")
+        raise ConfigError("in_flight", f"got {_check.describe(in_flight)}", "True, False or 'requests'")
     _check.flag("recompute", recompute)
     if recompute and not in_flight:
         raise ConfigError("recompute", "is True", "False without in_flight", "a snapshot's cache never becomes stale")

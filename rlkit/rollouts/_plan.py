@@ -285,10 +285,10 @@ class Plan:
         _check.optional(_check.integer, "Plan.min_n", self.min_n, high=self.n, why="of n episodes")
         _check.require(isinstance(self.params, SamplingParams), "Plan.params", self.params, "rlkit.SamplingParams(...)")
         if self.chat is not None and not all(callable(getattr(self.chat, name, None)) for name in ("start", "action")):
-            raise ConfigError("Plan.chat", f"got {_check.shown(self.chat)}", "an rlkit.chat.Chat")
+            raise ConfigError("Plan.chat", f"got {_check.describe(self.chat)}", "an rlkit.chat.Chat")
         tags = self.tags.items() if isinstance(self.tags, Mapping) else [("", None)]
         if not all(isinstance(name, str) and isinstance(tag, (str, bool, int, float)) for name, tag in tags):
-            raise ConfigError("Plan.tags", f"got {_check.shown(self.tags)}", "names with text, numbers or bools")
+            raise ConfigError("Plan.tags", f"got {_check.describe(self.tags)}", "names with text, numbers or bools")
         executor, options = find_executor(self.executor), self.executor_options
         _check.require(isinstance(options, Mapping), "Plan.executor_options", options, "a dict")
         executor.check_options(options)
@@ -324,5 +324,5 @@ class Plan:
         Raises:
             ConfigError: there is no such field, or as for the class.
         """
-        _check.options("rollout", Plan, options)
+        _check.check_keywords("rollout", Plan, options)
         return attrs.evolve(self, **options)

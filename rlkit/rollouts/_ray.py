@@ -155,7 +155,7 @@ def _check_sendable(where: str, value: object) -> None:
     )
     for key, part in parts:
         _check_sendable(f"{where}[{key!r}]", part)
-    names = ", ".join(sorted({_check.shown(each.obj) for each in failures}))
+    names = ", ".join(sorted({_check.describe(each.obj) for each in failures}))
     what = f"holds values that cannot be serialized: {names}"
     raise EnvError(where, what, "values that can be pickled", "executor='ray'")
 
@@ -358,7 +358,7 @@ class _Workers:
         except Exception as error:
             _, failures = self._ray.util.inspect_serializability(value, name="make", print_file=io.StringIO())
             names = ", ".join(
-                sorted(f"{'.'.join(map(str, each.path))} = {_check.shown(each.obj)}" for each in failures)
+                sorted(f"{'.'.join(map(str, each.path))} = {_check.describe(each.obj)}" for each in failures)
             )
             what = f"cannot be sent to a worker: {names or error}"
             raise ConfigError(f"environment {name!r}: make", what, "picklable values", "executor='ray'") from error

@@ -90,7 +90,7 @@ def stream(sampler: Sampler, tasks: object, *, step: int = 0, plan: Plan | None 
     _check.integer("step", step, low=0)
     plan = planned(plan, options)
     if not isinstance(sampler, Sampler):
-        what = f"got {_check.shown(sampler)}"
+        what = f"got {_check.describe(sampler)}"
         raise ConfigError("sampler", what, "a sampler", "policy.sampler().result(), not the policy")
     counters = Counters()
     return Stream(Runner(sampler, listed(tasks), plan, step, counters), counters)
@@ -197,7 +197,7 @@ def planned(plan: Plan | None, options: Mapping[str, object], caller: Callable[.
     """Return the plan with ``options`` in it, which ``caller`` was given besides its own."""
     _check.require(plan is None or isinstance(plan, Plan), "plan", plan, "an rlkit.rollouts.Plan")
     own = [p.name for p in inspect.signature(caller).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    _check.options(caller.__name__, Plan, options, more=own)
+    _check.check_keywords(caller.__name__, Plan, options, more=own)
     return (Plan() if plan is None else plan).with_options(**options)
 
 
@@ -206,10 +206,10 @@ def listed(tasks: object) -> Iterable[Task]:
     if isinstance(tasks, Task) or callable(tasks):
         tasks = [tasks]
     if hasattr(tasks, "batch") and not isinstance(tasks, Sequence):
-        what = f"got {_check.shown(tasks)}, which is infinite"
+        what = f"got {_check.describe(tasks)}, which is infinite"
         raise ConfigError("tasks", what, "tasks", "draw a batch with tasks.batch(step, size)")
     if not isinstance(tasks, Iterable) or isinstance(tasks, (str, bytes, Mapping)):
-        raise ConfigError("tasks", f"got {_check.shown(tasks)}", "tasks, or a callable that makes an environment")
+        raise ConfigError("tasks", f"got {_check.describe(tasks)}", "tasks, or a callable that makes an environment")
     each = (_task(f"tasks[{i}]", task) for i, task in enumerate(tasks))
     if not isinstance(tasks, Sequence):
         return each
@@ -222,6 +222,6 @@ def _task(where: str, task: object) -> Task:
     if isinstance(task, Task):
         return task
     if not callable(task):
-        raise ConfigError(where, f"got {_check.shown(task)}", "a Task, or a callable that makes an environment")
+        raise ConfigError(where, f"got {_check.describe(task)}", "a Task, or a callable that makes an environment")
     name = getattr(task, "__name__", "env")
     return Task(task, name if name.isidentifier() else "env")

@@ -73,7 +73,7 @@ class Logs:
         from rlkit import tracking
 
         if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-            raise ConfigError("Run(trackers)", f"got {_check.shown(trackers)}", "a sequence of names and trackers")
+            raise ConfigError("Run(trackers)", f"got {_check.describe(trackers)}", "a sequence of names and trackers")
         self.trackers: list[Tracker] = [tracking.for_run(x, folder) if isinstance(x, str) else x for x in trackers]
         self.rewind(record)
         self._several = tracking.Several(self.trackers) if self.trackers else None
@@ -81,7 +81,7 @@ class Logs:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass numbers to the trackers."""
         if not isinstance(metrics, Mapping):
-            raise DataError("log(metrics)", f"got {_check.shown(metrics)}", "a mapping from names to numbers")
+            raise DataError("log(metrics)", f"got {_check.describe(metrics)}", "a mapping from names to numbers")
         if self._several is not None:
             self._several.log(metrics, step)
 

@@ -124,7 +124,7 @@ class Models:
         """Raise if there is nothing to save, or it cannot be saved; warn of a first checkpoint without a policy."""
         for role, model in policies.items():
             if not callable(getattr(model, "save", None)):
-                what = f"got {_check.shown(model)}"
+                what = f"got {_check.describe(model)}"
                 raise ConfigError(f"checkpoint({role})", what, "a policy, as connect returns")
         remedy = (
             "connect the policy with run.connect(...) instead of rlkit.connect(...), or pass it: run.checkpoint(policy)"

@@ -116,7 +116,7 @@ class Run:
     ) -> None:
         _check.require(isinstance(folder, (str, os.PathLike)) and str(folder), "Run(folder)", folder, "a path")
         if retention is not None and not isinstance(retention, Retention):
-            raise ConfigError("Run(retention)", f"got {_check.shown(retention)}", "rlkit.Retention(...)")
+            raise ConfigError("Run(retention)", f"got {_check.describe(retention)}", "rlkit.Retention(...)")
         self._stopper = Stopper(_check.real("Run(grace)", grace, low=0.0, why="seconds"))
         self.folder = Path(folder).absolute()
         self.retention = Retention() if retention is None else retention

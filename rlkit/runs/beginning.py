@@ -38,7 +38,7 @@ class Kept:
         if check_name("keep(name)", name) in self.objects:
             if self.objects[name] is kept:
                 return kept
-            why, what = "in a notebook, open the run again to redefine it", f"got {_check.shown(name)}"
+            why, what = "in a notebook, open the run again to redefine it", f"got {_check.describe(name)}"
             raise ConfigError("keep(name)", what, "an unused name", why)
         capture(name, kept)
         if record is not None:
@@ -95,7 +95,7 @@ def check_name(where: str, name: object) -> str:
         ConfigError: it is not.
     """
     if not isinstance(name, str) or not name or name.encode("utf-8", "replace").decode() != name:
-        raise ConfigError(where, f"got {_check.shown(name)}", "a name: a non-empty string")
+        raise ConfigError(where, f"got {_check.describe(name)}", "a name: a non-empty string")
     return name
 
 

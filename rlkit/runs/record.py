@@ -69,7 +69,7 @@ def capture(where: str, kept: object) -> object:
     if isinstance(kept, (dict, list)):
         return encode(where, kept)
     expected = "a generator, an attrs object, a dict, a list, or something with state() and restore()"
-    raise ConfigError(where, f"got {_check.shown(kept)}", expected)
+    raise ConfigError(where, f"got {_check.describe(kept)}", expected)
 
 
 def _in_place(value: object) -> bool:
@@ -122,7 +122,7 @@ def restore(where: str, kept: object, state: Any) -> None:
     except CheckpointError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the saved value does not fit {_check.shown(kept)}: {error}") from error
+        raise CheckpointError(f"{where}: the saved value does not fit {_check.describe(kept)}: {error}") from error
 
 
 def encode(where: str, value: object) -> object:
@@ -145,7 +145,7 @@ def encode(where: str, value: object) -> object:
     number = _encode_number(value)
     if number is None:
         why = "pass an object with a state under a separate name" if attrs.has(type(value)) else ""
-        raise ConfigError(where, f"got {_check.shown(value)}", "numbers, texts, arrays, lists and dicts", why)
+        raise ConfigError(where, f"got {_check.describe(value)}", "numbers, texts, arrays, lists and dicts", why)
     return number
 
 
@@ -179,7 +179,7 @@ def decode(value: object) -> Any:
     if _FLOAT in value:
         number = from_json(value[_FLOAT])
         if number is None:
-            raise ValueError(f"a number that is {_check.shown(value[_FLOAT])}")
+            raise ValueError(f"a number that is {_check.describe(value[_FLOAT])}")
         return number
     if _ARRAY in value or _SCALAR in value:
         dtype = np.dtype(value.get(_ARRAY, value.get(_SCALAR)))

@@ -168,7 +168,7 @@ def serve(
             raise missing("serve", package, "serve")
     _check_address(host, port, key)
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names or ()):
-        raise ConfigError("serve(names)", f"got {_check.shown(names)}", "a list of texts")
+        raise ConfigError("serve(names)", f"got {_check.describe(names)}", "a list of texts")
     of_backend, of_service = _options(backend, options)
     names = tuple(names or _names(backend, model))
     made = _models(backend, model, folder, of_backend)
@@ -222,7 +222,7 @@ def _models(
     if isinstance(backend, type) or not callable(backend):
         expected = "a backend's name, or a function that makes one backend for each client: "
         expected += "functools.partial(rlkit.connect, ...)"
-        raise ConfigError("serve(backend)", f"got {_check.shown(backend)}", expected)
+        raise ConfigError("serve(backend)", f"got {_check.describe(backend)}", expected)
     return BackendModels(backend)
 
 

@@ -257,7 +257,7 @@ def _text(schema: object) -> str:
     try:
         return json.dumps(schema, default=dict)  # mappings that are not a dict
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(": " + _check.problem("it", f"is not JSON: {error}", "a JSON schema")) from None
+        raise ConfigError(": it", f"is not JSON: {error}", "a JSON schema") from None
 
 
 @functools.lru_cache(maxsize=256)  # checking a schema takes a hundred times as long as checking arguments
@@ -300,7 +300,7 @@ def _check_references(resource: SchemaResource, resolver: Resolver[Schema]) -> N
             inside = False
         if not inside:
             expected = "a place inside the same schema, such as #/$defs/name"
-            raise ConfigError(": " + _check.problem(key, f"got {_check.shown(schema[key])}", expected))
+            raise ConfigError(f": {key}", f"got {_check.describe(schema[key])}", expected)
     for part in resource.subresources():
         _check_references(part, resolver.in_subresource(part))
 

@@ -63,7 +63,9 @@ class ToolEnv:
     ) -> None:
         if not isinstance(functions, Sequence) or not functions or not callable(reward):
             wrong = not isinstance(functions, Sequence) or not functions
-            what = f"functions are {_check.shown(functions)}" if wrong else f"the reward is {_check.shown(reward)}"
+            what = (
+                f"functions are {_check.describe(functions)}" if wrong else f"the reward is {_check.describe(reward)}"
+            )
             raise ConfigError("ToolEnv", what, "functions and a reward that can be called")
         self.tools: list[Mapping[str, object]] = [schema(function) for function in functions]
         parameters(self.tools)  # names must be distinct

@@ -115,7 +115,7 @@ def parameters(tools: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, 
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name or name in schemas:
-            raise ConfigError(f"tools[{i}]", f"got {_check.shown(tool)}", "a function schema with a unique name")
+            raise ConfigError(f"tools[{i}]", f"got {_check.describe(tool)}", "a function schema with a unique name")
         schemas[name] = function.get("parameters") or {}
         check_schema(schemas[name], f"tools[{i}]")
     return schemas

@@ -62,7 +62,7 @@ class Console:
             or not columns
             or not all(isinstance(x, str) and x for pair in columns.items() for x in pair)
         ):
-            raise ConfigError("columns", f"got {_check.shown(columns)}", "headings with metrics' names")
+            raise ConfigError("columns", f"got {_check.describe(columns)}", "headings with metrics' names")
         self._columns = None if columns is None else dict(columns)
         self._file = file
         self._heading: list[str] = []

@@ -47,7 +47,7 @@ class ServiceTracker(ABC):
             text = f"{type(self).__name__}: the package {self.package!r} is not installed; "
             raise ConfigError(f"{text}install it with {_packages.command(self.extra)}")
         if config is not None and not isinstance(config, Mapping):
-            raise ConfigError("config", f"got {redact(_check.shown(config))}", "a mapping")
+            raise ConfigError("config", f"got {redact(_check.describe(config))}", "a mapping")
         self._config: dict[str, object] = masked(config or {})
         self._most = _check.integer("trajectories", trajectories, low=0)
         self._run: Run = None

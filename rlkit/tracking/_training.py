@@ -145,7 +145,7 @@ def records(groups: Sequence[Group], step: int, **given: Sequence[object] | None
 def _entries(name: str, value: Sequence[object], groups: Sequence[Group]) -> list[object]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != len(trajectories):
-        what = f"has {len(value)} entries" if hasattr(value, "__len__") else f"got {_check.shown(value)}"
+        what = f"has {len(value)} entries" if hasattr(value, "__len__") else f"got {_check.describe(value)}"
         raise DataError(name, what, f"{len(trajectories)}", "one per trajectory, over all groups")
     entries: list[object] = []
     for i, (entry, trajectory) in enumerate(zip(value, trajectories, strict=True)):

@@ -171,7 +171,9 @@ class Vocabulary:
 
     def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
-            raise ConfigError("tokenizer", f"got {_check.shown(tokenizer)}", "the policy's tokenizer, policy.tokenizer")
+            raise ConfigError(
+                "tokenizer", f"got {_check.describe(tokenizer)}", "the policy's tokenizer, policy.tokenizer"
+            )
         self._path = path
         self._tokenizer = tokenizer
         self._texts: dict[str, str] = {} if path is None else read_vocabulary(path)
@@ -369,13 +371,13 @@ class Jsonl:
         """
         _check.integer("rewind(step)", step, low=0)
         if at is not None and not isinstance(at, Mapping):
-            raise CheckpointError(f"rewind(at): got {_check.shown(at)}; expected a position returned by sync()")
+            raise CheckpointError(f"rewind(at): got {_check.describe(at)}; expected a position returned by sync()")
         self._synced = {}
         dropped = {}
         for name in ("metrics", "tokens", "trajectories"):
             place = (at or {}).get(FILES[name], 0)
             if type(place) is not int or place < 0:
-                raise CheckpointError(f"rewind(at): {FILES[name]} is {_check.shown(place)}; expected bytes")
+                raise CheckpointError(f"rewind(at): {FILES[name]} is {_check.describe(place)}; expected bytes")
             dropped[name] = rewound(self.folder / FILES[name], step, place)
         return dropped["metrics"]
 

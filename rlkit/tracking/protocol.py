@@ -28,11 +28,11 @@ def checked(metrics: object, step: object, where: str = "log") -> tuple[dict[str
     """
     step = _check.integer(f"{where}(step)", step, low=0)
     if not isinstance(metrics, Mapping):
-        raise DataError(f"{where}(metrics)", f"got {_check.shown(metrics)}", "a mapping of names to numbers")
+        raise DataError(f"{where}(metrics)", f"got {_check.describe(metrics)}", "a mapping of names to numbers")
     floats = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise DataError(f"{where}(metrics)", f"has the key {_check.shown(name)}", "non-empty names")
+            raise DataError(f"{where}(metrics)", f"has the key {_check.describe(name)}", "non-empty names")
         floats[redact(name)] = number(f"{where}(metrics)[{redact(name)!r}]", value)
     return floats, step
 
@@ -46,7 +46,7 @@ def number(where: str, value: object) -> float:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's, without importing torch
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise DataError(where, f"got {redact(_check.shown(value))}", "a number")
+        raise DataError(where, f"got {redact(_check.describe(value))}", "a number")
     try:
         return float(value)
     except OverflowError:  # an integer beyond what a float can hold

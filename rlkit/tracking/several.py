@@ -159,7 +159,9 @@ class Several(Resource):
         trackers = list(trackers) if isinstance(trackers, Iterable) else [trackers]
         for i, tracker in enumerate(trackers):
             if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-                raise ConfigError(f"trackers[{i}]", f"got {_check.shown(tracker)}", "log, log_trajectories and close")
+                raise ConfigError(
+                    f"trackers[{i}]", f"got {_check.describe(tracker)}", "log, log_trajectories and close"
+                )
         if not trackers:
             raise ConfigError("trackers", "is empty", "at least one")
         _check.integer("capacity", capacity, low=1)

@@ -59,7 +59,7 @@ def reduced(record: attrs.AttrsInstance) -> tuple[Callable[[], object], tuple[()
 def items(where: str, value: object, kind: type[T]) -> tuple[T, ...]:
     """Return a sequence of one class as a tuple."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise DataError(where, f"got {_check.shown(value)}", f"a sequence of {kind.__name__}")
+        raise DataError(where, f"got {_check.describe(value)}", f"a sequence of {kind.__name__}")
     listed = tuple(value)
     for i, item in enumerate(listed):
         _check.require(isinstance(item, kind), f"{where}[{i}]", item, f"a {kind.__name__}", error=DataError)
@@ -76,7 +76,7 @@ def reward(where: str, value: object) -> float:
 def several(value: object, total: float) -> tuple[float, ...]:
     """Return the rewards of a turn, of which ``total`` is 0 (not given) or their sum."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise DataError("Turn.rewards", f"got {_check.shown(value)}", "a sequence of numbers")
+        raise DataError("Turn.rewards", f"got {_check.describe(value)}", "a sequence of numbers")
     rewards = tuple(reward(f"Turn.rewards[{i}]", each) for i, each in enumerate(value))
     if total != 0.0 and not np.isclose(total, sum(rewards), equal_nan=True):
         what = f"is {total:g}, but the sum of rewards is {sum(rewards):g}"
@@ -101,12 +101,12 @@ def tags(where: str, value: Mapping[str, object]) -> None:
     _names(where, value)
     for name, tag in value.items():
         if not isinstance(tag, (str, bool, int, float)):
-            raise DataError(f"{where}[{name!r}]", f"got {_check.shown(tag)}", "text, a number or a bool")
+            raise DataError(f"{where}[{name!r}]", f"got {_check.describe(tag)}", "text, a number or a bool")
 
 
 def _names(where: str, value: object) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise DataError(where, f"got {_check.shown(value)}", "a mapping with names as keys")
+        raise DataError(where, f"got {_check.describe(value)}", "a mapping with names as keys")
 
 
 REDUCTIONS = ("sum", "mean", "max", "min", "last")
@@ -281,7 +281,7 @@ class Trajectory:
         array = _check.as_array("per_turn(values)", values, "one entry per action token")
         if array.ndim == 0 or array.shape[0] != self.token_count:
             expected = f"length {self.token_count}"
-            raise DataError("per_turn(values)", _check.shown(array), expected, "one per action token")
+            raise DataError("per_turn(values)", _check.describe(array), expected, "one per action token")
         return np.split(array, np.cumsum([turn.tokens.size for turn in self.turns])[:-1])
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
@@ -385,7 +385,7 @@ def checked_groups(groups: object) -> list[Group]:
     """Return the groups as a list; one group is a list of one. Raises DataError: something else than groups."""
     groups = [groups] if isinstance(groups, Group) else groups
     if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable) or getattr(groups, "ndim", 1) == 0:
-        raise DataError("groups", f"got {_check.shown(groups)}", "groups")
+        raise DataError("groups", f"got {_check.describe(groups)}", "groups")
     listed = list(groups)
     for i, group in enumerate(listed):
         _check.require(isinstance(group, Group), f"groups[{i}]", group, "a Group", error=DataError)

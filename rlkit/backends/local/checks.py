@@ -130,7 +130,7 @@ def _read_engine(options: LocalOptions) -> OpensEngine | SamplingEngine | None:
     if engine is None:
         return None
     if isinstance(engine, type) or not isinstance(engine, OpensEngine):
-        _check.members("connect(sampler)", engine, SamplingEngine, "or 'vllm', a URL, or several")
+        _check.require_protocol("connect(sampler)", engine, SamplingEngine, "or 'vllm', a URL, or several")
     fields = attrs.fields_dict(LocalOptions)
     if any(getattr(options, name) != fields[name].default for name in _OWN_SAMPLING):
         named = f"{', '.join(_OWN_SAMPLING[:-1])} and {_OWN_SAMPLING[-1]}"
@@ -158,5 +158,5 @@ def _check_shard(options: LocalOptions, processes: Processes | None) -> None:
 
 def check_sampler(call: str, sampler: Sampler | None) -> Sampler:
     """Return what an engine gave, once it has the methods of a sampler."""
-    _check.members(f"the sampling engine's {call}", sampler, Sampler, "from a SamplingEngine")
+    _check.require_protocol(f"the sampling engine's {call}", sampler, Sampler, "from a SamplingEngine")
     return cast("Sampler", sampler)

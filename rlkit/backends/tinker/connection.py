@@ -222,7 +222,7 @@ def checked_path(where: str, path: object, *, kind: str = "weights") -> str:
         CheckpointError: it is not a path of the service, or one of the other kind.
     """
     if not isinstance(path, str) or not path:
-        raise ConfigError(where, f"got {_check.shown(path)}", "the path that save() returned")
+        raise ConfigError(where, f"got {_check.describe(path)}", "the path that save() returned")
     match = _PATH.fullmatch(path)
     if match is None:
         raise CheckpointError(
@@ -378,14 +378,14 @@ def _checked_address(address: str | None) -> bool:
         return False
     if "@" in address:
         raise ConfigError("base_url: holds a user name or password; give the key as api_key= or TINKER_API_KEY")
-    form = _check.problem("base_url", f"is {redact(address)!r}", "https://host, or http://127.0.0.1:port")
+    wrong = ConfigError("base_url", f"is {redact(address)!r}", "https://host, or http://127.0.0.1:port")
     try:
         parts = urllib.parse.urlsplit(address)
         _ = parts.port  # raises where it is none
     except ValueError as error:
-        raise ConfigError(form) from error
+        raise wrong from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(form)
+        raise wrong
     local = is_loopback(parts.hostname)
     if parts.scheme == "http" and not local:
         raise ConfigError(

@@ -87,7 +87,7 @@ class Session:
         if path is None:
             if not isinstance(model, str) or not model:
                 known = f"; the service has: {', '.join(sorted(self.models))}" if self.models else ""
-                raise ConfigError(f"model: got {_check.shown(model)}; expected a model of the service{known}")
+                raise ConfigError(f"model: got {_check.describe(model)}; expected a model of the service{known}")
             connection.check_model(model, self.models)
             client: TrainingClient = self._client("connect", lambda: self._created(model, lora, seed, optimizer))
             return client, Saved()

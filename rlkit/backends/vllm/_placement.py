@@ -6,7 +6,6 @@ import logging
 import math
 import os
 
-from rlkit import _check
 from rlkit.errors import ConfigError
 
 __all__ = ["place_server"]
@@ -55,9 +54,7 @@ def _share(device: str, memory: float | None) -> float:
     share = math.floor(50 * free / total) / 100 if memory is None else memory
     if not 0 < share <= most:
         found = f"is {share:g}, {share * total / 1e9:.1f} GB of {device}, where the trainer runs"
-        raise ConfigError(
-            _check.problem("Vllm(memory)", found, f"at most {most:g}", f"{free / 1e9:.1f} GB of it are free")
-        )
+        raise ConfigError("Vllm(memory)", found, f"at most {most:g}", f"{free / 1e9:.1f} GB of it are free")
     _log.info(
         "vLLM may take %.1f of %.1f GB of %s; %.1f GB stay free for training (Vllm(memory=))",
         *(share * total / 1e9, total / 1e9, device, (free - share * total) / 1e9),

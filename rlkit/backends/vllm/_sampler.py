@@ -195,9 +195,7 @@ class VllmSampler(Resource):
         array = check_prompt(where, tokens, self.tokenizer.vocab_size, self.max_length)
         if array.size > self._scored:
             what = f"has {array.size} tokens"
-            raise DataError(
-                _check.problem(where, what, f"at most {self._scored}", "the server samples one token after scoring")
-            )
+            raise DataError(where, what, f"at most {self._scored}", "the server samples one token after scoring")
 
         async def ask() -> T:
             answer = await policy.generate(score_request(array, top))

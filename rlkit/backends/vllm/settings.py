@@ -102,7 +102,7 @@ class Vllm:
                 f"model.lora_configs=[{{lora_rank: {rank}, train_unembed: false}}], or leave sampler out"
             )
         if lora.rank > RANKS[-1]:
-            raise ConfigError(_check.problem("lora.rank", f"is {lora.rank}", f"at most {RANKS[-1]}", "vLLM's largest"))
+            raise ConfigError("lora.rank", f"is {lora.rank}", f"at most {RANKS[-1]}", "vLLM's largest")
         if not self.urls:
             self.interpreter()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import attrs
 
 from rlkit import _check
-from rlkit.errors import DataError
+from rlkit.errors import DataError, RlkitError
 from rlkit.gateway.types import Draw, GatewayError, Reply, Request
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def wrong(where: str, value: object, expected: str, why: str = "") -> GatewayErr
     >>> print(wrong("messages[0].role", "robot", "one of: system, user", "of the chat").message)
     messages[0].role: got 'robot' (str); expected one of: system, user (of the chat)
     """
-    return GatewayError(400, _check.problem(where, f"got {_check.shown(value)}", expected, why), param=where)
+    return GatewayError(400, str(RlkitError(where, f"got {_check.describe(value)}", expected, why)), param=where)
 
 
 @contextlib.contextmanager
